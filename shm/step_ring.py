@@ -89,6 +89,7 @@ SLOT_WORDS = 8
 SERIAL = 10
 (DRY_ALLOWED, DRY_LAST_N, HAS_BREAKERS) = range(11, 14)
 SCORED = 14
+ADAPTER = 15
 ROW_INTS = 16
 
 # Columns of `row_floats` (f32)
@@ -132,7 +133,8 @@ class Steps(NamedTuple):
     timing      (SLOTS, 4) i64             CLOCK_MONOTONIC ns: seen, begun, finished; spare
     row_ints    (max_rows, ROW_INTS) i64   ORDER: sampler steps, 4 bits each, lowest first, 0 ends;
                 SERIAL: identifies the row's sequence uniquely (see above); SCORED: 0: prompt tokens are not
-                scored, n: they are, with n - 1 top logprobs
+                scored, n: they are, with n - 1 top logprobs; ADAPTER: tag of the sequence's LoRA adapter
+                (`adapter_tag`), 0: none
     row_floats  (max_rows, ROW_FLOATS) f32
     mask_ids    (max_rows, MAX_MASK) i32   stop ids (masked while min_tokens or ignore_eos applies)
     bias_ids    (max_rows, MAX_BIAS) i32
@@ -211,6 +213,11 @@ def pack_order(names: tuple[str, ...]) -> int:
     for place, name in enumerate(names or DEFAULT_ORDER):
         packed |= SAMPLER_STEPS[name] << (4 * place)
     return packed
+
+
+def adapter_tag(digest: str) -> int:
+    """How a row names the adapter with that SHA-256 (hex): a positive i64; 0 for ""."""
+    return (int(digest[:16], 16) >> 1) | 1 if digest else 0
 
 
 def steps_bytes(g: StepsGeometry) -> int:

@@ -22,6 +22,8 @@ from shm import words
 from shm.checkpoint import Checkpoint
 from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
+from stages.worker.adapters.memory import AdapterMemory
+from stages.worker.adapters.prepared import Prepared
 from stages.worker.kernels import build, stored_code
 from stages.worker.model import Arenas, Model
 from starling.worker_group import WorkerGroup
@@ -76,14 +78,17 @@ class StepRunner:
         max_samples: int = 32,
         profile: bool = False,
         table_seed: int = 0,
+        adapters: Sequence[Prepared] = (),
     ) -> None:
         """`max_tokens`: positions of a row, 0 for the model's context; `table_seed` draws which pages a row owns.
 
         Compiles kernels that are not in the cache.
         """
-        self.model = Model(Checkpoint(index_path))
+        checkpoint = Checkpoint(index_path)
+        memory = AdapterMemory(checkpoint.index, adapters) if adapters else None
+        self.model = Model(checkpoint, memory)
         h = self.model.hyper
-        build.build(kv_type, extra=stored_code.extra_entries(h))
+        build.build(kv_type, extra=stored_code.extra_entries(h, memory is not None))
         max_tokens = max_tokens or h.context_length
         row_pages = -(-max_tokens // page_tokens)
         n_pages = max_rows * row_pages
@@ -92,7 +97,13 @@ class StepRunner:
         )
         kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
         self.geometry = act.ActivationsGeometry(
-            step_tokens, max_samples, max_rows, row_pages, min(max_tokens, h.context_length), ranks
+            step_tokens,
+            max_samples,
+            max_rows,
+            row_pages,
+            min(max_tokens, h.context_length),
+            ranks,
+            memory.max_rank if memory is not None else 0,
         )
         digest = self.model.digest
         steps_arena, self.steps = sh.create_steps(directory / "runner.steps", steps_geometry, digest)
@@ -113,8 +124,8 @@ class StepRunner:
     def write_row(self, row: int, tokens: Sequence[int] | np.ndarray, **parameters: Any) -> None:
         """Write a row's tokens and sampling parameters.
 
-        Parameters are the columns of `row_ints` and `row_floats` in lower case, `order`, `mask_ids`, `breakers` and
-        `bias`; the default of each has no effect, that of `output_start` is the number of tokens.
+        Parameters are the columns of `row_ints` and `row_floats` in lower case, `order`, `mask_ids`, `breakers`, `bias`
+        and `adapter` (a digest); the default of each has no effect, that of `output_start` is the number of tokens.
         Raises `TypeError` for an unknown name.
         """
         s = self.steps
@@ -126,6 +137,8 @@ class StepRunner:
                 s.row_ints[row, _COLUMNS[name]] = value
             elif name in _FLOAT_COLUMNS:
                 s.row_floats[row, _FLOAT_COLUMNS[name]] = value
+            elif name == "adapter":
+                s.row_ints[row, sh.ADAPTER] = sh.adapter_tag(value)
             elif name == "mask_ids":
                 s.row_ints[row, sh.N_MASK] = len(value)
                 s.mask_ids[row, : len(value)] = value

@@ -152,7 +152,7 @@ def _tensors(
             for number, expert in enumerate(array):
                 yield f"{prefix}{_expert_name(arch, own, number)}.{suffix}", (kind, expert)
             continue
-        yield f"{_name(body, arch)}.{suffix}", (kind, array)
+        yield f"{module_name(body, arch)}.{suffix}", (kind, array)
 
 
 def _expert_name(arch: str, part: str, number: int) -> str:
@@ -161,7 +161,8 @@ def _expert_name(arch: str, part: str, number: int) -> str:
     return f"mlp.experts.{number}.{_EXPERTS[part]}"
 
 
-def _name(body: str, arch: str) -> str:
+def module_name(body: str, arch: str) -> str:
+    """The name of a tensor of a GGUF file, without its suffix, in the `transformers` class."""
     if not body.startswith("blk."):
         return (_GPT2_TOP if arch == "gpt2" else _TOP)[body]
     _, layer, part = body.split(".", 2)

@@ -20,11 +20,13 @@ from pipeline.protocol.topology import EDGES
 from shm.sampler_steps import order_problem
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _API_KEY = re.compile(r"[!-~]{1,256}")
 _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
 _SALT = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
 _BLOB_SCHEMES = ("", "file", "http", "https", "s3", "gs", "az")
+MAX_ADAPTERS = 64  # of a model
 _RESERVED_PATHS = ("/v1", "/health", "/ready")
 
 
@@ -119,8 +121,32 @@ def _models(config: Config, pulled: Collection[str]) -> Iterator[Rule]:
             )
         if reason := order_problem(model.sampler_order):
             yield Rule(f"{at}.sampler_order", repr(list(model.sampler_order)), reason)
+        yield from _adapters(at, model)
         if model.draft_model and (reason := _draft(config, model)):
             yield Rule(f"{at}.draft_model", repr(model.draft_model), reason)
+
+
+def check_adapter_name(name: str) -> str:
+    """Why `name` is not a valid name of an adapter; "" when it is."""
+    if _ADAPTER.fullmatch(name):
+        return ""
+    return "expected up to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
+
+
+def _adapters(at: str, model: ModelConfig) -> Iterator[Rule]:
+    if len(model.adapters) > MAX_ADAPTERS:
+        yield Rule(f"{at}.adapters", str(len(model.adapters)), f"a model has at most {MAX_ADAPTERS} adapters")
+    names = [adapter.name for adapter in model.adapters]
+    for index, adapter in enumerate(model.adapters):
+        where = f"{at}.adapters.{index}"
+        if reason := check_adapter_name(adapter.name):
+            yield Rule(f"{where}.name", repr(adapter.name), reason)
+        if names.index(adapter.name) != index:
+            first = f"{at}.adapters.{names.index(adapter.name)}"
+            yield Rule(f"{where}.name", repr(adapter.name), f"{first} has this name already; rename one")
+        if not adapter.path or "://" in adapter.path:
+            reason = "expected a GGUF file, or a PEFT directory, of this machine"
+            yield Rule(f"{where}.path", repr(adapter.path), reason)
 
 
 def _source(config: Config, model: ModelConfig) -> str:

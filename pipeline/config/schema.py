@@ -63,6 +63,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     remote_edges: bool = False  # allow tcp:// edges between machines, which then need the same key file
 
 
+class AdapterConfig(Section, frozen=True, kw_only=True):
+    """A LoRA adapter of a model: a GGUF file, or a directory of the PEFT library."""
+
+    name: str  # requests name it as MODEL:NAME
+    path: str
+
+
 class ModelConfig(Section, frozen=True, kw_only=True):
     """One model.
 
@@ -93,6 +100,9 @@ class ModelConfig(Section, frozen=True, kw_only=True):
         ""  # of embeddings; "": as the file says, else last; none: refused
     )
     sampler_order: tuple[str, ...] = ()  # of requests that give no order; empty: the default, see docs/api.md
+    adapters: tuple[AdapterConfig, ...] = ()  # that requests may use instead of the model alone; at most 64
+    max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 64  # of an adapter's matrices; larger ones are refused
+    adapters_mb: Megabytes = 1024  # of all of its adapters in memory
     chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
     # Marks around the reasoning of an answer: by the chat template, none, or the two marks with a space in between.
     reasoning: Annotated[str, Meta(pattern=r"^(auto|none|\S{1,64} \S{1,64})$")] = "auto"

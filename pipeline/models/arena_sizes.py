@@ -69,7 +69,11 @@ def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
         _file_bytes(steps_bytes(steps)),
-        _file_bytes(_activations_bytes(steps, hyper, config.scheduler.max_step_tokens)),
+        _file_bytes(
+            _activations_bytes(
+                steps, hyper, config.scheduler.max_step_tokens, model.max_adapter_rank if model.adapters else 0
+            )
+        ),
     )
 
 
@@ -77,7 +81,7 @@ def _file_bytes(contents: int) -> int:
     return HEADER_BYTES + align(contents, 4096)
 
 
-def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> int:
+def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adapter_rank: int) -> int:
     """As `stages.worker.activations_arena.activations_bytes`, which only the worker may import."""
     tokens = max(max_step_tokens, steps.max_entries, steps.max_samples)
     samples, heads = steps.max_samples, h.n_heads * h.head_dim
@@ -90,7 +94,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
         tokens * _row_bytes(h.shared_ffn_width),
     )
     buffers = (
-        8 * (8 + 11 * steps.max_entries + 3 * tokens + 3 * samples),  # the plan
+        8 * (8 + 14 * steps.max_entries + 4 * tokens + 3 * samples),  # the plan
         4 * steps.max_pages * steps.max_entries,
         64 * 16,
         4 * tokens * h.width,
@@ -106,6 +110,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int) -> 
         samples * 4 * align(h.vocab_size),
         4 * (h.head_dim + 16) * splits,
         *(experts if h.n_experts else ()),
+        *((tokens * 3 * align(4 * adapter_rank),) if adapter_rank else ()),
     )
     at = align(8 * (64 + 8 * MAX_RANKS))
     for size in buffers:

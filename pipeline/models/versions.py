@@ -51,6 +51,7 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     state: State = "serving"
     change: str = ""  # id of the change that loads or removes this version
     op: Op = "load"  # kind of that change
+    adapters: tuple[tuple[str, str], ...] = ()  # name and digest of each adapter, once known: then the path is not read
     until: float = 0.0  # deadline, s since 1970, of loading or of requests in flight; 0: none
 
     @property

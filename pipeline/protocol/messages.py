@@ -254,6 +254,7 @@ class Submit(Frame, tag="S"):
         -1
     )  # n: the prompt's tokens are scored, with the n highest log probabilities; -1: they are not
     scored: int = 1  # leading tokens of the prompt whose scores the gateway has, or that have none: the first one
+    adapter: str = ""  # digest (hex) of the LoRA adapter that computes it; "": none. `cache_salt` depends on it
 
 
 class Cancel(Frame, tag="C"):
@@ -356,6 +357,7 @@ class ModelState(Frame):
     max_batch_size: int
     kv_free_pages: int = 0
     kv_total_pages: int = 0
+    adapters: tuple[tuple[str, str], ...] = ()  # as in `WorkerReady`
 
 
 class SchedulerState(Frame, tag="Q"):
@@ -600,6 +602,7 @@ class WorkerReady(Frame, tag="w"):
     error: str = ""
     width: int = 0  # values of a hidden state
     is_causal: bool = True  # False: prompts are pooled alone, each in one step
+    adapters: tuple[tuple[str, str], ...] = ()  # name and digest (hex) of each LoRA adapter that it has in memory
 
 
 class Attach(Frame, tag="A"):

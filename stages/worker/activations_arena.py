@@ -26,7 +26,14 @@ from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
-from stages.worker.kernels.buffer_sizes import SPLIT_UNITS, plan_words, route_bytes, row_bytes
+from stages.worker.kernels.buffer_sizes import (
+    ADAPTER_PLACES,
+    SPLIT_UNITS,
+    adapter_sums_stride,
+    plan_words,
+    route_bytes,
+    row_bytes,
+)
 
 KIND = "activations"
 LAYOUT = 1
@@ -45,17 +52,21 @@ class ActivationsGeometry(NamedTuple):
     max_pages: int  # of a page table
     max_positions: int  # of a sequence
     ranks: int
+    adapter_rank: int = 0  # of LoRA adapters; 0: none can be loaded
 
     def check(self) -> None:
         """Raises `ValueError` for a bound that is impossible."""
         for name, value in self._asdict().items():
-            if value < 1:
-                raise ValueError(f"{name} is {value}, expected at least 1")
+            least = 0 if name == "adapter_rank" else 1
+            if value < least:
+                raise ValueError(f"{name} is {value}, expected at least {least}")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, at most {MAX_RANKS}")
 
 
-def geometry_for(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: int) -> ActivationsGeometry:
+def geometry_for(
+    steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: int, adapter_rank: int = 0
+) -> ActivationsGeometry:
     """The bounds that the scheduler's steps arena and `scheduler.max_step_tokens` give a group of `ranks`."""
     return ActivationsGeometry(
         step_tokens=max(max_step_tokens, steps.max_entries, steps.max_samples),
@@ -64,6 +75,7 @@ def geometry_for(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: in
         max_pages=steps.max_pages,
         max_positions=min(steps.max_tokens, h.context_length),
         ranks=ranks,
+        adapter_rank=adapter_rank,
     )
 
 
@@ -127,6 +139,8 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
             c.SHARED_HIDDEN: 4 * g.step_tokens * h.shared_ffn_width,
             c.SHARED_HIDDEN_Q: g.step_tokens * s[c.SHARED_HIDDEN_Q_STRIDE],
         }
+    if g.adapter_rank:
+        sizes[c.ADAPTER_SUMS] = g.step_tokens * ADAPTER_PLACES * adapter_sums_stride(g.adapter_rank)
     return sizes
 
 

@@ -16,6 +16,7 @@ from shm.checkpoint import Checkpoint, Hyper
 from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
+from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.kernels import buffer_sizes as bs
 from stages.worker.kernels import compiled, stored_code
 from stages.worker.kernels import parameter_block as c
@@ -68,9 +69,10 @@ def _bits(value: float) -> int:
 class Model:
     """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a parameter block), `layers`."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises `ModelUnavailable` (kernels do not support it)."""
+    def __init__(self, checkpoint: Checkpoint, adapters: AdapterMemory | None = None) -> None:
+        """`adapters`: those that its sequences may name. Raises `ModelUnavailable` (kernels do not support it)."""
         self.checkpoint = checkpoint
+        self.adapters = adapters
         self.index = self.checkpoint.index
         self.hyper = h = self.index.hyper
         self.digest = bytes.fromhex(self.index.digest)
@@ -204,6 +206,11 @@ class RankTable:
         base = arenas.activations.buffer.ctypes.data
         words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
         words |= act.strides(model.hyper)
+        if g.adapter_rank:
+            words |= {
+                c.ADAPTERS: model.adapters.address if model.adapters is not None else 0,
+                c.ADAPTER_SUMS_STRIDE: bs.adapter_sums_stride(g.adapter_rank),
+            }
         words |= {
             c.N_SPLIT_RESULTS: act.n_split_results(g, model.hyper),
             c.STEP_TOKENS: g.step_tokens,
@@ -215,7 +222,7 @@ class RankTable:
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
         words |= self._scratch(model.hyper, g)
-        words |= compiled.addresses(kv.kv_type, stored_code.extra_entries(model.hyper))
+        words |= compiled.addresses(kv.kv_type, stored_code.extra_entries(model.hyper, g.adapter_rank > 0))
         self.table = np.zeros(c.WORDS, np.int64)
         for word, value in words.items():
             self.table[word] = value
@@ -278,6 +285,13 @@ class RankTable:
                 c.PAIRS: bs.PAIR_BYTES * pairs,
                 c.GATHERED: 4 * rows * h.width,
                 c.GATHERED_Q: rows * act.strides(h)[c.NORM_Q_STRIDE],
+            }
+        if g.adapter_rank:
+            widest = max(h.width, h.ffn_width, h.n_heads * h.head_dim)
+            sizes |= {
+                c.OWN_ADAPTER_SUMS: c.FEW * bs.ADAPTER_PLACES * bs.adapter_sums_stride(g.adapter_rank),
+                c.ADAPTER_GATHERED: 4 * bs.ADAPTED_ROWS * widest,
+                c.ADAPTER_DELTA: bs.DELTA_BYTES,
             }
         addresses = {}
         for name, size in sizes.items():

@@ -33,7 +33,8 @@ from shm.checkpoint import Checkpoint, CheckpointError
 from shm.pages import attach_kv
 from shm.step_ring import attach_steps
 from stages.worker import activations_arena as act
-from stages.worker.checkpoint.prepare import open_verified, prepare
+from stages.worker.adapters.memory import AdapterMemory
+from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
@@ -66,7 +67,9 @@ class WorkerStage:
         self._is_bell_connected = False
 
         self._phases = PhaseTimes()
-        self.model = Model(self._prepare())
+        checkpoint = self._prepare()
+        self.adapters: dict[str, str] = {}  # digest by name
+        self.model = Model(checkpoint, self._load_adapters(checkpoint))
         self._vocabulary = ""
         if config.drafts(self.version.name):
             self._vocabulary = self.model.index.vocabulary_digest
@@ -104,6 +107,19 @@ class WorkerStage:
             self._phases.enter("start ranks")
             return checkpoint
 
+    def _load_adapters(self, checkpoint: Checkpoint) -> AdapterMemory | None:
+        """Those of the configuration, in the versions that this model version has used before."""
+        if not self.model_config.adapters:
+            return None
+        known = dict(self.version.adapters)
+        with self.loop.allow_stall(PREPARE_S):
+            prepared = prepare_adapters(self.model_config, checkpoint.index, paths.models_dir(), known)
+        self.adapters = {name: one.digest for name, one in prepared.items()}
+        for name, digest in known.items():
+            if self.adapters.get(name, digest) != digest:
+                log.warning("adapter was replaced", extra={"model": self.name, "adapter": name, "before": digest})
+        return AdapterMemory(checkpoint.index, list(prepared.values()))
+
     # -------------------------------------------------------------- frames of the scheduler
 
     def _on_scheduler(self, hello: m.Hello) -> None:
@@ -128,6 +144,7 @@ class WorkerStage:
                 error,
                 h.width,
                 h.is_causal,
+                tuple(self.adapters.items()),
             )
         )
 
@@ -156,7 +173,8 @@ class WorkerStage:
         steps_arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
-        geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks)
+        rank = self.model_config.max_adapter_rank if self.model.adapters is not None else 0
+        geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks, rank)
         act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         act.reset_barrier(act.control_words(self._activations), self.n_ranks)

@@ -45,7 +45,8 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     pull_published(config, name)
     for model in chosen_models(config, name):
         with shown(model.name) as progress:
-            worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
+            index_path = worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
+            worker.prepare_adapters(model, load_index(index_path), paths.models_dir())
     check_drafts(config)
 
 

@@ -347,6 +347,7 @@ def test_any_input_is_accepted_or_refused_with_a_message(raw: dict[str, Any], en
 RECEIVERS = {
     "ServerConfig": "server",
     "ModelConfig": "model|settings|draft",
+    "AdapterConfig": "adapter",
     "SchedulerConfig": "scheduler|s",
     "ConstraintsConfig": "constraints|bounds",
     "RateLimitsConfig": "rate_limits|limits",

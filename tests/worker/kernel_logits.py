@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from stages.worker.adapters.prepared import Prepared
 from tools.step_runner import StepRunner
 
 
@@ -17,20 +19,25 @@ def kernel_logits(
     chunk: int = 7,
     ranks: int = 1,
     others: int = 0,
+    adapters: Sequence[Prepared] = (),
 ) -> np.ndarray:
     """(len(tokens), vocab) f32, `chunk` positions a step.
 
-    `others`: so many other prompts are computed in the same steps, in chunks of other lengths.
+    `others`: so many other prompts are computed in the same steps, in chunks of other lengths.  `adapters`: the first
+    one is that of the prompt; the others' are all of them in turn, and none.
     """
     n, found = len(tokens), []
     bounds = {"max_rows": 1 + others, "max_tokens": n, "step_tokens": 64 + 8 * others, "max_samples": 64}
-    with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, **bounds) as runner:
+    with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, adapters=adapters, **bounds) as runner:
+        digests = [*(one.digest for one in adapters), ""]
         for row in range(1, 1 + others):
-            runner.write_row(row, np.roll(tokens, row))
+            runner.write_row(row, np.roll(tokens, row), adapter=digests[row % len(digests)])
         done = [0] * (1 + others)
         for start in range(0, n, chunk):
             count = min(chunk, n - start)
-            runner.write_row(0, tokens)  # again: an entry with one sample has overwritten the token after its position
+            runner.write_row(
+                0, tokens, adapter=digests[0]
+            )  # again: an entry with one sample has overwritten the token after its position
             entries = [(0, start, count, count)]
             for row in range(1, 1 + others):
                 more = min(1 + row % 8, n - done[row])

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stages.worker.rope import SPAN, RopeTables
+from tools.reference.adapter import Adapter
 from tools.reference.arithmetic import exp, gelu, lane_sum, layer_norm, quantize, rms_norm, silu, soft_cap, stored
 from tools.reference.blocks import Matrix
 from tools.reference.fma import fma
@@ -181,8 +182,10 @@ def routes(logits: np.ndarray, used: int, normalized: bool) -> tuple[np.ndarray,
 class ExactModel:
     """A model's tensors, unpacked when first used and kept (one byte for a quantized value)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, adapter: Path | None = None) -> None:
+        """`adapter`: a LoRA adapter in a GGUF file, which is computed beside the model's own matrices."""
         self.source = Source(path)
+        self.added = Adapter(adapter, self.source).added if adapter is not None else {}
         self.hyper = h = self.source.hyper
         self.rope = [self.source.rope(is_local).tables(h.context_length) for is_local in (False, True) if h.n_rot]
         self._matrices: dict[str, Matrix | np.ndarray] = {}
@@ -196,6 +199,8 @@ class ExactModel:
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
         """`name`.weight times x; a bias is one addition more."""
         y = self.matmul(f"{name}.weight", x)
+        if added := self.added.get(f"{name}.weight"):
+            y = fma(matmul(added.b, matmul(added.a, x)), added.scale, y)
         return y + self.source.values(f"{name}.bias") if f"{name}.bias" in self.source else y
 
     def norm(self, name: str, x: np.ndarray) -> np.ndarray:

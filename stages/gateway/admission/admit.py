@@ -13,6 +13,7 @@ Asynchronous, without sockets. Every wait is bounded by the request's deadline.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api.adapter_salt import with_adapter
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output, version_name
 from pipeline.api.quotas import Quotas
@@ -37,7 +39,7 @@ from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_p
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.reasoning.switch import prefix_of, reasoning_of
 from stages.gateway.requests.continued import force_output
-from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.generation_request import AdapterUse, GenerationRequest
 from stages.gateway.requests.request_name import RequestName
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
@@ -64,6 +66,7 @@ class _Call(NamedTuple):
     name: RequestName  # of the request that it becomes
     trace: RequestTrace | None  # its timeline
     context: TraceContext | None
+    adapter: str = ""  # name of the LoRA adapter that it asks for
 
 
 class Admission:
@@ -145,13 +148,14 @@ class Admission:
     ) -> RequestState:
         """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
         self._received.count()
-        model = self._catalog.resolve(generation.model)
+        model, adapter = self._catalog.resolve_adapter(generation.model)
         name = name or RequestName(f"req-{secrets.token_hex(12)}")
         trace = self._timelines.begin(
             name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id, context=context
         )
         try:
-            state = await self._admit(model, generation, _Call(caller, started_at, client_id, name, trace, context))
+            call = _Call(caller, started_at, client_id, name, trace, context, adapter)
+            state = await self._admit(model, generation, call)
         except BaseException:
             self._timelines.withdraw(trace)
             raise
@@ -185,7 +189,7 @@ class Admission:
         """The answer goes on from another server's tokens. Raises `InvalidRequest`, `ModelUnavailable`."""
         described, version = self._loaded.described[request.spec.version], self._catalog.get(request.spec.version)
         kv_type = version.settings.kv_type if version is not None else ""
-        name = version_name(described.digest, kv_type, NUMERICS)
+        name = version_name(identity_of(described.digest, request.spec.generation), kv_type, NUMERICS)
         force_output(request, output, name, described.vocab_size, self._clock())
 
     async def _admit_to(self, version: ModelVersion, generation: GenerationRequest, call: _Call) -> RequestState:
@@ -193,6 +197,10 @@ class Admission:
         caller = call.caller
         is_shared = version.settings.share_cache
         salt = generation.cache_salt if is_shared else caller.salted(generation.cache_salt)
+        if call.adapter:
+            digest = self._loaded.adapter_digest(version, call.adapter)
+            generation = msgspec.structs.replace(generation, adapter=AdapterUse(call.adapter, digest))
+            salt = with_adapter(salt, digest)
         if generation.session_id is None:
             generation = msgspec.structs.replace(generation, cache_salt=salt)
             return await self._build(version, generation, (), call)
@@ -349,7 +357,7 @@ class Admission:
             ),
             seed=seed,
             created=created,
-            fingerprint=f"fp_{described.digest[:12]}",
+            fingerprint=f"fp_{identity_of(described.digest, generation)[:12]}",
             deadline=self._steady() + deadline - self._clock(),
             priority=call.caller.priority,
             client_id=call.client_id or call.name.id,
@@ -377,3 +385,10 @@ class Admission:
             after = prefix_of(reasoning, thinking, prompt, vocabulary)
             constraint = msgspec.structs.replace(constraint, after=after)
         return msgspec.structs.replace(generation, reasoning=reasoning, constraint=constraint)
+
+
+def identity_of(digest: str, generation: GenerationRequest) -> str:
+    """SHA-256 (hex) of the weights that compute a request: the model's digest, or that of model and adapter."""
+    if not generation.adapter:
+        return digest
+    return hashlib.sha256(f"{digest}/{generation.adapter.digest}".encode()).hexdigest()

@@ -156,7 +156,7 @@ class GenerateFormatter(ResponseFormatter):
             "id": request.id,
             "object": "generation",
             "created": request.spec.created,
-            "model": request.spec.model,
+            "model": request.spec.shown_model,
             "seed": request.spec.seed,
         }
         if request.spec.generation.turn is not None:

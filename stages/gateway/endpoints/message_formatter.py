@@ -126,7 +126,7 @@ class MessageFormatter:
 
     def _header(self) -> dict[str, Any]:
         spec = self._request.spec
-        return {"id": f"{ID_PREFIX}{spec.hex}", "type": "message", "role": "assistant", "model": spec.model}
+        return {"id": f"{ID_PREFIX}{spec.hex}", "type": "message", "role": "assistant", "model": spec.shown_model}
 
     def _usage(self, output_tokens: int) -> dict[str, Any]:
         cached = self._request.cached_tokens

@@ -34,7 +34,7 @@ class OpenAIFormatter(ResponseFormatter):
             "id": f"{self.ID_PREFIX}{request.spec.hex}",
             "object": self.EVENT_OBJECT,
             "created": request.spec.created,
-            "model": request.spec.model,
+            "model": request.spec.shown_model,
             "system_fingerprint": request.spec.fingerprint,
         }
         # With include_usage every event but the last has a usage of null.

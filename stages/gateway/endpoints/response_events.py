@@ -150,7 +150,7 @@ def response_object(request: RequestState, status: str = "") -> dict[str, Any]:
         "background": fields.in_background,
         "error": {"code": _error_code(error), "message": error.message} if error is not None else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": spec.model,
+        "model": spec.shown_model,
         "output": [
             item.shown(_item_status(item.is_complete or item is not output[-1], is_over, is_cut)) for item in output
         ],

@@ -98,7 +98,7 @@ async def _close_session(request: web.Request) -> web.Response:
     with service.in_flight.counted(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         name, session_id = await read_body(request, service.config, "session_close")
-        model = service.catalog.resolve(name)
+        model = service.catalog.resolve_adapter(name)[0]
         await service.sessions.close(model, request[CALLER].tenant, session_id)
     return json_response({"model": model, "session_id": session_id, "closed": True})
 

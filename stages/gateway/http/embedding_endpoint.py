@@ -45,7 +45,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         body: EmbeddingRequest = await read_body(request, service.config, "embeddings")
-        model = service.catalog.resolve(body.model)
+        model = _model(service, body.model)
         vectors, n_tokens = await _pool(request, model, body.inputs, input_names(body.inputs), body.dimensions)
         with held_response(request) as held:
             parts = []
@@ -62,7 +62,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         body: RerankRequest = await read_body(request, service.config, "rerank")
-        model = service.catalog.resolve(body.model)
+        model = _model(service, body.model)
         vectors, n_tokens = await _pool(request, model, body.texts, body.names)
         scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
         return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
@@ -74,10 +74,18 @@ async def score(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         body: ScoreRequest = await read_body(request, service.config, "score")
-        model = service.catalog.resolve(body.model)
+        model = _model(service, body.model)
         vectors, n_tokens = await _pool(request, model, body.texts, body.names)
         scores = await _cosines(vectors, body.pairs)
         return await send_body(request, to_json(score_response(model, scores, n_tokens)))
+
+
+def _model(service: Service, name: str) -> str:
+    """The model of that name. Raises `ModelNotFound`, `InvalidRequest`."""
+    model, adapter = service.catalog.resolve_adapter(name)
+    if adapter:
+        raise InvalidRequest(f"embeddings are computed without adapters: ask for {model!r}", "model")
+    return model
 
 
 async def _cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:

@@ -14,16 +14,16 @@ from stages.gateway.service import Service
 async def list_models(request: web.Request) -> web.Response:
     """GET /v1/models."""
     service = request.app[SERVICE]
-    return json_response({"object": "list", "data": [_model_object(service, name) for name in service.catalog.names]})
+    return json_response({"object": "list", "data": [_object(service, name) for name in _names(service)]})
 
 
 async def get_model(request: web.Request) -> web.Response:
     """GET /v1/models/ID."""
     service = request.app[SERVICE]
     name = request.match_info["id"]
-    if name not in service.catalog.names:
+    if name not in _names(service):
         raise ModelNotFound(f"there is no model {name[:200]!r}; GET /v1/models lists them", "model")
-    return json_response(_model_object(service, name))
+    return json_response(_object(service, name))
 
 
 async def redirect_engines(request: web.Request) -> web.Response:
@@ -31,6 +31,29 @@ async def redirect_engines(request: web.Request) -> web.Response:
     name = request.match_info.get("id", "")
     location = request.rel_url.with_path(f"/v1/models/{name}" if name else "/v1/models")
     return web.Response(status=308, headers={"Location": str(location), "Deprecation": "true"})
+
+
+def _names(service: Service) -> list[str]:
+    """Each model, followed by its adapters."""
+    return [
+        name
+        for model in service.catalog.names
+        for name in (model, *(f"{model}:{adapter}" for adapter in service.catalog.adapters(model)))
+    ]
+
+
+def _object(service: Service, name: str) -> dict[str, Any]:
+    model, _, adapter = name.partition(":")
+    body = _model_object(service, model)
+    if not adapter:
+        return body
+    version = service.catalog.serving(model)
+    state = service.loaded.states.get(version.id) if version is not None else None
+    digest = dict(state.adapters).get(adapter) if state is not None else None
+    body |= {"id": name, "parent": model, "root": model, "ready": body["ready"] and digest is not None}
+    if "digest" in body:
+        body["adapter_digest"] = digest
+    return body
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:

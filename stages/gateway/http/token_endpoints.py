@@ -25,7 +25,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         body = await read_body(request, service.config, "tokenize")
-        model = service.catalog.resolve(body.model)
+        model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-len(body.text.encode()) // CHARGED_BYTES))
         with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
@@ -52,7 +52,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         generation = await read_body(request, service.config, "count_tokens")
-        model = service.catalog.resolve(generation.model)
+        model = service.catalog.resolve_adapter(generation.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-text_characters(generation) // CHARGED_BYTES))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
@@ -68,7 +68,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
     with service.admission.slot(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         body = await read_body(request, service.config, "detokenize")
-        model = service.catalog.resolve(body.model)
+        model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], len(body.tokens))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)

@@ -53,6 +53,13 @@ class ResponseFields(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     effort: str = ""  # of reasoning; "": the request has none
 
 
+class AdapterUse(msgspec.Struct, array_like=True, frozen=True):
+    """The LoRA adapter that computes a request."""
+
+    name: str
+    digest: str  # hex
+
+
 class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     """A valid request for text."""
 
@@ -90,6 +97,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     # Of each token of the prompts, its log probability and the n highest ones; UNSET: none.
     prompt_logprobs: int | msgspec.UnsetType = msgspec.UNSET
     suffix: str | msgspec.UnsetType = msgspec.UNSET  # what follows the text, until the prompt is tokenized
+    adapter: AdapterUse | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: none
     shows_prompt_logprobs: bool | msgspec.UnsetType = msgspec.UNSET  # in a field of their own; UNSET: no
     thinking: Thinking | msgspec.UnsetType = msgspec.UNSET  # of a chat, until it is rendered; UNSET: no demands
     reasoning: Reasoning | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: the text is not divided

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pipeline.api.adapter_salt import without_adapter
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
@@ -101,6 +102,13 @@ class Sessions:
         tokens = array("i")
         tokens.frombytes(held.tokens)
         turn = SessionTurn(name, held.turn, len(tokens))
+        if without_adapter(held.salt)[1] != without_adapter(salt)[1]:
+            self.abort(model, tenant, turn)
+            raise InvalidRequest(
+                f"session {name!r} was begun with another adapter, without one, or with an earlier version of it: "
+                f"begin a new session",
+                "model",
+            )
         # A session of an earlier configuration may have the request's salt alone.
         if generation.cache_salt and held.salt not in (salt, generation.cache_salt):
             self.abort(model, tenant, turn)

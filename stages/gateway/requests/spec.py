@@ -37,7 +37,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     id: str  # req-HEX
     tenant: str
-    model: str  # the name that the client used
+    model: str  # the name that the client used, without the adapter's
     digest: str  # SHA-256 of the model's GGUF file, hex
     numerics: int  # version of the arithmetic
     generation: GenerationRequest  # without prompts and messages
@@ -56,6 +56,12 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     body_digest: bytes = b""  # SHA-256 of endpoint and body, with a key
     api_key_id: str = ""  # of the key file; "": a configured key, or none
     trace: TraceContext | None = None  # with `tracing.otlp`
+
+    @property
+    def shown_model(self) -> str:
+        """The model's name in answers: `MODEL`, or `MODEL:ADAPTER`."""
+        adapter = self.generation.adapter
+        return f"{self.model}:{adapter.name}" if adapter else self.model
 
     @property
     def hex(self) -> str:

@@ -267,4 +267,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         constraint=generation.constraint or None,
         prompt_logprobs=sequence.scores.top if sequence.scores is not None else -1,
         scored=sequence.scores.known if sequence.scores is not None else 1,
+        adapter=generation.adapter.digest if generation.adapter else "",
     )

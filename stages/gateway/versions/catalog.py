@@ -63,6 +63,23 @@ class VersionCatalog:
             raise ModelNotFound(f"there is no model {name!r}; {hint}", "model")
         return found
 
+    def resolve_adapter(self, name: str) -> tuple[str, str]:
+        """The model and the adapter that a request asks for as NAME:ADAPTER; "" without one. Raises `ModelNotFound`."""
+        base, separator, adapter = name.partition(":")
+        if not separator:
+            return self.resolve(name), ""
+        model = self.resolve(base) if base else self.resolve(name)
+        known = self.adapters(model)
+        if adapter not in known:
+            listed = ", ".join(f"{model}:{one}" for one in known) or "none"
+            raise ModelNotFound(f"model {model!r} has no adapter {adapter[:100]!r}; it has: {listed}", "model")
+        return model, adapter
+
+    def adapters(self, name: str) -> list[str]:
+        """Names of the adapters of the version of a model that new requests go to, or will."""
+        mine = self.versions(name)
+        return [adapter.name for adapter in mine[0].settings.adapters] if mine else []
+
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a model, the serving one first."""
         mine = [version for version in self.all if version.name == name]
@@ -124,9 +141,9 @@ class VersionCatalog:
         self._put((*self.all, new), serial=serial)
         return new
 
-    def pin(self, version_id: str, digest: str) -> None:
-        """Bind a version to the file with that digest, even if its path is overwritten."""
-        self._edit(version_id, digest=digest)
+    def pin(self, version_id: str, digest: str, adapters: tuple[tuple[str, str], ...] = ()) -> None:
+        """Bind a version to the file with that digest, even if its path is overwritten; likewise its adapters."""
+        self._edit(version_id, digest=digest, adapters=adapters or self._known(version_id).adapters)
 
     def switch(self, version_id: str) -> ModelVersion | None:
         """Make a version the serving one; return the one that served before."""

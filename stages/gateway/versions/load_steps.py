@@ -129,7 +129,7 @@ class LoadSteps:
         while not self._loaded.is_ready(new):
             state = self._loaded.states.get(new.id)
             if state is not None and state.digest and not self._digest_of(new):
-                self._catalog.pin(new.id, state.digest)
+                self._catalog.pin(new.id, state.digest, state.adapters)
             failure = versions.read_failure(run_dir, new.stage)
             if failure is not None and failure.code == "CONFIG":
                 raise InvalidRequest(failure.message, "path")  # the file is the caller's to change

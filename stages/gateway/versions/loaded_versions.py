@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from pipeline.config.schema import Config
-from pipeline.errors import InternalError, StarlingError
+from pipeline.errors import InternalError, ModelUnavailable, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds
@@ -61,6 +61,17 @@ class LoadedVersions:
         scheduler = self._config.scheduler
         context = min(context, limit) if limit else context
         return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
+
+    def adapter_digest(self, version: ModelVersion, adapter: str) -> str:
+        """The digest of the adapter that a ready version has in memory under that name; "" for "".
+
+        Raises `ModelUnavailable`.
+        """
+        state = self.states.get(version.id)
+        digest = dict(state.adapters).get(adapter, "") if state is not None else ""
+        if adapter and not digest:
+            raise ModelUnavailable(f"adapter {version.name}:{adapter} is not loaded yet; try again", retry_after_s=1.0)
+        return digest
 
     # ---------------------------------------------------------------- from the scheduler
 

@@ -218,11 +218,12 @@ class Loader:
         """Store the file digest of each configured version, once all stages have opened the same file."""
         for version in self._catalog.all:
             state, described = self._loaded.states.get(version.id), self._loaded.described.get(version.id)
-            if version.digest or state is None or described is None or not state.ready:
+            if state is None or described is None or not state.ready:
                 continue
-            if state.digest == described.digest:
+            is_pinned = bool(version.digest) and (bool(version.adapters) or not state.adapters)
+            if not is_pinned and state.digest == described.digest:
                 try:
-                    self._catalog.pin(version.id, state.digest)
+                    self._catalog.pin(version.id, state.digest, state.adapters)
                 except ResourceError as error:
                     log.debug("%s", error.message)  # retried at the next tick
 

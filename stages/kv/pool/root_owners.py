@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
+from pipeline.api.adapter_salt import without_adapter
 from stages.kv.pool.prefix_hash import PageHash, RootHasher
 
 MAX_ROOTS = 16_384
@@ -17,7 +18,7 @@ MAX_ROOTS = 16_384
 
 def owner_of(salt: str) -> str:
     """The tenant's part of a sequence's salt; "": its pages are shared (`Caller.salted`)."""
-    tenant, separator, _ = salt.partition("\0")
+    tenant, separator, _ = without_adapter(salt)[0].partition("\0")
     return tenant if separator else ""
 
 

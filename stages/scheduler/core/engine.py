@@ -27,7 +27,7 @@ from stages.scheduler.core.submission_queue import UNAVAILABLE_S, SubmissionQueu
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_pool import DraftPool
 from stages.scheduler.draft.proposer import Proposer
-from stages.scheduler.policy.admission import Limits, Refusal
+from stages.scheduler.policy.admission import Limits, Refusal, lacks_adapter
 from stages.scheduler.policy.batch import Budget
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.pacing import PacingPolicy
@@ -50,6 +50,7 @@ class Engine:
         """`vetting`: of constraints; without it they are refused."""
         s = self.settings = settings
         pacing = PacingPolicy(depth=2 if s.run_ahead else 1)
+        self._adapters: tuple[tuple[str, str], ...] = ()  # of the worker: name and digest
         limits = self._limits = Limits(s.max_prompt_tokens, s.max_output_tokens)
         budget = Budget(s.max_batch_size, max(s.max_step_tokens, s.max_batch_size), s.max_samples, pacing)
         stats = self.stats = Stats()
@@ -91,8 +92,19 @@ class Engine:
 
     # -------------------------------------------------------------- the worker's life
 
-    def attach(self, context_length: int, vocab_size: int, is_causal: bool = True) -> None:
-        """The worker has let go of everything before and reads the ring from now on."""
+    def attach(
+        self,
+        context_length: int,
+        vocab_size: int,
+        is_causal: bool = True,
+        adapters: tuple[tuple[str, str], ...] = (),
+    ) -> None:
+        """The worker has let go of everything before and reads the ring from now on. `adapters`: name and digest."""
+        self._adapters = adapters
+        self._limits.adapters = frozenset(digest for _, digest in adapters)
+        for sequence in list(self.table.scheduled):
+            if not sequence.is_done and (refusal := lacks_adapter(sequence, self._limits)):
+                self.table.fail(sequence, refusal.code, refusal.message)
         self._limits.context_length, self._limits.vocab_size = context_length, vocab_size
         self._limits.whole_prompt_tokens = 0 if is_causal else self.steps.budget.max_tokens
         self.worker.is_attached = True
@@ -203,4 +215,5 @@ class Engine:
             self.settings.max_batch_size,
             kv_free,
             self.leases.total_pages,
+            self._adapters,
         )

@@ -101,10 +101,11 @@ class Ring:
         stop_ids: Sequence[int],
         breakers: bytes = b"",
         prompt_logprobs: int = -1,
+        adapter: str = "",
     ) -> None:
         """Write a sequence's parameters and known tokens. Must precede every frame and step that names the row.
 
-        `breakers`: as in `Submit`, of the size of a token mask. `prompt_logprobs`: likewise.
+        `breakers`: as in `Submit`, of the size of a token mask. `prompt_logprobs`, `adapter`: likewise.
         """
         s = self._steps
         ints, floats = s.row_ints[row], s.row_floats[row]
@@ -139,6 +140,7 @@ class Ring:
         ints[sh.DRY_LAST_N] = sampling.dry_penalty_last_n
         ints[sh.HAS_BREAKERS] = bool(breakers)
         ints[sh.SCORED] = prompt_logprobs + 1
+        ints[sh.ADAPTER] = sh.adapter_tag(adapter)
         if breakers:
             s.breakers[row] = np.frombuffer(breakers, "<u4")
         for i, token in enumerate(sorted(stop_ids)):

@@ -79,6 +79,7 @@ class RowScheduler:
             stop_ids,
             sequence.breakers,
             sequence.scores.top if sequence.scores is not None else -1,
+            sequence.adapter,
         )
         self._constraints.restart(sequence)
         # A sequence that continues after a recovery had its prompt computed: kv has the pages, no leader is needed.

@@ -58,6 +58,7 @@ class SequenceState:
         "__weakref__",
         "accepted",
         "acquired_at",
+        "adapter",
         "arrived",
         "breakers",
         "cached_tokens",
@@ -113,6 +114,7 @@ class SequenceState:
         self.lacks_mask = False  # it is not computed until its token mask is there
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt
+        self.adapter: str = frame.adapter
         self.pooled: PooledPrompt | None = None  # what it computes instead of output
         if frame.pooling:
             self.pooled, self.salt = PooledPrompt(frame.pooling, self.prompt_len), SALT

@@ -34,6 +34,7 @@ class Limits:
     vocab_size: int = 0
     kv_positions: int = 0  # of the whole KV arena
     page_tokens: int = 0
+    adapters: frozenset[str] | None = None  # digests of the LoRA adapters that the worker has; None: not known yet
     whole_prompt_tokens: int = 0  # above 0 prompts are only pooled, each in one step of so many; 0: a causal model
 
 
@@ -68,8 +69,21 @@ def check_frame(frame: Submit) -> Refusal | None:
     return None
 
 
+def lacks_adapter(sequence: SequenceState, limits: Limits) -> Refusal | None:
+    """Why the worker cannot compute the sequence with its LoRA adapter; None if it can, or if it has none."""
+    if not sequence.adapter or limits.adapters is None or sequence.adapter in limits.adapters:
+        return None
+    return Refusal(
+        "CONFLICT",
+        "the adapter of this request was replaced or unloaded, and the answer would differ; send the request again",
+        "model",
+    )
+
+
 def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
     """Why this model can never compute the sequence; None if it can."""
+    if refusal := lacks_adapter(sequence, limits):
+        return refusal
     prompt, output = sequence.prompt_len, sequence.max_tokens
     is_pooled = sequence.pooled is not None  # the last position is computed, and no token follows it
     if is_pooled:

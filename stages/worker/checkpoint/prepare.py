@@ -7,15 +7,18 @@ prepared already costs one read of its index.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
 from pipeline.models.locks import lock
-from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
+from shm.checkpoint import VERSION, Checkpoint, CheckpointError, Index, load_index
+from stages.worker.adapters.prepared import ADAPTERS, Prepared, open_prepared, prepare_adapter
 from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
@@ -113,9 +116,28 @@ def prepare(
         index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed)
         kernels.wait(progress)
     # What the model's graph needs besides is known only now.
-    with BackgroundBuild(model.kv_type, extra=stored_code.extra_entries(load_index(index_path).hyper)) as kernels:
+    extra = stored_code.extra_entries(load_index(index_path).hyper, bool(model.adapters))
+    with BackgroundBuild(model.kv_type, extra=extra) as kernels:
         kernels.wait(progress)
     return index_path
+
+
+def prepare_adapters(
+    model: ModelConfig, index: Index, models_dir: Path, digests: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Prepared]:
+    """The prepared form of each of the model's adapters, by name. `digests`: of those that are known, by name.
+
+    Raises `ConfigError`, which names the adapter's file and what is wrong with it, and `ResourceError`.
+    """
+    folder, found, left = models_dir / ADAPTERS, dict[str, Prepared](), model.adapters_mb << 20
+    for adapter in model.adapters:
+        prepared = open_prepared(folder, digests[adapter.name]) if adapter.name in digests else None
+        if prepared is None:
+            source = Path(os.path.abspath(Path(adapter.path).expanduser()))
+            prepared = prepare_adapter(source, index, folder, model.max_adapter_rank, left)
+        found[adapter.name] = prepared
+        left -= prepared.data.size
+    return found
 
 
 def _make_usable(index_path: Path, models_dir: Path, progress: store.Progress) -> bool:

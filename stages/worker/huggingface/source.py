@@ -178,7 +178,7 @@ class HuggingFaceSource:
         order = None
         part = part_of(info.name)
         if info.name.startswith("blk.") and part in self._family.permuted:
-            order = _neighbours(info.shape[0], self._heads[part])
+            order = neighbours(info.shape[0], self._heads[part])
         if origin.half >= 0:
             order = np.arange(len(raw)).reshape(-1, 2, info.shape[-2])[:, origin.half].reshape(-1)
         transposed = len(info.shape) == 2 and self._is_transposed(info.name)
@@ -267,7 +267,7 @@ class StackedRows:
         return np.concatenate(found) if len(found) != 1 else found[0]
 
 
-def _neighbours(rows: int, heads: int) -> np.ndarray:
+def neighbours(rows: int, heads: int) -> np.ndarray:
     """Which stored row each row is, if the two halves of each head are to alternate."""
     return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 

@@ -13,15 +13,17 @@ from stages.worker.kernels.formats.description import LINE, RUNS
 # ------------------------------------------------------------------ plan.py
 
 PLAN_HEAD = 8  # i64 words
-ENTRY_PLAN = 11  # i64 words of an entry
+ENTRY_PLAN = 12  # i64 words of an entry
 TOKEN_PLAN = 3  # of a token
 SAMPLE_PLAN = 3  # of a sample
+ADAPTED_PLAN = 2  # of the tokens of one adapter, besides one for each token
 SPLIT_UNITS = 16  # with fewer (entry, kv head) units than this, KV splits are units of their own
 
 
 def plan_words(max_entries: int, max_tokens: int, max_samples: int) -> int:
     """i64 words of a plan."""
-    return PLAN_HEAD + ENTRY_PLAN * max_entries + TOKEN_PLAN * max_tokens + SAMPLE_PLAN * max_samples
+    entries = (ENTRY_PLAN + ADAPTED_PLAN) * max_entries
+    return PLAN_HEAD + entries + (TOKEN_PLAN + 1) * max_tokens + SAMPLE_PLAN * max_samples
 
 
 # ------------------------------------------------------------------ quantize_activations.py
@@ -97,6 +99,18 @@ def route_bytes(used: int) -> int:
 def router_logits_bytes(n_experts: int) -> int:
     """Of a token: whole row groups of the router, and one of the shared expert's gate."""
     return 4 * GROUP * (-(-n_experts // GROUP) + 1)
+
+
+# ------------------------------------------------------------------ adapters.py
+
+ADAPTED_ROWS = 32  # rows of one adapter that are multiplied at once
+ADAPTER_PLACES = 3  # matrices with the same input: q, k and v
+DELTA_BYTES = 64 * 1024  # of the products of one adapter's rows that are added at once
+
+
+def adapter_sums_stride(max_rank: int) -> int:
+    """Bytes of A x of one token and one matrix, for adapters of at most that rank."""
+    return 64 * -(-max_rank // GROUP)
 
 
 # ------------------------------------------------------------------ sampler_vocabulary.py

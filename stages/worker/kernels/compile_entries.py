@@ -13,7 +13,17 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.runtime import process
-from stages.worker.kernels import attention, dequantize_row, experts, link_once, matmul, rank_loop, sampler, stored_code
+from stages.worker.kernels import (
+    adapters,
+    attention,
+    dequantize_row,
+    experts,
+    link_once,
+    matmul,
+    rank_loop,
+    sampler,
+    stored_code,
+)
 
 # By name: the jitted function for a type of KV cache, and the number of its arguments.
 FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
@@ -24,6 +34,8 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "embed": (lambda kv_type: dequantize_row.dequantize_row, dequantize_row.ENTRY_ARGUMENTS),
     "head": (lambda kv_type: rank_loop.wait_for_head, rank_loop.HEAD_ARGUMENTS),
     "experts": (lambda kv_type: experts.mix_experts, experts.ENTRY_ARGUMENTS),
+    "shrink": (lambda kv_type: adapters.shrink, adapters.SHRINK_ARGUMENTS),
+    "expand": (lambda kv_type: adapters.expand, adapters.EXPAND_ARGUMENTS),
 }
 assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIES.keys()
 

@@ -195,7 +195,7 @@ def _gate_up(params, gate_kind, gate, up_kind, up, down_kind, skipped, ffn, floa
     """`gate_up` of matrices without biases."""
     keep = trait(down_kind, IS_DENSE) != 0
     gate_matrix, up_matrix = (gate_kind, gate, 0), (up_kind, up, 0)
-    gate_up(params, gate_matrix, up_matrix, skipped, ffn, (floats, records), rows, keep, (hidden, q, q_stride))
+    gate_up(params, 0, gate_matrix, up_matrix, skipped, ffn, (floats, records), rows, keep, (hidden, q, q_stride))
 
 
 @njit(**INNER)

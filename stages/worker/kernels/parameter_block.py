@@ -162,7 +162,20 @@ MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
 # behind them
 EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
 
-WORDS = 144
+# LoRA adapters (adapters.py, adapter_table.py): the two entries; the table of loaded adapters, 0: the group has none; a
+# buffer of the activations arena, and bytes of a place in it; this rank's scratch
+(
+    SHRINK,
+    EXPAND,
+    ADAPTERS,
+    ADAPTER_SUMS,
+    ADAPTER_SUMS_STRIDE,
+    OWN_ADAPTER_SUMS,
+    ADAPTER_GATHERED,
+    ADAPTER_DELTA,
+) = range(143, 151)
+
+WORDS = 152
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

@@ -7,11 +7,14 @@ are copied, so that a number that the scheduler changes later has no effect.  An
 In i64 words at PLAN:
 
     0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
-    5   whether any sample needs a token mask        6  whether any entry is pooled
+    5   whether any sample needs a token mask        6  whether any entry is pooled      7  tokens with an adapter
     8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
         SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
-        first pooled position (counted from the start) and number of them
-    then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry.
+        first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none)
+    then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry
+    then the tokens with an adapter, by slot (1 word each), then for each of these slots: slot, end of its tokens.
+
+A row names its adapter by its tag (adapter_table.py).  An entry whose adapter is not loaded is refused.
 """
 
 from __future__ import annotations
@@ -21,16 +24,28 @@ from numba import njit
 from shm import step_ring
 from shm.pages import KV_SPLIT
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, PLAN_HEAD, SAMPLE_PLAN, SPLIT_UNITS, TOKEN_PLAN
+from stages.worker.kernels.adapter_table import MAX_ADAPTERS
+from stages.worker.kernels.buffer_sizes import ADAPTED_PLAN, ENTRY_PLAN, PLAN_HEAD, SAMPLE_PLAN, SPLIT_UNITS, TOKEN_PLAN
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED = range(7)
-(P_ROW, P_START, P_COUNT, P_SAMPLES, P_SAMPLE_BASE, P_TOKEN, P_SPLIT, P_TABLE, P_MASKS, P_POOL_FIRST, P_POOL_COUNT) = (
-    range(11)
-)
+ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED, ADAPTED = range(8)
+(
+    P_ROW,
+    P_START,
+    P_COUNT,
+    P_SAMPLES,
+    P_SAMPLE_BASE,
+    P_TOKEN,
+    P_SPLIT,
+    P_TABLE,
+    P_MASKS,
+    P_POOL_FIRST,
+    P_POOL_COUNT,
+    P_ADAPTER,
+) = range(12)
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
@@ -44,6 +59,7 @@ _ROW, _START, _COUNT, _SAMPLES, _BASE, _MASKS, _POOL_FIRST, _POOL_COUNT = (
     step_ring.POOL_FIRST,
     step_ring.POOL_COUNT,
 )
+_ROW_INTS, _ADAPTER = 8 * step_ring.ROW_INTS, 8 * step_ring.ADAPTER
 _NO_MASK, _MASK_SLOTS, _MAX_POOLED = step_ring.NO_MASK, step_ring.MASK_SLOTS, step_ring.MAX_POOLED
 
 
@@ -64,6 +80,32 @@ def sample_at(params, sample):
     """Address of the plan of sample number `sample` of the step."""
     words = PLAN_HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * param(params, pb.STEP_TOKENS)
     return param(params, pb.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
+
+
+@njit(**INNER)
+def adapted_at(params, i):
+    """Address of the word that has number `i` of the tokens with an adapter."""
+    return sample_at(params, param(params, pb.STEP_SAMPLES)) + 8 * i
+
+
+@njit(**INNER)
+def adapted_group_at(params, group):
+    """Address of slot and end of a group of tokens with the same adapter."""
+    return adapted_at(params, param(params, pb.STEP_TOKENS)) + 8 * ADAPTED_PLAN * group
+
+
+@njit(**INNER)
+def _adapter_of(params, row):
+    """1 + slot of the adapter that a row names; 0 when it names none, -1 when it is not loaded."""
+    tag = get_i64(param(params, pb.ROW_INTS_AT) + row * _ROW_INTS + _ADAPTER)
+    if tag == 0:
+        return 0
+    tags = param(params, pb.ADAPTERS)
+    if tags != 0:
+        for slot in range(MAX_ADAPTERS):
+            if get_i64(tags + 8 * slot) == tag:
+                return 1 + slot
+    return -1
 
 
 @njit(**INNER)
@@ -160,12 +202,12 @@ def make_plan(params, step):
     head = param(params, pb.SLOT_HEAD) + 8 * _SLOT_WORDS * slot
     plan = param(params, pb.PLAN)
     put_i64(plan + 8 * SLOT, slot)
-    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_MASKS, HAS_POOLED):
+    for i in (ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, HAS_MASKS, HAS_POOLED, ADAPTED):
         put_i64(plan + 8 * i, 0)
     if get_i64(head + 8 * _STEP) != step:
         return -1
     entries = param(params, pb.ENTRIES) + slot * param(params, pb.ENTRIES_STRIDE)
-    kept = n_tokens = n_samples = refused = chunks = has_masks = has_pooled = 0
+    kept = n_tokens = n_samples = refused = chunks = has_masks = has_pooled = has_adapters = 0
     for i in range(min(max(get_i64(head + 8 * _N_ENTRIES), 0), param(params, pb.MAX_ENTRIES))):
         at = entries + 4 * _ENTRY_WORDS * i
         row, start, count = get_i32(at + 4 * _ROW), get_i32(at + 4 * _START), get_i32(at + 4 * _COUNT)
@@ -173,6 +215,9 @@ def make_plan(params, step):
         pool_first, pooled = get_i32(at + 4 * _POOL_FIRST), get_i32(at + 4 * _POOL_COUNT)
         is_sound = _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_samples)
         if pooled != 0 and not _is_poolable(params, count, samples, base, pool_first, pooled):
+            is_sound = False
+        adapter = _adapter_of(params, row) if is_sound else 0
+        if adapter < 0:
             is_sound = False
         if is_sound and masks != 0 and _is_void(params, row, start, count, samples):
             _refuse(params, slot, samples, base, _NO_MASK)
@@ -199,6 +244,9 @@ def make_plan(params, step):
         put_i64(entry + 8 * P_MASKS, masks)
         put_i64(entry + 8 * P_POOL_FIRST, pool_first)
         put_i64(entry + 8 * P_POOL_COUNT, pooled)
+        put_i64(entry + 8 * P_ADAPTER, adapter)
+        if adapter != 0:
+            has_adapters = 1
         if pooled != 0:
             has_pooled = 1
         if masks != 0 and samples > 0:
@@ -219,6 +267,8 @@ def make_plan(params, step):
     put_i64(plan + 8 * HAS_CHUNKS, chunks)
     put_i64(plan + 8 * HAS_MASKS, has_masks)
     put_i64(plan + 8 * HAS_POOLED, has_pooled)
+    if has_adapters:
+        _group_by_adapter(params, kept)
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
         _assign_split_results(params, kept)
     return refused
@@ -235,3 +285,23 @@ def _assign_split_results(params, kept):
         if param(entry, P_COUNT) == 1 and splits > 1 and used + splits * heads <= param(params, pb.N_SPLIT_RESULTS):
             put_i64(entry + 8 * P_SPLIT, used)
             used += splits * heads
+
+
+@njit(**INNER)
+def _group_by_adapter(params, kept):
+    """List the tokens with an adapter by its slot, and where each slot's end."""
+    n = groups = 0
+    for slot in range(MAX_ADAPTERS):
+        before = n
+        for i in range(kept):
+            entry = entry_at(params, i)
+            if param(entry, P_ADAPTER) == 1 + slot:
+                for t in range(param(entry, P_COUNT)):
+                    put_i64(adapted_at(params, n), param(entry, P_TOKEN) + t)
+                    n += 1
+        if n > before:
+            group = adapted_group_at(params, groups)
+            put_i64(group, slot)
+            put_i64(group + 8, n)
+            groups += 1
+    put_i64(param(params, pb.PLAN) + 8 * ADAPTED, n)

@@ -11,6 +11,7 @@ from numba import njit
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
+from stages.worker.kernels.adapter_table import DOWN, GATE, OUTPUT, UP, K, Q, V
 from stages.worker.kernels.buffer_sizes import GATED_BYTES, MIN_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.format_traits import IS_DENSE, trait
@@ -73,8 +74,22 @@ def project(params, kind, w, columns, rows, floats, records, records_stride, tok
 
 
 @njit(**INNER)
-def _project_normed(params, kind, w, bias, rows, tokens, out):
-    """This rank's groups of q, k or v, with their bias, for all tokens, into QKV at `out`."""
+def shrink(params, layer, target, places, x, columns):
+    """A x of the adapters of this step, for `places` matrices from `target` on whose input is f32 rows x."""
+    if param(param(params, pb.PLAN), p.ADAPTED):
+        run_entry(param(params, pb.SHRINK), (params, layer, target, places, x, columns))
+
+
+@njit(**INNER)
+def expand(params, layer, target, place, out, out_stride, first, end):
+    """Add B (A x) of the adapters of this step to row groups first .. end-1 of a product, after `shrink`."""
+    if param(param(params, pb.PLAN), p.ADAPTED):
+        run_entry(param(params, pb.EXPAND), (params, layer, target, place, out, out_stride, first, end))
+
+
+@njit(**INNER)
+def _project_normed(params, layer, place, kind, w, bias, rows, tokens, out):
+    """This rank's groups of q, k or v (place 0, 1, 2), with their bias, for all tokens, into QKV at `out`."""
     width = param(params, pb.WIDTH)
     stride = param(params, pb.QKV_STRIDE)
     first, end = share(params, rows // GROUP)
@@ -93,6 +108,7 @@ def _project_normed(params, kind, w, bias, rows, tokens, out):
         first,
         end,
     )
+    expand(params, layer, Q + place, place, out, stride, first, end)
     if bias:
         for t in range(tokens):
             ew.add(out + t * stride + 64 * first, bias + 64 * first, GROUP * (end - first))
@@ -104,16 +120,15 @@ def project_qkv(params, layer, tokens):
     dim = param(params, pb.HEAD_DIM)
     q_rows, kv_rows = param(params, pb.N_HEADS) * dim, param(params, pb.N_KV_HEADS) * dim
     out = param(params, pb.QKV)
+    shrink(params, layer, Q, V - Q + 1, normed(params, tokens), param(params, pb.WIDTH))
     kind, w, bias = param(layer, pb.Q_FORMAT), param(layer, pb.Q), param(layer, pb.Q_BIAS)
-    _project_normed(params, kind, w, bias, q_rows, tokens, out)
+    _project_normed(params, layer, 0, kind, w, bias, q_rows, tokens, out)
     out += 4 * q_rows
-    _project_normed(
-        params, param(layer, pb.K_FORMAT), param(layer, pb.K), param(layer, pb.K_BIAS), kv_rows, tokens, out
-    )
+    kind, w, bias = param(layer, pb.K_FORMAT), param(layer, pb.K), param(layer, pb.K_BIAS)
+    _project_normed(params, layer, K - Q, kind, w, bias, kv_rows, tokens, out)
     out += 4 * kv_rows
-    _project_normed(
-        params, param(layer, pb.V_FORMAT), param(layer, pb.V), param(layer, pb.V_BIAS), kv_rows, tokens, out
-    )
+    kind, w, bias = param(layer, pb.V_FORMAT), param(layer, pb.V), param(layer, pb.V_BIAS)
+    _project_normed(params, layer, V - Q, kind, w, bias, kv_rows, tokens, out)
 
 
 @njit(**MERGED)
@@ -122,6 +137,8 @@ def project_output(params, layer, tokens):
     columns = param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
     residual(
         params,
+        layer,
+        OUTPUT,
         param(layer, pb.O_FORMAT),
         param(layer, pb.O),
         param(layer, pb.O_BIAS),
@@ -137,15 +154,32 @@ def project_output(params, layer, tokens):
 
 
 @njit(**INNER)
-def residual(params, kind, w, bias, norm, closing, closing_bias, columns, floats, records, records_stride, tokens):
+def residual(
+    params,
+    layer,
+    target,
+    kind,
+    w,
+    bias,
+    norm,
+    closing,
+    closing_bias,
+    columns,
+    floats,
+    records,
+    records_stride,
+    tokens,
+):
     """X += W y + bias, this rank's rows. With the weights of a `norm`: X += norm(W y + bias), this rank's tokens.
 
-    With those of a `closing` norm: then X = norm(X).
+    With those of a `closing` norm: then X = norm(X).  `target`: which matrix of a layer W is to adapters.
     """
     width = param(params, pb.WIDTH)
     first, end = share(params, width // GROUP)
     x, y = param(params, pb.X), param(params, pb.Y)
+    shrink(params, layer, target, 1, floats, columns)
     project(params, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end)
+    expand(params, layer, target, 0, y, 4 * width, first, end)
     factor, n = get_f32(params + 8 * pb.RESIDUAL_SCALE), GROUP * (end - first)
     for t in range(tokens):
         at = 4 * t * width + 64 * first
@@ -183,6 +217,7 @@ def project_gate_up(params, layer, tokens):
     """HIDDEN of this rank's rows: act(W_gate x) * (W_up x), without a gate act(W_up x); and its records."""
     gate_up(
         params,
+        layer,
         (param(layer, pb.GATE_FORMAT), param(layer, pb.GATE), param(layer, pb.GATE_BIAS)),
         (param(layer, pb.UP_FORMAT), param(layer, pb.UP), param(layer, pb.UP_BIAS)),
         0,
@@ -195,9 +230,10 @@ def project_gate_up(params, layer, tokens):
 
 
 @njit(**MERGED)
-def gate_up(params, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidden):
+def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidden):
     """act(W_gate x) * (W_up x) of this rank's of `ffn` rows, for `tokens` rows x of the residual stream's width.
 
+    layer                   the layer whose adapters apply; 0: none do
     gate_matrix, up_matrix  format, address and bias; the gate's address is 0 where there is none
     skipped                 row groups of both matrices before the first row
     x                       addresses of the f32 rows, and of their records, which are NORM_Q_STRIDE bytes apart
@@ -210,6 +246,9 @@ def gate_up(params, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidde
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = param(params, pb.GATED)
     is_gated = gate_matrix[1] != 0
+    adapts = layer != 0 and param(param(params, pb.PLAN), p.ADAPTED) != 0
+    if adapts:
+        shrink(params, layer, GATE, UP - GATE + 1, floats, width)
     while first < end:
         n = min(at_once, end - first)
         up = gate + 64 * tokens * n
@@ -231,6 +270,8 @@ def gate_up(params, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidde
                 at,
                 at + n,
             )
+            if adapts:
+                expand(params, layer, GATE, 0, gate - 64 * at, 64 * n, at, at + n)
             _add_bias(gate, 64 * n, gate_matrix[2], first, n, tokens)
         project(
             params,
@@ -247,10 +288,12 @@ def gate_up(params, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep, hidde
             at,
             at + n,
         )
+        if adapts:
+            expand(params, layer, UP, UP - GATE, up - 64 * at, 64 * n, at, at + n)
         _add_bias(up, 64 * n, up_matrix[2], first, n, tokens)
         for t in range(tokens):
             y = up + t * 64 * n
-            if keep:
+            if keep or adapts:  # adapters of the next matrix read f32
                 y = hidden[0] + 4 * t * ffn + 64 * first
             if not is_gated:
                 ew.gelu(up + t * 64 * n, y, GROUP * n)
@@ -268,6 +311,8 @@ def project_down(params, layer, tokens):
     """X += W_down hidden, this rank's rows."""
     residual(
         params,
+        layer,
+        DOWN,
         param(layer, pb.DOWN_FORMAT),
         param(layer, pb.DOWN),
         param(layer, pb.DOWN_BIAS),

@@ -21,12 +21,13 @@ from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 # By name: the word of the parameter block that holds the address; -1: called from Python.
 # Those that take longest to compile come first.
 ENTRIES = {"steps": -1, "draw": pb.DRAW, "attend": pb.ATTEND, "matmul": pb.MATMUL, "embed": pb.EMBED_ROW, "head": -1}
-EXTRA_ENTRIES = {"experts": pb.EXPERTS}  # that only some models need
+EXTRA_ENTRIES = {"experts": pb.EXPERTS, "shrink": pb.SHRINK, "expand": pb.EXPAND}  # that only some models need
 
 
-def extra_entries(hyper: Hyper) -> tuple[str, ...]:
+def extra_entries(hyper: Hyper, has_adapters: bool = False) -> tuple[str, ...]:
     """The names in `EXTRA_ENTRIES` that a model needs."""
-    return ("experts",) if hyper.n_experts else ()
+    adapters = ("shrink", "expand") if has_adapters else ()
+    return (*(("experts",) if hyper.n_experts else ()), *adapters)
 
 
 def stored_type(name: str, kv_type: str) -> str:

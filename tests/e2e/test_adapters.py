@@ -1,0 +1,192 @@
+"""LoRA adapters behind a server: exact, batched together, cached apart, and the same after any process's death."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.command import starling
+from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import comparable, events, wait_answering
+from tests.e2e.server import Server, wait_gone
+from tools.reference.exact_forward import ExactModel, ExactSequence
+from tools.tiny_adapter import write_adapter, write_peft
+from tools.tiny_gguf import SHAPES, write_model
+
+pytestmark = pytest.mark.slow
+
+CORES = sorted(os.sched_getaffinity(0))
+PROMPT = np.random.default_rng(1).integers(3, 260, 100).tolist()  # three KV pages and a part of one
+NAMES = ("tiny", "tiny:first", "tiny:second")
+STREAM: dict[str, Any] = {
+    "model": "tiny:first",
+    "prompt": PROMPT,
+    "max_tokens": 400,
+    "seed": 7,
+    "temperature": 0.8,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+class Files:
+    """A model and adapters of it: `second` is a PEFT directory, and `peft` is `first` in that form."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = write_model(directory / "tiny.gguf", SHAPES["small"], "Q4_0_M", seed=3)
+        self.first = write_adapter(directory / "first.gguf", self.model, rank=4, seed=1)
+        self.second_gguf = write_adapter(directory / "second.gguf", self.model, rank=9, seed=2, dtype="F16")
+        self.second = write_peft(directory / "second", self.model, rank=9, seed=2, dtype="F16")
+        self.peft = write_peft(directory / "peft", self.model, rank=4, seed=1)
+
+    def reference(self, name: str) -> Path | None:
+        return {"tiny": None, "tiny:first": self.first, "tiny:second": self.second_gguf}[name]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    return Files(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[Server]:
+    home = tmp_path_factory.mktemp("home")
+    share_caches(home)
+    adapters = [{"name": name, "path": str(getattr(files, name))} for name in ("first", "second", "peft")]
+    model = {"name": "tiny", "path": str(files.model), "kv_cache_mb": 32, "adapters": adapters}
+    with Server(home, {"models": [model]}) as server:
+        yield server
+        server.stop()
+        assert server.leftovers() == []
+        assert server.pids() == {}
+
+
+def greedy(files: Files, name: str, n: int) -> list[int]:
+    sequence = ExactSequence(ExactModel(files.model, files.reference(name)))
+    logits, found = sequence.extend(PROMPT, last_only=True), []
+    for _ in range(n):
+        found.append(int(logits[0].argmax()))
+        logits = sequence.extend(found[-1:], last_only=True)
+    return found
+
+
+def generate(server: Server, model: str, **more: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **more}
+    answer: dict[str, Any] = server.post("/v1/generate", **body)
+    return answer
+
+
+def test_answers_are_those_of_the_unmerged_reference(server: Server, files: Files) -> None:
+    expected = {name: greedy(files, name, 12) for name in NAMES}
+    assert len({tuple(tokens) for tokens in expected.values()}) == len(NAMES), "the adapters change the answers"
+    found: dict[tuple[str, int], list[int]] = {}
+
+    def ask(name: str, number: int) -> None:
+        found[name, number] = generate(server, name)["choices"][0]["tokens"]
+
+    threads = [threading.Thread(target=ask, args=(name, number)) for number in range(3) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {(name, number): expected[name] for name in NAMES for number in range(3)}
+
+
+def test_cached_pages_belong_to_one_adapter(server: Server) -> None:
+    salt = "a prompt that is cached under no other salt"
+
+    def cached(name: str) -> int:
+        usage = generate(server, name, cache_salt=salt)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(name) for name in NAMES] == [0, 0, 0]
+    assert [cached(name) for name in NAMES] == [96, 96, 96]
+    # The same adapter under another name, from a file of another kind, has the same pages.
+    assert cached("tiny:peft") == 96
+
+
+def test_models_are_listed_with_their_adapters(server: Server) -> None:
+    listed = server.request("GET", "/v1/models")[1]["data"]
+    assert [one["id"] for one in listed] == ["tiny", "tiny:first", "tiny:second", "tiny:peft"]
+    assert [one.get("parent") for one in listed] == [None, "tiny", "tiny", "tiny"]
+    assert all(one["ready"] for one in listed)
+    shown = server.request("GET", "/v1/models/tiny:first")[1]
+    assert shown["adapter_digest"] == listed[3]["adapter_digest"] != listed[2]["adapter_digest"]
+    assert server.request("GET", "/v1/models/tiny:third")[0] == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 4}),
+        ("/v1/completions", {"prompt": "the quick fox", "max_tokens": 4}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "the quick fox"}], "max_tokens": 4}),
+        ("/v1/responses", {"input": "the quick fox", "max_output_tokens": 16}),
+        ("/v1/generate", {"prompt": "the quick fox", "max_tokens": 4}),
+    ],
+)
+def test_every_endpoint_for_text_takes_an_adapter(server: Server, path: str, body: dict[str, Any]) -> None:
+    assert server.post(path, model="tiny:second", **body)["model"] == "tiny:second"
+    status, answer, _ = server.request("POST", path, {**body, "model": "tiny:third"})
+    assert status == 404
+    assert "model 'tiny' has no adapter 'third'; it has: tiny:first, tiny:second, tiny:peft" in str(answer)
+
+
+def test_embeddings_are_refused_and_tokens_counted(server: Server) -> None:
+    status, answer, _ = server.request("POST", "/v1/embeddings", {"model": "tiny:first", "input": "x"})
+    assert status == 400
+    assert answer["error"]["message"] == "embeddings are computed without adapters: ask for 'tiny'"
+    assert server.post("/v1/tokenize", model="tiny:first", text="the fox")["count"] >= 1
+
+
+def test_a_session_stays_with_its_adapter(server: Server) -> None:
+    created = server.post("/v1/generate", model="tiny:first", prompt=PROMPT, max_tokens=3, session_id="")
+    session = created["session_id"]
+    turn = {"prompt": [5, 6, 7], "max_tokens": 3, "session_id": session}
+    assert server.request("POST", "/v1/generate", {**turn, "model": "tiny:first"})[0] == 200
+    for other in ("tiny", "tiny:second"):
+        status, answer, _ = server.request("POST", "/v1/generate", {**turn, "model": other})
+        assert status == 400
+        assert "was begun with another adapter" in answer["error"]["message"]
+    assert server.request("POST", "/v1/generate", {**turn, "model": "tiny:first"})[0] == 200
+
+
+def test_a_stream_keeps_its_adapter_when_processes_die(server: Server) -> None:
+    undisturbed = comparable([data for _, data in events(server, "/v1/generate", STREAM, {})])
+    begun = []
+    victims = {20: "worker-tiny", 60: "scheduler", 90: "kv", 120: "gateway"}
+    try:
+        for event in events(server, "/v1/generate", STREAM, {}):
+            begun.append(event)
+            if victim := victims.get(len(begun)):
+                pid = server.pid_of(victim)
+                os.kill(pid, signal.SIGKILL)
+                assert wait_gone(pid)
+    except (OSError, ValueError):
+        pass  # the connection ends with the gateway
+    wait_answering(server)
+    last = begun[-1][0]
+    assert len(begun) >= 120
+    rest = list(events(server, f"/v1/requests/{last.partition(':')[0]}", None, {"Last-Event-ID": last}))
+    assert comparable([data for _, data in begun + rest]) == undisturbed
+
+
+def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: Files) -> None:
+    """The last test of the server: it replaces the file of an adapter."""
+    before = generate(server, "tiny:first")
+    digest = server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"]
+    write_adapter(files.first, files.model, rank=5, seed=9)
+    pid = server.pid_of("worker-tiny")
+    os.kill(pid, signal.SIGKILL)
+    assert wait_gone(pid)
+    assert generate(server, "tiny:first")["choices"] == before["choices"]
+    starling(server, "reload", "tiny")
+    assert server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"] != digest
+    assert generate(server, "tiny:first")["choices"][0]["tokens"] == greedy(files, "tiny:first", 12)
