@@ -28,7 +28,8 @@ NAMES = ("tiny", "tiny:first", "tiny:second")
 STREAM: dict[str, Any] = {
     "model": "tiny:first",
     "prompt": PROMPT,
-    "max_tokens": 400,
+    "max_tokens": 1200,
+    "n": 3,
     "seed": 7,
     "temperature": 0.8,
     "ignore_eos": True,

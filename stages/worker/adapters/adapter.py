@@ -98,7 +98,7 @@ def _pairs(path: Path, change: Change, base: Index, max_rank: int) -> Iterator[P
     for which, matrix in (("A", change.a), ("B", change.b)):
         if not np.isfinite(matrix.values).all():
             raise ConfigError(f"{what}: {which} has values that are not finite; train or convert it again", PARAM)
-    if not np.isfinite(np.float32(change.scale)):
+    if not abs(change.scale) <= float(np.finfo(np.float32).max):
         raise ConfigError(f"{what}: the scale is {change.scale}, which is no f32 number", PARAM)
     targets: tuple[str, ...] = _FUSED.get(name, (name,))
     shapes = {one: _shape(base, f"blk.{layer}.{one}.weight") for one in TARGETS}

@@ -78,6 +78,7 @@ class AdapterMemory:
         dense = {one.id for one in DENSE}
         for pair in adapter.header.pairs:
             is_known = 0 <= pair.layer < h.n_layers and 0 <= pair.target < len(t.TARGETS) and pair.rank > 0
+            is_known = is_known and abs(pair.scale) <= float(np.finfo(np.float32).max)
             name = f"blk.{pair.layer}.{t.TARGETS[pair.target]}.weight" if is_known else ""
             found = next((one for one in self._base.tensors if one.name == name), None)
             if found is None or (found.rows, found.columns) != (pair.rows, pair.columns):

@@ -93,7 +93,7 @@ def prepare_adapter(source: Path, base: Index, folder: Path, max_rank: int, max_
             replace_file(path, raw)
         except OSError as error:
             raise ResourceError(f"{path} cannot be written: {error.strerror}; free space there", param=PARAM) from None
-    return _decode(path, raw)
+    return decode(path, raw)
 
 
 def open_prepared(folder: Path, digest: str) -> Prepared | None:
@@ -101,7 +101,7 @@ def open_prepared(folder: Path, digest: str) -> Prepared | None:
     path = folder / f"{digest}.lora"
     try:
         raw = path.read_bytes()
-        return _decode(path, raw) if hashlib.sha256(raw).hexdigest() == digest else None
+        return decode(path, raw) if hashlib.sha256(raw).hexdigest() == digest else None
     except (OSError, ConfigError):
         return None
 
@@ -152,8 +152,8 @@ def _packed(rows: np.ndarray, fmt: object) -> np.ndarray:
     return np.concatenate([piece.reshape(-1) for piece in pack(rows, fmt)])  # type: ignore[arg-type]
 
 
-def _decode(path: Path, raw: bytes) -> Prepared:
-    """Raises `ConfigError`."""
+def decode(path: Path, raw: bytes) -> Prepared:
+    """The prepared adapter with these bytes, those of the file at `path`. Raises `ConfigError`."""
     length = int.from_bytes(raw[len(MAGIC) : _HEAD], "little")
     try:
         if raw[: len(MAGIC)] != MAGIC or length > min(_MAX_HEADER, len(raw) - _HEAD):
