@@ -25,11 +25,20 @@ class Item(NamedTuple):
     reason: str
 
 
-def collect(models_dir: Path, in_use: Collection[str], is_dry: bool, with_downloads: bool = True) -> list[Item]:
+def collect(
+    models_dir: Path,
+    in_use: Collection[str],
+    is_dry: bool,
+    with_downloads: bool = True,
+    adapters_in_use: Collection[str] = (),
+) -> list[Item]:
     """Remove what is not in use, or only list it (`is_dry`).
 
     in_use: digests of configured and loaded models.  Files whose name is still pulled, or whose source is in the models
     directory or known by its path, stay.  A download or conversion that runs is left alone.
+
+    adapters_in_use: digests of adapters of loaded models.  Other prepared adapters are removed along with downloads;
+    they are prepared again from their files.
     """
     removed: list[Item] = []
     with lock(models_dir, "names"):
@@ -47,8 +56,17 @@ def collect(models_dir: Path, in_use: Collection[str], is_dry: bool, with_downlo
                 if not is_dry:
                     path.unlink(missing_ok=True)
     if with_downloads:
+        removed += _adapters(models_dir, adapters_in_use, is_dry)
         removed += _downloads(models_dir, is_dry)
     return removed
+
+
+def _adapters(models_dir: Path, in_use: Collection[str], is_dry: bool) -> Iterator[Item]:
+    for path in sorted((models_dir / "adapters").glob("*.lora")):
+        if path.stem not in in_use:
+            yield Item(str(path), _size(path), "no loaded model uses this adapter")
+            if not is_dry:
+                path.unlink(missing_ok=True)
 
 
 def _digests(models_dir: Path) -> set[str]:

@@ -144,8 +144,8 @@ def rm(name: str) -> None:
 def gc(dry_run: bool, as_json: bool) -> None:
     """Remove files that no model needs.
 
-    These are stored models without a name, converted models whose file is gone, and unfinished downloads. Nothing that
-    the running server has loaded is removed.
+    These are stored models without a name, converted models whose file is gone, prepared adapters, and unfinished
+    downloads. Nothing that the running server has loaded is removed.
     """
     removed = _collect(model_list.rows(load()), dry_run)
     if as_json:
@@ -159,5 +159,7 @@ def gc(dry_run: bool, as_json: bool) -> None:
 
 def _collect(rows: list[model_list.Row], is_dry: bool, only_models: bool = False) -> list[collect.Item]:
     in_use = {row.digest for row in rows if row.digest}
-    in_use |= {version.digest for version in model_list.loaded_versions(load())}
-    return collect.collect(paths.models_dir(), in_use, is_dry, with_downloads=not only_models)
+    loaded = model_list.loaded_versions(load())
+    in_use |= {version.digest for version in loaded}
+    adapters = {digest for version in loaded for _, digest in version.adapters}
+    return collect.collect(paths.models_dir(), in_use, is_dry, with_downloads=not only_models, adapters_in_use=adapters)

@@ -14,6 +14,7 @@ from pipeline.api.keys import Caller
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import versions
+from pipeline.models.collect import collect
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.kv.pool.root_owners import owner_of
 
@@ -77,3 +78,17 @@ def test_names_of_requests(tmp_path: Path) -> None:
     catalog.pin("m", "ab" * 32, (("a", "cd" * 32),))
     catalog.pin("m", "ab" * 32)
     assert catalog.get("m").adapters == (("a", "cd" * 32),)  # type: ignore[union-attr]
+
+
+def test_prepared_adapters_that_no_version_uses_are_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    used, unused = (folder / f"{digest * 32}.lora" for digest in ("ab", "cd"))
+    used.write_bytes(b"x")
+    unused.write_bytes(b"y")
+    for is_dry in (True, False):
+        removed = collect(tmp_path, (), is_dry, adapters_in_use=(used.stem,))
+        assert [item.path for item in removed] == [str(unused)]
+    assert used.exists()
+    assert not unused.exists()
+    assert collect(tmp_path, (), is_dry=False, with_downloads=False) == []
