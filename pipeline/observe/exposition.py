@@ -1,4 +1,4 @@
-"""The text of `/metrics`: the merged snapshots of all stages. Called by the gateway.
+"""The text of `/metrics`: the merged snapshots of all stages, as Prometheus text or OpenMetrics. Called by the gateway.
 
 Series of the same name and labels are added.  Counters and histograms of a stage whose process has ended remain
 until its successor replaces the snapshot; its gauges are dropped.
@@ -16,22 +16,31 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe import process_use, status
 from pipeline.observe.aliases import ALIASES, Alias
+from pipeline.observe.exemplars import Exemplars
 from pipeline.observe.metric_families import FAMILIES, Family
 from pipeline.observe.metrics import Metrics, Series, Snapshot, fits, read_snapshot
 from shm.arena import process_ticks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 ALL_TENANTS = "all"  # the label under which hidden tenants are added up
 
 
-def render(config: Config, own: Metrics | None = None, shows_tenants: bool = True) -> bytes:
-    """Prometheus text of all stages' snapshots and of `own`. `shows_tenants`: one series for each tenant, not a sum."""
+def render(
+    config: Config, own: Metrics | None = None, shows_tenants: bool = True, exemplars: Exemplars | None = None
+) -> bytes:
+    """Prometheus text of all stages' snapshots and of `own`; with `exemplars` in the format OpenMetrics.
+
+    `shows_tenants`: one series for each tenant, not a sum.
+    """
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
         own.publish()
@@ -42,8 +51,8 @@ def render(config: Config, own: Metrics | None = None, shows_tenants: bool = Tru
             _hide_tenants(snapshot)
     registry = CollectorRegistry(auto_describe=False)
     aliases = [alias for name in dict.fromkeys(config.metrics.aliases) for alias in ALIASES[name]]
-    registry.register(_MergedCollector(merge(snapshots), aliases))
-    return generate_latest(registry)
+    registry.register(_MergedCollector(merge(snapshots), aliases, exemplars))
+    return generate_latest(registry) if exemplars is None else openmetrics.generate_latest(registry)
 
 
 def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
@@ -109,9 +118,15 @@ def _stage_families(run_dir: Path) -> Snapshot:
 class _MergedCollector(Collector):
     """Passes merged series to prometheus_client, which writes the text format."""
 
-    def __init__(self, merged: dict[str, dict[tuple[str, ...], Series]], aliases: Iterable[Alias] = ()) -> None:
+    def __init__(
+        self,
+        merged: dict[str, dict[tuple[str, ...], Series]],
+        aliases: Iterable[Alias] = (),
+        exemplars: Exemplars | None = None,
+    ) -> None:
         self._merged = merged
         self._aliases = aliases
+        self._exemplars = exemplars
 
     def collect(self) -> Iterator[Metric]:
         """Every family, in the order of the table; counters without labels are 0 before the first event."""
@@ -119,12 +134,12 @@ class _MergedCollector(Collector):
             several = self._merged.get(name, {})
             if not several and not family.labels and family.kind != "gauge":
                 several = {(): Series((), 0.0, [0] * (len(family.bounds) + 1) if family.bounds else [])}
-            yield _metric(family, several.values())
+            yield _metric(family, several.values(), self._exemplars)
         for alias in self._aliases:
             yield _metric(alias.family, alias.make(self._merged))
 
 
-def _metric(family: Family, several: Iterable[Series]) -> Metric:
+def _metric(family: Family, several: Iterable[Series], exemplars: Exemplars | None = None) -> Metric:
     if family.kind == "counter":
         counter = CounterMetricFamily(family.name, family.help, labels=family.labels)
         for series in several:
@@ -137,9 +152,12 @@ def _metric(family: Family, several: Iterable[Series]) -> Metric:
         return gauge
     histogram = HistogramMetricFamily(family.name, family.help, labels=family.labels)
     for series in several:
-        buckets, below = [], 0
-        for bound, count in zip((*family.bounds, float("inf")), series.counts, strict=True):
+        buckets: list[tuple[str, float] | tuple[str, float, Exemplar]] = []
+        below = 0
+        known = exemplars.of(family.name, series.labels) if exemplars is not None else {}
+        for index, (bound, count) in enumerate(zip((*family.bounds, float("inf")), series.counts, strict=True)):
             below += count
-            buckets.append(("+Inf" if bound == float("inf") else repr(float(bound)), below))
+            upper = "+Inf" if bound == float("inf") else repr(float(bound))
+            buckets.append((upper, below, known[index]) if index in known else (upper, below))
         histogram.add_metric(series.labels, buckets=buckets, sum_value=series.value)
     return histogram

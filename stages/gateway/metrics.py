@@ -6,14 +6,17 @@ pipeline/observe/metric_families.py; the metrics of the other stages reach /metr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
+from pipeline.observe.exemplars import Exemplars, Source
 from pipeline.observe.metrics import Metrics
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tracing.otlp_exporter import OtlpExporter
+from stages.gateway.tracing.trace_context import TraceContext
 
 MEASURE_S = 1.0  # between two measurements of memory
 
@@ -21,8 +24,15 @@ MEASURE_S = 1.0  # between two measurements of memory
 class GatewayMetrics:
     """One per gateway. `numbers` holds the series, `clock` is monotonic, in s. `measure_memory`: of all processes."""
 
-    def __init__(self, numbers: Metrics, clock: Callable[[], float], measure_memory: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        numbers: Metrics,
+        clock: Callable[[], float],
+        measure_memory: Callable[[], int],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
         self.numbers = numbers
+        self.exemplars = Exemplars(wall)
         self.total_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -32,11 +42,24 @@ class GatewayMetrics:
         self._memory_bytes = 0
         self._next_measurement = self._started
 
-    def answered(self, endpoint: str, status: int, duration_s: float, code: str, tenant: str = "") -> None:
-        """Count an HTTP request that has been answered. `code`: of its error; "": none. `tenant` "": not known."""
+    def answered(
+        self,
+        endpoint: str,
+        status: int,
+        duration_s: float,
+        code: str,
+        tenant: str = "",
+        source: Source | None = None,
+    ) -> None:
+        """Count an HTTP request that has been answered. `code`: of its error; "": none. `tenant` "": not known.
+
+        `source`: its trace, or the request for text that it is.
+        """
         self.total_requests += 1
         self.numbers.add("starling_requests_total", endpoint, str(status))
         self.numbers.observe("starling_request_duration_seconds", duration_s, endpoint)
+        if source is not None:
+            self.exemplars.add("starling_request_duration_seconds", duration_s, source, endpoint)
         if code:
             self.numbers.add("starling_rejections_total", code)
         if tenant:
@@ -49,11 +72,17 @@ class GatewayMetrics:
         begun = request.first_token_at
         if begun:
             waited = begun - request.started_at
-            self.numbers.observe("starling_time_to_first_token_seconds", waited, request.spec.model)
+            self._observe("starling_time_to_first_token_seconds", waited, request)
         longest = max((len(sequence.tokens) for sequence in request.sequences), default=0)
         if begun and longest > 1:
             between_s = (self._clock() - begun) / (longest - 1)
-            self.numbers.observe("starling_time_per_output_token_seconds", between_s, request.spec.model)
+            self._observe("starling_time_per_output_token_seconds", between_s, request)
+
+    def _observe(self, name: str, value: float, request: RequestState) -> None:
+        """Add a value of a request to a histogram of its model."""
+        model = request.spec.model
+        self.numbers.observe(name, value, model)
+        self.exemplars.add(name, value, source_of(request.spec.trace, request.id), model)
 
     def looked_up(self, request: RequestState) -> None:
         """Count a look-up in the response cache."""
@@ -112,3 +141,10 @@ class GatewayMetrics:
             self._next_measurement = now + MEASURE_S
             self._memory_bytes = self._measure_memory()
         return self._memory_bytes
+
+
+def source_of(context: TraceContext | None, request_id: str) -> Source:
+    """What an exemplar of a request refers to: its trace if that is sampled, otherwise the request itself."""
+    if context is not None and context.is_sampled:
+        return Source("trace_id", context.trace_id)
+    return Source("request_id", request_id)

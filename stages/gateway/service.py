@@ -100,6 +100,7 @@ class Service:
             metrics or Metrics("gateway", None, clock=clock),
             clock,
             lambda: process_use.memory_bytes(paths.run_dir(config), paths.arena_dir(config)),
+            wall,
         )
         self.catalog = catalog or VersionCatalog(config, initial(config), lambda version_table: None)
         self.tokenizer = TokenizerClient(send_tokenizer)

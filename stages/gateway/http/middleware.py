@@ -38,6 +38,7 @@ from stages.gateway.http.context import (
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
+from stages.gateway.metrics import source_of
 from stages.gateway.service import Service
 from stages.gateway.tracing.spans import HttpCall
 from stages.gateway.tracing.trace_context import TRACEPARENT, TRACESTATE
@@ -109,7 +110,9 @@ def make_middleware(config: Config, service: Service) -> Middleware:
             endpoint = _endpoint(request)
             caller = request.get(CALLER)
             tenant = caller.tenant if caller else ""
-            service.metrics.answered(endpoint, status, took, error.code if error else "", tenant)
+            state = request.get(STATE)
+            source = source_of(request.get(TRACE), state.id if state is not None else "")
+            service.metrics.answered(endpoint, status, took, error.code if error else "", tenant, source)
             if tracer is not None and TRACE in request:
                 _report_call(request, service, tracer, status, took, error)
             if logs_requests:

@@ -6,6 +6,7 @@ from aiohttp import web
 
 from pipeline.api.keys import METRICS, Keys
 from pipeline.observe import exposition
+from pipeline.observe.exemplars import Exemplars, accepts_open_metrics
 from stages.gateway.http.context import SERVICE, json_response
 
 
@@ -22,7 +23,7 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format.
+    """GET `metrics.endpoint`: the metrics of all stages in the Prometheus text format, or in OpenMetrics.
 
     Where there are API keys, only one with the scope metrics gets a series for each tenant. Raises `Unauthenticated`,
     and `Forbidden` for a key of the key file without the scope.
@@ -31,7 +32,13 @@ async def metrics(request: web.Request) -> web.Response:
     await service.api_keys.follower.refresh()
     shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
-    body = exposition.render(service.config, service.metrics.numbers, shows_tenants)
+    own = service.metrics.numbers
+    if accepts_open_metrics(", ".join(request.headers.getall("Accept", ()))):
+        # Ids of requests are for those who may see tenants.
+        exemplars = service.metrics.exemplars if shows_tenants else Exemplars(service.wall)
+        body = exposition.render(service.config, own, shows_tenants, exemplars)
+        return web.Response(body=body, headers={"Content-Type": exposition.OPEN_METRICS_TYPE})
+    body = exposition.render(service.config, own, shows_tenants)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 
 
