@@ -18,6 +18,8 @@ import click
 import gguf
 import numpy as np
 
+from tools.tiny_hf_vocabulary import write_json, write_vocabulary
+
 CLASSES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -35,10 +37,38 @@ CLASSES = {
     "qwen3moe": "Qwen3MoeForCausalLM",
     "granitemoe": "GraniteMoeSharedForCausalLM",
     "olmoe": "OlmoeForCausalLM",
+    "bert": "BertModel",
+    "nomic-bert": "NomicBertModel",
 }
+XLM_ROBERTA = "XLMRobertaModel"  # bert with a unigram vocabulary
+_XLM_PADDING = 1  # its padding token; positions begin behind it
 MIXTRAL = "MixtralForCausalLM"  # llama with experts
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _GPT2_TOP = {"token_embd": "transformer.wte", "position_embd": "transformer.wpe", "output_norm": "transformer.ln_f"}
+_BERT_TOP = {
+    "token_embd": "embeddings.word_embeddings",
+    "position_embd": "embeddings.position_embeddings",
+    "token_types": "embeddings.token_type_embeddings",
+}
+_BERT = {
+    "attn_q": "attention.self.query",
+    "attn_k": "attention.self.key",
+    "attn_v": "attention.self.value",
+    "attn_output": "attention.output.dense",
+    "attn_output_norm": "attention.output.LayerNorm",
+    "ffn_up": "intermediate.dense",
+    "ffn_down": "output.dense",
+    "layer_output_norm": "output.LayerNorm",
+}
+_NOMIC_BERT = {
+    "attn_qkv": "attn.Wqkv",
+    "attn_output": "attn.out_proj",
+    "attn_output_norm": "norm1",
+    "ffn_up": "mlp.fc11",
+    "ffn_gate": "mlp.fc12",
+    "ffn_down": "mlp.fc2",
+    "layer_output_norm": "norm2",
+}
 _USUAL = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -99,12 +129,21 @@ def write_directory(source: Path, directory: Path, shards: int = 1, dtype: str =
     tensors = dict(_tensors(reader, values, arch))
     if dtype:
         tensors = {name: (dtype, _cast(*one, dtype)) if one[1].ndim > 1 else one for name, one in tensors.items()}
-    config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
+    is_unigram = values["tokenizer.ggml.model"] == "t5"
+    if arch in ("bert", "nomic-bert"):
+        config = _bert_config(values, arch, is_unigram)
+        pooling = values[f"{arch}.pooling_type"]
+        (directory / "1_Pooling").mkdir(exist_ok=True)
+        modes = {"pooling_mode_mean_tokens": pooling == 1, "pooling_mode_cls_token": pooling == 2}
+        write_json(directory / "1_Pooling" / "config.json", modes)
+    else:
+        config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
     name = MIXTRAL if arch == "llama" and f"{arch}.expert_count" in values else CLASSES[arch]
+    name = XLM_ROBERTA if arch == "bert" and is_unigram else name
     config |= {"architectures": [name], "tie_word_embeddings": "lm_head.weight" not in tensors}
     config["vocab_size"] = len(values["tokenizer.ggml.tokens"])
-    _write_json(directory / "config.json", config)
-    _write_tokenizer(directory, values)
+    write_json(directory / "config.json", config)
+    write_vocabulary(directory, values)
     _write_weights(directory, tensors, shards)
     return directory
 
@@ -140,6 +179,8 @@ def _tensors(
             array = array - np.float32(1)
         if arch == "gpt2" and body.startswith("blk.") and array.ndim == 2:
             array = np.ascontiguousarray(array.T)
+        if body == "position_embd" and values["tokenizer.ggml.model"] == "t5":
+            array = np.concatenate([np.full_like(array[: _XLM_PADDING + 1], 7), array])
         if part == "ffn_gate_inp_shexp":
             array = array.reshape(1, -1)
         if arch == "granitemoe" and part.startswith("ffn_gate_") and part != "ffn_gate_inp":
@@ -163,6 +204,15 @@ def _expert_name(arch: str, part: str, number: int) -> str:
 
 def module_name(body: str, arch: str) -> str:
     """The name of a tensor of a GGUF file, without its suffix, in the `transformers` class."""
+    if arch in ("bert", "nomic-bert"):
+        if body == "token_embd_norm":
+            return "embeddings.LayerNorm" if arch == "bert" else "emb_ln"
+        if not body.startswith("blk."):
+            return _BERT_TOP[body]
+        _, layer, part = body.split(".", 2)
+        return (
+            f"encoder.layer.{layer}.{_BERT[part]}" if arch == "bert" else f"encoder.layers.{layer}.{_NOMIC_BERT[part]}"
+        )
     if not body.startswith("blk."):
         return (_GPT2_TOP if arch == "gpt2" else _TOP)[body]
     _, layer, part = body.split(".", 2)
@@ -196,7 +246,7 @@ def _write_weights(directory: Path, tensors: Mapping[str, tuple[str, np.ndarray]
         own = names[number::shards]
         write_safetensors(directory / file, {name: tensors[name] for name in own})
         weight_map |= dict.fromkeys(own, file)
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    write_json(directory / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 # ------------------------------------------------------------------ configuration
@@ -284,44 +334,35 @@ def _gpt2_config(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ vocabulary
+def _bert_config(values: Mapping[str, Any], arch: str, is_unigram: bool) -> dict[str, Any]:
+    def get(key: str) -> Any:
+        return values[f"{arch}.{key}"]
 
-
-def _write_tokenizer(directory: Path, values: Mapping[str, Any]) -> None:
-    """A byte-level vocabulary as tokenizer.json and tokenizer_config.json."""
-    tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
-    specials = [i for i, kind in enumerate(types) if kind == gguf.TokenType.CONTROL]
-    added = [
-        {"id": i, "content": tokens[i], "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
-        | {"normalized": False}
-        for i in specials
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": added,
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens) if i not in specials},
-            "merges": [merge.split(" ") for merge in values["tokenizer.ggml.merges"]],
-        },
+    eps = float(np.format_float_positional(np.float32(get("attention.layer_norm_epsilon")), unique=True))
+    if arch == "bert":
+        return {
+            "hidden_size": get("embedding_length"),
+            "num_hidden_layers": get("block_count"),
+            "intermediate_size": get("feed_forward_length"),
+            "num_attention_heads": get("attention.head_count"),
+            "max_position_embeddings": get("context_length") + (_XLM_PADDING + 1 if is_unigram else 0),
+            "pad_token_id": _XLM_PADDING if is_unigram else 0,
+            "layer_norm_eps": eps,
+            "hidden_act": "gelu",
+            "position_embedding_type": "absolute",
+        }
+    return {
+        "n_embd": get("embedding_length"),
+        "n_layer": get("block_count"),
+        "n_head": get("attention.head_count"),
+        "n_inner": get("feed_forward_length"),
+        "n_positions": 4 * get("context_length"),  # as the published ones
+        "layer_norm_epsilon": eps,
+        "activation_function": "swiglu",
+        "rotary_emb_base": get("rope.freq_base"),
+        "rotary_emb_fraction": 1.0,
+        **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "causal"), False),
     }
-    _write_json(directory / "tokenizer.json", tokenizer)
-    settings: dict[str, Any] = {
-        "bos_token": tokens[values["tokenizer.ggml.bos_token_id"]],
-        "eos_token": {"content": tokens[values["tokenizer.ggml.eos_token_id"]]},
-        "unk_token": tokens[values["tokenizer.ggml.unknown_token_id"]],
-        "add_bos_token": bool(values["tokenizer.ggml.add_bos_token"]),
-    }
-    if "tokenizer.chat_template" in values:
-        settings["chat_template"] = values["tokenizer.chat_template"]
-    _write_json(directory / "tokenizer_config.json", settings)
-
-
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, default=lambda number: number.item()), "utf-8")
 
 
 @click.command()

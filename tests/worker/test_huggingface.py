@@ -14,12 +14,13 @@ from pipeline.errors import ConfigError
 from shm.checkpoint import Index, bin_path
 from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.huggingface.safetensors import SafetensorsFile
-from tools.tiny_gguf import BERTS, SHAPES
+from starling.vocabulary_check import check_vocabulary
+from tests.tokenizer.trained import unigram_spec
+from tools.tiny_gguf import SHAPES, write_model
 from tools.tiny_hf import CLASSES, write_directory, write_safetensors
+from tools.vocabulary_gguf import add_vocabulary
 
-# Models of embeddings are read from GGUF files alone.
-OTHERS = ("llama-1b", *BERTS)
-FAMILIES = [name for name, shape in SHAPES.items() if name not in OTHERS]
+FAMILIES = [name for name in SHAPES if name != "llama-1b"]
 
 
 def folder_of(tmp_path: Path) -> Path:
@@ -40,7 +41,7 @@ def test_the_same_weights_give_the_same_checkpoint(tiny_gguf, tmp_path: Path, sh
     folder = folder_of(tmp_path)
     expected, found = prepare_source(source, folder), prepare_source(directory, folder)
     assert found.architecture == expected.architecture == SHAPES[shape].architecture
-    assert found.hyper == expected.hyper
+    assert found.hyper == expected.hyper and found.pooling == expected.pooling
     assert found.tensors == expected.tensors
     assert written(folder, found) == written(folder, expected)
     assert found.digest != expected.digest
@@ -50,6 +51,85 @@ def test_the_same_weights_give_the_same_checkpoint(tiny_gguf, tmp_path: Path, sh
 
 def test_every_architecture_is_tried() -> None:
     assert {SHAPES[shape].architecture for shape in FAMILIES} == set(CLASSES)
+
+
+# ------------------------------------------------------------------ models of embeddings
+
+
+@pytest.fixture(scope="module")
+def xlm_roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF file of the bert graph with a unigram vocabulary."""
+    spec = unigram_spec(True, True)
+    shape = SHAPES["bert"]._replace(vocab_size=len(spec.tokens))
+    path = tmp_path_factory.mktemp("xlm") / "xlm.gguf"
+
+    def add_keys(writer: gguf.GGUFWriter) -> None:
+        add_vocabulary(writer, spec)
+
+    return write_model(path, shape, "F16", add_vocabulary=add_keys)
+
+
+def test_xlm_roberta_has_positions_behind_the_padding(xlm_roberta: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    directory = write_directory(xlm_roberta, tmp_path / "hf")
+    expected = prepare_source(xlm_roberta, folder)
+    found = prepare_source(directory, folder, check_vocabulary=check_vocabulary)
+    assert found.hyper == expected.hyper and found.hyper.context_length == SHAPES["bert"].context_length
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+    assert (found.pooling, found.adds_eos) == ("mean", True)
+    ours, theirs = found.tokenizer, expected.tokenizer
+    assert (ours.charsmap, ours.scores, ours.merges_spaces) == (theirs.charsmap, theirs.scores, True)
+    assert (ours.bos, ours.eos, ours.unknown) == (theirs.bos, theirs.eos, theirs.unknown)
+
+
+def test_heads_are_not_needed_and_prefixes_do_not_matter(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    directory, folder = write_directory(tiny_gguf("bert", "F16"), tmp_path / "hf"), folder_of(tmp_path)
+    expected = prepare_source(directory, folder, check_vocabulary=check_vocabulary)
+    tensors = {f"bert.{name}": value for name, value in stored_tensors(directory).items()}
+    head = ("F16", np.ones((4, 128), np.float16))
+    extra = {"cls.predictions.decoder.weight": head, "bert.pooler.dense.weight": head}
+    ids = {"bert.embeddings.position_ids": ("I64", np.zeros((1, 4), np.int64))}
+    (directory / "model.safetensors").unlink()
+    write_safetensors(directory / "model.safetensors", tensors | extra | ids)
+    change(directory / "config.json", architectures=["BertForMaskedLM"])
+    found = prepare_source(directory, folder)
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields", "message"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key', expected"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
+        ("nomic-bert", {"prenorm": True}, "prenorm is 'True', expected false"),
+        ("nomic-bert", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction is '0.5', expected 1"),
+        ("nomic-bert", {"architectures": ["BertForSequenceClassification"]}, "expected one of Llama"),
+    ],
+)
+def test_models_of_embeddings_that_cannot_be_expressed_are_refused(
+    tiny_gguf, tmp_path: Path, shape: str, fields: dict[str, object], message: str
+) -> None:  # type: ignore[no-untyped-def]
+    directory = write_directory(tiny_gguf(shape, "F16"), tmp_path / "hf")
+    change(directory / "config.json", **fields)
+    assert message in refusal(directory)
+
+
+CLEANS = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "message"),
+    [
+        ({"type": "BertNormalizer", **CLEANS, "lowercase": False}, "normalizer.lowercase is 'False', expected true"),
+        ({"type": "Lowercase"}, "normalizer.type is 'Lowercase', expected 'BertNormalizer'"),
+    ],
+)
+def test_wordpiece_with_capitals_is_refused(
+    tiny_gguf, tmp_path: Path, normalizer: dict[str, object], message: str
+) -> None:  # type: ignore[no-untyped-def]
+    directory = write_directory(tiny_gguf("bert", "F16"), tmp_path / "hf")
+    change(directory / "tokenizer.json", normalizer=normalizer)
+    assert message in refusal(directory)
 
 
 # ------------------------------------------------------------------ mixtures of experts

@@ -138,7 +138,9 @@ def _hash_files(source: Source, models_dir: Path, progress: store.Progress) -> d
         return stamp.sha256
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "sha256") as pool:
-        return {path.name: digest for path, digest in zip(paths, pool.map(compute, paths), strict=True)}
+        # Names are relative: a directory has a file of the same name as one within it.
+        names = [str(path.relative_to(source.path)) if source.path.is_dir() else path.name for path in paths]
+        return dict(zip(names, pool.map(compute, paths), strict=True))
 
 
 def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData) -> str:

@@ -25,7 +25,10 @@ SMALL_FILES = (
     "generation_config.json",
     "chat_template.jinja",
     "chat_template.json",
+    "1_Pooling/config.json",
 )
+# Of sentence-transformers, by the numbers that GGUF files have.
+_POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _MAX_FILES = 1024
 
@@ -99,6 +102,14 @@ class Directory:
                 raise CheckpointDirectoryError(
                     f"{self.path / str(name)} has no tensor {tensor[:120]!r}, and {INDEX} lists it there; fetch both"
                 )
+
+    def pooling(self, architecture: str) -> dict[str, int]:
+        """The GGUF key of how hidden states are pooled, where the directory says that. Raises as the constructor."""
+        config = json_files.read(self.path / "1_Pooling" / CONFIG)
+        if config is None:
+            return {}
+        found = [number for key, number in _POOLINGS.items() if config.flag(key, False)]
+        return {f"{architecture}.pooling_type": found[0]} if len(found) == 1 else {}
 
     @property
     def small_files(self) -> list[Path]:

@@ -63,6 +63,33 @@ _GRANITE_MOE = _ATTENTION | {
     "block_sparse_moe.output_linear": "ffn_down_exps",
     "shared_mlp.output_linear": "ffn_down_shexp",
 }
+_BERT = {
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+_BERT_TOP = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+}
+_NOMIC_BERT = {
+    "attn.Wqkv": "attn_qkv",
+    "attn.out_proj": "attn_output",
+    "norm1": "attn_output_norm",
+    "mlp.fc11": "ffn_up",
+    "mlp.fc12": "ffn_gate",
+    "mlp.fc2": "ffn_down",
+    "norm2": "layer_output_norm",
+}
+# Of these models only the hidden states are used.
+_HEADS = r"(pooler|cls|lm_head)\..*|embeddings\.position_ids"
 _TOP = {"embed_tokens": "token_embd", "norm": "output_norm"}
 _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
@@ -94,8 +121,22 @@ class Family(NamedTuple):
     experts_key: str = "num_experts"  # how many each layer has
     expert_width_key: str = "intermediate_size"
     normalizes: bool | None = None  # what norm_topk_prob has to be; None: the class has no such switch
+    unused: str = ""  # pattern of tensors that the graph does without
+    skips_padding: bool = False  # positions begin behind the padding token's id
 
 
+_BERT_FAMILY = Family(
+    "bert",
+    _BERT,
+    _BERT_TOP,
+    prefix="bert.",
+    layers="encoder.layer.",
+    activations=("gelu", *_GELU),
+    norm_key="layer_norm_eps",
+    is_tied=True,
+    unused=_HEADS,
+)
+_XLM_ROBERTA = _BERT_FAMILY._replace(prefix="roberta.", skips_padding=True)
 _LLAMA = Family("llama", permuted=("attn_q", "attn_k"))
 _GEMMA = Family(
     "gemma",
@@ -171,6 +212,26 @@ FAMILIES: dict[str, Family] = {
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
         is_tied=True,
     ),
+    "BertModel": _BERT_FAMILY,
+    "BertForMaskedLM": _BERT_FAMILY,
+    "XLMRobertaModel": _XLM_ROBERTA,
+    "XLMRobertaForMaskedLM": _XLM_ROBERTA,
+    "NomicBertModel": Family(
+        "nomic-bert",
+        _NOMIC_BERT,
+        {
+            "embeddings.word_embeddings": "token_embd",
+            "embeddings.token_type_embeddings": "token_types",
+            "emb_ln": "token_embd_norm",
+        },
+        prefix="bert.",
+        layers="encoder.layers.",
+        activations=("swiglu",),
+        activation_key="activation_function",
+        norm_key="layer_norm_epsilon",
+        is_tied=True,
+        unused=_HEADS,
+    ),
 }
 
 # Tensors that hold no weights: tables that the graph computes itself.
@@ -180,6 +241,8 @@ _COMPUTED = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 def gguf_name(family: Family, name: str) -> str:
     """The GGUF name of a tensor; "" for one that is no weight; its own name if the graph has no such tensor."""
     if _COMPUTED.fullmatch(name):
+        return ""
+    if family.unused and re.fullmatch(family.unused, name.removeprefix(family.prefix)):
         return ""
     body, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):

@@ -17,6 +17,7 @@ from stages.worker.huggingface.families import FAMILIES, Family
 
 Metadata = dict[str, Any]
 _MAX_ROTATED = 4096  # values of a head; more than the graph allows
+_NOMIC_CONTEXT = 2048  # as llama.cpp's converter has it
 
 
 def family_of(config: Config) -> tuple[str, Family]:
@@ -40,11 +41,13 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
             family.activation_key if config.has(family.activation_key) else "hidden_act",
             f"one of {', '.join(family.activations)}",
         )
-    sizes = _gpt2_sizes(config) if arch == "gpt2" else _sizes(config, family)
+    sizes = _gpt2_sizes(config) if arch in ("gpt2", "nomic-bert") else _sizes(config, family)
     norm = "attention.layer_norm_epsilon" if ARCHITECTURES[arch].norm == "layer" else "attention.layer_norm_rms_epsilon"
     keys: Metadata = {**sizes, norm: config.number(family.norm_key, 1e-5 if arch == "starcoder2" else None)}
     tensors: dict[str, np.ndarray] = {}
-    if arch != "gpt2":
+    if not ARCHITECTURES[arch].is_causal:
+        keys |= _bert(config, family)
+    elif arch != "gpt2":
         keys |= _switches(config, family, keys)
         positions, tensors = _positions(config, family, keys)
         keys |= positions
@@ -79,6 +82,35 @@ def _gpt2_sizes(config: Config) -> Metadata:
         "feed_forward_length": config.integer("n_inner", 4 * width),
         "attention.head_count": config.integer("n_head"),
     }
+
+
+def position_offset(config: Config, family: Family) -> int:
+    """How many rows of the position embedding no text has."""
+    return config.integer("pad_token_id", 1) + 1 if family.skips_padding else 0
+
+
+def _bert(config: Config, family: Family) -> Metadata:
+    """Of models of embeddings."""
+    keys: Metadata = {"attention.causal": False}
+    if family.architecture == "bert":
+        if config.text("position_embedding_type", "absolute") != "absolute":
+            raise config.refuse("position_embedding_type", "'absolute'")
+        keys["context_length"] = config.integer("max_position_embeddings") - position_offset(config, family)
+        return keys
+    for key, expected in (
+        *((key, False) for key in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "causal")),
+        ("rotary_emb_interleaved", False),
+    ):
+        if config.flag(key, expected) != expected:
+            raise config.refuse(key, str(expected).lower())
+    if config.number("rotary_emb_fraction", 1.0) != 1:
+        raise config.refuse("rotary_emb_fraction", "1 (RoPE of all of a head)")
+    if config.has("rotary_emb_scale_base"):
+        raise config.refuse("rotary_emb_scale_base", "null")
+    keys["rope.freq_base"] = config.number("rotary_emb_base", 10000.0)
+    # Published configurations have four times the positions that the model was trained with.
+    keys["context_length"] = min(config.integer("n_positions"), _NOMIC_CONTEXT)
+    return keys
 
 
 def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:

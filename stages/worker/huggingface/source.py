@@ -2,7 +2,7 @@
 
 Matrices keep their element type (F32, F16 or BF16); vectors become F32, which is exact.  Rows are made piece by piece:
 permuted where the graph rotates neighbours, transposed where the class stores (inputs, outputs), gathered where each
-expert has a tensor of its own.  Routers of experts become F32, as in GGUF files.
+expert has a tensor of its own.  Routers of experts and the embedding of token types become F32, as in GGUF files.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from stages.worker.checkpoint.source import Rows, TensorInfo, dense_values
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.directory import INDEX, Directory
 from stages.worker.huggingface.families import Family, Place, part_of, places
-from stages.worker.huggingface.metadata import family_of, hyper_parameters
+from stages.worker.huggingface.metadata import family_of, hyper_parameters, position_offset
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, Stored
 from stages.worker.huggingface.vocabulary import read_vocabulary
 from stages.worker.kernels.formats import F32, FORMATS
 
-_ROUTER, _SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
+_SHARED_GATE = "ffn_gate_inp_shexp"
+_POSITIONS = "position_embd.weight"
+_WIDE = ("ffn_gate_inp", "token_types")  # matrices that become F32
 
 
 class _Origin(NamedTuple):
@@ -45,6 +47,7 @@ class HuggingFaceSource:
         config = self.directory.config
         _, self._family = family_of(config)
         keys, computed = hyper_parameters(config, self._family)
+        self._n_skipped = position_offset(config, self._family)
         self.tensors: dict[str, TensorInfo] = {}
         self._stored: dict[str, list[_Origin]] = {}  # several: of the experts, in order
         self._values: dict[str, np.ndarray] = {}  # of tensors that no file holds
@@ -80,6 +83,7 @@ class HuggingFaceSource:
             "general.architecture": self._family.architecture,
             "general.name": path.resolve().name,
             **keys,
+            **self.directory.pooling(self._family.architecture),
             **read_vocabulary(path, config, embedding.shape[0], pretokenizer),
         }
         self._check_permutation()
@@ -110,6 +114,13 @@ class HuggingFaceSource:
             shape = (*shape[:-2], shape[-2] // 2, shape[-1])
         if part_of(to) == _SHARED_GATE and shape[0] == 1:
             shape = shape[1:]
+        if to == _POSITIONS and self._n_skipped:
+            if len(shape) != 2 or not 0 < self._n_skipped < shape[0]:
+                raise CheckpointDirectoryError(
+                    f"{stored.file.path}: tensor {name!r} has shape {list(shape)}, expected more than "
+                    f"{self._n_skipped} rows (positions up to pad_token_id are not used)"
+                )
+            shape = (shape[0] - self._n_skipped, shape[1])
         self._place(to, shape, [origin])
 
     def _add_experts(self, to: str, found: dict[int, _Origin]) -> None:
@@ -131,7 +142,7 @@ class HuggingFaceSource:
 
     def _place(self, to: str, shape: tuple[int, ...], origins: list[_Origin]) -> None:
         dtype = origins[0].stored.dtype
-        fmt = FORMATS[dtype] if len(shape) > 1 and part_of(to) != _ROUTER else F32
+        fmt = FORMATS[dtype] if len(shape) > 1 and part_of(to) not in _WIDE else F32
         self.tensors[to] = TensorInfo(to, shape, fmt, 0, prod(shape) * fmt.source_bytes)
         self._stored[to] = origins
 
@@ -183,7 +194,9 @@ class HuggingFaceSource:
             order = np.arange(len(raw)).reshape(-1, 2, info.shape[-2])[:, origin.half].reshape(-1)
         transposed = len(info.shape) == 2 and self._is_transposed(info.name)
         plus_one = is_vector and self._family.plus_one and info.name.endswith("norm.weight")
-        is_wide = part == _ROUTER and not is_vector
+        if info.name == _POSITIONS and self._n_skipped:
+            order = np.arange(self._n_skipped, len(raw))
+        is_wide = part in _WIDE and not is_vector
         return TensorRows(raw, order, stored.dtype, transposed, plus_one, is_vector, is_wide)
 
     def release(self, info: TensorInfo) -> None:

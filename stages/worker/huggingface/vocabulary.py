@@ -27,6 +27,7 @@ from pipeline.models.vocabularies import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    WORDPIECE,
     byte_name,
 )
 from stages.worker.huggingface import config as json_files
@@ -37,6 +38,7 @@ from stages.worker.huggingface.pretokenizer_match import find_pretokenizer
 _SPECIALS = ("bos", "eos", "unk", "pad")
 _GGUF_NAMES = {"unk": "unknown", "pad": "padding"}
 _SPACE = "▁"
+_WITHIN = "##"  # before the tokens of WordPiece that do not begin a word
 _UNUSED_SCORE = -10000.0  # as llama.cpp's converter has it
 
 
@@ -125,20 +127,22 @@ class _TokenizerJson:
     def __init__(self, file: Config, rows: int) -> None:
         self._file, self._rows = file, rows
         self._model = model = file.table("model")
-        self._is_unigram = model.text("type", "BPE") == "Unigram"
-        if not self._is_unigram and model.text("type", "BPE") != "BPE":
-            raise model.refuse("type", "'BPE' or 'Unigram'")
+        kind = model.text("type", "BPE")
+        if kind not in ("BPE", "Unigram", "WordPiece"):
+            raise model.refuse("type", "'BPE', 'Unigram' or 'WordPiece'")
+        self._is_unigram, self._is_wordpiece = kind == "Unigram", kind == "WordPiece"
         if model.has("dropout") and model.number("dropout") > 0:
             raise model.refuse("dropout", "none")
         for key in ("continuing_subword_prefix", "end_of_word_suffix"):
-            if model.text(key, ""):
-                raise model.refuse(key, "none")
+            expected = _WITHIN if self._is_wordpiece and key == "continuing_subword_prefix" else ""
+            if model.text(key, expected) != expected:
+                raise model.refuse(key, repr(expected) if expected else "none")
         self.tokens = [f"[PAD{i}]" for i in range(rows)]
         self.types = [UNUSED] * rows
         self.scores = [_UNUSED_SCORE] * rows
         self._vocab = self._unigram_vocab() if self._is_unigram else model.table("vocab").fields
         for text, token in self._vocab.items():
-            self._place(text, token, NORMAL)
+            self._place(_wordpiece_text(text) if self._is_wordpiece else text, token, NORMAL)
         self._is_byte_level = _has_type(file.fields.get("pre_tokenizer"), "ByteLevel") or _has_type(
             file.fields.get("decoder"), "ByteLevel"
         )
@@ -176,6 +180,8 @@ class _TokenizerJson:
     def keys(self, settings: Config, pretokenizer: str) -> dict[str, Any]:
         keys: dict[str, Any] = {"tokenizer.ggml.tokens": self.tokens}
         pairs = [self._pair(entry) for entry in self._model.items("merges", [])]
+        if self._is_wordpiece:
+            return keys | self._wordpiece()
         if self._is_unigram:
             keys |= self._unigram()
         elif self._is_byte_level:
@@ -211,6 +217,31 @@ class _TokenizerJson:
                 f"{self._file.path}: merge {str(entry)[:60]!r} is not a pair of tokens; fetch the file again"
             )
         return parts[0], parts[1]
+
+    def _wordpiece(self) -> dict[str, Any]:
+        """The model lowers case and takes accents away, as llama.cpp always does."""
+        normalizer = self._file.table("normalizer")
+        if normalizer.text("type", "") != "BertNormalizer":
+            raise normalizer.refuse("type", "'BertNormalizer'")
+        for key in ("lowercase", "handle_chinese_chars", "clean_text"):
+            if not normalizer.flag(key, True):
+                raise normalizer.refuse(key, "true")
+        if not normalizer.flag("strip_accents", True):
+            raise normalizer.refuse("strip_accents", "true or null")
+        unknown = self._vocab.get(self._model.text("unk_token", "[UNK]"), -1)
+        plain, with_added = self._encode("a", False).ids, self._encode("a", True).ids
+        if len(with_added) != len(plain) + 2:
+            raise CheckpointDirectoryError(
+                f"{self._file.path}: post_processor adds {len(with_added) - len(plain)} tokens to a text, expected one "
+                f"at each end"
+            )
+        return {
+            "tokenizer.ggml.model": WORDPIECE,
+            "tokenizer.ggml.token_type": np.array(self.types, np.int32),
+            "tokenizer.ggml.unknown_token_id": unknown,
+            "tokenizer.ggml.cls_token_id": with_added[0],
+            "tokenizer.ggml.seperator_token_id": with_added[-1],
+        }
 
     def _unigram(self) -> dict[str, Any]:
         model = self._model
@@ -272,6 +303,13 @@ class _TokenizerJson:
             self.types[self._vocab[unknown]] = UNKNOWN
             keys["tokenizer.ggml.unknown_token_id"] = self._vocab[unknown]
         return keys
+
+
+def _wordpiece_text(text: str) -> str:
+    """A token as GGUF files write it: U+2581 begins a word, and nothing goes on with one."""
+    if text.startswith("[") and text.endswith("]") and len(text) > 1:
+        return text
+    return text.removeprefix(_WITHIN) if text.startswith(_WITHIN) and text != _WITHIN else _SPACE + text
 
 
 def _is_score(value: Any) -> bool:
