@@ -1,0 +1,162 @@
+"""The fleet under test: `starling fleet up` on free ports of 127.0.0.1, with the demo model on all its agents."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import yaml
+
+from pipeline import procfs
+from pipeline.config import paths
+from pipeline.config.schema import DEMO_MODEL
+from pipeline.fleet import token
+from pipeline.runtime.process import die_with_parent
+from tools.bench.http.server_under_test import ROOT, free_port
+
+START_S = 300.0  # kernels may have to be compiled
+STOP_S = 30.0
+POLL_S = 0.05
+
+
+class Engine(NamedTuple):
+    """One agent's engine."""
+
+    agent: str
+    address: tuple[str, int]
+    key: str
+
+
+class FleetUnderTest:
+    """An orchestrator and agents. A context manager; all agents have the model when it is entered."""
+
+    def __init__(self, n_agents: int, **orchestrator: Any) -> None:
+        """`orchestrator`: its section of the configuration, besides the port."""
+        self.port = free_port()
+        self.address = ("127.0.0.1", self.port)
+        self._n_agents = n_agents
+        self._folder = tempfile.TemporaryDirectory(prefix="starling-fleet-")
+        self.home = Path(self._folder.name)
+        for folder in (paths.cache_dir(), paths.models_dir()):
+            folder.mkdir(parents=True, exist_ok=True)
+            (self.home / folder.name).symlink_to(folder)
+        config = {
+            "models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "ranks": 1}],
+            "fleet": {"orchestrator": {"port": self.port, "poll_ms": 100, **orchestrator}},
+        }
+        (self.home / "starling.yaml").write_text(yaml.safe_dump(config))
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("STARLING_", "LLM_ENGINE_"))}
+        environment |= {"STARLING_HOME": str(self.home), "STARLING_CONFIG": str(self.home / "starling.yaml")}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        self.environment = environment
+        self._log = (self.home / "output").open("w+b")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "starling", "fleet", "up", "--agents", str(n_agents), "--replicas", str(n_agents)],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+
+    def __enter__(self) -> Self:
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the fleet and remove its home."""
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+        self._folder.cleanup()
+
+    # ---------------------------------------------------------------- its state
+
+    def wait_ready(self, is_ready: Callable[[dict[str, Any]], bool] = lambda state: True) -> float:
+        """Wait until every agent has the model ready and `is_ready` of the state holds; the seconds that it took."""
+        begun = time.monotonic()
+        while not ((state := self.state()) and self._is_whole(state) and is_ready(state)):
+            if self._process.poll() is not None or time.monotonic() - begun > START_S:
+                self._log.seek(0)
+                raise RuntimeError("the fleet is not ready:\n" + self._log.read().decode(errors="replace")[-3000:])
+            time.sleep(POLL_S)
+        return time.monotonic() - begun
+
+    def _is_whole(self, state: dict[str, Any]) -> bool:
+        return len(state["agents"]) == self._n_agents and all(
+            one["health"] == "READY" and any(m["cache_state"] == "READY" for m in one.get("loaded_models", ()))
+            for one in state["agents"]
+        )
+
+    def state(self) -> dict[str, Any]:
+        """What /v1/fleet answers; {} without an orchestrator."""
+        try:
+            found: dict[str, Any] = self._call(self.address, "GET", "/v1/fleet")
+        except (OSError, http.client.HTTPException, ValueError):
+            return {}
+        return found
+
+    def why(self, request_id: str) -> str:
+        """The agent that a request was sent to last."""
+        return str(self._call(self.address, "GET", f"/v1/fleet/why/{request_id}")["choices"][-1]["agent_id"])
+
+    def engines(self) -> list[Engine]:
+        """The engines, by agent, with the keys that only heartbeats show."""
+        found = []
+        for agent in self.state()["agents"]:
+            host, _, port = agent["url"].removeprefix("http://").rpartition(":")
+            (model,) = self._call((host, int(port)), "POST", "/heartbeat")["loaded_models"]
+            host, _, port = model["engine_url"].removeprefix("http://").rpartition(":")
+            found.append(Engine(agent["agent_id"], (host, int(port)), model["engine_key"]))
+        return found
+
+    def _call(self, address: tuple[str, int], method: str, path: str) -> Any:
+        connection = http.client.HTTPConnection(*address, timeout=10.0)
+        try:
+            secret = (self.home / "fleet-token").read_text().strip()
+            body = b"{}" if method == "POST" else None
+            headers = {"Content-Type": "application/json", **token.authorization(secret)}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            raw = response.read()
+            if response.status != 200:
+                raise ValueError(f"{path} answers with {response.status}: {raw[:300]!r}")
+            return json.loads(raw)
+        finally:
+            connection.close()
+
+    # ---------------------------------------------------------------- its processes
+
+    @staticmethod
+    def tree(pid: int) -> list[int]:
+        """A process and everything below it."""
+        return procfs.process_tree(pid)
+
+    def processes(self, *words: str) -> list[int]:
+        """The processes of the fleet whose command line has all words."""
+        pids = self.tree(self._process.pid)
+        commands = {pid: " ".join(procfs.command(pid)) for pid in pids if pid != self._process.pid}
+        return [pid for pid, command in commands.items() if all(word in command for word in words)]
