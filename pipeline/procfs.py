@@ -193,9 +193,18 @@ def _statm(pid: int | str) -> tuple[int, int]:
 
 def available_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
     """MemAvailable in bytes; `NO_LIMIT_BYTES` where it cannot be read."""
+    return _memory("MemAvailable:", meminfo)
+
+
+def total_memory(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """MemTotal in bytes; `NO_LIMIT_BYTES` where it cannot be read."""
+    return _memory("MemTotal:", meminfo)
+
+
+def _memory(name: str, meminfo: Path) -> int:
     try:
         for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
+            if line.startswith(name):
                 return int(line.split()[1]) << 10
     except (OSError, ValueError, IndexError):
         pass

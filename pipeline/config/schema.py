@@ -275,6 +275,9 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     wait_ms: MillisecondsOrNone = 10_000  # that a new request waits for an agent
     move_timeout_ms: MillisecondsOrNone = 60_000  # that a request whose engine died waits for another one
     load_timeout_ms: Milliseconds = 600_000  # of a model
+    unload_idle_ms: MillisecondsOrNone = (
+        0  # models without a placement leave after this time without requests; 0: never
+    )
     # Weights of the terms of an agent's score, which are estimates in seconds: see docs/fleet.md.
     alpha: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # start of the model
     beta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # prefill that the KV cache saves

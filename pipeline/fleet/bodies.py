@@ -49,6 +49,7 @@ class UnloadModelRequest(Request, frozen=True, kw_only=True):
 
     model_id: ModelId
     drop_cached: bool = False  # remove the files, too
+    only_idle: bool = False  # refuse with 409 while the model has requests
 
 
 class HeartbeatRequest(Request, frozen=True, kw_only=True):
@@ -118,6 +119,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     load_s: float = 0.0  # that its last start took
     progress: Progress | None = None
     error: str = ""  # why it failed last
+    requests: int = 0  # sequences that the engine has taken since it started
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):

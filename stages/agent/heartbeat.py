@@ -117,6 +117,7 @@ class Reporter:
             load_s=round(placement.load_s, 3),
             progress=placement.progress,
             error=problem,
+            requests=placement.queue.submitted,
         )
 
     def level(self, digest: str) -> CacheLevel:

@@ -104,7 +104,7 @@ class AgentApi:
     async def unload_model(self, request: web.Request) -> web.Response:
         """POST /unload_model."""
         body = decode_request(UnloadModelRequest, await self._read(request), request.content_type)
-        await self._models.unload(body.model_id, body.drop_cached)
+        await self._models.unload(body.model_id, body.drop_cached, body.only_idle)
         self._reporter.files_changed()
         report = await self._reporter.report()
         level: CacheLevel = next(

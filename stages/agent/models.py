@@ -25,7 +25,14 @@ from pipeline.catalog import contents, pulled
 from pipeline.catalog.entry import Entry
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ResourceError, StarlingError
+from pipeline.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    ResourceError,
+    StarlingError,
+)
 from pipeline.files import replace_file
 from pipeline.fleet.bodies import LoadModelRequest
 from shm.decoding import DECODE_ERRORS
@@ -156,11 +163,16 @@ class Models:
             )
         return known
 
-    async def unload(self, name: str, drop_cached: bool) -> None:
-        """End a model's engine. Idempotent. Raises `Conflict` if its files are in use by another model."""
+    async def unload(self, name: str, drop_cached: bool, only_idle: bool = False) -> None:
+        """End a model's engine. Idempotent.
+
+        Raises `Conflict` if its files are in use by another model, with `only_idle` also while it has requests.
+        """
         async with self._changing:
             placement = self._placed.get(name)
             if placement is not None:
+                if only_idle:
+                    await placement.check_idle()
                 await placement.stop()
                 del self._placed[name]
                 self._store()
@@ -239,7 +251,13 @@ class Models:
         model = self.settings(entry.name)
         arenas = self._config.kv_cache_bytes(model)
         weights = 0 if self._config.performance.use_mmap else entry.weights_bytes
-        available = procfs.available_memory()
+        available, total = procfs.available_memory(), procfs.total_memory()
+        if arenas + weights > total:
+            raise ModelUnavailable(
+                f"{entry.name!r} needs {arenas + weights:,} bytes of memory ({arenas:,} of KV pages), and this host "
+                f"has {total:,} in all: lower kv_cache_mb",
+                "model_id",
+            )
         if arenas + weights > available:
             raise ResourceError(
                 f"{entry.name!r} needs {arenas + weights:,} bytes of memory ({arenas:,} of KV pages), and this host "

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from pipeline.catalog.entry import Entry
-from pipeline.errors import ModelUnavailable, StarlingError
+from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
@@ -96,6 +96,15 @@ class Placement:
                 self.queue = await self.engine.queue()
             except EngineDied:
                 return  # `_run` learns of its end by itself
+
+    async def check_idle(self) -> None:
+        """Raise `Conflict` if the engine has requests, as of its last metrics."""
+        await self.measure()
+        if has := self.queue.running + self.queue.waiting:
+            raise Conflict(
+                f"{self.model_id!r} has {has} requests: unload it when they have ended, or without only_idle",
+                "only_idle",
+            )
 
     async def open(self) -> None:
         """Let the engine take requests."""

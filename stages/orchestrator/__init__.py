@@ -17,6 +17,7 @@ event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
+idle_models.py  models that have had no requests for a while
 store_follower.py  agents, cordons and placements as the store has them
 upstream.py     the interface of the HTTP client
 http_app.py     the routes

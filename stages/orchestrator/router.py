@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
@@ -222,15 +222,25 @@ class ScoreRouter(RequestRouter):
             return 0
         return max(running.running + running.vllm_queue_length, self._under_way[agent_id, running.model_id])
 
+    def idle_model(self, agent_id: str, besides: Collection[str]) -> str:
+        """The model that leaves the agent when another one needs its memory; "" if none is idle."""
+        view = self._table.get(agent_id)
+        return (self._least_recent(view, besides) if view is not None else None) or ""
+
     def _leaving(self, view: NodeView) -> str | None:
         """The model that leaves for another one: "" if there is room, None if no model is idle."""
         held = [one for one in view.details.loaded_models if one.model_state in HELD_STATES]
         if len(held) < (view.details.max_models or len(held) + 1):
             return ""
+        return self._least_recent(view)
+
+    def _least_recent(self, view: NodeView, besides: Collection[str] = ()) -> str | None:
+        """The idle model that was used longest ago."""
         idle = [
             one.model_id
-            for one in held
+            for one in view.details.loaded_models
             if one.model_state == "READY"
+            and one.model_id not in besides
             and not (one.running or one.vllm_queue_length or self._under_way[view.agent_id, one.model_id])
         ]
         return min(idle, key=lambda name: (self._last_used.get((view.agent_id, name), -1), name), default=None)

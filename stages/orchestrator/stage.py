@@ -16,7 +16,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
 from pipeline.coordination.election import Election, Term
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import ConfigError, Conflict, ModelUnavailable, StarlingError
+from pipeline.errors import ConfigError, Conflict, ModelUnavailable, ResourceError, StarlingError
 from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse, LoadModelRequest, UnloadModelRequest
 from pipeline.fleet.records import AgentRecord
@@ -48,6 +48,7 @@ from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import read_error
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
+from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.placement import missing_loads
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
@@ -155,6 +156,7 @@ class OrchestratorStage:
         self._published: dict[str, Published] = {}
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
         self.router = ScoreRouter(weights, bounds.max_per_agent, self._published.get, time.time)
+        self.idle = IdleModels(time.monotonic, self.router.under_way)
         self.cold = ColdLoads(self._load, bounds.max_waiting, time.monotonic)
         self._changed = asyncio.Event()
         self.relay = Relay(
@@ -349,24 +351,52 @@ class OrchestratorStage:
         timeout_ms = self.config.fleet.orchestrator.load_timeout_ms
         published = self._published.get(model)
         begun = time.monotonic()
+        request = LoadModelRequest(model_id=model, digest=published.digest if published else "", timeout_ms=timeout_ms)
+        besides = {model}
         try:
-            if evict:
-                self.events.add("unload", agent=agent_id, model=evict, text=f"makes room for {model}")
-                unload = msgspec.json.encode(UnloadModelRequest(model_id=evict))
-                await self._call(record.url + "/unload_model", unload, timeout_ms / 1000)
-            self.events.add("load", agent=agent_id, model=model)
-            request = LoadModelRequest(
-                model_id=model, digest=published.digest if published else "", timeout_ms=timeout_ms
-            )
-            await self._call(
-                record.url + "/load_model", msgspec.json.encode(request), timeout_ms / 1000 + LOAD_MARGIN_S
-            )
+            while True:
+                if evict:
+                    besides.add(evict)
+                    await self._unload(record, evict, f"makes room for {model}")
+                self.events.add("load", agent=agent_id, model=model)
+                try:
+                    await self._call(
+                        record.url + "/load_model", msgspec.json.encode(request), timeout_ms / 1000 + LOAD_MARGIN_S
+                    )
+                    break
+                except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
+                    evict = self.router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
+                    if not evict:
+                        raise
         except StarlingError as error:
             self.events.add("load-failed", agent=agent_id, model=model, text=error.message)
             raise
         self.events.add("loaded", agent=agent_id, model=model, text=f"{time.monotonic() - begun:.1f} s")
         await self.registry.check_node(agent_id)
         self._table_changed()
+
+    async def _unload(self, record: AgentRecord, model: str, why: str) -> None:
+        """Unload a model that has no requests. Raises `StarlingError`: it has, or the agent does not answer."""
+        self.events.add("unload", agent=record.agent_id, model=model, text=why)
+        body = msgspec.json.encode(UnloadModelRequest(model_id=model, only_idle=True))
+        timeout_s = self.config.fleet.orchestrator.load_timeout_ms / 1000
+        try:
+            await self._call(record.url + "/unload_model", body, timeout_s)
+        except StarlingError as error:
+            if error.code != Conflict.CODE:
+                raise
+            raise ModelUnavailable(f"{model} was not unloaded ({why}): {error.message}", retry_after_s=1.0) from None
+
+    async def _unload_idle(self, agent_id: str, model: str) -> None:
+        record = self.registry.find(agent_id)
+        if record is not None:
+            try:
+                await self._unload(record, model, "it had no requests for fleet.orchestrator.unload_idle_ms")
+            except StarlingError as error:
+                log.warning("model %s stays on %s: %s", model, agent_id, error.message)
+                self.events.add("unload-failed", agent=agent_id, model=model, text=error.message)
+            await self.registry.check_node(agent_id)
+            self._table_changed()
 
     def _progress(self, model: str) -> str:
         """How far the load of a model is, for the comments of streams that wait."""
@@ -427,11 +457,21 @@ class OrchestratorStage:
             placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
             wanted = [(one.model, one.replicas) for one in placements]
             for load in missing_loads(wanted, self.router.table):
-                if load.agent_id not in self._placing:
-                    task = asyncio.get_running_loop().create_task(self._place(load.agent_id, load.model))
-                    self._placing[load.agent_id] = task
-                    task.add_done_callback(partial(self._placed, load.agent_id))
+                self._start_placing(load.agent_id, partial(self._place, load.agent_id, load.model))
+            self.idle.observe(self.router.table)
+            idle_ms = self.config.fleet.orchestrator.unload_idle_ms
+            if idle_ms and self.fleet.is_store_up:
+                kept = {model for model, _ in wanted} | {load.model for load in self.cold.under_way}
+                for due in self.idle.due(self.router.table, idle_ms / 1000, kept):
+                    self._start_placing(due.agent_id, partial(self._unload_idle, due.agent_id, due.model))
             await asyncio.sleep(PLACE_S)
+
+    def _start_placing(self, agent_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Change what is loaded on an agent, one change at a time."""
+        if agent_id not in self._placing:
+            task = asyncio.get_running_loop().create_task(work())
+            self._placing[agent_id] = task
+            task.add_done_callback(partial(self._placed, agent_id))
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)

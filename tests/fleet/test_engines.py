@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.catalog.entry import Entry, Source
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
-from pipeline.errors import ConfigError, ModelUnavailable
+from pipeline.errors import ConfigError, Conflict, ModelUnavailable
 from stages.agent.cache.page_cache import resident_fraction
 from stages.agent.engines.child import Child
 from stages.agent.engines.fence import fence, processes_of
@@ -165,6 +165,41 @@ async def test_an_engine_that_never_answers_is_given_up_with_the_reason(is_final
     assert all(one.stops == 1 for one in made)
     assert waits == sorted(waits)
     assert placement.state == "FAILED"
+    await placement.stop()
+
+
+class Busy(Failing):
+    """An engine that is ready, and whose queue the test sets."""
+
+    def __init__(self) -> None:
+        super().__init__(EngineDied(""))
+        self.has = Queue()
+
+    async def ready(self) -> None:
+        return
+
+    async def ended(self) -> EngineDied:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def queue(self) -> Queue:
+        return self.has
+
+
+async def test_a_model_with_requests_is_not_idle() -> None:
+    engine = Busy()
+
+    async def bring(placement: Placement) -> None:
+        return
+
+    placement = Placement(ENTRY, bring, lambda entry: engine, lambda: True)
+    await placement.wait()
+    await placement.check_idle()
+    for engine.has in (Queue(running=1), Queue(waiting=2)):
+        with pytest.raises(Conflict, match="has [12] requests"):
+            await placement.check_idle()
+    engine.has = Queue(submitted=7)
+    await placement.check_idle()
     await placement.stop()
 
 

@@ -20,8 +20,10 @@ from typing import Any
 import msgspec
 import yaml
 
+from pipeline.api.error_response import error_response
 from pipeline.coordination.interface import Change
 from pipeline.coordination.sqlite_store import SqliteStore
+from pipeline.errors import Conflict, ResourceError, StarlingError
 from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
 from shm.pages import NUMERICS
@@ -46,6 +48,9 @@ class TestAgent:
         self.loads: list[str] = []
         self.may_load = threading.Event()
         self.loading = threading.Event()
+        self.unloads: list[str] = []
+        self.running: dict[str, int] = {}  # sequences by model
+        self.memory = 1000  # models for which there is memory
         self.is_silent = False
         self.is_extended = False  # the last poll asked it to serve on without the store
         agent = self
@@ -59,8 +64,13 @@ class TestAgent:
                     self.close_connection = True
                     return
                 token.check(self.headers.get("Authorization"), secret)
-                body = agent.answer(self.path, given)
-                self.send_response(200)
+                status = 200
+                try:
+                    body = agent.answer(self.path, given)
+                except StarlingError as error:
+                    shown = error_response(error)
+                    status, body = shown.status, shown.body
+                self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
@@ -79,9 +89,18 @@ class TestAgent:
         if path == "/heartbeat":
             self.is_extended = msgspec.json.decode(body, type=bodies.HeartbeatRequest).extend_lease
             return msgspec.json.encode(self.heartbeat())
+        if path == "/unload_model":
+            unload = msgspec.json.decode(body, type=bodies.UnloadModelRequest)
+            if unload.only_idle and self.running.get(unload.model_id):
+                raise Conflict(f"{unload.model_id!r} has requests", "only_idle")
+            self.unloads.append(unload.model_id)
+            del self.engines[unload.model_id]
+            return msgspec.json.encode(bodies.UnloadModelResponse(status="success", model_id=unload.model_id))
         assert path == "/load_model", path
         model = msgspec.json.decode(body, type=bodies.LoadModelRequest).model_id
         self.loads.append(model)
+        if len(self.engines) >= self.memory:
+            raise ResourceError(f"{model!r} needs more memory: unload a model", "model_id")
         self.loading.set()
         assert self.may_load.wait(60)
         self.engines[model] = self.cold[model]
@@ -99,6 +118,7 @@ class TestAgent:
                 kv_type="f16",
                 numerics=NUMERICS,
                 can_continue=True,
+                running=self.running.get(model, 0),
             )
             for model, engine in list(self.engines.items())
         ]

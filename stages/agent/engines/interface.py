@@ -31,6 +31,7 @@ class Queue(NamedTuple):
     running: int = 0
     waiting: int = 0
     hit_rate: float = 0.0  # of KV pages, since the engine started
+    submitted: int = 0  # since then
 
 
 class EngineDied(InferenceError):

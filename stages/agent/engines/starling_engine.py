@@ -132,6 +132,7 @@ class StarlingEngine(Engine):
             int(found.get("starling_running_sequences", 0)),
             int(found.get("starling_queue_depth", 0)),
             round(hits / asked, 4) if asked else 0.0,
+            int(found.get("starling_sequences_submitted_total", 0)),
         )
 
     async def suspend(self) -> None:

@@ -1,0 +1,84 @@
+"""Models leave agents: after a time without requests, and when another one needs their memory. Never with requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.fleet import token
+from tests.orchestrator.fleet import Fleet, TestAgent
+
+ENGINE: Any = SimpleNamespace(port=1)  # no request is sent to it
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """An orchestrator that unloads what is idle at once, and an agent without models."""
+    running = Fleet(tmp_path / "fleet", unload_idle_ms=1)
+    yield running
+    assert running.close() == 0, "".join(running.lines)
+
+
+def add_agent(fleet: Fleet, *models: str) -> TestAgent:
+    agent = fleet.agents["one"] = TestAgent("one", fleet.secret)
+    agent.engines = dict.fromkeys(models, ENGINE)
+    agent.may_load.set()
+    return agent
+
+
+def place(fleet: Fleet, model: str) -> None:
+    answer = fleet.post("/v1/fleet/place", {"model": model, "replicas": 1}, token.authorization(fleet.secret))
+    assert answer.status == 200, answer.body
+
+
+def unloaded(fleet: Fleet) -> list[dict[str, Any]]:
+    return [event for event in fleet.fleet_events() if event["kind"] == "unload"]
+
+
+def test_idle_models_leave_and_others_stay(fleet: Fleet) -> None:
+    agent = add_agent(fleet, "busy", "placed", "idle")
+    agent.running["busy"] = 1
+    fleet.write("placements/placed", b'{"model":"placed","replicas":1}')
+    fleet.register(agent)
+    fleet.wait(lambda state: [len(one["loaded_models"]) for one in state["agents"]] == [2])
+    assert agent.unloads == ["idle"]
+    assert [one["text"] for one in unloaded(fleet)] == ["it had no requests for fleet.orchestrator.unload_idle_ms"]
+    # Its last request ends.
+    agent.running.clear()
+    fleet.wait(lambda state: [len(one["loaded_models"]) for one in state["agents"]] == [1])
+    assert agent.unloads == ["idle", "busy"] and agent.loads == []
+
+
+def test_idle_models_leave_for_one_that_needs_memory(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path / "fleet")
+    agent = add_agent(fleet, "busy", "idle")
+    agent.running["busy"] = 1
+    agent.cold["cold"] = ENGINE
+    agent.memory = 2
+    fleet.register(agent)
+    place(fleet, "cold")
+    fleet.wait(
+        lambda state: (
+            [sorted(m["model_id"] for m in one["loaded_models"]) for one in state["agents"]] == [["busy", "cold"]]
+        )
+    )
+    assert agent.loads == ["cold", "cold"] and agent.unloads == ["idle"]
+    assert [one["text"] for one in unloaded(fleet)] == ["makes room for cold"]
+    # Nothing idle is left: the load fails with the agent's reason.
+    agent.running["cold"] = 1
+    agent.cold["colder"] = ENGINE
+    fleet.wait(
+        lambda state: (
+            any(one["id"] == "colder" for one in state["models"])
+            and all(m["running"] for one in state["agents"] for m in one["loaded_models"])
+        )
+    )
+    place(fleet, "colder")
+    while not (failed := [one for one in fleet.fleet_events() if one["kind"] == "load-failed"]):
+        pass
+    assert "more memory" in failed[0]["text"] and agent.unloads == ["idle"]
+    assert fleet.close() == 0, "".join(fleet.lines)
