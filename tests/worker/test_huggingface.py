@@ -114,6 +114,19 @@ def test_models_of_embeddings_that_cannot_be_expressed_are_refused(
     assert message in refusal(directory)
 
 
+def test_lengths_of_the_tokenizer_do_not_matter(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """Files of sentence-transformers fill every text to 128 tokens, and cut longer ones."""
+    directory, folder = write_directory(tiny_gguf("bert", "F16"), tmp_path / "hf"), folder_of(tmp_path)
+    expected = prepare_source(directory, folder, check_vocabulary=check_vocabulary).tokenizer
+    fixed = {"strategy": {"Fixed": 128}, "direction": "Right", "pad_to_multiple_of": None}
+    change(
+        directory / "tokenizer.json",
+        padding=fixed | {"pad_id": 0, "pad_type_id": 0, "pad_token": "[PAD]"},
+        truncation={"max_length": 3, "strategy": "LongestFirst", "stride": 0},
+    )
+    assert prepare_source(directory, folder, check_vocabulary=check_vocabulary).tokenizer == expected
+
+
 CLEANS = {"clean_text": True, "handle_chinese_chars": True, "strip_accents": None}
 
 

@@ -16,9 +16,12 @@ from stages.worker.huggingface.config import CheckpointDirectoryError
 
 
 def load(path: Path) -> Tokenizer:
-    """Raises `CheckpointDirectoryError`."""
+    """The file's tokenizer, without the lengths that it fills or cuts texts to. Raises `CheckpointDirectoryError`."""
     with _failures(f"{path} cannot be read"):
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        return tokenizer
 
 
 def encode(tokenizer: Tokenizer, path: Path, text: str, with_special: bool) -> Encoding:
