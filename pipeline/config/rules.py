@@ -6,6 +6,7 @@ similar servers have it, and is refused at every value except the neutral one: n
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from pipeline.models import sources
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.protocol.topology import EDGES
 from shm.sampler_steps import order_problem
+
+MAX_PATH = 107  # bytes of a socket's path, of sockaddr_un
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 _ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -272,8 +275,12 @@ def _sessions(config: Config) -> Iterator[Rule]:
 
 def _server(config: Config) -> Iterator[Rule]:
     server = config.server
-    if not server.host or any(c.isspace() for c in server.host):
-        yield Rule("server.host", repr(server.host), "expected a host name or an address to listen on")
+    if any(c.isspace() for c in server.host) or not (server.host or server.unix_socket):
+        reason = "expected a host name or an address to listen on; only with server.unix_socket may it be empty"
+        yield Rule("server.host", repr(server.host), reason)
+    if len(os.fsencode(os.path.abspath(os.path.expanduser(server.unix_socket)))) > MAX_PATH and server.unix_socket:
+        reason = f"more than {MAX_PATH} bytes, which is what the address of a socket holds; name a shorter path"
+        yield Rule("server.unix_socket", repr(server.unix_socket), reason)
     yield from _tls(config)
     if server.run_dir and server.run_dir == server.state_dir:
         yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
@@ -292,6 +299,14 @@ def _tls(config: Config) -> Iterator[Rule]:
     if bool(server.tls_cert) != bool(server.tls_key):
         given, missing = ("tls_cert", "tls_key") if server.tls_cert else ("tls_key", "tls_cert")
         yield Rule(f"server.{missing}", "", f"missing; server.{given} needs it: set both, or neither for plain HTTP")
+
+    if server.tls_cert and not server.host:
+        yield Rule("server.tls_cert", repr(server.tls_cert), "there is no TLS on the Unix socket: set server.host too")
+    if server.tls_client_ca and not server.tls_cert:
+        yield Rule("server.tls_client_ca", repr(server.tls_client_ca), "needs TLS: set server.tls_cert and tls_key too")
+    elif server.tls_client_ca and not server.unix_socket:
+        reason = "commands of this home have no certificate and connect to server.unix_socket: set it too"
+        yield Rule("server.tls_client_ca", repr(server.tls_client_ca), reason)
 
 
 def _tracing(config: Config) -> Iterator[Rule]:

@@ -38,8 +38,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
 
     host: str = "127.0.0.1"
     port: Port = 8080
+    unix_socket: str = ""  # path of a Unix socket on which the server listens too; with host "" only there
+    unix_socket_mode: Annotated[str, Meta(pattern="^0?[0-7]{3}$")] = (
+        "600"  # who may connect: 660 its group, 666 all users
+    )
     tls_cert: str = ""  # PEM file: the server's certificate, then intermediate ones; "": no TLS
     tls_key: str = ""  # PEM file: its private key
+    tls_client_ca: str = ""  # PEM file: who signs the certificates that clients must show; "": they need none
     request_timeout_ms: Milliseconds = 300_000  # of one request, including its time in queues
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
     max_concurrent_per_tenant: CountOrNone = 0  # of them; without API keys, of an address; 0: three quarters

@@ -1,7 +1,7 @@
-"""Listen-fd passing: the supervisor of the gateway owns the listening socket and passes it to each gateway process.
+"""Listen-fd passing: the supervisor of the gateway owns the listening sockets and passes them to each gateway process.
 
-While a gateway restarts, no connection is refused: new connections wait in the socket's queue for the successor.
-A gateway without a supervisor binds its own socket.
+While a gateway restarts, no connection is refused: new connections wait in a socket's queue for the successor.
+A gateway without a supervisor binds its own sockets.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ import os
 import socket
 
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.supervise.unix_listener import UnixListener, listener_of, socket_path
 
 VARIABLE = "STARLING_LISTEN_FD"
+UNIX_VARIABLE = "STARLING_LISTEN_UNIX_FD"
 BACKLOG = 1024
 
 
@@ -23,7 +26,7 @@ def bind_listener(config: Config) -> socket.socket | None:
     binding fails (the gateway reports why).
     """
     try:
-        address = ipaddress.ip_address(config.server.host)
+        address = ipaddress.ip_address(config.server.host)  # none without TCP
     except ValueError:
         return None
     listener = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET)
@@ -40,20 +43,30 @@ def bind_listener(config: Config) -> socket.socket | None:
     return listener
 
 
+def bind_unix_listener(config: Config) -> UnixListener | None:
+    """In the supervisor: the same for the Unix socket. None without one, or when the gateway must report why not."""
+    try:
+        listener = listener_of(config)
+    except ConfigError:
+        return None
+    if listener is not None:
+        os.environ[UNIX_VARIABLE] = str(listener.socket.fileno())
+    return listener
+
+
 def inherited_fds() -> tuple[int, ...]:
-    """The descriptor that a new program must inherit: none or one."""
-    given = os.environ.get(VARIABLE, "")
-    return (int(given),) if given.isdigit() else ()
+    """The descriptors that a new program must inherit."""
+    given = (os.environ.get(name, "") for name in (VARIABLE, UNIX_VARIABLE))
+    return tuple(int(fd) for fd in given if fd.isdigit())
 
 
-def claim() -> socket.socket | None:
+def claim(variable: str = VARIABLE) -> socket.socket | None:
     """In the gateway: the passed socket, or None. Removed from the environment, so that no child inherits it."""
-    given = inherited_fds()
-    os.environ.pop(VARIABLE, None)
-    if not given:
+    given = os.environ.pop(variable, "")
+    if not given.isdigit():
         return None
     try:
-        claimed = socket.socket(fileno=given[0])
+        claimed = socket.socket(fileno=int(given))
         is_listening = claimed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError:
         return None
@@ -71,7 +84,9 @@ def reachable(host: str) -> str:
 
 
 def url(config: Config, port: int = 0) -> str:
-    """The gateway's URL on this machine. `port`: 0: the configured one."""
+    """The gateway's URL on this machine, unix:PATH if it listens only there. `port`: 0: the configured one."""
+    if not config.server.host:
+        return f"unix:{socket_path(config)}"
     host = reachable(config.server.host)
     scheme = "https" if config.server.tls_cert else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or config.server.port}"

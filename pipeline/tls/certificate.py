@@ -50,7 +50,7 @@ def files_of(config: Config) -> CertificateFiles | None:
     server = config.server
     if not server.tls_cert:
         return None
-    return CertificateFiles(_absolute(server.tls_cert), _absolute(server.tls_key))
+    return CertificateFiles(_absolute(server.tls_cert), _absolute(server.tls_key), _absolute(server.tls_client_ca))
 
 
 def _absolute(path: str) -> str:

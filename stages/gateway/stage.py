@@ -32,6 +32,7 @@ from pipeline.observe import logs
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from pipeline.supervise import listen_fd as listening
+from pipeline.supervise.unix_listener import UnixListener, listener_of
 from pipeline.tls import certificate, trust
 from pipeline.tls.follower import CertificateFollower
 from stages.gateway.admin import MAX_TIMEOUT_S, Admin
@@ -107,8 +108,10 @@ class GatewayStage:
         )
         self._was_ready = False
         self._expiry = -1.0  # of the certificate, as in the metrics
-        self._server: asyncio.Server | None = None
         self._inherited = listening.claim()  # the supervisor's listening socket
+        self._inherited_unix = listening.claim(listening.UNIX_VARIABLE)
+        self._own_unix: UnixListener | None = None
+        self._servers: list[asyncio.Server] = []  # while it accepts connections
         self._tls = _follow_certificate(config)
         self._handover_until = 0.0  # s, monotonic; 0.0: no handover is under way
         self._is_handed_over = False
@@ -121,9 +124,10 @@ class GatewayStage:
             self._gate.serve(self._runner.server, self._tls)
             if self._tls is not None:
                 asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._tls.look_soon)
-            self._server = await self._listen()
+            await self._listen()
             await self.control.start()
-            log.info("listening", extra={"host": self.config.server.host, "port": self.port})
+            where = {"host": self.config.server.host, "port": self.port, "unix_socket": self.config.server.unix_socket}
+            log.info("listening", extra={name: value for name, value in where.items() if value})
             self.endpoints.start()
             # Everything allocated so far lives until the end, so later collections need not traverse it. A full
             # collection runs when the number of new objects reaches a quarter of those that the last one left: the
@@ -136,10 +140,10 @@ class GatewayStage:
             await self._end_remaining()
             return code
         finally:
-            if self._server is not None:
-                self._server.close()
-            if self._inherited is not None:
-                self._inherited.close()
+            self._stop_accepting()
+            for inherited in (self._inherited, self._inherited_unix, self._own_unix):
+                if inherited is not None:
+                    inherited.close()
             await self.control.close()
             await self._runner.cleanup()
             self.state_writer.close()
@@ -148,7 +152,35 @@ class GatewayStage:
             self.service.responses.store.close()
             self.endpoints.close()
 
-    async def _listen(self) -> asyncio.Server:
+    async def _listen(self) -> None:
+        try:
+            if self.config.server.unix_socket:
+                self._servers.append(await self._listen_unix())
+            if self.config.server.host:
+                self._servers.append(await self._listen_tcp())
+        except BaseException:
+            self._stop_accepting()
+            raise
+
+    def _stop_accepting(self) -> None:
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    async def _listen_unix(self) -> asyncio.Server:
+        """Raises `ConfigError`."""
+        listener = self._inherited_unix
+        if listener is None:
+            self._own_unix = self._own_unix or listener_of(self.config)
+            assert self._own_unix is not None
+            listener = self._own_unix.socket
+        loop: Any = asyncio.get_running_loop()  # uvloop's, which would remove the file that the next gateway needs
+        server: asyncio.Server = await loop.create_unix_server(
+            self._gate.unix_protocol, sock=listener.dup(), backlog=BACKLOG, cleanup_socket=False
+        )
+        return server
+
+    async def _listen_tcp(self) -> asyncio.Server:
         host, port = self.config.server.host, self.config.server.port
         loop = asyncio.get_running_loop()
         try:
@@ -180,7 +212,8 @@ class GatewayStage:
         return {**await self.admin.answer(request), "handed_over": self._is_handed_over}
 
     def _hand_over(self, timeout_s: Any) -> None:
-        if self._inherited is None:
+        is_inherited = self._inherited or not self.config.server.host
+        if not is_inherited or (self.config.server.unix_socket and self._inherited_unix is None):
             raise Conflict("this gateway opened its listening socket itself, so it cannot be handed over")
         if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise InvalidRequest(
@@ -188,16 +221,14 @@ class GatewayStage:
             )
         self._handover_until = self.service.clock() + timeout_s
         self.service.readiness.is_handing_over = True
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._stop_accepting()
         log.info("handing over", extra={"in_flight": self.service.in_flight.count})
 
     async def _end_handover(self) -> None:
         log.warning("no successor has started: accepting connections again")
         self._handover_until = 0.0
         self._is_handed_over = self.service.readiness.is_handing_over = False
-        self._server = await self._listen()
+        await self._listen()
 
     def _tick_handover(self) -> None:
         if not self.service.in_flight.count and not self._is_handed_over:

@@ -15,7 +15,6 @@ from rich.table import Table
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.runtime.process import EXIT_FATAL
-from pipeline.supervise import listen_fd
 from starling.chaos.client import CLIENT_TIMEOUT_S, Client
 from starling.chaos.report import Row
 from starling.chaos.requests import plan
@@ -123,13 +122,18 @@ async def _run(
     key: str,
     report: object,
 ) -> tuple[list[Row], UsageHistory]:
-    url = listen_fd.url(config)
+    address = addresses.of_config(config)
+    url = "http://localhost" if address.scheme == "unix" else str(address)
     timeout = aiohttp.ClientTimeout(total=CLIENT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, ssl=addresses.of_config(config).tls() or True)
+    connector: aiohttp.BaseConnector
+    if address.scheme == "unix":
+        connector = aiohttp.UnixConnector(address.path, limit=0)
+    else:
+        connector = aiohttp.TCPConnector(limit=0, ssl=address.tls() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(url, session, key)
         if not await client.ready():
-            raise click.ClickException(f"no server is ready at {url}; start one first")
+            raise click.ClickException(f"no server is ready at {address}; start one first")
         long_prompts = scenario == "memory"
         if config.cache.responses.enabled:
             raise click.ClickException("cache.responses is enabled: cached answers would prove nothing, so disable it")

@@ -79,9 +79,12 @@ def supervise(name: str, model: str) -> int:
         run = _program(name, model, config)
         command = [*_COMMAND, name]
         held = listen_fd.bind_listener(config) if name == "gateway" else None
+        held_unix = listen_fd.bind_unix_listener(config) if name == "gateway" else None
         code = keep_alive(name, command, config, run, lambda: _preload(name, config))
         if held is not None:
             held.close()
+        if held_unix is not None:
+            held_unix.close()
     cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 

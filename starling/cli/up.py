@@ -30,6 +30,7 @@ from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import EXIT_FATAL, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
+from pipeline.supervise.unix_listener import socket_path
 from starling.cli.broken_pipe import silence
 from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
@@ -108,6 +109,8 @@ def check_faults(env: Mapping[str, str]) -> None:
 def check_port(config: Config) -> None:
     """Raises `ConfigError` with the reason if a process cannot listen on the configured address."""
     host, port = config.server.host, config.server.port
+    if not host:
+        return
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -234,9 +237,8 @@ def _print(text: str) -> None:
 
 def _answers_ready(config: Config) -> bool:
     # By hand: the HTTP client and what it imports would stay in memory for the server's whole life.
-    address = listen_fd.reachable(config.server.host), config.server.port
     try:
-        with socket.create_connection(address, timeout=1.0) as tcp, _secured(config, tcp) as connection:
+        with _connect(config) as plain, _secured(config, plain) as connection:
             connection.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
             with connection.makefile("rb") as answer:
                 return answer.readline().split()[1:2] == [b"200"]
@@ -244,8 +246,21 @@ def _answers_ready(config: Config) -> bool:
         return False
 
 
+def _connect(config: Config) -> socket.socket:
+    if not config.server.unix_socket:
+        return socket.create_connection((listen_fd.reachable(config.server.host), config.server.port), timeout=1.0)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(1.0)
+        connection.connect(str(socket_path(config)))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
 def _secured(config: Config, connection: socket.socket) -> socket.socket:
-    if not config.server.tls_cert:
+    if not config.server.tls_cert or config.server.unix_socket:
         return connection
     from pipeline.tls import trust
 
@@ -258,9 +273,12 @@ def banner(config: Config, took_s: float) -> str:
     key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
     messages = '[{"role": "user", "content": "Tell me a short story."}]'
     trusted = f"--cacert {config.server.tls_cert} " if config.server.tls_cert else ""
+    target = url
+    if not config.server.host:
+        trusted, target = f"--unix-socket {socket_path(config)} ", "http://localhost"
     return (
         f"\nStarling is ready at {url} ({took_s:.1f} s). Try it:\n\n"
-        f"  curl -N {trusted}{url}/v1/chat/completions{key} \\\n"
+        f"  curl -N {trusted}{target}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f'    -d \'{{"model": "{config.models[0].name}", "stream": true,\n'
         f'         "messages": {messages}}}\'\n\n'

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable
 from pipeline.supervise import listen_fd
+from pipeline.supervise.unix_listener import socket_path
 from pipeline.tls import trust
 
 EXPECTED = "expected http://HOST:PORT, https://HOST:PORT or unix:/PATH"
@@ -91,7 +92,9 @@ class _TlsConnection(http.client.HTTPSConnection):
 
 
 def of_config(config: Config) -> ServerAddress:
-    """The address of this home's server."""
+    """The address of this home's server. Where clients of TLS need a certificate, that is its Unix socket."""
+    if config.server.unix_socket and (config.server.tls_client_ca or not config.server.host):
+        return ServerAddress("unix", path=str(socket_path(config)))
     scheme = "https" if config.server.tls_cert else "http"
     return ServerAddress(scheme, listen_fd.reachable(config.server.host), config.server.port, home=config)
 

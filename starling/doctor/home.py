@@ -84,6 +84,8 @@ def server(config: Config) -> Finding:
 
 def port(config: Config) -> Finding:
     """Can the server listen on its address, or does it?"""
+    if not config.server.host:
+        return ok("port", f"none: the server listens on {listen_fd.url(config)}")
     address = f"{config.server.host}:{config.server.port}"
     gateway = [one for one in status.read_all(paths.run_dir(config)) if one.alive and one.stage == "gateway"]
     if gateway:

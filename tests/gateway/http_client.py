@@ -7,7 +7,10 @@ import json
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from starling.client.address import ServerAddress
 
 
 class Answer(NamedTuple):
@@ -36,8 +39,11 @@ class HttpClient:
 
     port: int
     tls: ssl.SSLContext | None = None  # what is trusted; None: plain HTTP
+    unix_socket: Path | None = None  # instead of the port
 
     def connect(self, timeout_s: float = 60.0) -> http.client.HTTPConnection:
+        if self.unix_socket is not None:
+            return ServerAddress("unix", path=str(self.unix_socket)).connection(timeout_s)
         if self.tls is not None:
             return http.client.HTTPSConnection("127.0.0.1", self.port, timeout=timeout_s, context=self.tls)
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)

@@ -139,7 +139,7 @@ class Server(HttpClient):
         self._start(pass_fds)
         self.peers = Peers(self.config, tokenizer)
         self.peers.start()
-        self.port = int(self.wait_log("listening")["port"])
+        self.port = int(self.wait_log("listening").get("port", 0))
 
     def _start(self, pass_fds: tuple[int, ...] = ()) -> None:
         command = ["-m", "starling", "stage", "gateway"]
@@ -166,7 +166,7 @@ class Server(HttpClient):
         assert self.process.stderr is not None
         self.process.stderr.close()
         self._start()
-        self.port = int(self.wait_log("listening")["port"])
+        self.port = int(self.wait_log("listening").get("port", 0))
 
     def _read_log(self) -> None:
         assert self.process.stderr is not None

@@ -201,7 +201,12 @@ def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, 
     for section in ("fleet", "registry", "rate_limits", "edges"):
         del plain[section]
     plain["server"] |= {"host": config.fleet.agent.host, "port": port, "run_dir": str(run_dir), "state_dir": ""}
-    plain["server"] |= {"tls_cert": "", "tls_key": ""}  # of a server that clients talk to
+    plain["server"] |= {
+        "tls_cert": "",
+        "tls_key": "",
+        "tls_client_ca": "",
+        "unix_socket": "",
+    }  # of a server that clients talk to
     plain["auth"] = {"api_keys": [{"key": key, "tenant": "fleet", "admin": True}]}
     plain["scheduler"] |= {"tenant_weights": {}}
     plain["metrics"] |= {"enabled": True}

@@ -39,8 +39,10 @@ _LARGE_HEAD = (
 class Connection(RequestHandler):
     """One per connection; `connection_gate.py` constructs it."""
 
-    def __init__(self, server: web.Server, on_lost: Callable[[Connection], None]) -> None:
+    def __init__(self, server: web.Server, on_lost: Callable[[Connection], None], peer: str) -> None:
+        """`peer`: the client's address, or uid:N on the Unix socket."""
         super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
+        self.peer = peer
         self._on_lost = on_lost
         self.head_since = math.inf  # s, monotonic: when the first bytes of an incomplete head arrived
         self.is_half_closed = False

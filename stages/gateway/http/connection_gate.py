@@ -1,4 +1,4 @@
-"""Accepts or refuses connections, with bounds in total and for each client address.
+"""Accepts or refuses connections, with bounds in total and for each client address, or user of the Unix socket.
 
     up to the bounds       any request
     `RESERVED` more        probes, administration, and requests of a tenant that has none in flight; a connection that
@@ -16,6 +16,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -25,6 +26,7 @@ from pipeline.api.fair_shares import FairShares, address_principal
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from pipeline.ipc.tcp_transport import tcp_state
+from pipeline.supervise.unix_listener import peer_uid
 from pipeline.tls.follower import CertificateFollower
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
@@ -83,27 +85,31 @@ class ConnectionGate:
 
     def protocol(self) -> asyncio.Protocol:
         """The protocol of a new connection: it chooses the one that serves it once the address is known."""
+        return _Arrival(partial(self.admit, tls=self._tls))
+
+    def unix_protocol(self) -> asyncio.Protocol:
+        """The same for a connection of the Unix socket."""
         return _Arrival(self.admit)
 
-    def admit(self, transport: asyncio.Transport, early: bytearray) -> None:
+    def admit(self, transport: asyncio.Transport, early: bytearray, tls: CertificateFollower | None = None) -> None:
         """Serve the connection, or refuse it. `early`: gets bytes that arrive before the handshake of TLS begins."""
-        peer = transport.get_extra_info("peername")
-        address = address_principal(str(peer[0])) if isinstance(peer, tuple) and peer else "local"
+        peer = peer_name(transport)
+        address = address_principal(peer)
         held = next((one for one in (self._bounds, self._reserve) if one.refusal(address) is None), None)
         if held is None or self._server is None:
-            self._refuse(transport, early)
+            self._refuse(transport, early, tls)
             return
-        connection = Connection(self._server, self._release)
+        connection = Connection(self._server, self._release, peer)
         held.take(address)
         self._held[connection] = held, address
         if held is self._reserve:
             self._silent.add(connection)
             asyncio.get_running_loop().call_later(RESERVED_HEAD_S, self._close_silent, connection)
-        if self._tls is None:
+        if tls is None:
             self._begin(connection, transport)
         else:
             timeout_s = RESERVED_HEAD_S if held is self._reserve else HANDSHAKE_S
-            self._run(self._begin_tls(connection, transport, early, self._tls.certificate.context, timeout_s))
+            self._run(self._begin_tls(connection, transport, early, tls.certificate.context, timeout_s))
 
     def _begin(self, connection: Connection, transport: asyncio.Transport) -> None:
         self._watch.add(connection, transport)
@@ -127,16 +133,16 @@ class ConnectionGate:
         if transport is not None:
             self._begin(connection, transport)
 
-    def _refuse(self, transport: asyncio.Transport, early: bytearray) -> None:
+    def _refuse(self, transport: asyncio.Transport, early: bytearray, tls: CertificateFollower | None) -> None:
         self._on_refusal()
         if self._n_refusals >= MAX_REFUSALS:
             transport.abort()
             return
         self._n_refusals += 1
-        if self._tls is None:
+        if tls is None:
             self._send_refusal(transport)
         else:
-            self._run(self._refuse_tls(transport, early, self._tls.certificate.context))
+            self._run(self._refuse_tls(transport, early, tls.certificate.context))
 
     async def _refuse_tls(self, tcp: asyncio.Transport, early: bytearray, context: ssl.SSLContext) -> None:
         transport = None
@@ -187,6 +193,17 @@ class ConnectionGate:
         held = self._held.pop(connection, None)
         if held is not None:
             held[0].give_back(held[1])
+
+
+def peer_name(transport: asyncio.BaseTransport) -> str:
+    """The address of the peer; on the Unix socket uid:N, its user; "local" if neither is known."""
+    peer = transport.get_extra_info("peername")
+    if isinstance(peer, tuple) and peer:
+        return str(peer[0])
+    try:
+        return f"uid:{peer_uid(transport.get_extra_info('socket'))}"
+    except (OSError, AttributeError):
+        return "local"
 
 
 class _Arrival(asyncio.Protocol):

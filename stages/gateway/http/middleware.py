@@ -26,6 +26,7 @@ from pipeline.ipc.tcp_transport import reset
 from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
     CALLER,
+    CLIENT,
     CLIENT_ID,
     GATE,
     PRINCIPAL,
@@ -60,6 +61,8 @@ def make_middleware(config: Config, service: Service) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         started = request[STARTED_AT] = service.clock()
+        connection = request.protocol
+        client = request[CLIENT] = connection.peer if isinstance(connection, Connection) else request.remote or ""
         given = request.headers.get("X-Request-Id", "")
         request[CLIENT_ID] = given if _CLIENT_ID.fullmatch(given) else ""
         status = CLIENT_CLOSED
@@ -79,7 +82,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                     )
                     if (relay := request.headers.get(RELAY)) is not None:
                         request[CALLER] = _relayed(request[CALLER], relay, has_keys=bool(keys))
-                    request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(request.remote or "")
+                    request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(client)
                     if not request.path.startswith("/v1/admin/"):  # whose handlers require an administrator's key
                         request[CALLER].require(MODELS)
                     if request.app[GATE].is_reserved(request.protocol):
@@ -235,6 +238,7 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
         "status": status,
         "duration_ms": round(took * 1000, 1),
         "tenant": caller.tenant if caller else None,
+        "client": request[CLIENT],
     }
     state = request.get(STATE)
     if state is not None:

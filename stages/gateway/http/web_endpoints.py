@@ -15,7 +15,7 @@ from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import to_json
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound
-from stages.gateway.http.context import PRINCIPAL, SERVICE, Handler
+from stages.gateway.http.context import CLIENT, PRINCIPAL, SERVICE, Handler
 from stages.gateway.http.whole_response import UNCOUNTED_BYTES, held_response, send_parts
 from stages.gateway.openapi.document import make_document
 from stages.gateway.web import File, files, make_file
@@ -95,7 +95,7 @@ async def _send(request: web.Request, file: File) -> web.StreamResponse:
     headers["Content-Type"] = file.media_type
     if request.method == METH_HEAD:
         return web.Response(headers={**headers, "Content-Length": str(len(file.data))})
-    request[PRINCIPAL] = address_principal(request.remote or "")
+    request[PRINCIPAL] = address_principal(request[CLIENT])
     with held_response(request) as held:
         if len(file.data) > UNCOUNTED_BYTES:
             held.add(len(file.data))
