@@ -6,6 +6,7 @@ similar servers have it, and is refused at every value except the neutral one: n
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Collection, Iterator
@@ -282,6 +283,11 @@ def _server(config: Config) -> Iterator[Rule]:
         reason = f"more than {MAX_PATH} bytes, which is what the address of a socket holds; name a shorter path"
         yield Rule("server.unix_socket", repr(server.unix_socket), reason)
     yield from _tls(config)
+    for index, text in enumerate(server.trusted_proxies):
+        if reason := _network_problem(text):
+            yield Rule(f"server.trusted_proxies.{index}", repr(text), reason)
+    if "unix" in server.trusted_proxies and not server.unix_socket:
+        yield Rule("server.trusted_proxies", "'unix'", "there is no Unix socket: set server.unix_socket, or drop it")
     if server.run_dir and server.run_dir == server.state_dir:
         yield Rule("server.state_dir", repr(server.state_dir), "the run directory is emptied; use another")
     if server.body_buffer_mb < 2 * server.max_body_mb:
@@ -292,6 +298,17 @@ def _server(config: Config) -> Iterator[Rule]:
         yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
     elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
         yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")
+
+
+def _network_problem(text: str) -> str:
+    """Why it is no trusted proxy; "" when it is."""
+    if text == "unix":
+        return ""
+    try:
+        network = ipaddress.ip_network(text)
+    except ValueError as error:
+        return f"{error}; expected an address (192.0.2.7), a network (10.0.0.0/8) or unix"
+    return "every client would be believed; name the proxies' networks" if not network.prefixlen else ""
 
 
 def _tls(config: Config) -> Iterator[Rule]:

@@ -45,6 +45,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     tls_cert: str = ""  # PEM file: the server's certificate, then intermediate ones; "": no TLS
     tls_key: str = ""  # PEM file: its private key
     tls_client_ca: str = ""  # PEM file: who signs the certificates that clients must show; "": they need none
+    # Addresses, networks (10.0.0.0/8), and unix for the Unix socket: their X-Forwarded-For and Forwarded are believed.
+    trusted_proxies: tuple[str, ...] = ()
     request_timeout_ms: Milliseconds = 300_000  # of one request, including its time in queues
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
     max_concurrent_per_tenant: CountOrNone = 0  # of them; without API keys, of an address; 0: three quarters

@@ -20,6 +20,7 @@ _FORMS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{4,}"), rf"\1 {MASK}"),
     (re.compile(r"\b(?:sk|pk|hf|ghp|xox[abp])[-_][A-Za-z0-9_-]{4,}"), MASK),
     (re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"), MASK),
+    (re.compile(r"(?i)(\bclient\"?\s*[=:]\s*\"?)[0-9a-f]*[.:][0-9a-f.:]*"), rf"\1{MASK}"),  # an address in a log line
     (re.compile(r"(?<=://)[^\s/@\"']+@"), f"{MASK}@"),
     (re.compile(r"(?i)([?&](?:[a-z-]*signature|sig|token|key|[a-z-]*credential)=)[^&\s\"']+"), rf"\1{MASK}"),
     (

@@ -52,6 +52,8 @@ def test_everything_is_in_it_but_secrets(tmp_path: Path, monkeypatch: pytest.Mon
         },
         {"event": "env", "value": "hunter2-hunter2"},
         {"event": "connect", "peer": "vm:80"},
+        {"event": "request", "client": "203.0.113.77"},
+        {"event": "request", "client": "2001:db8::77"},
     ]
     log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setenv("SOME_API_TOKEN", "hunter2-hunter2")
@@ -60,7 +62,7 @@ def test_everything_is_in_it_but_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     expected = {"machine.json", "doctor.json", "configuration.yaml", "models.json", "status.json", "metrics.txt"}
     assert set(found) == expected | {"logs/gateway.log"}
     whole = "\n".join(found.values())
-    for secret in (KEY, "acme-research", "pass1234", "abcdef", "hunter2", str(tmp_path)):
+    for secret in (KEY, "acme-research", "203.0.113", "db8", "pass1234", "abcdef", "hunter2", str(tmp_path)):
         assert secret not in whole
     shown = [json.loads(line) for line in found["logs/gateway.log"].splitlines()]
     assert shown[0] == {"event": "request", "tenant": "TENANT-1", "header": f"Bearer {MASK}"}

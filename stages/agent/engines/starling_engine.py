@@ -40,7 +40,7 @@ ANSWER_S = 5.0  # of a call to the engine
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
 STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
 COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
-_PRIVATE = ("STARLING_HOME", "STARLING_CONFIG", "STARLING_RESTARTS", "STARLING_LISTEN_FD")
+_PRIVATE = ("STARLING_HOME", "STARLING_CONFIG", "STARLING_RESTARTS", "STARLING_LISTEN_FD", "STARLING_LISTEN_UNIX_FD")
 
 
 class StarlingEngine(Engine):
@@ -206,6 +206,7 @@ def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, 
         "tls_key": "",
         "tls_client_ca": "",
         "unix_socket": "",
+        "trusted_proxies": [],
     }  # of a server that clients talk to
     plain["auth"] = {"api_keys": [{"key": key, "tenant": "fleet", "admin": True}]}
     plain["scheduler"] |= {"tenant_weights": {}}

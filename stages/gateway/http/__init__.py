@@ -18,6 +18,7 @@ whole_response.py     writes a whole body within its limits of time and bytes
 stream_backlogs.py    bytes that wait for the clients of event streams
 held_bytes.py         bytes of bodies, counted for each tenant or address
 connection.py         aiohttp's protocol, with bounded heads and half-closed connections
+forwarded.py          the address of a client behind trusted proxies
 connection_gate.py    bounds on connections, in total and for each address
 tls_transport.py      TLS on an accepted connection
 connection_watch.py   ends connections of clients that have left or do not read

@@ -30,6 +30,7 @@ from pipeline.supervise.unix_listener import peer_uid
 from pipeline.tls.follower import CertificateFollower
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
+from stages.gateway.http.forwarded import TrustedProxies
 from stages.gateway.http.tls_transport import HANDSHAKE_S, secure
 
 log = logging.getLogger("starling.gateway")
@@ -41,6 +42,8 @@ RESERVED_HEAD_S = 2.0
 REFUSAL_S = 1.0  # time for the client of a refused connection to read the response
 MAX_REFUSALS = 256  # refused connections that are open for so long; further ones are closed without a response
 OTHER_FILES = RESERVED + MAX_REFUSALS + 128  # beyond the bound: also journal, logs, sockets of stages, parsers
+
+_PROXIES = "proxies"  # all trusted ones: they connect for many clients, and are bounded in total only
 
 _FULL_BODY = error_response(Overloaded("the server has reached its connection limit; try again")).body
 _FULL = (
@@ -61,7 +64,9 @@ class ConnectionGate:
                 "connections are bounded by the limit of open files (ulimit -n)",
                 extra={"bound": total, "wanted": wanted, "needed_limit": wanted + OTHER_FILES},
             )
-        self._bounds = FairShares(total, config.server.max_connections_per_address or total - total // 4, reserve=0)
+        share = config.server.max_connections_per_address or total - total // 4
+        self._proxies = TrustedProxies(config.server.trusted_proxies)
+        self._bounds = FairShares(total, share, 0, share_of=lambda address: total if address == _PROXIES else share)
         self._reserve = FairShares(RESERVED, RESERVED_PER_ADDRESS, reserve=0)
         self._on_refusal = on_refusal
         self._watch = ConnectionWatch(time.monotonic, tcp_state)
@@ -94,7 +99,7 @@ class ConnectionGate:
     def admit(self, transport: asyncio.Transport, early: bytearray, tls: CertificateFollower | None = None) -> None:
         """Serve the connection, or refuse it. `early`: gets bytes that arrive before the handshake of TLS begins."""
         peer = peer_name(transport)
-        address = address_principal(peer)
+        address = _PROXIES if self._proxies.trusts(peer) else address_principal(peer)
         held = next((one for one in (self._bounds, self._reserve) if one.refusal(address) is None), None)
         if held is None or self._server is None:
             self._refuse(transport, early, tls)

@@ -28,6 +28,7 @@ GATE = web.AppKey("gate", ConnectionGate)
 CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)  # whom bounds apply to: the tenant, or without API keys the address
 CLIENT = web.RequestKey("client", str)  # the client's address, or uid:N on the Unix socket
+SCHEME = web.RequestKey("scheme", str)  # http or https, as a trusted proxy says; "": it does not
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
 TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp

@@ -30,6 +30,7 @@ from stages.gateway.http.context import (
     CLIENT_ID,
     GATE,
     PRINCIPAL,
+    SCHEME,
     SERVICE,
     STARTED_AT,
     STATE,
@@ -39,6 +40,7 @@ from stages.gateway.http.context import (
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
+from stages.gateway.http.forwarded import TrustedProxies
 from stages.gateway.metrics import source_of
 from stages.gateway.service import Service
 from stages.gateway.tracing.spans import HttpCall
@@ -57,12 +59,17 @@ def make_middleware(config: Config, service: Service) -> Middleware:
     has_cors = config.server.enable_cors
     logs_requests = config.logging.log_requests
     tracer = service.tracer
+    proxies = TrustedProxies(config.server.trusted_proxies)
+    has_proxies = bool(proxies)
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         started = request[STARTED_AT] = service.clock()
         connection = request.protocol
-        client = request[CLIENT] = connection.peer if isinstance(connection, Connection) else request.remote or ""
+        client = connection.peer if isinstance(connection, Connection) else request.remote or ""
+        if has_proxies:
+            client = _forwarded_client(request, proxies, client)
+        request[CLIENT] = client
         given = request.headers.get("X-Request-Id", "")
         request[CLIENT_ID] = given if _CLIENT_ID.fullmatch(given) else ""
         status = CLIENT_CLOSED
@@ -130,6 +137,19 @@ def _relayed(caller: Caller, given: str, *, has_keys: bool) -> Caller:
         raise Forbidden(f"{RELAY} needs an API key with the scope admin; leave it out")
     relayed = read_relay(given)
     return caller._replace(tenant=relayed.tenant, priority=relayed.priority) if relayed.tenant else caller
+
+
+def _forwarded_client(request: web.Request, proxies: TrustedProxies, peer: str) -> str:
+    """The address of the client, and the scheme that it has used as `request[SCHEME]`."""
+    headers = request.headers
+    found = proxies.client(
+        peer,
+        headers.getall("X-Forwarded-For", []),
+        headers.getall("Forwarded", []),
+        headers.getall("X-Forwarded-Proto", []),
+    )
+    request[SCHEME] = found.scheme
+    return found.address
 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
@@ -240,6 +260,8 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
         "tenant": caller.tenant if caller else None,
         "client": request[CLIENT],
     }
+    if scheme := request.get(SCHEME):
+        fields["scheme"] = scheme
     state = request.get(STATE)
     if state is not None:
         begun = state.first_token_at
