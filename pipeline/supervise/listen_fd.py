@@ -16,6 +16,7 @@ from pipeline.supervise.unix_listener import UnixListener, listener_of, socket_p
 
 VARIABLE = "STARLING_LISTEN_FD"
 UNIX_VARIABLE = "STARLING_LISTEN_UNIX_FD"
+TLS_VARIABLE = "STARLING_TLS_FD"  # memory that holds the certificate in use: pipeline/tls/kept.py
 BACKLOG = 1024
 
 
@@ -54,9 +55,18 @@ def bind_unix_listener(config: Config) -> UnixListener | None:
     return listener
 
 
+def keep_certificate(config: Config) -> int:
+    """In the supervisor: make memory for the certificate, and pass it to the children; -1 without TLS."""
+    if not config.server.tls_cert:
+        return -1
+    fd = os.memfd_create("starling-tls", os.MFD_CLOEXEC)
+    os.environ[TLS_VARIABLE] = str(fd)
+    return fd
+
+
 def inherited_fds() -> tuple[int, ...]:
     """The descriptors that a new program must inherit."""
-    given = (os.environ.get(name, "") for name in (VARIABLE, UNIX_VARIABLE))
+    given = (os.environ.get(name, "") for name in (VARIABLE, UNIX_VARIABLE, TLS_VARIABLE))
     return tuple(int(fd) for fd in given if fd.isdigit())
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 
@@ -35,6 +37,17 @@ class CertificateFiles(NamedTuple):
     client_ca: str = ""
 
 
+class Contents(msgspec.Struct, frozen=True, array_like=True):
+    """The contents of the files."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes = b""
+
+    def __repr__(self) -> str:
+        return "Contents(...)"  # never the key
+
+
 class Certificate(NamedTuple):
     """What a server needs for its handshakes."""
 
@@ -43,6 +56,7 @@ class Certificate(NamedTuple):
     outdated: str  # "", or why clients will not accept it now
     not_after: float  # s since 1970; 0.0 if it is outdated
     digest: bytes  # of the contents of all files
+    contents: Contents
 
 
 def files_of(config: Config) -> CertificateFiles | None:
@@ -59,9 +73,14 @@ def _absolute(path: str) -> str:
 
 def read_certificate(files: CertificateFiles, known: bytes = b"") -> Certificate | None:
     """Read and check the files; None if their contents have the digest `known`. Raises `ConfigError`."""
-    cert = _read(files.cert, "server.tls_cert")
-    key = _read(files.key, "server.tls_key")
     client_ca = _read(files.client_ca, "server.tls_client_ca") if files.client_ca else b""
+    contents = Contents(_read(files.cert, "server.tls_cert"), _read(files.key, "server.tls_key"), client_ca)
+    return check_contents(contents, files, known)
+
+
+def check_contents(contents: Contents, files: CertificateFiles, known: bytes = b"") -> Certificate | None:
+    """Check what was read from the files; None if it has the digest `known`. Raises `ConfigError`."""
+    cert, key, client_ca = contents.cert, contents.key, contents.client_ca
     digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (cert, key, client_ca))).digest()
     if digest == known:
         return None
@@ -79,7 +98,7 @@ def read_certificate(files: CertificateFiles, known: bytes = b"") -> Certificate
     outdated, not_after = _try_handshake(context, leaf, files)
     if client_ca:
         _require_clients(context, client_ca, files.client_ca)
-    return Certificate(context, leaf, outdated, not_after, digest)
+    return Certificate(context, leaf, outdated, not_after, digest, contents)
 
 
 def first_certificate(pem: bytes) -> bytes:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 from pipeline.errors import ConfigError
-from pipeline.tls.certificate import Certificate, CertificateFiles, read_certificate
+from pipeline.tls.certificate import Certificate, CertificateFiles, check_contents, read_certificate
+from pipeline.tls.kept import KeptCertificate
 
 log = logging.getLogger("starling.tls")
 
@@ -30,6 +31,7 @@ class CertificateFollower:
         files: CertificateFiles,
         on_change: Callable[[bytes], object] = lambda leaves: None,
         clock: Callable[[], float] = time.monotonic,
+        kept: KeptCertificate | None = None,
     ) -> None:
         """Read the files. Raises `ConfigError`.
 
@@ -40,15 +42,28 @@ class CertificateFollower:
         self._on_change = on_change
         self._clock = clock
         self._state = self._seen = _state(files)
-        first = read_certificate(files)
-        assert first is not None
-        self.certificate = first
+        self._refusal = ""  # the last one, which is logged
+        self._kept = kept or KeptCertificate()
+        self.certificate = first = self._first()
         if first.outdated:
             log.error("the certificate %s: most clients refuse it", first.outdated, extra={"file": files.cert})
         on_change(first.leaf)
-        self._refusal = ""  # the last one, which is logged
+        self._kept.store(first.contents)
         self._next_look = clock() + LOOK_S
         self._task: asyncio.Task[None] | None = None
+
+    def _first(self) -> Certificate:
+        try:
+            found = read_certificate(self._files)
+        except ConfigError as error:
+            contents = self._kept.read()
+            found = check_contents(contents, self._files) if contents is not None else None
+            if found is None:
+                raise
+            self._refusal = error.message
+            log.error("the certificate in use stays: %s", error.message)
+        assert found is not None
+        return found
 
     def tick(self) -> None:
         """Look at the files if it is time, unless a look is under way."""
@@ -90,6 +105,7 @@ class CertificateFollower:
         self._refusal = ""
         if found is not None:
             self._on_change(found.leaf + self.certificate.leaf)
+            self._kept.store(found.contents)
         return found
 
 

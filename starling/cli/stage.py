@@ -80,6 +80,8 @@ def supervise(name: str, model: str) -> int:
         command = [*_COMMAND, name]
         held = listen_fd.bind_listener(config) if name == "gateway" else None
         held_unix = listen_fd.bind_unix_listener(config) if name == "gateway" else None
+        if name == "gateway":
+            listen_fd.keep_certificate(config)  # for as long as this process lives
         code = keep_alive(name, command, config, run, lambda: _preload(name, config))
         if held is not None:
             held.close()

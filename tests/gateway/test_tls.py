@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from pipeline.errors import ConfigError, ModelUnavailable
@@ -22,6 +23,7 @@ from pipeline.runtime.process import EXIT_CONFIG
 from starling.bench.connection import Sender, Target
 from starling.bench.response import ClientRequest
 from starling.chaos.client import Client
+from starling.cli.up import _answers_ready
 from starling.client import address as addresses
 from starling.client.answer import Answer, get_json
 from tests.gateway.peers import MODEL
@@ -273,6 +275,8 @@ def test_commands_of_the_home_trust_its_server(server: Server) -> None:
     expected = server.post("/v1/generate", {**SHORT, "model": MODEL}).json["choices"][0]["text"]
     answer = Answer(address, "/v1/generate", {**SHORT, "model": MODEL})
     assert "".join(answer.pieces()) == expected
+    replace = msgspec.structs.replace
+    assert _answers_ready(replace(server.config, server=replace(server.config.server, port=server.port)))
 
 
 def test_other_clients_name_the_authority(server: Server) -> None:

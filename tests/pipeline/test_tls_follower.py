@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import Config, ServerConfig
+from pipeline.errors import ConfigError
+from pipeline.supervise import listen_fd
 from pipeline.tls import follower as following
-from pipeline.tls.certificate import CertificateFiles
+from pipeline.tls.certificate import CertificateFiles, Contents
 from pipeline.tls.follower import LOOK_S, CertificateFollower
+from pipeline.tls.kept import KeptCertificate
 from tests.tls_files import DATA, place
 
 
@@ -114,3 +119,34 @@ async def test_one_look_at_a_time(followed: Followed, monkeypatch: pytest.Monkey
     assert followed.follower._task is task is not None
     await asyncio.gather(task)
     assert len(looks) == 1
+
+
+def test_a_successor_keeps_the_certificate_of_files_that_are_broken_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(server=ServerConfig(tls_cert="/c", tls_key="/k"))
+    fd = listen_fd.keep_certificate(config)
+    try:
+        files = CertificateFiles(*map(str, place(tmp_path, "one")))
+
+        def successor() -> CertificateFollower:
+            monkeypatch.setenv(listen_fd.TLS_VARIABLE, str(fd))
+            return CertificateFollower(files)
+
+        assert fd in listen_fd.inherited_fds()
+        successor()
+        place(tmp_path, "two")
+        successor()
+        for _ in range(2):
+            Path(files.cert).write_bytes(b"garbage")
+            assert successor().certificate.leaf == (DATA / "two.pem").read_bytes()
+        assert caplog.text.count("the certificate in use stays") == 2
+        os.ftruncate(fd, 10)  # as if the gateway had been killed while it wrote
+        with pytest.raises(ConfigError, match="valid certificate"):
+            successor()
+        assert listen_fd.TLS_VARIABLE not in os.environ
+        assert KeptCertificate().read() is None
+        assert "PRIVATE" not in repr(Contents(b"", b"PRIVATE KEY"))
+    finally:
+        os.close(fd)
+    assert listen_fd.keep_certificate(Config()) == -1

@@ -40,7 +40,14 @@ ANSWER_S = 5.0  # of a call to the engine
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
 STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
 COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
-_PRIVATE = ("STARLING_HOME", "STARLING_CONFIG", "STARLING_RESTARTS", "STARLING_LISTEN_FD", "STARLING_LISTEN_UNIX_FD")
+_PRIVATE = (
+    "STARLING_HOME",
+    "STARLING_CONFIG",
+    "STARLING_RESTARTS",
+    "STARLING_LISTEN_FD",
+    "STARLING_LISTEN_UNIX_FD",
+    "STARLING_TLS_FD",
+)
 
 
 class StarlingEngine(Engine):
