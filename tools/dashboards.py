@@ -1,0 +1,399 @@
+"""Writes the Grafana dashboards of configs/grafana/dashboards from the tables below: `python -m tools.dashboards`.
+
+A dashboard is a list of rows, a row a list of panels, a panel a title, a unit and its queries with their legends.
+`$instance` and `$model` are variables of every dashboard that uses them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DIRECTORY = Path(__file__).parents[1] / "configs" / "grafana" / "dashboards"
+DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
+WIDTH, HEIGHT = 24, 8  # of the grid, of a panel
+VARIABLES = {"instance": "starling_stage_up", "model": "starling_steps_total"}
+RATE = "[$__rate_interval]"
+OF_SERVER = 'instance=~"$instance"'
+OF_MODEL = f'{OF_SERVER}, model=~"$model"'
+
+
+class Panel(NamedTuple):
+    """One graph. `queries`: expression and legend."""
+
+    title: str
+    unit: str
+    queries: tuple[tuple[str, str], ...]
+    help: str = ""
+
+
+class Dashboard(NamedTuple):
+    """One file."""
+
+    uid: str
+    title: str
+    rows: tuple[tuple[Panel, ...], ...]
+
+
+def rate(metric: str, selector: str = OF_SERVER, by: str = "") -> str:
+    """Sum of the rates of a counter."""
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{selector}}}{RATE}))"
+
+
+def ratio(part: str, whole: str) -> str:
+    """One expression divided by another."""
+    return f"{part} / {whole}"
+
+
+def quantile(q: float, metric: str, selector: str, by: str) -> str:
+    """A quantile of a histogram."""
+    return f"histogram_quantile({q}, sum by ({by}, le) (rate({metric}_bucket{{{selector}}}{RATE})))"
+
+
+def quantiles(metric: str, selector: str, by: str, legend: str) -> tuple[tuple[str, str], ...]:
+    """Median and 95th percentile."""
+    return tuple((quantile(q, metric, selector, by), f"{legend} p{round(q * 100)}") for q in (0.5, 0.95))
+
+
+FAILED = rate("starling_requests_total", f'{OF_SERVER}, status=~"5..|429"') + " or vector(0)"
+ACCEPTED = rate("starling_draft_tokens_total", f'{OF_MODEL}, outcome="accepted"', "model")
+HITS = rate("starling_kv_cache_hits_total", OF_MODEL, "model")
+MISSES = rate("starling_kv_cache_misses_total", OF_MODEL, "model")
+LEASED = f'sum by (model) (starling_kv_cache_pages{{{OF_SERVER}, state="leased"}})'
+TOKENS = (
+    (rate("starling_tokens_generated_total", by="model"), "{{model}} output"),
+    (rate("starling_prompt_tokens_total", by="model, source"), "{{model}} prompt, {{source}}"),
+)
+TTFT = quantiles("starling_time_to_first_token_seconds", OF_MODEL, "model", "{{model}}")
+TPOT = quantiles("starling_time_per_output_token_seconds", OF_MODEL, "model", "{{model}}")
+STAGES_UP = ((f"min by (stage) (starling_stage_ready{{{OF_SERVER}}})", "{{stage}}"),)
+BATCH = (
+    (
+        ratio(rate("starling_batch_size_sum", OF_MODEL, "model"), rate("starling_batch_size_count", OF_MODEL, "model")),
+        "{{model}}",
+    ),
+)
+CPU = ((rate("starling_process_cpu_seconds_total", by="stage"), "{{stage}}"),)
+MEMORY = ((f"sum by (stage) (starling_process_resident_bytes{{{OF_SERVER}}})", "{{stage}}"),)
+
+DASHBOARDS = (
+    Dashboard(
+        "starling-overview",
+        "Starling: overview",
+        (
+            (
+                Panel("Requests", "reqps", ((rate("starling_requests_total", by="endpoint"), "{{endpoint}}"),)),
+                Panel("Tokens", "short", TOKENS, "Per second."),
+                Panel("Stages that accept work", "short", STAGES_UP, "1: ready."),
+            ),
+            (
+                Panel("Time to the first token", "s", TTFT),
+                Panel("Time per output token", "s", TPOT),
+                Panel(
+                    "Failed and refused requests",
+                    "reqps",
+                    (
+                        (FAILED, "5xx and 429"),
+                        (rate("starling_rejections_total", by="code") + " or vector(0)", "{{code}}"),
+                    ),
+                ),
+            ),
+            (
+                Panel(
+                    "Requests in flight",
+                    "short",
+                    (
+                        (f"sum(starling_requests_in_flight{{{OF_SERVER}}})", "HTTP"),
+                        (f"sum(starling_running_sequences{{{OF_SERVER}}})", "running sequences"),
+                        (f"sum(starling_queue_depth{{{OF_SERVER}}})", "waiting sequences"),
+                    ),
+                ),
+                Panel(
+                    "Restarts and recoveries",
+                    "short",
+                    (
+                        (
+                            f"sum by (stage) (increase(starling_stage_restarts_total{{{OF_SERVER}}}[15m]))",
+                            "restarts of {{stage}}",
+                        ),
+                        (f"sum(increase(starling_recoveries_total{{{OF_SERVER}}}[15m]))", "sequences submitted again"),
+                    ),
+                    "In 15 minutes.",
+                ),
+                Panel("CPU cores", "short", CPU),
+            ),
+        ),
+    ),
+    Dashboard(
+        "starling-model",
+        "Starling: models",
+        (
+            (
+                Panel(
+                    "Tokens",
+                    "short",
+                    ((rate("starling_tokens_generated_total", OF_MODEL, "model"), "{{model}}"),),
+                    "Per second.",
+                ),
+                Panel(
+                    "Prompt tokens by source",
+                    "short",
+                    ((rate("starling_prompt_tokens_total", OF_MODEL, "model, source"), "{{model}} {{source}}"),),
+                ),
+                Panel("Sequences per step", "short", BATCH),
+            ),
+            (
+                Panel("Time to the first token", "s", TTFT),
+                Panel("Time per output token", "s", TPOT),
+                Panel(
+                    "Wait in the queue", "s", quantiles("starling_queue_wait_seconds", OF_MODEL, "model", "{{model}}")
+                ),
+            ),
+            (
+                Panel("Duration of a step", "s", quantiles("starling_step_seconds", OF_MODEL, "model", "{{model}}")),
+                Panel(
+                    "Ended sequences",
+                    "short",
+                    ((rate("starling_finished_total", OF_MODEL, "model, reason"), "{{model}} {{reason}}"),),
+                ),
+                Panel(
+                    "Draft tokens accepted",
+                    "percentunit",
+                    (
+                        (
+                            ratio(ACCEPTED, rate("starling_draft_tokens_total", OF_MODEL, "model")) + " or vector(0)",
+                            "{{model}}",
+                        ),
+                    ),
+                ),
+            ),
+            (
+                Panel(
+                    "KV pages",
+                    "short",
+                    ((f"sum by (model, state) (starling_kv_cache_pages{{{OF_MODEL}}})", "{{model}} {{state}}"),),
+                ),
+                Panel(
+                    "Prefix cache hits",
+                    "percentunit",
+                    (
+                        (
+                            ratio(HITS, f"({HITS} + {MISSES})"),
+                            "{{model}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Load of the model",
+                    "s",
+                    ((f"sum by (model, phase) (starling_model_load_seconds{{{OF_MODEL}}})", "{{model}} {{phase}}"),),
+                ),
+            ),
+        ),
+    ),
+    Dashboard(
+        "starling-tenants",
+        "Starling: tenants",
+        (
+            (
+                Panel("Requests", "reqps", ((rate("starling_tenant_requests_total", by="tenant"), "{{tenant}}"),)),
+                Panel(
+                    "Tokens",
+                    "short",
+                    ((rate("starling_tenant_tokens_total", by="tenant"), "{{tenant}}"),),
+                    "Computed per second.",
+                ),
+            ),
+            (
+                Panel(
+                    "Share of the tokens",
+                    "percentunit",
+                    (
+                        (
+                            ratio(
+                                rate("starling_tenant_tokens_total", by="tenant"),
+                                f"scalar({rate('starling_tenant_tokens_total')})",
+                            ),
+                            "{{tenant}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Refusals", "reqps", ((rate("starling_rejections_total", by="code") + " or vector(0)", "{{code}}"),)
+                ),
+            ),
+        ),
+    ),
+    Dashboard(
+        "starling-stages",
+        "Starling: stages",
+        (
+            (
+                Panel("Running", "short", ((f"min by (stage) (starling_stage_up{{{OF_SERVER}}})", "{{stage}}"),)),
+                Panel("Accepting work", "short", STAGES_UP),
+                Panel(
+                    "Restarts",
+                    "short",
+                    ((f"sum by (stage) (increase(starling_stage_restarts_total{{{OF_SERVER}}}[15m]))", "{{stage}}"),),
+                    "In 15 minutes.",
+                ),
+            ),
+            (
+                Panel("CPU cores", "short", CPU),
+                Panel("Memory", "bytes", MEMORY),
+                Panel(
+                    "Open files",
+                    "short",
+                    ((f"sum by (stage) (starling_process_open_fds{{{OF_SERVER}}})", "{{stage}}"),),
+                ),
+            ),
+            (
+                Panel(
+                    "Steps repeated, sequences submitted again",
+                    "short",
+                    (
+                        (rate("starling_steps_repeated_total") + " or vector(0)", "steps"),
+                        (rate("starling_recoveries_total"), "sequences"),
+                    ),
+                ),
+                Panel(
+                    "Frames",
+                    "short",
+                    (
+                        (rate("starling_frames_dropped_total") + " or vector(0)", "dropped"),
+                        (rate("starling_frames_refused_total") + " or vector(0)", "refused"),
+                        (rate("starling_late_frames_total") + " or vector(0)", "late"),
+                    ),
+                ),
+                Panel(
+                    "Traces for OpenTelemetry",
+                    "short",
+                    ((rate("starling_traces_total", by="outcome") + " or vector(0)", "{{outcome}}"),),
+                ),
+            ),
+        ),
+    ),
+    Dashboard(
+        "starling-capacity",
+        "Starling: capacity",
+        (
+            (
+                Panel(
+                    "KV cache", "bytes", ((f"sum by (state) (starling_kv_cache_bytes{{{OF_SERVER}}})", "{{state}}"),)
+                ),
+                Panel(
+                    "KV pages in use",
+                    "percentunit",
+                    (
+                        (
+                            ratio(LEASED, f"sum by (model) (starling_kv_cache_pages{{{OF_SERVER}}})"),
+                            "{{model}}",
+                        ),
+                    ),
+                ),
+                Panel(
+                    "Pages evicted, spilled, restored",
+                    "short",
+                    (
+                        (rate("starling_kv_cache_evictions_total"), "evicted"),
+                        (rate("starling_kv_cache_spilled_pages_total"), "spilled"),
+                        (rate("starling_kv_cache_restored_pages_total"), "restored"),
+                    ),
+                ),
+            ),
+            (
+                Panel("Memory", "bytes", MEMORY),
+                Panel("CPU cores", "short", CPU),
+                Panel(
+                    "Waiting sequences",
+                    "short",
+                    ((f"sum by (model) (starling_queue_depth{{{OF_SERVER}}})", "{{model}}"),),
+                ),
+            ),
+            (
+                Panel("Preemptions", "short", ((rate("starling_preemptions_total") + " or vector(0)", "per second"),)),
+                Panel("Sessions", "short", ((f"sum(starling_sessions{{{OF_SERVER}}}) or vector(0)", "open"),)),
+                Panel(
+                    "Failed disk operations",
+                    "short",
+                    (
+                        (rate("starling_kv_cache_disk_errors_total"), "KV pages"),
+                        (rate("starling_state_file_errors_total", by="files") + " or vector(0)", "{{files}}"),
+                    ),
+                ),
+            ),
+        ),
+    ),
+)
+
+
+def render(dashboard: Dashboard) -> dict[str, Any]:
+    """The dashboard as Grafana reads it."""
+    panels: list[dict[str, Any]] = []
+    for y, row in enumerate(dashboard.rows):
+        width = WIDTH // len(row)
+        for x, panel in enumerate(row):
+            place = {"x": x * width, "y": y * HEIGHT, "w": width, "h": HEIGHT}
+            panels.append(_panel(panel, len(panels) + 1, place))
+    used = json.dumps(panels)
+    return {
+        "uid": dashboard.uid,
+        "title": dashboard.title,
+        "tags": ["starling"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [_variable(name, of) for name, of in VARIABLES.items() if f"${name}" in used]},
+        "panels": panels,
+    }
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "description": panel.help,
+        "datasource": DATASOURCE,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {
+                "refId": chr(ord("A") + i),
+                "datasource": DATASOURCE,
+                "expr": expression,
+                "legendFormat": legend,
+                "exemplar": True,
+            }
+            for i, (expression, legend) in enumerate(panel.queries)
+        ],
+    }
+
+
+def _variable(name: str, metric: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "type": "query",
+        "datasource": DATASOURCE,
+        "query": {"query": f"label_values({metric}, {name})", "refId": name},
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": "All", "value": "$__all"},
+    }
+
+
+def main() -> None:
+    """Write all files."""
+    DIRECTORY.mkdir(parents=True, exist_ok=True)
+    for dashboard in DASHBOARDS:
+        path = DIRECTORY / f"{dashboard.uid.removeprefix('starling-')}.json"
+        path.write_text(json.dumps(render(dashboard), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
