@@ -205,9 +205,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
 
 class StoredResponsesConfig(Section, frozen=True, kw_only=True):
-    """Responses of /v1/responses and the conversations that led to them, in state_dir."""
+    """Responses of /v1/responses and the conversations that led to them, and /v1/conversations, in state_dir."""
 
-    ttl_s: Annotated[int, Meta(ge=60, le=31_536_000)] = 2_592_000  # since the response
+    ttl_s: Annotated[int, Meta(ge=60, le=31_536_000)] = 2_592_000  # since the response, or a conversation's last use
     tenant_mb: Annotated[int, Meta(ge=1, le=65_536)] = 64  # of one tenant; its oldest are dropped
     max_size_mb: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # of all; the oldest of the largest tenant are dropped
 

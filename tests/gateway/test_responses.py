@@ -296,7 +296,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"function" only'),
     ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", "leave it out"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", '"required"'),
-    ({"conversation": "c"}, "conversation", "previous_response_id"),
+    ({"conversation": []}, "conversation", "a string"),
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "template has none"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", '"minimal"'),

@@ -5,6 +5,7 @@ chat_tools.py             tool calls and reasoning in the answers of chats
 answer_parser.py          reasoning, text and calls in a model's text
 messages.py               Anthropic's text endpoint: its requests
 message_formatter.py      and its responses
+conversations.py          conversations: bodies and items
 generate.py               the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common

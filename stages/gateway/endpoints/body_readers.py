@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_object
-from stages.gateway.endpoints import chat, completions, embeddings, generate, messages, rerank, responses
+from stages.gateway.endpoints import chat, completions, conversations, embeddings, generate, messages, rerank, responses
 from stages.gateway.endpoints.session_close import read_close
 from stages.gateway.endpoints.tokenize import read_detokenize, read_tokenize
 
@@ -20,6 +20,9 @@ BODY_READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "completions": completions.read,
     "messages": messages.read,
     "responses": responses.read,
+    "conversation": conversations.read_create,
+    "conversation_update": conversations.read_update,
+    "conversation_items": conversations.read_items,
     "count_tokens": messages.read_count,
     "embeddings": embeddings.read,
     "rerank": rerank.read_rerank,

@@ -24,9 +24,12 @@ from pipeline.api.json_body import to_json
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
+from stages.gateway.endpoints.conversations import conversation_item
 from stages.gateway.endpoints.message_formatter import BlockEvent
+from stages.gateway.endpoints.response_items import read_item
 from stages.gateway.requests.generation_request import ResponseFields
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
+from stages.gateway.requests.stored_conversations import ConversationItem
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 from stages.gateway.tool_calls.history import template_call
@@ -148,6 +151,7 @@ def response_object(request: RequestState, status: str = "") -> dict[str, Any]:
         "created_at": spec.created,
         "status": status,
         "background": fields.in_background,
+        "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
         "error": {"code": _error_code(error), "message": error.message} if error is not None else None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": spec.shown_model,
@@ -206,6 +210,35 @@ def answer_message(request: RequestState) -> dict[str, Any]:
     made = (item for item in items if item.kind == "function_call")
     calls = [template_call(item.call_id, item.name, _arguments(item.closed)) for item in made]
     return {**message, "tool_calls": calls} if calls else message
+
+
+def conversation_items(request: RequestState) -> list[ConversationItem]:
+    """Return the items that a conversation gets: those of the input, then those of the answer."""
+    fields = request.spec.generation.response or ResponseFields()
+    is_cut = request.sequences[0].finish_reason == "length"
+    items = input_items(request)
+    output = _output_items(request)
+    for item in output:
+        if item.kind == "function_call":
+            call = template_call(item.call_id, item.name, _arguments(item.closed))
+            message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+        elif item.kind == "reasoning":
+            message = {"role": "assistant", "content": "", "reasoning_content": item.text}
+        else:
+            message = {"role": "assistant", "content": item.text}
+        shown = item.shown(_item_status(item.is_complete or item is not output[-1], True, is_cut))
+        items.append(ConversationItem(item.id, to_json(shown), message))
+    return items if fields.conversation_id else []
+
+
+def input_items(request: RequestState) -> list[ConversationItem]:
+    """Return the items of a request's input."""
+    fields = request.spec.generation.response or ResponseFields()
+    given = msgspec.json.decode(fields.inputs, type=list[dict[str, Any]])
+    return [
+        conversation_item(item, read_item(item, "input"), f"{request.spec.hex}i{index:03d}")
+        for index, item in enumerate(given)
+    ]
 
 
 def _arguments(closed: str) -> dict[str, Any]:

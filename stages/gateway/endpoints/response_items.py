@@ -34,7 +34,8 @@ def add_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None
         messages.append(message)
 
 
-def _read_item(value: Any, name: str) -> dict[str, Any]:
+def read_item(value: Any, name: str) -> dict[str, Any]:
+    """Read an item into a message, or the part of one that it is. Raises `InvalidRequest`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"role": "user", "content": ...}')
     kind = value.get("type") or "message"
@@ -152,7 +153,7 @@ _RESULT: dict[str, Reader] = {
     "status": _STATUS,
 }
 _RESULT_REQUIRED = ("type", "call_id", "output")
-_ITEM = any_of(
+ITEM_SCHEMA = any_of(
     object_schema(_MESSAGE, required=("role", "content"), unsupported=_UNSUPPORTED),
     object_schema(_REASONING, required=("type",), unsupported=_UNSUPPORTED_REASONING),
     object_schema(_CALL, required=_CALL_REQUIRED),
@@ -160,7 +161,7 @@ _ITEM = any_of(
 )
 
 
-@described(any_of({"type": "string"}, array_of(_ITEM, least=1, most=MAX_MESSAGES)))
+@described(any_of({"type": "string"}, array_of(ITEM_SCHEMA, least=1, most=MAX_MESSAGES)))
 def read_input(value: Any, name: str) -> list[dict[str, Any]]:
     """Read a text or items into messages. Whether each call has a result is checked with the messages before them."""
     if isinstance(value, str):
@@ -173,5 +174,5 @@ def read_input(value: Any, name: str) -> list[dict[str, Any]]:
         raise InvalidRequest(f"{name} has {len(value)} items; at most {MAX_MESSAGES} are allowed", name)
     messages: list[dict[str, Any]] = []
     for index, item in enumerate(value):
-        add_message(messages, _read_item(item, f"{name}[{index}]"))
+        add_message(messages, read_item(item, f"{name}[{index}]"))
     return messages

@@ -34,9 +34,11 @@ from pipeline.api.generation_fields import (
     read_seed,
     sampling_of,
 )
+from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
+from stages.gateway.endpoints.conversations import read_conversation, text_item
 from stages.gateway.endpoints.response_items import read_input
 from stages.gateway.reasoning.fields import read_reasoning
 from stages.gateway.requests.generation_request import (
@@ -139,7 +141,6 @@ def read_tool_choice(value: Any, name: str) -> str:
 
 UNSUPPORTED = {
     **COMMON_UNSUPPORTED,
-    "conversation": Unsupported(hint="use previous_response_id"),
     "context_management": Unsupported(),
     "include": Unsupported([]),
     "max_tool_calls": Unsupported(),
@@ -155,6 +156,7 @@ FIELDS: dict[str, Reader] = {
     "input": read_input,
     "instructions": text(1 << 30),
     "previous_response_id": text(MAX_RESPONSE_ID, empty=False),
+    "conversation": read_conversation,
     "max_output_tokens": integer(1, MAX_OUTPUT_TOKENS),
     "seed": read_seed,
     "cache_salt": read_salt,
@@ -196,6 +198,11 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         raise InvalidRequest("background is true and store is false; leave one of them out", "background")
     choice, is_single = values.get("tool_choice", "auto"), not values.get("parallel_tool_calls", True)
     tools = make_tools(values.get("tools", []), choice, "tools[{}].strict", "tool_choice", is_single=is_single)
+    if "conversation" in values and "previous_response_id" in values:
+        raise InvalidRequest(
+            "conversation and previous_response_id are both given; leave one of them out", "previous_response_id"
+        )
+    inputs = [text_item(body["input"])] if isinstance(body["input"], str) else body["input"]
     instructions = [{"role": "system", "content": values["instructions"]}] if values.get("instructions") else []
     repeated = {name: body[name] if body.get(name) is not None else value for name, value in _REPEATED.items()}
     if "format" not in repeated["text"]:
@@ -222,6 +229,8 @@ def read(body: dict[str, Any]) -> GenerationRequest:
             n_instructions=len(instructions),
             repeated=json.dumps(repeated, ensure_ascii=False).encode(),
             effort=values["reasoning"].effort if "reasoning" in values else "",
+            inputs=to_json(inputs),
+            conversation_id=values.get("conversation", ""),
         ),
     )
     return check_combination(request)

@@ -12,6 +12,7 @@ from pipeline.errors import Forbidden
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
 from stages.gateway.http import (
+    conversation_endpoints,
     embedding_endpoint,
     model_endpoints,
     probes,
@@ -62,6 +63,15 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     app.router.add_get("/v1/responses/{id}", response_endpoints.get_response)
     app.router.add_delete("/v1/responses/{id}", response_endpoints.delete_response)
     app.router.add_post("/v1/responses/{id}/cancel", response_endpoints.cancel_response)
+    app.router.add_get("/v1/responses/{id}/input_items", conversation_endpoints.list_input_items)
+    app.router.add_post("/v1/conversations", conversation_endpoints.create)
+    app.router.add_get("/v1/conversations/{id}", conversation_endpoints.get)
+    app.router.add_post("/v1/conversations/{id}", conversation_endpoints.update)
+    app.router.add_delete("/v1/conversations/{id}", conversation_endpoints.delete)
+    app.router.add_get("/v1/conversations/{id}/items", conversation_endpoints.list_items)
+    app.router.add_post("/v1/conversations/{id}/items", conversation_endpoints.add_items)
+    app.router.add_get("/v1/conversations/{id}/items/{item}", conversation_endpoints.get_item)
+    app.router.add_delete("/v1/conversations/{id}/items/{item}", conversation_endpoints.delete_item)
     app.router.add_get("/v1/requests/{id}", text_endpoints.get_request)
     app.router.add_delete("/v1/requests/{id}", text_endpoints.cancel_request)
     app.router.add_post("/v1/session/close", _close_session)

@@ -14,6 +14,7 @@ from stages.gateway import admin
 from stages.gateway.endpoints import (
     chat,
     completions,
+    conversations,
     embeddings,
     generate,
     messages,
@@ -117,6 +118,53 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("POST", "/v1/responses/{id}/cancel"): Operation(
         "Ends a response in the background.", "Text", json_content("Response"), None, (*_KEYED, 400, 404)
+    ),
+    ("GET", "/v1/responses/{id}/input_items"): Operation(
+        "The items of a stored response's input, in pages.",
+        "Text",
+        json_content("Items"),
+        None,
+        (*_KEYED, 400, 404),
+    ),
+    ("POST", "/v1/conversations"): Operation(
+        "Makes a conversation.",
+        "Conversations",
+        json_content("Conversation"),
+        conversations.CREATE_BODY.schema(),
+        (*_WITH_BODY, 507),
+    ),
+    ("GET", "/v1/conversations/{id}"): Operation(
+        "A conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404, 507)
+    ),
+    ("POST", "/v1/conversations/{id}"): Operation(
+        "Replaces the metadata of a conversation.",
+        "Conversations",
+        json_content("Conversation"),
+        conversations.UPDATE_BODY.schema(),
+        (*_WITH_BODY, 404, 507),
+    ),
+    ("DELETE", "/v1/conversations/{id}"): Operation(
+        "Deletes a conversation.", "Conversations", json_content("DeletedConversation"), None, (*_KEYED, 404, 507)
+    ),
+    ("GET", "/v1/conversations/{id}/items"): Operation(
+        "The items of a conversation, in pages.",
+        "Conversations",
+        json_content("Items"),
+        None,
+        (*_KEYED, 400, 404, 507),
+    ),
+    ("POST", "/v1/conversations/{id}/items"): Operation(
+        "Adds items to a conversation.",
+        "Conversations",
+        json_content("Items"),
+        conversations.ITEMS_BODY.schema(),
+        (*_WITH_BODY, 404, 507),
+    ),
+    ("GET", "/v1/conversations/{id}/items/{item}"): Operation(
+        "An item of a conversation.", "Conversations", json_content("Item"), None, (*_KEYED, 404, 507)
+    ),
+    ("DELETE", "/v1/conversations/{id}/items/{item}"): Operation(
+        "Deletes an item of a conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404, 507)
     ),
     ("POST", "/v1/generate"): _text(
         "Text or token ids, with all parameters and sessions.", generate.BODY, "Generation"

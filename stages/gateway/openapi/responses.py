@@ -87,6 +87,16 @@ SCHEMAS: dict[str, Schema] = {
         usage=_OBJECT_OR_NULL,
     ),
     "DeletedResponse": _object(id=_STRING, object={"const": "response"}, deleted={"const": True}),
+    "Conversation": _object(id=_STRING, object={"const": "conversation"}, created_at=_INTEGER, metadata=_OBJECT),
+    "DeletedConversation": _object(id=_STRING, object={"const": "conversation.deleted"}, deleted={"const": True}),
+    "Item": _object(type=_STRING, id=_STRING, status=_STRING),
+    "Items": _object(
+        object={"const": "list"},
+        data=array_of(ref("Item")),
+        first_id=_STRING_OR_NULL,
+        last_id=_STRING_OR_NULL,
+        has_more=_FLAG,
+    ),
     "MessageTokens": _object(input_tokens=_COUNT),
     "Embeddings": _object(
         object={"const": "list"},

@@ -5,6 +5,9 @@ spec.py                 what an admitted request asks for; what the journal stor
 state.py                what changes while it is in flight: tokens, text, outcome; the interface of sinks
 output.py               the output of an ended sequence; what replay buffer and response cache store
 prompt_scores.py        the log probabilities of a prompt's tokens
+responses.py            stores responses, and joins those that continue a conversation
+stored_responses.py     the file of the stored responses
+stored_conversations.py   conversations in the same file
 lifecycle.py            start and end of a request
 relay.py                requests in flight: submits them to the scheduler and turns tokens into text
 text_decoder.py         tokens to text, with stop strings

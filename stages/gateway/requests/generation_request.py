@@ -51,6 +51,8 @@ class ResponseFields(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     n_instructions: int = 0  # messages before the conversation
     repeated: bytes = b"{}"  # JSON, fields of the request that the answer repeats
     effort: str = ""  # of reasoning; "": the request has none
+    inputs: bytes = b"[]"  # JSON, the items of the input
+    conversation_id: str = ""  # to which input and answer are added; "": none
 
 
 class AdapterUse(msgspec.Struct, array_like=True, frozen=True):

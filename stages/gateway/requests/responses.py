@@ -7,17 +7,30 @@ ended     a request in the background that failed or was cancelled: its response
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import msgspec
 
 from pipeline.api.json_body import to_json
-from pipeline.errors import InvalidRequest, NotFound, Overloaded, StarlingError
-from stages.gateway.endpoints.response_events import ID_PREFIX, answer_message, response_object
-from stages.gateway.requests.generation_request import GenerationRequest
+from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StarlingError
+from stages.gateway.endpoints.response_events import (
+    ID_PREFIX,
+    answer_message,
+    conversation_items,
+    input_items,
+    response_object,
+)
+from stages.gateway.endpoints.response_items import add_message
+from stages.gateway.requests.generation_request import GenerationRequest, ResponseFields
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
+from stages.gateway.requests.stored_conversations import find, messages
 from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
 from stages.gateway.tool_calls.history import check_results
+
+if TYPE_CHECKING:
+    import sqlite3
 
 MAX_IN_BACKGROUND = 16  # requests of a tenant; they count against no bound of requests in flight
 
@@ -36,7 +49,10 @@ class Responses:
             return generation
         if fields.in_background:
             self._check_background(tenant)
-        previous = await self.store.conversation(tenant, fields.previous) if fields.previous else []
+        if fields.conversation_id:
+            previous: list[dict[str, Any]] | None = await self._messages(tenant, fields.conversation_id)
+        else:
+            previous = await self.store.conversation(tenant, fields.previous) if fields.previous else []
         if previous is None:
             raise NotFound(
                 f"there is no response {fields.previous[:80]!r}; it was not stored, or was deleted, or has expired",
@@ -44,7 +60,8 @@ class Responses:
             )
         given = fields.conversation
         conversation = [*previous, *given]
-        places = ["previous_response_id"] * len(previous) + [f"input[{index}]" for index in range(len(given))]
+        before = "conversation" if fields.conversation_id else "previous_response_id"
+        places = [before] * len(previous) + [f"input[{index}]" for index in range(len(given))]
         check_results(conversation, places, "call_id")
         instructions = (generation.messages or [])[: fields.n_instructions]
         return msgspec.structs.replace(
@@ -52,6 +69,24 @@ class Responses:
             messages=[*instructions, *conversation],
             response=msgspec.structs.replace(fields, conversation=conversation),
         )
+
+    async def _messages(self, tenant: str, name: str) -> list[dict[str, Any]]:
+        """The messages of a conversation. Raises `NotFound`, `Conflict`."""
+        if any(r.spec.tenant == tenant and _conversation_of(r) == name for r in self._relay.requests.values()):
+            raise Conflict(
+                f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it", "conversation"
+            )
+
+        def read(db: sqlite3.Connection, now: float) -> list[dict[str, Any]] | None:
+            return messages(db, tenant, name) if find(db, tenant, name, now) is not None else None
+
+        found = await self.store.transact(read)
+        if found is None:
+            raise NotFound(f"there is no conversation {name[:80]!r}; it was deleted, or has expired", "conversation")
+        joined: list[dict[str, Any]] = []
+        for message in found:
+            add_message(joined, message)
+        return joined
 
     def _check_background(self, tenant: str) -> None:
         running = [r.spec for r in self._relay.requests.values() if r.spec.generation.is_in_background]
@@ -65,7 +100,7 @@ class Responses:
     def commit(self, request: RequestState) -> bool:
         """All text of a request is sent. True: its response is being stored, which ends the request."""
         fields = request.spec.generation.response
-        if not fields or not fields.is_stored or request.is_charged:
+        if not fields or not (fields.is_stored or fields.conversation_id) or request.is_charged:
             return False  # a request that is generated again was stored the first time
 
         def on_stored(error: StarlingError | None) -> None:
@@ -87,8 +122,22 @@ class Responses:
 
     @staticmethod
     def _stored(request: RequestState, conversation: list[dict[str, object]]) -> StoredResponse:
-        body = to_json(response_object(request))
-        return StoredResponse(request.spec.tenant, f"{ID_PREFIX}{request.spec.hex}", body, conversation)
+        fields = request.spec.generation.response or ResponseFields()
+        return StoredResponse(
+            request.spec.tenant,
+            f"{ID_PREFIX}{request.spec.hex}",
+            to_json(response_object(request)),
+            conversation,
+            to_json([msgspec.Raw(item.item) for item in input_items(request)]),
+            is_stored=fields.is_stored,
+            added_to=fields.conversation_id,
+            added=tuple(conversation_items(request)) if request.outcome is Outcome.OPEN else (),
+        )
+
+
+def _conversation_of(request: RequestState) -> str:
+    fields = request.spec.generation.response
+    return fields.conversation_id if fields else ""
 
 
 def request_id_of(response_id: str) -> str:

@@ -1,6 +1,9 @@
 """The responses of /v1/responses that can be read again and continued: a SQLite file, used by one thread.
 
     responses   tenant, id, created and ends (s, steady), size (bytes), body (JSON), conversation (msgpack)
+    inputs      tenant, id, items (JSON): the input of a response as items
+
+`stored_conversations.py` has the tables of conversations in the same file.
 
 A response is stored before its last event is sent: a client that has that event can continue the conversation, also
 after a restart.  Bounded by age, by bytes of a tenant and by bytes in all; the oldest are dropped.  Each row has its
@@ -20,6 +23,8 @@ import msgspec
 
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
+from stages.gateway.requests import stored_conversations as conversations
+from stages.gateway.requests.stored_conversations import ConversationItem, TooLargeError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -33,7 +38,15 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, ends REAL NOT NULL,
   size INTEGER NOT NULL, body BLOB NOT NULL, conversation BLOB NOT NULL, PRIMARY KEY (tenant, id));
 CREATE INDEX IF NOT EXISTS responses_by_age ON responses (tenant, created);
+CREATE TABLE IF NOT EXISTS inputs (tenant TEXT NOT NULL, id TEXT NOT NULL, items BLOB NOT NULL,
+  PRIMARY KEY (tenant, id));
+CREATE TRIGGER IF NOT EXISTS response_inputs AFTER DELETE ON responses BEGIN
+  DELETE FROM inputs WHERE tenant = OLD.tenant AND id = OLD.id; END;
 """
+_ALL = (
+    "SELECT 'responses' AS place, tenant, id, size, created AS at, rowid AS number FROM responses UNION ALL "
+    "SELECT 'conversations', tenant, id, size, used, rowid FROM conversations"
+)
 T = TypeVar("T")
 
 
@@ -44,6 +57,10 @@ class StoredResponse(NamedTuple):
     id: str  # resp_HEX
     body: bytes
     conversation: list[dict[str, Any]]
+    inputs: bytes = b"[]"  # JSON, items
+    is_stored: bool = True  # False: only its items are added to `added_to`
+    added_to: str = ""  # a conversation, conv_HEX; "": none
+    added: tuple[ConversationItem, ...] = ()
 
 
 class StoredResponses:
@@ -68,6 +85,12 @@ class StoredResponses:
             error = None
             try:
                 self._safely(lambda: self._put(response))
+            except TooLargeError as problem:
+                error = StarlingError(
+                    "INSUFFICIENT_RESOURCES",
+                    f"the response does not fit into its conversation: {problem}; begin another one",
+                    "conversation",
+                )
             except Exception as problem:
                 log.error("a response could not be stored: %s", problem)
                 error = StarlingError(
@@ -94,6 +117,54 @@ class StoredResponses:
         """Drop a response. False: there is none."""
         return await self._run(lambda: self._delete(tenant, response_id))
 
+    async def inputs(self, tenant: str, response_id: str) -> list[dict[str, Any]] | None:
+        """The items of a response's input; None: there is no such response."""
+
+        def find() -> bytes | None:
+            if self._get("id", tenant, response_id) is None:
+                return None
+            where = "WHERE tenant = ? AND id = ?"
+            row = self._open().execute(f"SELECT items FROM inputs {where}", (tenant, response_id)).fetchone()
+            return bytes(row[0]) if row is not None else b"[]"
+
+        items = await self._run(find)
+        return msgspec.json.decode(items, type=list[dict[str, Any]]) if items is not None else None
+
+    async def transact(self, job: Callable[[sqlite3.Connection, float], T], tenant: str = "") -> T:
+        """Run a job of `stored_conversations.py` as one transaction, with the time; `tenant`: keep its bounds.
+
+        Raises what the job raises, and `StarlingError` if the file cannot be used.
+        """
+        import sqlite3
+
+        def run() -> T:
+            db, now = self._open(), self._clock()
+            with db:
+                db.execute("BEGIN IMMEDIATE")
+                result = job(db, now)
+                if tenant:
+                    self._keep_bounds(db, tenant, now)
+            return result
+
+        try:
+            return await self._run(run)
+        except (OSError, sqlite3.Error) as problem:
+            log.error("conversations cannot be used: %s", problem)
+            raise StarlingError(
+                "INSUFFICIENT_RESOURCES",
+                f"conversations cannot be stored or read ({problem}); check the disk of server.state_dir",
+            ) from None
+
+    @property
+    def ttl_s(self) -> float:
+        """How long a conversation is kept after its last use."""
+        return self._ttl_s
+
+    @property
+    def tenant_bytes(self) -> int:
+        """Most bytes of a tenant."""
+        return self._tenant_bytes
+
     async def _run(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
 
@@ -107,25 +178,35 @@ class StoredResponses:
     def _put(self, response: StoredResponse) -> None:
         db, now = self._open(), self._clock()
         conversation = msgspec.msgpack.encode(response.conversation)
-        size = len(response.body) + len(conversation)
+        size = len(response.body) + len(conversation) + len(response.inputs)
+        tenant, name = response.tenant, response.id
         with db:
             db.execute("BEGIN IMMEDIATE")
-            db.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (response.tenant, response.id, now, now + self._ttl_s, size, response.body, conversation),
-            )
-            db.execute("DELETE FROM responses WHERE ends < ?", (now,))
-            self._shrink(db, response.tenant, self._tenant_bytes)
-            while (largest := self._largest(db)) is not None:
-                tenant, of_tenant, of_all = largest
-                if of_all <= self._max_bytes:
-                    break
-                self._shrink(db, tenant, max(0, of_tenant - (of_all - self._max_bytes)))
+            if response.is_stored:
+                db.execute(
+                    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (tenant, name, now, now + self._ttl_s, size, response.body, conversation),
+                )
+                db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, response.inputs))
+            if response.added_to:
+                conversations.add(db, tenant, response.added_to, response.added, now, self._ttl_s, self._tenant_bytes)
+            self._keep_bounds(db, tenant, now)
+
+    def _keep_bounds(self, db: sqlite3.Connection, tenant: str, now: float) -> None:
+        """Drop what has expired, and the oldest beyond the bounds."""
+        db.execute("DELETE FROM responses WHERE ends < ?", (now,))
+        db.execute("DELETE FROM conversations WHERE ends < ?", (now,))
+        self._shrink(db, tenant, self._tenant_bytes)
+        while (largest := self._largest(db)) is not None:
+            tenant, of_tenant, of_all = largest
+            if of_all <= self._max_bytes:
+                break
+            self._shrink(db, tenant, max(0, of_tenant - (of_all - self._max_bytes)))
 
     @staticmethod
     def _largest(db: sqlite3.Connection) -> tuple[str, int, int] | None:
         """The tenant with the most bytes, its bytes, and those of all tenants."""
-        rows = db.execute("SELECT tenant, SUM(size) FROM responses GROUP BY tenant").fetchall()
+        rows = db.execute(f"SELECT tenant, SUM(size) FROM ({_ALL}) GROUP BY tenant").fetchall()
         if not rows:
             return None
         tenant, size = max(rows, key=lambda row: row[1])
@@ -133,15 +214,15 @@ class StoredResponses:
 
     @staticmethod
     def _shrink(db: sqlite3.Connection, tenant: str, bound: int) -> None:
-        """Drop the oldest responses of a tenant until the rest has at most `bound` bytes."""
+        """Drop the oldest responses and conversations of a tenant until the rest has at most `bound` bytes."""
         rows = db.execute(
-            "SELECT id, size FROM responses WHERE tenant = ? ORDER BY created DESC, rowid DESC", (tenant,)
+            f"SELECT place, id, size FROM ({_ALL}) WHERE tenant = ? ORDER BY at DESC, number DESC", (tenant,)
         ).fetchall()
         total = 0
-        for name, size in rows:
+        for place, name, size in rows:
             total += size
             if total > bound:
-                db.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
+                db.execute(f"DELETE FROM {place} WHERE tenant = ? AND id = ?", (tenant, name))
 
     def _get(self, column: str, tenant: str, response_id: str) -> Any:
         found = (
@@ -194,7 +275,7 @@ class StoredResponses:
             db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
                 raise sqlite3.DatabaseError("it is of another release")
-            db.executescript(_SCHEMA)
+            db.executescript(_SCHEMA + conversations.SCHEMA + conversations.TRIGGERS)
             db.execute(f"PRAGMA user_version = {VERSION}")
         except BaseException:
             db.close()
