@@ -52,6 +52,7 @@ CODES: dict[str, Code] = {
     "STORAGE_UNAVAILABLE": Code(503, "unavailable_error", True),
     "DRAINING": Code(503, "unavailable_error", True),
     "TIMEOUT": Code(503, "timeout_error"),
+    "NOT_IMPLEMENTED": Code(501, "not_implemented_error"),
     "INSUFFICIENT_RESOURCES": Code(507, "resource_error"),
     "INFERENCE": Code(500, "inference_error"),
     "CACHE": Code(500, "cache_error"),

@@ -37,6 +37,7 @@ MAX_STOP_STRINGS = 4  # OpenAI's bound
 MAX_STOP_CHARACTERS = 256
 MAX_PROMPT_IDS = 1_000_000  # in the field; the model's context is the actual bound
 MAX_SALT_CHARACTERS = 128
+MAX_PRIORITY = 100  # and its negative; as of API keys
 MAX_MODEL_CHARACTERS = 256  # of a model's name
 MIN_REPETITION_PENALTY = 0.01
 MAX_TTL_S = 30 * 86_400
@@ -210,6 +211,7 @@ COMMON_FIELDS: dict[str, Reader] = {
     "skip_special_tokens": flag,
     "cache_salt": read_salt,
     "speculate": integer(0, MAX_DRAFT_TOKENS, hint="0 switches it off"),
+    "priority": integer(-MAX_PRIORITY, MAX_PRIORITY, hint="the lower the earlier"),
 }
 
 

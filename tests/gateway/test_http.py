@@ -369,6 +369,16 @@ def test_health_ready_and_metrics(server: Server) -> None:
     assert b"starling_time_to_first_token_seconds_bucket" in metrics.body
 
 
+def test_a_priority_orders_and_does_not_change_the_text(server: Server) -> None:
+    body = {"model": MODEL, "prompt": "ab", "max_tokens": 5, "seed": 7}
+    texts = set()
+    for priority, expected in ((None, 0), (-100, 100), (3, -3)):
+        texts.add(server.post("/v1/completions", {**body, "priority": priority}).json["choices"][0]["text"])
+        assert server.peers.do(lambda: server.peers.generator.submitted[-1].priority) == expected
+    assert len(texts) == 1
+    assert server.post("/v1/completions", {**body, "priority": 101}).error["param"] == "priority"
+
+
 def test_a_suffix_is_part_of_the_prompt_and_its_ends_are_stops(server: Server) -> None:
     server.peers.do(lambda: server.peers.generator.submitted.clear())
     body = {"model": MODEL, "prompt": ["ab", "Käfig"], "suffix": "yz", "max_tokens": 5, "seed": 7}

@@ -220,6 +220,10 @@ def test_a_prompt_of_two_hundred_thousand_tokens(server: Server) -> None:
 def test_paths_methods_and_content_types(server: Server) -> None:
     nothing = server.get("/v1/nothing")
     assert (nothing.status, nothing.error["code"]) == (404, "NOT_FOUND")
+    for path in ("/v1/fine_tuning/jobs", "/v1/fine-tuning/jobs/x/cancel"):
+        for answer in (server.get(path), server.post(path, {"model": "m"})):
+            assert (answer.status, answer.error["code"]) == (501, "NOT_IMPLEMENTED")
+            assert "does not train" in answer.error["message"]
     wrong = server.get("/v1/generate")
     assert (wrong.status, wrong.error["code"]) == (405, "METHOD_NOT_ALLOWED")
     assert "use POST" in wrong.error["message"]

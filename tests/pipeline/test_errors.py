@@ -38,7 +38,7 @@ def test_body_of_a_bad_request() -> None:
 
 
 def test_statuses_match_the_documentation() -> None:
-    documented = {400, 401, 403, 404, 405, 409, 413, 429, 500, 503, 507}
+    documented = {400, 401, 403, 404, 405, 409, 413, 429, 500, 501, 503, 507}
     assert {code.status for code in CODES.values()} == documented
 
 

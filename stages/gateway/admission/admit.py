@@ -359,7 +359,7 @@ class Admission:
             created=created,
             fingerprint=f"fp_{identity_of(described.digest, generation)[:12]}",
             deadline=self._steady() + deadline - self._clock(),
-            priority=call.caller.priority,
+            priority=call.caller.priority - (generation.priority or 0),
             client_id=call.client_id or call.name.id,
             prompts=tuple(distinct),
             echoes=tuple(echoes),

@@ -12,6 +12,8 @@ from stages.gateway.http.context import is_anthropic, request_id
 from stages.gateway.http.request_body import body_too_large
 from stages.gateway.http.text_endpoints import TEXT_ENDPOINTS
 
+_FINE_TUNING = ("/v1/fine-tuning", "/v1/fine_tuning", "/v1/fine-tunes")  # of OpenAI's API, then and now
+
 
 def to_response(request: web.Request, error: StarlingError) -> web.Response:
     """Return the HTTP response that reports `error`, in the form of the request's API."""
@@ -27,6 +29,11 @@ def error_of(request: web.Request, rejected: web.HTTPException, config: Config) 
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(rejected.allowed_methods))
             return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
+        case web.HTTPNotFound() if request.path.startswith(_FINE_TUNING):
+            return StarlingError(
+                "NOT_IMPLEMENTED",
+                "this server does not train models; fine-tune one elsewhere, and load its GGUF file (models[].path)",
+            )
         case web.HTTPNotFound():
             paths = ", ".join(endpoint.path for endpoint in TEXT_ENDPOINTS)
             return NotFound(f"unknown path {request.path[:200]}; the paths for text are {paths}")

@@ -34,6 +34,7 @@ FIELD_TEXTS: dict[str, str] = {
     "include_reasoning": "Whether the answer shows the reasoning.",
     "reasoning_format": "none: the reasoning stays in the text, with its marks.",
     "thinking": "Whether the model thinks, where its chat template has a switch for that.",
+    "priority": "Orders the requests of a tenant, the lower the earlier.",
     "suffix": "What follows the text: the model fills in the middle.",
     "prompt_logprobs": "The log probabilities of the prompt's tokens, and of so many of the likeliest in their places.",
     "echo": "Returns the prompt before the text.",

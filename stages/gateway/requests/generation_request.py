@@ -102,6 +102,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     adapter: AdapterUse | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: none
     shows_prompt_logprobs: bool | msgspec.UnsetType = msgspec.UNSET  # in a field of their own; UNSET: no
     thinking: Thinking | msgspec.UnsetType = msgspec.UNSET  # of a chat, until it is rendered; UNSET: no demands
+    priority: int | msgspec.UnsetType = msgspec.UNSET  # the lower the earlier; UNSET: that of the key
     reasoning: Reasoning | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: the text is not divided
 
     @property
@@ -137,6 +138,7 @@ def common_arguments(values: dict[str, Any]) -> dict[str, Any]:
         "cache_salt": values.get("cache_salt", ""),
         "speculate": values["speculate"] or -1 if "speculate" in values else 0,
         "constraint": constraint_of(values) or msgspec.UNSET,
+        "priority": values.get("priority", msgspec.UNSET),
     }
 
 
