@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.protocol.messages import Constraint
 from stages.scheduler.constraints import vetting as module
-from stages.scheduler.constraints.frames import Vet, Vetted
+from stages.scheduler.constraints.frames import Begun, Vet, Vetted
 from stages.scheduler.constraints.vetting import Vetting, VettingFullError
 
 
@@ -52,8 +52,10 @@ def test_one_that_hangs_is_refused_and_the_next_one_is_compiled() -> None:
     trial.vet("hangs")
     trial.vet("fine")
     late = trial.take()
-    assert not trial.vetting.is_late(4.9)
-    assert trial.vetting.is_late(5.1)
+    assert not trial.vetting.is_late(20.0, 7.0)  # the process starts
+    trial.vetting.on_begun(Begun(late.id), 7.0)
+    assert not trial.vetting.is_late(100.0, 11.9)  # a busy machine
+    assert trial.vetting.is_late(5.1, 12.1)
     trial.vetting.on_late(5.1)
     assert trial.results == [("hangs", "compiling it takes longer than 5 s")]
     frame = trial.take()
@@ -61,6 +63,19 @@ def test_one_that_hangs_is_refused_and_the_next_one_is_compiled() -> None:
     assert len(trial.results) == 1
     trial.vetting.on_vetted(Vetted(frame.id, ""), 5.3)
     assert trial.results[1] == ("fine", "")
+
+
+def test_one_without_an_end_is_refused_although_it_uses_no_cpu_time() -> None:
+    trial = Trial()
+    trial.vet("hangs")
+    trial.vet("fine")
+    assert not trial.vetting.is_late(5.0 * module.MAX_DELAY, 0.0)
+    assert trial.vetting.is_late(5.1 * module.MAX_DELAY, 0.0)
+    trial.vetting.frames.clear()
+    trial.vetting.on_late(400.0)
+    trial.vetting.on_begun(Begun(1), 0.0)  # of the process that was killed
+    assert not trial.vetting.is_late(500.0, 100.0)
+    assert trial.take().constraint.text == "fine"
 
 
 def test_one_that_ends_the_process_is_refused() -> None:

@@ -29,11 +29,17 @@ class Rows(Frame, tag="r"):
 
 
 class Vet(Frame, tag="c"):
-    """Compile a constraint, to see whether that works within the bounds. Answered by `Vetted`."""
+    """Compile a constraint, to see whether that works within the bounds. Answered by `Begun`, then `Vetted`."""
 
     id: int
     version: str
     constraint: Constraint
+
+
+class Begun(Frame, tag="B"):
+    """The compilation begins: the process has started, and has read the vocabulary."""
+
+    id: int
 
 
 class Vetted(Frame, tag="C"):
@@ -97,7 +103,7 @@ class VocabularyFile(msgspec.Struct, array_like=True):
 
 
 ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close
-FromHelper = Vetted | Kept | Failed
+FromHelper = Begun | Vetted | Kept | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_frames = msgspec.msgpack.Decoder(list[ToHelper]).decode  # a packet of the scheduler

@@ -53,6 +53,7 @@ def serve_vet(fd: int) -> None:
             elif isinstance(frame, f.Vet):
                 if frame.version not in tokenizers:
                     tokenizers[frame.version] = grammar.make_tokenizer(vocabularies[frame.version])
+                _send(fd, [f.Begun(frame.id)])
                 _send(fd, [vet(tokenizers[frame.version], frame)])
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline import procfs
 from pipeline.config.schema import Config
 from pipeline.ipc.helper_process import Callbacks, HelperProcess, Loop
 from pipeline.protocol.messages import ModelVocabulary
@@ -71,7 +72,7 @@ class ConstraintHelpers:
         """Every 100 ms: helpers that hang, and those that have ended while there is something for them to do."""
         self._masks.flush()
         self._trial.flush()
-        if self.vetting.is_late(now):
+        if self.vetting.is_busy and self.vetting.is_late(now, self._trial_cpu_s()):
             self._trial.kill()
             self.vetting.on_late(now)
         if any_stuck(self._engines(), now):
@@ -85,6 +86,9 @@ class ConstraintHelpers:
         self._masks.kill()
         self._trial.kill()
 
+    def _trial_cpu_s(self) -> float:
+        return procfs.cpu_s(self._trial.pid) if self._trial.pid else 0.0
+
     def _describe(self) -> None:
         self._trial.send(f.packets(self._vocabularies.values()))
 
@@ -96,7 +100,9 @@ class ConstraintHelpers:
 
     def _on_trial_packet(self, packet: bytes) -> None:
         for frame in f.decode_answers(packet):
-            if isinstance(frame, f.Vetted):
+            if isinstance(frame, f.Begun):
+                self.vetting.on_begun(frame, self._trial_cpu_s())
+            elif isinstance(frame, f.Vetted):
                 self.vetting.on_vetted(frame, self._clock())
 
     def _on_mask_packet(self, packet: bytes) -> None:

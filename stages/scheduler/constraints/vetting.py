@@ -1,7 +1,9 @@
 """Vetting: every new constraint is compiled on trial in a process of its own before its sequence is queued.
 
 One constraint at a time, tenants in turn.  One that takes longer than the limit, or ends the process, is refused; the
-next ones continue in a new process.  Constraints that have passed are remembered.  Pure: frames gather in `frames`.
+next ones continue in a new process.  The limit is one of CPU time, and begins when the process has started: what is
+refused does not depend on how busy the machine is.  Constraints that have passed are remembered.  Pure: frames gather
+in `frames`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from pipeline.protocol.messages import Constraint, Frame
-from stages.scheduler.constraints.frames import Vet, Vetted
+from stages.scheduler.constraints.frames import Begun, Vet, Vetted
 
 MAX_PASSED = 2048  # constraints that are remembered
 MAX_TENANT_JOBS = 64  # constraints of one tenant that wait
 MAX_JOBS = 256
+# A process that has no result after so many times the limit hangs, even if it used no CPU time.  On a machine whose
+# cores are all busy a process of low priority has a fiftieth of a core.
+MAX_DELAY = 60
 
 Key = tuple[str, Constraint]  # version; the field is part of it, for the error messages
 OnVetted = Callable[[str, float], None]  # called with the error, "" if there is none, and the time
@@ -28,7 +33,7 @@ class Vetting:
     """One for each scheduler."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: longest time for one constraint."""
+        """`limit_s`: most CPU time for one constraint."""
         self.frames: list[Frame] = []  # for the trial process
         self.limit_s = limit_s
         self._passed: OrderedDict[Key, None] = OrderedDict()
@@ -37,6 +42,7 @@ class Vetting:
         self._current: Key | None = None
         self._id = 0
         self._deadline = 0.0
+        self._cpu_limit_s = float("inf")  # of the process, when the current constraint has had its time
 
     @property
     def is_busy(self) -> bool:
@@ -73,8 +79,14 @@ class Vetting:
         if queue:
             self._waiting[tenant] = queue  # behind the others
         self._id += 1
-        self._deadline = now + self.limit_s
+        self._deadline = now + self.limit_s * MAX_DELAY
+        self._cpu_limit_s = float("inf")
         self.frames.append(Vet(self._id, *self._current))
+
+    def on_begun(self, frame: Begun, cpu_s: float) -> None:
+        """The trial process, which has used `cpu_s` so far, begins with a constraint."""
+        if frame.id == self._id:
+            self._cpu_limit_s = cpu_s + self.limit_s
 
     def on_vetted(self, frame: Vetted, now: float) -> None:
         """The trial process's answer."""
@@ -86,9 +98,12 @@ class Vetting:
         if self._current is not None:
             self._end("compiling it takes too much memory, or fails", now)
 
-    def is_late(self, now: float) -> bool:
-        """The current constraint has had its time: the process must be killed. Then call `on_late`."""
-        return self._current is not None and now > self._deadline
+    def is_late(self, now: float, cpu_s: float) -> bool:
+        """The current constraint has had its time: the process must be killed. Then call `on_late`.
+
+        cpu_s: CPU time of the trial process so far.
+        """
+        return self._current is not None and (cpu_s > self._cpu_limit_s or now > self._deadline)
 
     def on_late(self, now: float) -> None:
         """The trial process was killed because `is_late`."""
