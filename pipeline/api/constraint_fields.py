@@ -10,6 +10,7 @@ import json
 import re
 from typing import Any
 
+from pipeline.api.closed_schema import closed
 from pipeline.api.fields import Reader, flag, invalid_value, object_schema, read_fields, show, text
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
@@ -44,7 +45,11 @@ def read_schema(value: Any, name: str) -> Constraint:
             raise InvalidRequest(f"{name} is not valid JSON: {error}", name) from None
     if not isinstance(value, dict):
         raise invalid_value(name, value, "a JSON Schema, which is an object")
-    return _constraint("json_schema", json.dumps(value, ensure_ascii=False, separators=(",", ":")), name)
+    try:
+        content = json.dumps(closed(value), ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise InvalidRequest(f"{name} is nested too deeply; flatten it", name) from None
+    return _constraint("json_schema", content, name)
 
 
 @described(schema_of(_TEXT))
@@ -158,7 +163,7 @@ def read_structured_outputs(value: Any, name: str) -> Constraint | None:
     """Read vLLM's `structured_outputs`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object like {"regex": "..."}')
-    return _only_one(read_fields(value, _STRUCTURED_OUTPUTS, within=name))
+    return only_one(*read_fields(value, _STRUCTURED_OUTPUTS, within=name).values())
 
 
 CONSTRAINT_FIELDS: dict[str, Reader] = {
@@ -175,8 +180,9 @@ CONSTRAINT_FIELDS: dict[str, Reader] = {
 }
 
 
-def _only_one(values: dict[str, Constraint | None]) -> Constraint | None:
-    found = [constraint for constraint in values.values() if constraint is not None]
+def only_one(*values: Constraint | None) -> Constraint | None:
+    """Return the constraint among the values of several fields. Raises `InvalidRequest` for several constraints."""
+    found = [constraint for constraint in values if constraint is not None]
     if len(found) > 1:
         raise InvalidRequest(
             f"{found[0].field} and {found[1].field} both constrain the output; send one of them", found[1].field
@@ -186,4 +192,4 @@ def _only_one(values: dict[str, Constraint | None]) -> Constraint | None:
 
 def constraint_of(values: dict[str, Any]) -> Constraint | None:
     """The constraint among the values that were read with `CONSTRAINT_FIELDS`. Raises `InvalidRequest` for several."""
-    return _only_one({name: values[name] for name in CONSTRAINT_FIELDS if name in values})
+    return only_one(*(values[name] for name in CONSTRAINT_FIELDS if name in values))

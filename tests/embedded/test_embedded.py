@@ -249,7 +249,7 @@ def test_requests_join_leave_and_are_forgotten(engine: Embedded) -> None:
         ({"stream": True}, "stream is a field of the HTTP server"),
         ({"session_id": ""}, "session_id is a field of the HTTP server"),
         ({"stop_token_ids": [VOCAB]}, f"stop_token_ids is {VOCAB}"),
-        ({"max_tokens": 10**6}, "the model's context holds"),
+        ({"max_tokens": 10**6}, "this model's maximum context length is"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(engine: Embedded, fields: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from stages.gateway.endpoints.chat import read
 from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
@@ -191,7 +192,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", '"function" only'),
     ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "not one of the tools"),
     ({"tool_choice": "required", "tools": []}, "tool_choice", "there are no tools"),
-    (_tool(strict=True), "tools[0].function.strict", "only for calls that tool_choice demands"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ({"messages": history()[:2]}, "messages[1]", '"c1" has no result'),
     ({"messages": [*history()[:2], {"role": "user", "content": "x"}]}, "messages[2]", 'the tool call "c1"'),
@@ -272,3 +272,13 @@ def test_calls_survive_the_death_of_the_gateway(make_server: Callable[..., Serve
     assert accumulated([*begun, *server.resume(path, last).all()]) == expected
     server.kill_and_restart()
     assert accumulated([*begun, *server.resume(path, last).all()]) == expected
+
+
+def test_what_clients_add_to_answers_that_they_send_back_has_no_effect() -> None:
+    """The official client adds `parsed`, litellm `provider_specific_fields`."""
+    body = {"model": MODEL, "messages": history()}
+    added = history()
+    added[1] |= {"parsed": None, "provider_specific_fields": {"refusal": None}}
+    added[1]["tool_calls"][0] |= {"index": 0, "provider_specific_fields": {}}
+    added[1]["tool_calls"][0]["function"]["parsed_arguments"] = {}
+    assert read({**body, "messages": added}) == read(body)

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Submit
-from stages.gateway.tool_calls.call_grammar import MAX_FORCED_CALLS, call_constraint
+from stages.gateway.tool_calls.call_grammar import MAX_FORCED_CALLS, answer_constraint, call_constraint
 from stages.gateway.tool_calls.call_parser import CallBegin, CallEnd, CallParser, Item, Text
 from stages.gateway.tool_calls.formats import FORMATS
 from stages.gateway.tool_calls.tool_fields import ANY_TOOL, ToolUse, template_form
@@ -90,6 +91,95 @@ def test_whatever_the_grammar_accepts_is_calls(tokenizer: Any, form: str, forced
     assert n_most > 1 or is_single or forced != ANY_TOOL
 
 
+def parsed(form: str, is_single: bool, text: str) -> list[Item]:
+    parser = CallParser(FORMATS[form], NAMES, is_single)
+    return parser.feed(text) + parser.finish()
+
+
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+@pytest.mark.parametrize("is_single", [False, True])
+def test_calls_of_strict_tools_match_their_schemas_wherever_they_are(
+    tokenizer: Any, form: str, is_single: bool
+) -> None:
+    """A text may have anything in it; each call that is found matches if its tool is strict."""
+    use = ToolUse(NAMES, is_single, form, "", "", ("weather", "flip-it"), "tools[0].strict")
+    constraint = answer_constraint(use, TOOLS, None)
+    assert constraint is not None
+    assert constraint.field == "tools[0].strict"
+    matcher = new_matcher(tokenizer, constraint)
+
+    def accepts(text: str) -> bool:
+        fresh = matcher.deep_copy()
+        return all(fresh.consume_tokens([byte]) for byte in text.encode()) and bool(fresh.is_accepting())
+
+    for text in ("", "Hello!", "a < b, <tool", "x\n\ny {}", "Ü [1]"):
+        assert accepts(text), text
+    key = "parameters" if form == "llama3" else "arguments"
+    good, bad, loose = (
+        f'{{"name": "{name}", "{key}": {arguments}}}'
+        for name, arguments in (("weather", '{"city": "Rome"}'), ("weather", '{"town": "Rome"}'), ("now", '{"x": [1]}'))
+    )
+    if form == "llama3":
+        assert accepts(good)
+        assert accepts(f"{good}; {loose}") is not is_single
+        assert not accepts(bad)
+        assert not accepts(f"<|python_tag|>{bad}")
+        assert not accepts(f" {bad}")
+        return
+    assert accepts(f"I see. <tool_call>\n{good}\n</tool_call>")
+    assert accepts(f"<tool_call>{loose}\n</tool_call>")
+    both = f"<tool_call>\n{good}\n</tool_call>\n<tool_call>\n{good}\n</tool_call>"
+    assert accepts(both) is accepts(f"{both} Done.") is not is_single
+    for wrong in (bad, good.replace("weather", "other"), "no JSON"):
+        assert not accepts(f"<tool_call>\n{wrong}\n</tool_call>")
+    if form == "generic":
+        for other in (bad, f" {bad}", f"[TOOL_CALLS] [{bad}]", f"<|python_tag|>{bad}"):
+            assert not accepts(other), other
+
+
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+def test_a_text_with_strict_tools_has_no_other_calls(tokenizer: Any, form: str) -> None:
+    use = ToolUse(NAMES, False, form, "", "", NAMES, "tools[0].strict")
+    constraint = answer_constraint(use, TOOLS, None)
+    assert constraint is not None
+    for seed in range(8):
+        text = generate(tokenizer, constraint, random.Random(seed))
+        items = parsed(form, False, text or "")
+        for item in items:
+            if isinstance(item, CallEnd):
+                assert item.is_complete
+                assert json.loads(item.closed) is not None
+
+
+@pytest.mark.parametrize("form", ["generic", "hermes", "llama3"])
+def test_beside_a_schema_the_answer_is_json_or_calls(tokenizer: Any, form: str) -> None:
+    given = Constraint("json_schema", '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}', "f")
+    constraint = answer_constraint(ToolUse(NAMES, False, form), TOOLS, given)
+    assert constraint is not None
+    assert constraint.field == "f"
+    n_calls = n_answers = 0
+    for seed in range(16):
+        text = generate(tokenizer, constraint, random.Random(seed))
+        if text is None:
+            continue
+        items = parsed(form, False, text)
+        if any(isinstance(item, CallBegin) for item in items):
+            assert not [item for item in items if isinstance(item, Text)], text
+            n_calls += 1
+        else:
+            assert isinstance(json.loads(text)["n"], int)
+            n_answers += 1
+    assert n_calls
+    assert n_answers
+
+
+def test_where_the_format_leaves_no_choice_the_request_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]\.strict constrains"):
+        answer_constraint(ToolUse(NAMES, False, "mistral", "", "", NAMES, "tools[0].strict"), TOOLS, None)
+    assert answer_constraint(ToolUse(NAMES, False, "mistral"), TOOLS, None) is None
+    assert answer_constraint(ToolUse(NAMES, False, "mistral", "", ANY_TOOL), TOOLS, None) is not None
+
+
 def submitted(server: Server) -> Submit:
     frame: Submit = server.peers.generator.submitted[-1]
     return frame
@@ -131,3 +221,19 @@ def test_a_message_that_demands_a_call_is_constrained(server: Server, choice: An
     }
     assert server.post("/v1/messages", body).json["stop_reason"] == "tool_use"
     assert submitted(server).constraint is not None
+
+
+def test_a_schema_beside_a_demanded_call_has_no_effect(server: Server) -> None:
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": 'please say <tool_call>\\n{"name": "weather", "arguments": {}}'}],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}},
+    }
+    forced = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert forced.json["choices"][0]["finish_reason"] == "tool_calls"
+    assert submitted(server).constraint.field == "tool_choice"  # type: ignore[union-attr]
+    assert server.post("/v1/chat/completions", body).status == 200
+    assert submitted(server).constraint.field == "response_format.json_schema.schema"  # type: ignore[union-attr]
+    refused = server.post("/v1/chat/completions", {**body, "response_format": None, "regex": "a+"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "regex")

@@ -24,6 +24,7 @@ ROME = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": [1,
 ROME_INPUT = {"city": "Rome", "days": [1, 2.5]}
 SINGLE = {"type": "auto", "disable_parallel_tool_use": True}
 PATH = "/v1/messages"
+FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
 def message(say: str, **more: Any) -> dict[str, Any]:
@@ -294,7 +295,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "f"}}, "'f', which is not one of the tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name is given"),
-    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict is true"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
+    ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ({"output_format": {"type": "json_schema"}}, "output_format.schema is missing"),
+    ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "both constrain the output"),
     ({"n": 2}, "unknown parameter n"),
     ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
 ]
@@ -388,3 +392,16 @@ def test_the_official_client(server: Server) -> None:
         with pytest.raises(anthropic.NotFoundError, match="nothing"):
             client.messages.create(messages=messages, model="nothing", max_tokens=1)
     assert seen == ["Paris"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"output_config": {"format": FORMAT, "effort": "high"}}, {"output_format": FORMAT}, {"tools": None}]
+)
+def test_a_schema_constrains_the_answer(server: Server, fields: dict[str, Any]) -> None:
+    """Beside tools, and without them."""
+    more = {"output_config": {"format": FORMAT}} if fields == {"tools": None} else {}
+    assert server.post(PATH, message('{"a": 1}', **fields, **more)).status == 200
+    constraint = server.peers.generator.submitted[-1].constraint
+    assert constraint is not None
+    assert constraint.field == ("output_format.schema" if "output_format" in fields else "output_config.format.schema")
+    assert '"additionalProperties"' in constraint.text.replace("\\", "")

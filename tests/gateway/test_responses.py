@@ -294,7 +294,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "must be the id",
     ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", '"function" only'),
-    ({"tools": [{**TOOL, "strict": True}]}, "tools[0].strict", "leave it out"),
     ({"tool_choice": {"type": "file_search"}}, "tool_choice", '"required"'),
     ({"conversation": []}, "conversation", "a string"),
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),

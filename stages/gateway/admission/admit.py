@@ -45,7 +45,7 @@ from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
-from stages.gateway.tool_calls.call_grammar import call_constraint
+from stages.gateway.tool_calls.call_grammar import answer_constraint
 from stages.gateway.tool_calls.formats import GENERIC
 from stages.gateway.tool_calls.tool_fields import answer_salt
 from stages.gateway.tracing.recorder import Recorder
@@ -335,9 +335,9 @@ class Admission:
             salt = answer_salt(distinct, 0 if sampling.temperature == 0 else seed, described.digest)
             tools = msgspec.structs.replace(tools, format=described.tool_format or GENERIC, salt=salt)
             definitions = generation.template.tools if generation.template else None
-            if tools.forced and definitions:
-                constraint = call_constraint(tools, definitions, "tool_choice")
-                generation = msgspec.structs.replace(generation, constraint=constraint)
+            if definitions:
+                constraint = answer_constraint(tools, definitions, generation.constraint or None)
+                generation = msgspec.structs.replace(generation, constraint=constraint or msgspec.UNSET)
         if generation.messages is not None and described.reasoning:
             generation = self._with_reasoning(generation, described, version.id, prompts[0])
         spec = RequestSpec(

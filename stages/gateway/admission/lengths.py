@@ -24,12 +24,17 @@ def longest_prompt(bounds: Bounds) -> int:
     return min(bounds.context - 1, bounds.max_prompt_tokens or bounds.context)
 
 
+def _context(bounds: Bounds) -> str:
+    """In the words by which clients recognize this error: litellm, and agents that then shorten their history."""
+    return f"this model's maximum context length is {bounds.context} tokens"
+
+
 def too_long(n_prompt: int, bounds: Bounds, prompt_field: str, is_exact: bool = True) -> InvalidRequest:
     """Return the error for a prompt longer than `longest_prompt`: of `n_prompt` tokens, or more unless `is_exact`."""
     longest = longest_prompt(bounds)
     reason = "scheduler.max_prompt_tokens"
     if longest == bounds.context - 1:
-        reason = f"the model's context holds {bounds.context}, at least one of them generated"
+        reason = f"{_context(bounds)}, at least one of them generated"
     count = n_prompt if is_exact else f"at least {n_prompt}"
     return InvalidRequest(
         f"{prompt_field} has {count} tokens; at most {longest} are allowed ({reason}): shorten it",
@@ -59,7 +64,7 @@ def output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_
     if max_tokens > left:
         raise InvalidRequest(
             f"{prompt_field} has {n_prompt} tokens and {max_field} is {max_tokens}, together "
-            f"{n_prompt + max_tokens}; the model's context holds {bounds.context}: shorten {prompt_field} or "
+            f"{n_prompt + max_tokens}; {_context(bounds)}: shorten {prompt_field} or "
             f"set {max_field} to at most {left}",
             max_field,
             code=CONTEXT_EXCEEDED,

@@ -95,6 +95,8 @@ _UNSUPPORTED_IN_MESSAGE = {
     "audio": Unsupported(hint="this server accepts text only"),
 }
 
+# What the official client and litellm add to answers that they send back.
+CLIENTS_OWN = ("parsed", "provider_specific_fields")
 _UNSUPPORTED_CALLS = {
     "tool_calls": Unsupported([], hint="an assistant's message has tool calls"),
     "tool_call_id": Unsupported(hint="a message with the role tool has it"),
@@ -105,7 +107,7 @@ _MESSAGE_FIELDS: dict[str, dict[str, Reader]] = {  # by role; other roles have t
     "assistant": {
         **_MESSAGE,
         "tool_calls": read_tool_calls,
-        "parsed": ignored,
+        **dict.fromkeys(CLIENTS_OWN, ignored),
         "reasoning_content": text(1 << 30),
         "reasoning": text(1 << 30),
     },
@@ -156,7 +158,8 @@ def _read_message(value: Any, name: str) -> dict[str, Any]:
         unsupported = {**unsupported, **_UNSUPPORTED_CALLS}
     fields = read_fields(value, table, required=tuple(required), unsupported=unsupported, within=name)
     fields.setdefault("content", "")
-    fields.pop("parsed", None)
+    for key in CLIENTS_OWN:
+        fields.pop(key, None)
     # Two names of the same; templates know the first one.
     if reasoning := fields.pop("reasoning", "") or fields.pop("reasoning_content", ""):
         fields["reasoning_content"] = reasoning

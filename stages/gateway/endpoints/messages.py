@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.constraint_fields import only_one, read_schema
 from pipeline.api.fields import (
     FieldTable,
     Reader,
@@ -27,9 +28,10 @@ from pipeline.api.fields import (
 from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_OUTPUT_TOKENS, read_seed, sampling_of
 from pipeline.api.json_schema import Schema, any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import Constraint
 from stages.gateway.endpoints.chat import MAX_MESSAGES
 from stages.gateway.reasoning.fields import check_budget, read_thinking
-from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
+from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments, check_combination
 from stages.gateway.tool_calls.history import call_id, check_results, template_call
 from stages.gateway.tool_calls.tool_fields import (
     ANY_TOOL,
@@ -305,6 +307,30 @@ def read_metadata(value: Any, name: str) -> None:
     read_fields(value, _METADATA, within=name)
 
 
+_FORMAT: dict[str, Reader] = {"type": one_of("json_schema"), "schema": read_schema}
+_OUTPUT_UNSUPPORTED = {"effort": Unsupported("high"), "task_budget": Unsupported()}
+
+
+@described(object_schema(_FORMAT, required=("type", "schema")))
+def read_output_format(value: Any, name: str) -> Constraint:
+    """Read the schema that the answer must match."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"type": "json_schema", "schema": {...}}')
+    schema: Constraint = read_fields(value, _FORMAT, required=("type", "schema"), within=name)["schema"]
+    return schema
+
+
+_OUTPUT: dict[str, Reader] = {"format": read_output_format}
+
+
+@described(object_schema(_OUTPUT, unsupported=_OUTPUT_UNSUPPORTED))
+def read_output_config(value: Any, name: str) -> Constraint | None:
+    """Read the format among the settings of the output."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, 'an object {"format": {...}}')
+    return read_fields(value, _OUTPUT, unsupported=_OUTPUT_UNSUPPORTED, within=name).get("format")
+
+
 UNSUPPORTED = {
     "container": Unsupported(),
     "diagnostics": Unsupported(),
@@ -312,8 +338,6 @@ UNSUPPORTED = {
     "context_management": Unsupported(),
     "inference_geo": Unsupported(),
     "mcp_servers": Unsupported([], hint="call them from the client, with tools"),
-    "output_config": Unsupported(),
-    "output_format": Unsupported(),
 }
 _PROMPT_FIELDS: dict[str, Reader] = {
     "model": text(MAX_MODEL_CHARACTERS, empty=False),
@@ -323,6 +347,8 @@ _PROMPT_FIELDS: dict[str, Reader] = {
     "tool_choice": read_tool_choice,
     "thinking": read_thinking,
     "cache_control": read_cache_control,
+    "output_config": read_output_config,
+    "output_format": read_output_format,  # the older name of its `format`
 }
 FIELDS: dict[str, Reader] = {
     **_PROMPT_FIELDS,
@@ -346,8 +372,9 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     """Read the body of a request for a message. Raises `InvalidRequest`."""
     values = BODY.read(body)
     check_budget(body.get("thinking"), values["max_tokens"])
-    return GenerationRequest(
+    request = GenerationRequest(
         endpoint="messages",
+        constraint=only_one(values.get("output_config"), values.get("output_format")) or msgspec.UNSET,
         max_tokens=values["max_tokens"],
         seed=values.get("seed"),
         sampling=sampling_of(values),
@@ -355,6 +382,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         stream=values.get("stream", False),
         **_prompt_arguments(values),
     )
+    return check_combination(request)
 
 
 def read_count(body: dict[str, Any]) -> GenerationRequest:

@@ -156,14 +156,14 @@ def check_combination(request: GenerationRequest) -> GenerationRequest:
             "min_tokens",
         )
     what = request.constraint.field if request.constraint else ""
-    if request.tools and request.tools.forced:
-        what = "tool_choice"
+    if request.tools and (request.tools.forced or request.tools.strict):
+        what = "tool_choice" if request.tools.forced else request.tools.strict_field
     if what and request.sampling.ignore_eos:
         raise InvalidRequest(
             f"ignore_eos is true and {what} says where the output ends; leave ignore_eos out",
             "ignore_eos",
         )
-    if request.tools and request.constraint:
+    if request.tools and request.constraint and request.constraint.kind != "json_schema":
         raise InvalidRequest(
             f"{request.constraint.field} constrains the whole answer, which then has no tool calls; leave it out, "
             f"or send tool_choice none",

@@ -61,7 +61,13 @@ def _read_function(value: Any, name: str) -> dict[str, Any]:
     return {"name": fields["name"], "arguments": fields["arguments"]}
 
 
-_CALL: dict[str, Reader] = {"id": call_id, "type": _read_type, "function": _read_function, "index": ignored}
+_CALL: dict[str, Reader] = {
+    "id": call_id,
+    "type": _read_type,
+    "function": _read_function,
+    "index": ignored,
+    "provider_specific_fields": ignored,
+}
 
 
 @described(array_of(object_schema(_CALL, required=("id", "type", "function")), most=MAX_CALLS))

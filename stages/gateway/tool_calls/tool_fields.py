@@ -34,6 +34,8 @@ class ToolUse(msgspec.Struct, array_like=True, frozen=True):
     forced: str = (
         ""  # the answer consists of calls, of the tool of this name or of any (`ANY_TOOL`); "": it may have some
     )
+    strict: tuple[str, ...] = ()  # the tools whose arguments match their schemas in any case
+    strict_field: str = ""  # the first field that says so, for error messages
 
     def call_id(self, prefix: str, choice: int, index: int) -> str:
         """Return the id of a call: the same for the same request, and another one for each call of a conversation."""
@@ -201,13 +203,13 @@ def make_tools(
         raise InvalidRequest(f"{choice_field} names {forced!r}, which is not one of the tools", choice_field)
     if choice == "none" or not names:
         return None
-    for index, tool in enumerate(definitions):
-        if tool.get("strict") and not forced:
-            field = strict_field.format(index)
-            raise InvalidRequest(
-                f"{field} is true, which is supported only for calls that {choice_field} demands; leave it out, "
-                f"and check the arguments",
-                field,
-            )
+    strict = [index for index, tool in enumerate(definitions) if tool.get("strict")]
     plain = [{key: value for key, value in tool.items() if key != "strict"} for tool in definitions]
-    return Tools(ToolUse(names, is_single=is_single, forced=forced), plain)
+    use = ToolUse(
+        names,
+        is_single=is_single,
+        forced=forced,
+        strict=tuple(names[index] for index in strict),
+        strict_field=strict_field.format(strict[0]) if strict else "",
+    )
+    return Tools(use, plain)
