@@ -2,10 +2,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS ?= $(VENV).clients
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
 ARGS ?=
@@ -82,6 +83,10 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
 
+test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, LlamaIndex, pydantic-ai and others against the demo model; some minutes
+	@$(BIN)/starling prepare
+	@$(BIN)/python -m tools.client_tests $(CLIENTS)/bin/python $(ARGS)
+
 api-examples: $(VENV)/.locked-dev ## requests made from the /openapi.json of the server at URL; fails at a 5xx
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-api.lock
 	@$(BIN)/schemathesis run $(URL)/openapi.json --max-examples $(EXAMPLES) --phases examples,coverage,fuzzing \
@@ -112,3 +117,7 @@ $(VENV)/.locked: locks/requirements.lock locks/setup.lock pyproject.toml tools/s
 $(VENV)/.locked-dev: locks/requirements-dev.lock locks/setup.lock pyproject.toml tools/setup_venv.sh
 	@tools/setup_venv.sh $(VENV) locks/requirements-dev.lock
 	@touch $@ $(VENV)/.locked
+
+$(CLIENTS)/.locked: locks/requirements-clients.lock tools/setup_venv.sh
+	@tools/setup_venv.sh $(CLIENTS) locks/requirements-clients.lock alone
+	@touch $@

@@ -30,3 +30,5 @@ lock locks/requirements-peers.lock --constraint locks/requirements-dev.lock --gr
 lock locks/requirements-peers-native.lock --constraint locks/requirements-dev.lock --group build --group peers-native
 lock locks/requirements-api.lock --constraint locks/requirements-dev.lock --group build --group api-examples
 lock locks/requirements-fleet.lock --constraint locks/requirements-dev.lock --group build --group fleet-peers
+# Without what [tool.uv] says of the project's own dependencies.
+resolve locks/requirements-clients.lock --no-config --group pyproject.toml:clients

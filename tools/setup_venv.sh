@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Create or update a virtual environment: locked packages with checked hashes, then the project itself.
-# Usage: setup_venv.sh VENV LOCKFILE.  Needs Python 3.11 or newer and a package index; PYTHON names the interpreter.
+# Usage: setup_venv.sh VENV LOCKFILE [alone].  "alone" leaves the project out.  Needs Python 3.11 or newer and a package index; PYTHON names the interpreter.
 # Ends with one clear message when something is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=$1 lock=$2
+venv=$1 lock=$2 mode=${3:-}
 log=$venv/install.log
 
 fail() {
@@ -64,7 +64,7 @@ install_with_uv() {
     local output=/dev/stderr
     [ -t 2 ] || output=$log
     "$1" pip install --compile-bytecode --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
-        "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . >>"$log" 2>&1
+        { [ "$mode" = alone ] || "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . >>"$log" 2>&1; }
 }
 
 # On a terminal one line that is overwritten, elsewhere a line for each package; all output goes into the log.
@@ -94,7 +94,7 @@ install_with_pip() {
         fail "Packages could not be fetched (full log: $log)." \
             "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
     fi
-    "${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
+    [ "$mode" = alone ] || "${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
         tail -n 8 "$log" >&2
         fail "The project itself could not be installed (full log: $log)."
     }

@@ -23,6 +23,7 @@ LOCKS = (
     "locks/setup.lock",
 )
 ALONE = "locks/setup.lock"  # nothing of the project is in it
+CLIENTS = "locks/requirements-clients.lock"  # of an environment without the project
 
 
 def pinned(lock: str) -> dict[str, str]:
@@ -30,7 +31,7 @@ def pinned(lock: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / lock).read_text(), re.M))
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", [*LOCKS, CLIENTS])
 def test_locks_are_pinned_hashed_and_name_no_index(lock: str) -> None:
     text = (ROOT / lock).read_text()
     entries = [entry for entry in re.split(r"\n(?=[a-z0-9])", text) if not entry.startswith("#")]
@@ -53,6 +54,7 @@ def test_locks_contain_every_dependency() -> None:
     assert names(project["dependency-groups"]["dev"]) <= set(pinned("locks/requirements-dev.lock"))
     assert names(project["dependency-groups"]["peers"]) <= set(pinned("locks/requirements-peers.lock"))
     assert names(project["dependency-groups"]["setup"]) <= set(pinned(ALONE))
+    assert names(project["dependency-groups"]["clients"]) <= set(pinned(CLIENTS))
     assert names(project["dependency-groups"]["api-examples"]) <= set(pinned("locks/requirements-api.lock"))
 
 
