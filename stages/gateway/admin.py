@@ -10,6 +10,8 @@ They come over the control socket, or over HTTP with an admin's key (the same fi
     {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}
     {"op": "trace", "request": id}  only over the control socket: answered by the request's timeline
 
+The target of `load`, `reload` and `unload` may be MODEL:ADAPTER, and `path` then a PEFT directory as well.
+
 Every other answer is the state after the operation. The answers to `load`, `reload` and `unload` also have `change`,
 which contains `done` and the outcome or the progress. With `wait` false they return at once. Repeating an operation
 with the same `change` (an id that the client chooses) starts nothing and returns the progress. Drains survive a restart
@@ -99,7 +101,7 @@ class Admin:
 
     async def _change(self, op: str, request: dict[str, Any]) -> dict[str, Any]:
         """Start a change, or return the progress of one that was started before."""
-        target, path = _text(request, "target", 128), _text(request, "path", 4096)
+        target, path = _text(request, "target", 256), _text(request, "path", 4096)
         if not target:
             raise InvalidRequest("target is missing: the model's name", "target")
         change = _text(request, "change", 64) or new_change_id()

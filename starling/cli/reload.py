@@ -55,6 +55,8 @@ def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> 
     The new version is loaded beside the old one and gets all new requests once it has passed a self-test. Streams in
     flight finish on the old version, which is then unloaded. Sessions continue if the tokenizer is the same; otherwise
     their next turn is refused (409). Without --path the model's file is read again.
+
+    MODEL:ADAPTER replaces one adapter; the model's file and other adapters stay as they are.
     """
     return _run("reload", model, timeout, as_json, wait, path=_absolute(path))
 
@@ -76,6 +78,8 @@ def load(model: str, path: str, kv_cache_mb: int | None, timeout: float, as_json
 
     A model that is not configured needs --path and gets the default settings. It stays loaded until `starling unload`
     or the end of the server. Models that are loaded at every start belong in the configuration.
+
+    MODEL:ADAPTER adds an adapter to a loaded model: a GGUF file, or a directory of the PEFT library.
     """
     return _run("load", model, timeout, as_json, path=_absolute(path), kv_cache_mb=kv_cache_mb or 0)
 
@@ -97,6 +101,8 @@ def unload(model: str, timeout: float, as_json: bool) -> int:
 
     New requests are refused (503, then 404). Streams in flight finish. Then the model's processes end and its memory
     is freed.
+
+    MODEL:ADAPTER removes an adapter: new requests for it get 404, those in flight finish.
     """
     return _run("unload", model, timeout, as_json)
 
@@ -136,7 +142,7 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
     if as_json:
         fields = {name: done[name] for name in ("op", "model", "instance", "digest", "previous", "ended")}
         click.echo(_json({"ok": not done["ended"], **fields, "previous_in_flight": left, "took_s": took_s}))
-    elif op == "unload":
+    elif op == "unload" and not done["previous"]:
         late = (
             f"; {done['ended']} requests not finished within {timeout_s:g} s were ended with an error"
             if done["ended"]

@@ -69,8 +69,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[S
         assert server.pids() == {}
 
 
-def greedy(files: Files, name: str, n: int) -> list[int]:
-    sequence = ExactSequence(ExactModel(files.model, files.reference(name)))
+def greedy(files: Files, adapter: Path | None, n: int) -> list[int]:
+    sequence = ExactSequence(ExactModel(files.model, adapter))
     logits, found = sequence.extend(PROMPT, last_only=True), []
     for _ in range(n):
         found.append(int(logits[0].argmax()))
@@ -85,7 +85,7 @@ def generate(server: Server, model: str, **more: Any) -> dict[str, Any]:
 
 
 def test_answers_are_those_of_the_unmerged_reference(server: Server, files: Files) -> None:
-    expected = {name: greedy(files, name, 12) for name in NAMES}
+    expected = {name: greedy(files, files.reference(name), 12) for name in NAMES}
     assert len({tuple(tokens) for tokens in expected.values()}) == len(NAMES), "the adapters change the answers"
     found: dict[tuple[str, int], list[int]] = {}
 
@@ -179,6 +179,44 @@ def test_a_stream_keeps_its_adapter_when_processes_die(server: Server) -> None:
     assert comparable([data for _, data in begun + rest]) == undisturbed
 
 
+def test_adapters_are_loaded_and_unloaded_while_the_server_runs(server: Server, files: Files, tmp_path: Path) -> None:
+    third = write_adapter(tmp_path / "third.gguf", files.model, rank=6, seed=11)
+    before = {one["id"]: one for one in server.request("GET", "/v1/models")[1]["data"]}
+    kept = generate(server, "tiny:second")["choices"]
+    streams: list[list[dict[str, Any]]] = []
+
+    def read() -> None:
+        streams.append([data for _, data in events(server, "/v1/generate", STREAM, {})])
+
+    read()
+    running = events(server, "/v1/generate", STREAM, {})
+    first_event = next(running)
+    starling(server, "load", "tiny:third", "--path", str(third))
+    assert generate(server, "tiny:third")["choices"][0]["tokens"] == greedy(files, third, 12)
+    assert comparable([first_event[1], *(data for _, data in running)]) == comparable(streams[0])
+    after = {one["id"]: one for one in server.request("GET", "/v1/models")[1]["data"]}
+    assert after.pop("tiny:third")["parent"] == "tiny"
+    assert {name: one.get("adapter_digest") for name, one in after.items()} == {
+        name: one.get("adapter_digest") for name, one in before.items()
+    }
+    assert generate(server, "tiny:second")["choices"] == kept
+    starling(server, "load", "tiny:third", "--path", str(third), code=1)
+    starling(server, "load", "tiny:fourth", "--path", str(tmp_path / "missing"), code=78)
+    starling(server, "load", "tiny:fourth", "--path", str(files.model), code=78)
+    assert generate(server, "tiny:third")["choices"][0]["tokens"] == greedy(files, third, 12)
+    # The file of an adapter counts again when that adapter is loaded again, and no other one's does.
+    write_adapter(third, files.model, rank=6, seed=12)
+    (files.second / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    starling(server, "reload", "tiny:third")
+    (tmp_path / "adapter_config.json").rename(files.second / "adapter_config.json")
+    assert generate(server, "tiny:third")["choices"][0]["tokens"] == greedy(files, third, 12)
+    assert generate(server, "tiny:second")["choices"] == kept
+    starling(server, "unload", "tiny:third")
+    assert server.request("POST", "/v1/generate", {"model": "tiny:third", "prompt": "x"})[0] == 404
+    starling(server, "unload", "tiny:third", code=2)
+    assert generate(server, "tiny:second")["choices"] == kept
+
+
 def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: Files) -> None:
     """The last test of the server: it replaces the file of an adapter."""
     before = generate(server, "tiny:first")
@@ -190,4 +228,4 @@ def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: F
     assert generate(server, "tiny:first")["choices"] == before["choices"]
     starling(server, "reload", "tiny")
     assert server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"] != digest
-    assert generate(server, "tiny:first")["choices"][0]["tokens"] == greedy(files, "tiny:first", 12)
+    assert generate(server, "tiny:first")["choices"][0]["tokens"] == greedy(files, files.first, 12)

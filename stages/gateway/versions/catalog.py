@@ -126,9 +126,21 @@ class VersionCatalog:
 
     # ---------------------------------------------------------------- changes; each may raise `ResourceError`
 
-    def begin(self, settings: ModelConfig, change: str, op: Op, until: float) -> ModelVersion:
-        """Add a loading version, which must serve by `until` (s since 1970), and return it."""
+    def begin(
+        self,
+        settings: ModelConfig,
+        change: str,
+        op: Op,
+        until: float,
+        like: ModelVersion | None = None,
+        renewed: str = "",
+    ) -> ModelVersion:
+        """Add a loading version, which must serve by `until` (s since 1970), and return it.
+
+        `like`: a version whose file and adapters it has, whatever their paths now hold, except the adapter `renewed`.
+        """
         serial = self.version_table.serial + 1
+        pinned = dict(like.adapters) if like is not None else {}
         new = ModelVersion(
             name=settings.name,
             serial=serial,
@@ -137,6 +149,10 @@ class VersionCatalog:
             change=change,
             op=op,
             until=until,
+            digest=like.digest if like is not None else "",
+            adapters=tuple(
+                (one.name, pinned[one.name]) for one in settings.adapters if one.name in pinned and one.name != renewed
+            ),
         )
         self._put((*self.all, new), serial=serial)
         return new

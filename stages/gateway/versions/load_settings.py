@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from pipeline.config import paths
-from pipeline.config.rules import check_name
-from pipeline.config.schema import ModelConfig
-from pipeline.errors import InvalidRequest, ModelNotFound
+from pipeline.config.rules import MAX_ADAPTERS, check_adapter_name, check_name
+from pipeline.config.schema import AdapterConfig, ModelConfig
+from pipeline.errors import Conflict, InvalidRequest, ModelNotFound
 from pipeline.models import store
 from stages.gateway.versions.catalog import VersionCatalog
 
@@ -47,6 +47,40 @@ def load_settings(catalog: VersionCatalog, name: str, path: str, kv_cache_mb: in
         settings = msgspec.structs.replace(settings, kv_cache_mb=kv_cache_mb)
     _check_file(settings)
     return settings
+
+
+def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> ModelConfig:
+    """Return the settings of a model with one adapter more (op `load`), read again (`reload`) or less (`unload`).
+
+    name: MODEL:ADAPTER.  path: of the adapter's file or directory; "": with `reload`, the present one.
+    Raises `InvalidRequest`, `ModelNotFound` and `Conflict`.
+    """
+    model, _, adapter = name.partition(":")
+    if catalog.serving(model) is None:
+        raise ModelNotFound(f"model {model!r} is not loaded; load it first", "target")
+    if reason := check_adapter_name(adapter):
+        raise InvalidRequest(f"the adapter's name {adapter[:100]!r} cannot be used: {reason}", "target")
+    settings = load_settings(catalog, model, "")
+    known = {one.name: one for one in settings.adapters}
+    if op == "load" and adapter in known:
+        raise Conflict(f"{name} is loaded already; `starling reload {name}` replaces it", "target")
+    if op != "load" and adapter not in known:
+        listed = ", ".join(f"{model}:{one}" for one in known) or "none"
+        raise ModelNotFound(f"model {model!r} has no adapter {adapter!r}; it has: {listed}", "target")
+    if op == "unload":
+        del known[adapter]
+    else:
+        path = path or (known[adapter].path if adapter in known else "")
+        if not path or not _is_usable_path(path) or not os.path.exists(path):
+            raise InvalidRequest(
+                f"path is {path[:200]!r}; it must be the absolute path of a GGUF file, or of a PEFT directory, on the "
+                f"server's machine",
+                "path",
+            )
+        known[adapter] = AdapterConfig(name=adapter, path=os.path.normpath(path))
+    if len(known) > MAX_ADAPTERS:
+        raise InvalidRequest(f"model {model!r} has {MAX_ADAPTERS} adapters, the most that it can have", "target")
+    return msgspec.structs.replace(settings, adapters=tuple(known.values()))
 
 
 def check_slug(catalog: VersionCatalog, settings: ModelConfig) -> None:

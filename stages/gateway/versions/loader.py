@@ -3,6 +3,9 @@
     load, reload   a version is loaded (`load_steps.py`); one that it replaces retires
     unload         the version retires: its requests finish, or are ended after the timeout; then it is dropped
 
+For an adapter (MODEL:ADAPTER) each of them loads a version of the model with other adapters, which replaces the serving
+one; nothing else of the model is read again.
+
 One version is loaded at a time; other loads wait.  A version that cannot be loaded or fails its self-test is dropped,
 and the serving version keeps serving.  A version that is replaced stays until its last request has ended.  Every change
 is in the version table, so a gateway that is restarted continues it.  A change has an id, chosen by the caller: a
@@ -16,17 +19,26 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import Conflict, InternalError, ModelNotFound, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import (
+    Conflict,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    ResourceError,
+    StarlingError,
+)
 from pipeline.models import capacity
 from pipeline.models.versions import ModelVersion, Op, Outcome
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ServerReadiness
 from stages.gateway.requests.lifecycle import RequestLifecycle
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.load_settings import check_slug, load_settings
+from stages.gateway.versions.load_settings import adapter_settings, check_slug, load_settings
 from stages.gateway.versions.load_steps import LoadSteps, MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
 from stages.gateway.versions.self_test import SelfTest
@@ -44,6 +56,13 @@ class Change:
         self.id, self.op, self.name = change_id, op, name
         self.phase = "waiting for another load"
         self.task: asyncio.Task[None] | None = None
+
+
+class AdapterChange(NamedTuple):
+    """That a load is of a version with other adapters. `renew` makes its settings from those of the serving one."""
+
+    name: str  # the adapter that is added, read again or removed
+    renew: Callable[[], ModelConfig]
 
 
 class Loader:
@@ -80,6 +99,11 @@ class Loader:
         """Start loading a model, unless the change is known. Raises `StarlingError`."""
         if self._is_known(change):
             return
+        if ":" in name:
+            if kv_cache_mb:
+                raise InvalidRequest("kv_cache_mb belongs to a model, and the target is an adapter", "kv_cache_mb")
+            self._change_adapter("load", name, path, change, timeout_s)
+            return
         if self._catalog.versions(name) and not self._catalog.is_unloading(name):
             raise Conflict(f"model {name!r} is already loaded; `starling reload {name}` replaces it", "target")
         self._start_load("load", load_settings(self._catalog, name, path, kv_cache_mb), change, timeout_s)
@@ -87,6 +111,9 @@ class Loader:
     def reload(self, name: str, path: str, change: str, timeout_s: float) -> None:
         """Start loading a version that replaces the serving one, unless the change is known. Raises `StarlingError`."""
         if self._is_known(change):
+            return
+        if ":" in name:
+            self._change_adapter("reload", name, path, change, timeout_s)
             return
         if self._catalog.serving(name) is None:
             if self._catalog.loading(name):
@@ -97,6 +124,9 @@ class Loader:
     def unload(self, name: str, change: str, timeout_s: float) -> None:
         """Start unloading a model, unless the change is known. Raises `StarlingError`."""
         if self._is_known(change):
+            return
+        if ":" in name:
+            self._change_adapter("unload", name, "", change, timeout_s)
             return
         serving = self._catalog.serving(name)
         if serving is None:
@@ -134,6 +164,7 @@ class Loader:
                 "digest": version.digest or None,
                 "path": version.settings.path or None,
                 "in_flight": self._in_flight.on_version(version.id),
+                "adapters": {one.name: dict(version.adapters).get(one.name) for one in version.settings.adapters},
             }
             for version in self._catalog.all
         ]
@@ -148,14 +179,20 @@ class Loader:
 
     # ---------------------------------------------------------------- loads in progress
 
-    def _start_load(self, op: Op, settings: ModelConfig, change: str, timeout_s: float) -> None:
+    def _change_adapter(self, op: Op, name: str, path: str, change: str, timeout_s: float) -> None:
+        renew = partial(adapter_settings, self._catalog, op, name, path)
+        self._start_load("reload", renew(), change, timeout_s, AdapterChange(name.partition(":")[2], renew))
+
+    def _start_load(
+        self, op: Op, settings: ModelConfig, change: str, timeout_s: float, of_adapter: AdapterChange | None = None
+    ) -> None:
         if len(self._changes) >= MAX_CHANGES:
             raise Conflict(f"{MAX_CHANGES} changes are in progress; wait for them", "target")
         if not self._catalog.loading() and not self._catalog.retiring():
             # No version will free memory, so what does not fit now will not fit later.
             self._steps.check_memory(settings)
         until = self._wall() + timeout_s
-        self._start(Change(change, op, settings.name), self._load(change, op, settings, until))
+        self._start(Change(change, op, settings.name), self._load(change, op, settings, until, of_adapter))
 
     def _start(self, change: Change, steps: Coroutine[Any, Any, None]) -> None:
         self._changes[change.id] = change
@@ -179,16 +216,22 @@ class Loader:
                 del self._failed[next(iter(self._failed))]
         log.error("%s of %s failed: %s", change.op, change.name, error.message)
 
-    async def _load(self, change: str, op: Op, settings: ModelConfig, until: float) -> None:
+    async def _load(
+        self, change: str, op: Op, settings: ModelConfig, until: float, of_adapter: AdapterChange | None
+    ) -> None:
         """Load a version from the start. Raises `StarlingError`; the version is not in the catalog then."""
         async with self._load_lock:
             is_serving = self._catalog.serving(settings.name) is not None
             if is_serving != (op == "reload"):
                 what = "loaded" if is_serving else "unloaded"
                 raise Conflict(f"model {settings.name!r} was {what} in the meantime", "target")
+            if of_adapter is not None:
+                settings = of_adapter.renew()  # another change may have come first
             check_slug(self._catalog, settings)
             await self._steps.wait_for_memory(change, settings, until)
-            new = self._catalog.begin(settings, change, op, until)
+            like = self._catalog.serving(settings.name) if of_adapter is not None else None
+            renewed = of_adapter.name if of_adapter is not None else ""
+            new = self._catalog.begin(settings, change, op, until, like, renewed)
             log.info("loading", extra={"version": new.id, "path": settings.path})
             await self._steps.finish(new)
 
@@ -220,7 +263,7 @@ class Loader:
             state, described = self._loaded.states.get(version.id), self._loaded.described.get(version.id)
             if state is None or described is None or not state.ready:
                 continue
-            is_pinned = bool(version.digest) and (bool(version.adapters) or not state.adapters)
+            is_pinned = bool(version.digest) and dict(version.adapters) == dict(state.adapters)
             if not is_pinned and state.digest == described.digest:
                 try:
                     self._catalog.pin(version.id, state.digest, state.adapters)
