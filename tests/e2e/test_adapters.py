@@ -64,6 +64,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, files: Files) -> Iterator[S
     model = {"name": "tiny", "path": str(files.model), "kv_cache_mb": 32, "adapters": adapters}
     with Server(home, {"models": [model]}) as server:
         yield server
+        # Readers of adapters' files are imported where they are used: workers are forked from a process without them.
+        assert not [line for line in server.output if "preloading started threads" in line]
         server.stop()
         assert server.leftovers() == []
         assert server.pids() == {}
@@ -179,6 +181,20 @@ def test_a_stream_keeps_its_adapter_when_processes_die(server: Server) -> None:
     assert comparable([data for _, data in begun + rest]) == undisturbed
 
 
+def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: Files) -> None:
+    """Of the tests behind it, none needs the first version of the model."""
+    before = generate(server, "tiny:first")
+    digest = server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"]
+    write_adapter(files.first, files.model, rank=5, seed=9)
+    pid = server.pid_of("worker-tiny")
+    os.kill(pid, signal.SIGKILL)
+    assert wait_gone(pid)
+    assert generate(server, "tiny:first")["choices"] == before["choices"]
+    starling(server, "reload", "tiny")
+    assert server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"] != digest
+    assert generate(server, "tiny:first")["choices"][0]["tokens"] == greedy(files, files.first, 12)
+
+
 def test_adapters_are_loaded_and_unloaded_while_the_server_runs(server: Server, files: Files, tmp_path: Path) -> None:
     third = write_adapter(tmp_path / "third.gguf", files.model, rank=6, seed=11)
     before = {one["id"]: one for one in server.request("GET", "/v1/models")[1]["data"]}
@@ -215,17 +231,3 @@ def test_adapters_are_loaded_and_unloaded_while_the_server_runs(server: Server, 
     assert server.request("POST", "/v1/generate", {"model": "tiny:third", "prompt": "x"})[0] == 404
     starling(server, "unload", "tiny:third", code=2)
     assert generate(server, "tiny:second")["choices"] == kept
-
-
-def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: Files) -> None:
-    """The last test of the server: it replaces the file of an adapter."""
-    before = generate(server, "tiny:first")
-    digest = server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"]
-    write_adapter(files.first, files.model, rank=5, seed=9)
-    pid = server.pid_of("worker-tiny")
-    os.kill(pid, signal.SIGKILL)
-    assert wait_gone(pid)
-    assert generate(server, "tiny:first")["choices"] == before["choices"]
-    starling(server, "reload", "tiny")
-    assert server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"] != digest
-    assert generate(server, "tiny:first")["choices"][0]["tokens"] == greedy(files, files.first, 12)

@@ -19,9 +19,8 @@ from shm.checkpoint import Index
 from stages.worker.adapters.adapter import PARAM, Change, Matrix
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface.config import CheckpointDirectoryError, Config
-from stages.worker.huggingface.families import FAMILIES, Family, gguf_name, part_of
+from stages.worker.huggingface.families import FAMILIES, Family, gguf_name, neighbours, part_of
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, SafetensorsFile, Stored
-from stages.worker.huggingface.source import neighbours
 from stages.worker.kernels.formats import DENSE
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

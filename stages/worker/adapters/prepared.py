@@ -26,8 +26,6 @@ from shm.arena import align
 from shm.checkpoint import Index
 from shm.decoding import DECODE_ERRORS
 from stages.worker.adapters.adapter import PARAM, Pair, pairs_of
-from stages.worker.adapters.gguf_adapter import read_gguf_adapter
-from stages.worker.adapters.peft_adapter import read_peft_adapter
 from stages.worker.checkpoint.layout import pack
 
 MAGIC = b"STARLORA"
@@ -79,8 +77,14 @@ def prepare_adapter(source: Path, base: Index, folder: Path, max_rank: int, max_
 
     Raises `ConfigError`, `ResourceError`.
     """
+    # Only workers with adapters import the readers.
+    from stages.worker.adapters.gguf_adapter import read_gguf_adapter
+    from stages.worker.adapters.peft_adapter import read_peft_adapter
+
     try:
         is_directory = source.is_dir()
+        if not is_directory and source.exists() and not source.is_file():
+            raise ConfigError(f"adapter {source} is not a regular file, nor a PEFT directory", PARAM)
         changes = read_peft_adapter(source, base) if is_directory else read_gguf_adapter(source, base.architecture)
         raw = encode(pairs_of(source, changes, base, max_rank), base.hyper.n_layers, max_bytes, str(source))
     except OSError as error:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+import numpy as np
+
 _LAYER = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -289,3 +291,8 @@ def _is_number(text: str) -> bool:
 def part_of(name: str) -> str:
     """The part of a GGUF name that is neither layer nor kind: "attn_q" of "blk.3.attn_q.bias"; "": there is none."""
     return name.rpartition(".")[0].rpartition(".")[2]
+
+
+def neighbours(rows: int, heads: int) -> np.ndarray:
+    """Which stored row each row is, if the two halves of each head are to alternate."""
+    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)

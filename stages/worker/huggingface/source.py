@@ -18,7 +18,7 @@ import numpy as np
 from stages.worker.checkpoint.source import Rows, TensorInfo, dense_values
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.directory import INDEX, Directory
-from stages.worker.huggingface.families import Family, Place, part_of, places
+from stages.worker.huggingface.families import Family, Place, neighbours, part_of, places
 from stages.worker.huggingface.metadata import family_of, hyper_parameters, position_offset
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, Stored
 from stages.worker.huggingface.vocabulary import read_vocabulary
@@ -278,11 +278,6 @@ class StackedRows:
             first = number * self._each
             found.append(self._parts[number][max(begin - first, 0) : min(end - first, self._each)])
         return np.concatenate(found) if len(found) != 1 else found[0]
-
-
-def neighbours(rows: int, heads: int) -> np.ndarray:
-    """Which stored row each row is, if the two halves of each head are to alternate."""
-    return np.arange(rows).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def _expected_name(family: Family, name: str) -> str:
