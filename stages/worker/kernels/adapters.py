@@ -1,5 +1,7 @@
-"""LoRA adapters: y += scale * B (A x) for the tokens that have one: two entries, which only adapters need.
+"""LoRA adapters: y += scale * B (A x) for the tokens that have one: entries that only adapters need.
 
+    find_adapter(params, tag)                                           1 + the slot of an adapter
+    list_adapted(params, kept)                                          the plan's list of tokens with an adapter
     shrink(params, layer, target, places, x, columns)                   S = A x, for matrices with the same input
     expand(params, layer, target, place, out, out_stride, first, end)   y = fma(B S, scale, y), rows of one rank
 
@@ -28,15 +30,60 @@ from stages.worker.kernels.adapter_table import (
     A,
     B,
 )
-from stages.worker.kernels.buffer_sizes import ADAPTED_ROWS, ADAPTER_PLACES, DELTA_BYTES
+from stages.worker.kernels.buffer_sizes import ADAPTED_PLAN, ADAPTED_ROWS, ADAPTER_PLACES, DELTA_BYTES
 from stages.worker.kernels.entries import INNER, run_entry
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.rank_sync import share, wait_for_ranks
-from stages.worker.kernels.simd import JIT, get_f32, get_i64
+from stages.worker.kernels.simd import JIT, get_f32, get_i64, put_i64
 from stages.worker.kernels.split_combine import copy
 
 _N_TARGETS, _GROUP_BYTES = len(TARGETS), 4 * GROUP
+
+
+@njit(**INNER)
+def _adapted_at(params, i):
+    """Address of the word that has number `i` of the tokens with an adapter."""
+    return p.sample_at(params, param(params, pb.STEP_SAMPLES)) + 8 * i
+
+
+@njit(**INNER)
+def _group_at(params, group):
+    """Address of slot and end of a group of tokens with the same adapter."""
+    return _adapted_at(params, param(params, pb.STEP_TOKENS)) + 8 * ADAPTED_PLAN * group
+
+
+@njit(**JIT)
+def find_adapter(params, tag):
+    """Entry: 1 + slot of the adapter with that tag; -1 when it is not loaded."""
+    tags = param(params, pb.ADAPTERS)
+    for slot in range(MAX_ADAPTERS):
+        if get_i64(tags + 8 * slot) == tag:
+            return 1 + slot
+    return -1
+
+
+@njit(**JIT)
+def list_adapted(params, kept):
+    """Entry: list the tokens with an adapter, of the plan's `kept` entries, by its slot, and where each slot's end.
+
+    Returns nothing.
+    """
+    n = groups = 0
+    for slot in range(MAX_ADAPTERS):
+        before = n
+        for i in range(kept):
+            entry = p.entry_at(params, i)
+            if param(entry, p.P_ADAPTER) == 1 + slot:
+                for t in range(param(entry, p.P_COUNT)):
+                    put_i64(_adapted_at(params, n), param(entry, p.P_TOKEN) + t)
+                    n += 1
+        if n > before:
+            group = _group_at(params, groups)
+            put_i64(group, slot)
+            put_i64(group + 8, n)
+            groups += 1
+    put_i64(param(params, pb.PLAN) + 8 * p.ADAPTED, n)
 
 
 @njit(**INNER)
@@ -56,16 +103,16 @@ def _sums(params, adapted):
 @njit(**INNER)
 def _gather(params, i, rows, x, columns):
     """Address of the f32 rows of the adapted tokens i .. i + rows - 1, one after the other."""
-    first = get_i64(p.adapted_at(params, i))
-    if get_i64(p.adapted_at(params, i + rows - 1)) - first == rows - 1:  # they ascend within an entry
+    first = get_i64(_adapted_at(params, i))
+    if get_i64(_adapted_at(params, i + rows - 1)) - first == rows - 1:  # they ascend within an entry
         is_run = True
         for j in range(1, rows):
-            is_run = is_run and get_i64(p.adapted_at(params, i + j)) == first + j
+            is_run = is_run and get_i64(_adapted_at(params, i + j)) == first + j
         if is_run:
             return x + 4 * columns * first
     to = param(params, pb.ADAPTER_GATHERED)
     for j in range(rows):
-        copy(x + 4 * columns * get_i64(p.adapted_at(params, i + j)), to + 4 * columns * j, columns)
+        copy(x + 4 * columns * get_i64(_adapted_at(params, i + j)), to + 4 * columns * j, columns)
     return to
 
 
@@ -81,7 +128,7 @@ def shrink(params, layer, target, places, x, columns):
     sums, stride = _sums(params, adapted), param(params, pb.ADAPTER_SUMS_STRIDE)
     group = stop = 0
     while stop < adapted:
-        words = p.adapted_group_at(params, group)
+        words = _group_at(params, group)
         begin, slot, stop = stop, get_i64(words), get_i64(words + 8)
         i, last = max(begin, first), min(stop, end)
         while i < last:
@@ -125,7 +172,7 @@ def expand(params, layer, target, place, out, out_stride, first, end):
     delta = param(params, pb.ADAPTER_DELTA)
     group = stop = 0
     while stop < adapted:
-        words = p.adapted_group_at(params, group)
+        words = _group_at(params, group)
         i, slot, stop = stop, get_i64(words), get_i64(words + 8)
         group += 1
         pair = _pair_at(params, slot, layer, target)
@@ -154,10 +201,10 @@ def expand(params, layer, target, place, out, out_stride, first, end):
                     ),
                 )
                 for j in range(rows):
-                    token = get_i64(p.adapted_at(params, i + j))
+                    token = get_i64(_adapted_at(params, i + j))
                     ew.add_scaled(out + token * out_stride + 64 * at, delta + j * 64 * n, scale, GROUP * n)
                 at += n
             i += rows
 
 
-SHRINK_ARGUMENTS, EXPAND_ARGUMENTS = 6, 8
+SHRINK_ARGUMENTS, EXPAND_ARGUMENTS, FIND_ARGUMENTS, LIST_ARGUMENTS = 6, 8, 2, 2

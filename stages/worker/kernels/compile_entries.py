@@ -36,6 +36,8 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "experts": (lambda kv_type: experts.mix_experts, experts.ENTRY_ARGUMENTS),
     "shrink": (lambda kv_type: adapters.shrink, adapters.SHRINK_ARGUMENTS),
     "expand": (lambda kv_type: adapters.expand, adapters.EXPAND_ARGUMENTS),
+    "find_adapter": (lambda kv_type: adapters.find_adapter, adapters.FIND_ARGUMENTS),
+    "list_adapted": (lambda kv_type: adapters.list_adapted, adapters.LIST_ARGUMENTS),
 }
 assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIES.keys()
 

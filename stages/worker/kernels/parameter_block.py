@@ -162,7 +162,7 @@ MATMUL, EMBED_ROW, ATTEND, DRAW = range(112, 116)
 # behind them
 EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
 
-# LoRA adapters (adapters.py, adapter_table.py): the two entries; the table of loaded adapters, 0: the group has none; a
+# LoRA adapters (adapters.py, adapter_table.py): the entries; the table of loaded adapters, 0: the group has none; a
 # buffer of the activations arena, and bytes of a place in it; this rank's scratch
 (
     SHRINK,
@@ -173,9 +173,11 @@ EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
     OWN_ADAPTER_SUMS,
     ADAPTER_GATHERED,
     ADAPTER_DELTA,
-) = range(143, 151)
+    FIND_ADAPTER,
+    LIST_ADAPTED,
+) = range(143, 153)
 
-WORDS = 152
+WORDS = 160
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

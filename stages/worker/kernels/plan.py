@@ -12,7 +12,8 @@ In i64 words at PLAN:
         SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
         first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none)
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry
-    then the tokens with an adapter, by slot (1 word each), then for each of these slots: slot, end of its tokens.
+    then the tokens with an adapter, by slot (1 word each), then for each of these slots: slot, end of its tokens
+    (written by adapters.py).
 
 A row names its adapter by its tag (adapter_table.py).  An entry whose adapter is not loaded is refused.
 """
@@ -24,9 +25,8 @@ from numba import njit
 from shm import step_ring
 from shm.pages import KV_SPLIT
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.kernels.adapter_table import MAX_ADAPTERS
-from stages.worker.kernels.buffer_sizes import ADAPTED_PLAN, ENTRY_PLAN, PLAN_HEAD, SAMPLE_PLAN, SPLIT_UNITS, TOKEN_PLAN
-from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, PLAN_HEAD, SAMPLE_PLAN, SPLIT_UNITS, TOKEN_PLAN
+from stages.worker.kernels.entries import INNER, call_entry, run_entry
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
@@ -80,32 +80,6 @@ def sample_at(params, sample):
     """Address of the plan of sample number `sample` of the step."""
     words = PLAN_HEAD + ENTRY_PLAN * param(params, pb.MAX_ENTRIES) + TOKEN_PLAN * param(params, pb.STEP_TOKENS)
     return param(params, pb.PLAN) + 8 * (words + SAMPLE_PLAN * sample)
-
-
-@njit(**INNER)
-def adapted_at(params, i):
-    """Address of the word that has number `i` of the tokens with an adapter."""
-    return sample_at(params, param(params, pb.STEP_SAMPLES)) + 8 * i
-
-
-@njit(**INNER)
-def adapted_group_at(params, group):
-    """Address of slot and end of a group of tokens with the same adapter."""
-    return adapted_at(params, param(params, pb.STEP_TOKENS)) + 8 * ADAPTED_PLAN * group
-
-
-@njit(**INNER)
-def _adapter_of(params, row):
-    """1 + slot of the adapter that a row names; 0 when it names none, -1 when it is not loaded."""
-    tag = get_i64(param(params, pb.ROW_INTS_AT) + row * _ROW_INTS + _ADAPTER)
-    if tag == 0:
-        return 0
-    tags = param(params, pb.ADAPTERS)
-    if tags != 0:
-        for slot in range(MAX_ADAPTERS):
-            if get_i64(tags + 8 * slot) == tag:
-                return 1 + slot
-    return -1
 
 
 @njit(**INNER)
@@ -216,9 +190,14 @@ def make_plan(params, step):
         is_sound = _is_sound(params, row, start, count, samples, base, masks, n_tokens, n_samples)
         if pooled != 0 and not _is_poolable(params, count, samples, base, pool_first, pooled):
             is_sound = False
-        adapter = _adapter_of(params, row) if is_sound else 0
-        if adapter < 0:
-            is_sound = False
+        adapter = 0
+        if is_sound:
+            tag = get_i64(param(params, pb.ROW_INTS_AT) + row * _ROW_INTS + _ADAPTER)
+            if tag != 0:
+                adapter = -1
+                if param(params, pb.ADAPTERS):
+                    adapter = call_entry(param(params, pb.FIND_ADAPTER), (params, tag))
+                is_sound = adapter > 0
         if is_sound and masks != 0 and _is_void(params, row, start, count, samples):
             _refuse(params, slot, samples, base, _NO_MASK)
             continue
@@ -268,7 +247,7 @@ def make_plan(params, step):
     put_i64(plan + 8 * HAS_MASKS, has_masks)
     put_i64(plan + 8 * HAS_POOLED, has_pooled)
     if has_adapters:
-        _group_by_adapter(params, kept)
+        run_entry(param(params, pb.LIST_ADAPTED), (params, kept))
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
         _assign_split_results(params, kept)
     return refused
@@ -285,23 +264,3 @@ def _assign_split_results(params, kept):
         if param(entry, P_COUNT) == 1 and splits > 1 and used + splits * heads <= param(params, pb.N_SPLIT_RESULTS):
             put_i64(entry + 8 * P_SPLIT, used)
             used += splits * heads
-
-
-@njit(**INNER)
-def _group_by_adapter(params, kept):
-    """List the tokens with an adapter by its slot, and where each slot's end."""
-    n = groups = 0
-    for slot in range(MAX_ADAPTERS):
-        before = n
-        for i in range(kept):
-            entry = entry_at(params, i)
-            if param(entry, P_ADAPTER) == 1 + slot:
-                for t in range(param(entry, P_COUNT)):
-                    put_i64(adapted_at(params, n), param(entry, P_TOKEN) + t)
-                    n += 1
-        if n > before:
-            group = adapted_group_at(params, groups)
-            put_i64(group, slot)
-            put_i64(group + 8, n)
-            groups += 1
-    put_i64(param(params, pb.PLAN) + 8 * ADAPTED, n)

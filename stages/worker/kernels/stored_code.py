@@ -21,12 +21,18 @@ from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 # By name: the word of the parameter block that holds the address; -1: called from Python.
 # Those that take longest to compile come first.
 ENTRIES = {"steps": -1, "draw": pb.DRAW, "attend": pb.ATTEND, "matmul": pb.MATMUL, "embed": pb.EMBED_ROW, "head": -1}
-EXTRA_ENTRIES = {"experts": pb.EXPERTS, "shrink": pb.SHRINK, "expand": pb.EXPAND}  # that only some models need
+_OF_ADAPTERS = {
+    "shrink": pb.SHRINK,
+    "expand": pb.EXPAND,
+    "find_adapter": pb.FIND_ADAPTER,
+    "list_adapted": pb.LIST_ADAPTED,
+}
+EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS}  # that only some models need
 
 
 def extra_entries(hyper: Hyper, has_adapters: bool = False) -> tuple[str, ...]:
     """The names in `EXTRA_ENTRIES` that a model needs."""
-    adapters = ("shrink", "expand") if has_adapters else ()
+    adapters = tuple(_OF_ADAPTERS) if has_adapters else ()
     return (*(("experts",) if hyper.n_experts else ()), *adapters)
 
 
