@@ -149,6 +149,8 @@ def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = Fals
             else ""
         )
         click.echo(f"unloaded {model}{late}")
+    elif op == "unload":
+        click.echo(f"unloaded {model}; its requests in flight finish on {done['previous']}")
     else:
         later = f"; {done['previous']} is unloaded after its {left} requests" if left else ""
         click.echo(f"{model} is served by {done['instance']} ({done['digest'][:16]}) after {took_s:.1f} s{later}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 from array import array
 from collections.abc import Callable
@@ -13,12 +14,13 @@ import msgspec
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import InvalidRequest, ModelUnavailable
+from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable
 from pipeline.models import versions
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 from stages.gateway.versions import load_steps
 from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.load_settings import adapter_settings
 from stages.gateway.versions.loader import Loader
 
 NAME = "model"
@@ -165,3 +167,66 @@ def test_a_load_goes_on_when_a_stage_reports(tmp_path: Path, file: Path, monkeyp
         await reached(lambda: loader.report("change")["phase"] == "self-test")
 
     asyncio.run(load())
+
+
+# ------------------------------------------------------------------ adapters
+
+
+def adapter_catalog(path: Path, adapters: tuple[str, ...]) -> VersionCatalog:
+    model = {"name": NAME, "path": str(path), "adapters": [{"name": one, "path": f"/{one}.gguf"} for one in adapters]}
+    config = resolve({"models": [model]}, {})
+    return VersionCatalog(config, versions.initial(config), lambda fresh: None)
+
+
+@pytest.mark.timeout(30)  # a blocking open of the FIFO would wait for its writer
+@pytest.mark.parametrize(
+    ("op", "name", "path", "error", "reason"),
+    [
+        ("load", "other:x", "adapter.gguf", ModelNotFound, "model 'other' is not loaded"),
+        ("load", f"{NAME}:a", "adapter.gguf", Conflict, "model:a is loaded already; `starling reload model:a`"),
+        ("load", f"{NAME}:-x", "adapter.gguf", InvalidRequest, "the adapter's name '-x' cannot be used"),
+        ("load", f"{NAME}:", "adapter.gguf", InvalidRequest, "the adapter's name '' cannot be used"),
+        ("load", f"{NAME}:x:y", "adapter.gguf", InvalidRequest, "the adapter's name 'x:y' cannot be used"),
+        ("load", f"{NAME}:x", "", InvalidRequest, "path is ''; it must be the absolute path of a GGUF file, or of a"),
+        ("load", f"{NAME}:x", "none.gguf", InvalidRequest, "it must be the absolute path of a GGUF file"),
+        ("load", f"{NAME}:x", "pipe", InvalidRequest, "it must be the absolute path of a GGUF file"),
+        ("reload", f"{NAME}:x", "adapter.gguf", ModelNotFound, "has no adapter 'x'; it has: model:a, model:b"),
+        ("unload", f"{NAME}:x", "", ModelNotFound, "has no adapter 'x'; it has: model:a, model:b"),
+    ],
+)
+def test_adapters_that_cannot_be_changed(
+    tmp_path: Path, file: Path, op: str, name: str, path: str, error: type[Exception], reason: str
+) -> None:
+    (tmp_path / "adapter.gguf").write_bytes(b"GGUF")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(error, match=re.escape(reason)):
+        adapter_settings(adapter_catalog(file, ("a", "b")), op, name, str(tmp_path / path) if path else "")
+
+
+def test_the_settings_of_a_model_with_other_adapters(tmp_path: Path, file: Path) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()  # a PEFT directory
+    catalog = adapter_catalog(file, ("a", "b"))
+
+    def adapters(op: str, name: str, path: str = "") -> list[tuple[str, str]]:
+        settings = adapter_settings(catalog, op, f"{NAME}:{name}", path)
+        assert (settings.name, settings.path) == (NAME, str(file))
+        return [(one.name, one.path) for one in settings.adapters]
+
+    assert adapters("load", "c", str(adapter)) == [("a", "/a.gguf"), ("b", "/b.gguf"), ("c", str(adapter))]
+    assert adapters("reload", "a", str(adapter)) == [("a", str(adapter)), ("b", "/b.gguf")]
+    assert adapters("unload", "a") == [("b", "/b.gguf")]
+    full = adapter_catalog(file, tuple(f"a{i}" for i in range(64)))
+    with pytest.raises(InvalidRequest, match="has 64 adapters, the most that it can have"):
+        adapter_settings(full, "load", f"{NAME}:c", str(adapter))
+
+
+def test_a_version_with_other_adapters_keeps_what_does_not_change(tmp_path: Path, file: Path) -> None:
+    catalog = adapter_catalog(file, ("a", "b"))
+    pins = (("a", "aa" * 32), ("b", "bb" * 32))
+    catalog.pin(NAME, "cd" * 32, pins)
+    serving = catalog.serving(NAME)
+    assert serving is not None
+    new = catalog.begin(serving.settings, "1", "reload", 9.0, serving, "b")
+    assert (new.digest, new.adapters) == ("cd" * 32, pins[:1])
+    assert catalog.begin(serving.settings, "2", "reload", 9.0).adapters == ()

@@ -1,6 +1,6 @@
 """Logarithms of probabilities from llama.cpp (the wheel `xllamacpp`, `make peers`), in a child process.
 
-    python -m tests.worker.peer_logits MODEL.gguf CONTEXT < prompts.json
+    python -m tests.worker.peer_logits MODEL.gguf CONTEXT [ADAPTER.gguf] < prompts.json
 
 reads a list of prompts (lists of token ids) and writes one list for each: ln P of every token id after the prompt.
 """
@@ -26,10 +26,13 @@ def is_installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def peer_logprobs(model: Path, prompts: Sequence[Sequence[int]], context: int) -> np.ndarray:
+def peer_logprobs(
+    model: Path, prompts: Sequence[Sequence[int]], context: int, adapter: Path | None = None
+) -> np.ndarray:
     """(len(prompts), vocab) f64."""
+    arguments = [str(model), str(context), *([str(adapter)] if adapter is not None else [])]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.worker.peer_logits", str(model), str(context)],
+        [sys.executable, "-m", "tests.worker.peer_logits", *arguments],
         input=json.dumps([[int(token) for token in prompt] for prompt in prompts]),
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -72,6 +75,10 @@ def main() -> None:
     params.n_ctx, params.n_parallel = int(sys.argv[2]), 1
     params.cache_ram_mib = 0
     params.warmup = False
+    if sys.argv[3:]:
+        adapter = xllamacpp.CommonAdapterLoraInfo()
+        adapter.path, adapter.scale = sys.argv[3], 1.0
+        params.lora_adapters = [adapter]
     server = xllamacpp.Server(params)
     answers.write(json.dumps([_logprobs(server, prompt) for prompt in json.load(sys.stdin)]) + "\n")
     answers.flush()

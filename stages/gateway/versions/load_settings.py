@@ -71,7 +71,7 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
         del known[adapter]
     else:
         path = path or (known[adapter].path if adapter in known else "")
-        if not path or not _is_usable_path(path) or not os.path.exists(path):
+        if not path or not _is_usable_path(path) or not (os.path.isfile(path) or os.path.isdir(path)):
             raise InvalidRequest(
                 f"path is {path[:200]!r}; it must be the absolute path of a GGUF file, or of a PEFT directory, on the "
                 f"server's machine",
