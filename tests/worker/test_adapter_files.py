@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from tools.reference.adapter import Adapter
 from tools.reference.source import Source
 from tools.tiny_adapter import write_adapter, write_peft
 
+ROOT = Path(__file__).parents[2]
 MAX_RANK, MAX_BYTES = 64, 1 << 30
 
 
@@ -317,3 +320,12 @@ def test_names_of_modules_may_have_the_adapter_s(tiny_gguf: TinyGguf, ingested: 
     (source / "adapter_model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + raw[8 + length :])
     assert prepare(source, base, tmp_path).digest == expected
     assert BY_ID[0] is F32
+
+
+def test_workers_import_no_reader_before_they_need_one() -> None:
+    """They are forked from a process that has imported the stage, and share its memory."""
+    code = "import sys, stages.worker.stage as _; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    found = done.stdout.split()
+    assert "stages.worker.adapters.prepared" in found
+    assert [name for name in found if "huggingface" in name or name == "tokenizers"] == []
