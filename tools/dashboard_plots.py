@@ -77,7 +77,7 @@ def _draw(axis: Any, url: str, panel: Panel, end: float, span_s: float) -> None:
     axis.set_xlabel("s", fontsize=8)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
-    if lines:
+    if any(name for _, name, _ in lines[:MAX_LINES]):
         axis.legend(fontsize=7, loc="upper left")
 
 

@@ -37,14 +37,14 @@ BODY = {"model": "tiny", "prompt": list(range(3, 90)), "max_tokens": 20, "ignore
 
 
 class Prometheus:
-    """A process that scrapes one server every second."""
+    """A process that scrapes one server every 2 s."""
 
     def __init__(self, home: Path, target: int) -> None:
         self.port = free_port()
         home.mkdir()
         shutil.copy(RULES, home / "rules.yml")
         config = {
-            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
             "rule_files": ["rules.yml"],
             "scrape_configs": [{"job_name": "starling", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
         }
@@ -140,8 +140,10 @@ def queries() -> list[tuple[str, str, str]]:
 
 def test_every_query_of_every_panel_has_data(prometheus: Prometheus) -> None:
     assert len(queries()) > 40
-    empty = [(board, panel, expression) for board, panel, expression in queries() if not prometheus.query(expression)]
-    assert empty == []
+    for _, _, expression in queries():
+        _wait(
+            prometheus, expression
+        )  # a scrape that took too long leaves the gauges without a value until the next one
 
 
 def test_load_and_faults_are_in_the_data(prometheus: Prometheus) -> None:
