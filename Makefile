@@ -83,7 +83,7 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
 
-test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, LlamaIndex, pydantic-ai and others against the demo model; some minutes
+test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pydantic-ai and others against the demo model; minutes
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.client_tests $(CLIENTS)/bin/python $(ARGS)
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Create or update a virtual environment: locked packages with checked hashes, then the project itself.
-# Usage: setup_venv.sh VENV LOCKFILE [alone].  "alone" leaves the project out.  Needs Python 3.11 or newer and a package index; PYTHON names the interpreter.
+# Usage: setup_venv.sh VENV LOCKFILE [alone].  "alone" leaves the project out.
+# Needs Python 3.11 or newer and a package index; PYTHON names the interpreter.
 # Ends with one clear message when something is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -61,10 +62,12 @@ find_uv() {
 
 # uv draws its own progress on a terminal. Otherwise its output goes into the log.
 install_with_uv() {
-    local output=/dev/stderr
+    local output=/dev/stderr settings=()
+    [ "$mode" != alone ] || settings=(--no-config) # [tool.uv] leaves out what only the project does without
     [ -t 2 ] || output=$log
-    "$1" pip install --compile-bytecode --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
-        { [ "$mode" = alone ] || "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation --editable . >>"$log" 2>&1; }
+    "$1" pip install "${settings[@]}" --compile-bytecode --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
+        { [ "$mode" = alone ] || "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation \
+            --editable . >>"$log" 2>&1; }
 }
 
 # On a terminal one line that is overwritten, elsewhere a line for each package; all output goes into the log.
