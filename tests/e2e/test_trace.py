@@ -33,7 +33,10 @@ ATTEMPTS = 8  # to kill a stage before the end of a stream
 ROUNDING_MS = 0.01
 
 
-HAS_OTEL = importlib.util.find_spec("opentelemetry") is not None
+try:
+    HAS_OTEL = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+except ModuleNotFoundError:  # a package above it is missing
+    HAS_OTEL = False
 needs_otel = pytest.mark.skipif(not HAS_OTEL, reason="the extra otel is not installed")
 
 
