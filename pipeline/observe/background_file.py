@@ -9,6 +9,7 @@ from collections import deque
 from typing import Protocol
 
 MAX_WAITING = 1 << 20  # bytes of lines that are not written yet
+THREAD_NAME = "log"
 CLOSE_S = 2.0  # a stage that ends waits this long for its last lines
 
 
@@ -68,7 +69,7 @@ class BackgroundFile:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             # Signals are the main thread's: one that this thread took would not end the main thread's poll().
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:

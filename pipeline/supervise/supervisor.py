@@ -26,6 +26,7 @@ import os
 import random
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -34,6 +35,7 @@ from pipeline import procfs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.observe import logs
+from pipeline.observe.background_file import THREAD_NAME
 from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime.malloc_trim import trim
 from pipeline.supervise import ancestors, base, listen_fd
@@ -99,9 +101,11 @@ def preloaded(preload: Callable[[], object] | None) -> bool:
         # The stage will fail with the same error as a program, and is then restarted or given up.
         log.exception("preloading the stage failed")
         return False
-    threads = len(procfs.threads())
-    if threads > 1:
-        log.warning("preloading started threads, restarts will import again", extra={"threads": threads})
+    # A child writes its lines itself: it does not need the thread that writes those of this process.
+    known = {os.getpid(), *(one.native_id for one in threading.enumerate() if one.name == THREAD_NAME)}
+    threads = set(procfs.threads()) - known
+    if threads:
+        log.warning("preloading started threads, restarts will import again", extra={"threads": len(threads)})
         return False
     gc.collect()
     trim()  # what `preload` needed for a moment would be free memory in every child

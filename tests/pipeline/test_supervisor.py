@@ -252,3 +252,24 @@ def test_a_repeated_signal_is_a_second_request_only_after_a_while() -> None:
         now[0] = 100.0 + at
         supervisor.on_signal(signal.SIGTERM, None)
         assert supervisor.stop_requests == wishes
+
+
+PRELOAD = """
+import logging, sys, threading
+from pathlib import Path
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.observe import logs
+from pipeline.supervise.supervisor import preloaded
+
+logs.setup("kv", Config(models=(ModelConfig(name="m"),)), Path(sys.argv[1]), in_background=True)
+logging.getLogger("starling.kv").warning("before")
+assert threading.active_count() == 2  # the thread that writes the line
+print(preloaded(lambda: None), preloaded(threading.Thread(target=threading.Event().wait, daemon=True).start))
+"""
+
+
+def test_the_thread_that_writes_log_lines_does_not_prevent_a_fork(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", PRELOAD, tmp_path], capture_output=True, text=True, timeout=LONG_S, check=True
+    )
+    assert result.stdout.split() == ["True", "False"]
