@@ -53,8 +53,9 @@ assert struct.calcsize("<8sIIQQ") == _OWNER_AT
 
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
-_POPULATE_SLICE_BYTES = 4 << 20  # mapped in one call, about 1 ms of one core
-_POPULATE_PAUSE_S = 0.002  # after each slice, so that the thread takes a third of a core at most
+_POPULATE_SLICE_BYTES = 1 << 20  # mapped in one call, about 0.25 ms of one core
+_POPULATE_PAUSE = 9  # after each slice, times what it took: the thread takes a tenth of a core at most
+_MAX_POPULATE_PAUSE_S = 0.05
 
 
 class ArenaError(RuntimeError):
@@ -258,10 +259,11 @@ class Arena:
         return self.buffer[offset:end].view(dtype).reshape(shape)
 
     def populate(self) -> None:
-        """Map all pages of memory into this process, in a background thread of the lowest priority.
+        """Map all pages of memory into this process, in a background thread that takes a tenth of a core.
 
         Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process
-        keeps growing until every page has been accessed once.
+        keeps growing until every page has been accessed once.  The thread has the process's priority: one of the
+        lowest could end only after everything else on a busy machine, and a killed process ends with its last thread.
         """
         threading.Thread(target=_populate, args=(self,), name="populate", daemon=True).start()
 
@@ -286,14 +288,14 @@ def _populate(arena: Arena) -> None:
     """Run by the thread of `Arena.populate`."""
     buffer = arena.buffer  # keeps the map alive until the last slice
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
     start, size = buffer.ctypes.data & -4096, buffer.nbytes
     for offset in range(0, size, _POPULATE_SLICE_BYTES):
         length = min(_POPULATE_SLICE_BYTES, size - offset)
         if arena.is_closed:
             return
+        begun = time.monotonic()
         place = ctypes.c_void_p(start + offset), ctypes.c_size_t(length)
         if _libc.madvise(*place, _MADV_POPULATE_READ):  # ctypes releases the GIL during the call
             return
-        time.sleep(_POPULATE_PAUSE_S)
+        time.sleep(min(_MAX_POPULATE_PAUSE_S, _POPULATE_PAUSE * (time.monotonic() - begun)))

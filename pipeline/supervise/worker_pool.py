@@ -17,6 +17,7 @@ once; SIGHUP restarts every group.  Notifies systemd for all of them (`READY`, `
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -58,6 +59,12 @@ class Member:
     not_before: float = 0.0  # of the next start
     kill_at: float = field(default=float("inf"))
     has_given_up: bool = False
+    orphans: set[int] = field(default_factory=set)  # processes of its last run that were killed and have not ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of it is left."""
+        return not (self.pid or self.orphans)
 
 
 class WorkerPool(SupervisorBase):
@@ -101,7 +108,7 @@ class WorkerPool(SupervisorBase):
         while True:
             self._follower.poll()
             self._reconcile()
-            if self.stop_requests and not any(member.pid for member in self._members.values()):
+            if self.stop_requests and all(member.is_over for member in self._members.values()):
                 self.ignore_restart_requests()
                 return self._code
             if self._renames in self.wait(self._timeout_s()):
@@ -112,7 +119,9 @@ class WorkerPool(SupervisorBase):
     def _timeout_s(self) -> float:
         """How long `run` may wait when no event comes."""
         members = self._members.values()
-        is_settled = all(member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members)
+        is_settled = not any(member.orphans for member in members) and all(
+            member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members
+        )
         if self._renames < 0 or self.stop_requests or not is_settled or not self._is_ready_sent:
             return TICK_S
         if self._watchdog_s:
@@ -130,10 +139,10 @@ class WorkerPool(SupervisorBase):
         wanted = {} if self.stop_requests else self._wanted()
         for version_id, member in list(self._members.items()):
             member.version = wanted.get(version_id, member.version)
-            if version_id not in wanted and not member.pid:
+            if version_id not in wanted and member.is_over:
                 del self._members[version_id]
                 self._remove_files(member.version.stage, member.version.slug)
-            elif version_id not in wanted and member.kill_at == float("inf"):
+            elif version_id not in wanted and member.pid and member.kill_at == float("inf"):
                 member.kill_at = now + self._drain_s
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
@@ -151,7 +160,7 @@ class WorkerPool(SupervisorBase):
             if member.has_given_up and not member.pid and versions.take_start_request(self._run_dir, version.stage):
                 member.not_before = min(member.not_before, now)
             may_start = not member.has_given_up or version.state == "serving"
-            if not member.pid and may_start and now >= member.not_before:
+            if member.is_over and may_start and now >= member.not_before:
                 self._start(member)
 
     def _add(self, version: ModelVersion) -> Member:
@@ -173,8 +182,10 @@ class WorkerPool(SupervisorBase):
     # -------------------------------------------------------------- ended members
 
     def _reap(self) -> None:
-        """Wait for ended members, kill what is left of them, decide what happens next."""
+        """Collect ended members, kill what is left of them, decide what happens next."""
         for member in self._members.values():
+            if member.orphans:
+                self._fence(member)
             if not member.pid:
                 continue
             ended = os.waitid(os.P_PIDFD, member.pidfd, os.WEXITED | os.WNOHANG)
@@ -183,19 +194,24 @@ class WorkerPool(SupervisorBase):
             self.unregister(member.pidfd)
             os.close(member.pidfd)
             member.pid, member.pidfd = 0, -1
-            self._fence()
+            self._fence(member)
             self._on_end(member, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
-    def _fence(self) -> None:
-        """Kill the orphans of a killed member, which are now children of this subreaper, and wait for them."""
-        mine = {member.pid for member in self._members.values()}
-        while orphans := [pid for pid in procfs.children(os.getpid()) if pid not in mine]:
-            for pid in orphans:
-                try:
+    def _fence(self, member: Member) -> None:
+        """Kill the orphans of an ended member, which are now children of this subreaper, and collect those that ended.
+
+        The others keep the member from being started again.  The pool does not wait for them: on a busy machine it
+        may take seconds until the threads and the memory of a process are gone, and other members must start.
+        """
+        others = {pid for one in self._members.values() for pid in (one.pid, *one.orphans)} - member.orphans
+        has_collected = True
+        while has_collected:  # the children of an orphan that has ended are orphans, too
+            has_collected = False
+            member.orphans = set(procfs.children(os.getpid())) - others
+            for pid in member.orphans:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
-                    os.waitid(os.P_PID, pid, os.WEXITED)
-                except (ProcessLookupError, ChildProcessError):
-                    pass
+                    has_collected |= os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
 
     def _on_end(self, member: Member, code: int) -> None:
         """`code`: exit code, or -signal."""
@@ -311,6 +327,9 @@ def run_worker_pool(
     run_dir.prepare(paths.run_dir(config))
     arena_dir.prepare(config)
     watched_ancestors = ancestors.open_watched_ancestors()
+
+    if not versions.read(config).versions:
+        preloaded(preload)  # while the pool has nothing else to do: the first load need not wait for it
 
     def fork(version: ModelVersion) -> int:
         """Start a supervisor; its pid."""

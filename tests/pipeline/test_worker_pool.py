@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import signal
@@ -27,6 +28,7 @@ from tests.e2e.server import wait_gone
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
+PTRACE_SEIZE, WAIT_ALL = 0x4206, 0x40000000  # of <sys/ptrace.h> and <sys/wait.h>
 
 
 class World:
@@ -129,6 +131,26 @@ def test_a_killed_member_is_fenced_and_restarted(world: World) -> None:
     pool.terminate()
     assert pool.wait(WAIT_S) == 0
     assert wait_gone(other)
+
+
+def test_an_orphan_that_is_slow_to_end_holds_up_its_own_member_alone(world: World) -> None:
+    """A busy machine takes seconds to end a process; a tracer holds it back here, until it has been waited for."""
+    world.write(make("parent", 1))
+    pool = world.start()
+    member, below = world.wait_begun("m@1")
+    if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, below, None, None):
+        pytest.skip("processes may not be traced here")
+    os.kill(member, signal.SIGKILL)
+    assert wait_gone(member)
+    world.write(make("parent", 1), make("stay", 2, "loading"))
+    other, _ = world.wait_begun("m@2")
+    world.write(make("parent", 1))
+    world.wait(lambda: not list(world.run_dir.glob("worker-m@2.*")) and wait_gone(other, 0))
+    assert len(world.lives("m@1")) == 1
+    os.waitpid(below, WAIT_ALL)
+    world.wait_begun("m@1", lives=2)
+    pool.terminate()
+    assert pool.wait(WAIT_S) == 0
 
 
 def test_a_failure_while_loading_is_recorded(world: World) -> None:
