@@ -1,6 +1,6 @@
 """The worker process: rank 0 of a worker group, which leads the other ranks and owns the group's only socket.
 
-    prepare the checkpoint, load kernels -> map the model -> fork the other ranks -> WorkerReady
+    prepare the checkpoint, load kernels -> map the model -> fork the other ranks -> dummy passes -> WorkerReady
       -> Attach: map the arenas -> compute steps as the ring's head moves -> Detach -> WorkerReady ...
 
 Between steps it polls the head counter for `SPIN_NS`, then requests a doorbell and sleeps.  The control socket is read
@@ -38,6 +38,7 @@ from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_ada
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
+from stages.worker.warm_up import warm_up
 
 log = logging.getLogger("starling.worker")
 
@@ -85,6 +86,7 @@ class WorkerStage:
             watch(self.ranks)
         logs.start_writing()
         pin(cpus, 0, self.n_ranks)
+        self._warm_up()
         self._phases.end()
         for phase, seconds in self._phases.seconds.items():
             self.loop.metrics.set("starling_model_load_seconds", seconds, self.version.name, phase)
@@ -119,6 +121,20 @@ class WorkerStage:
             if self.adapters.get(name, digest) != digest:
                 log.warning("adapter was replaced", extra={"model": self.name, "adapter": name, "before": digest})
         return AdapterMemory(checkpoint.index, list(prepared.values()))
+
+    def _warm_up(self) -> None:
+        """Dummy passes, so that the first request finds the weights mapped; without them it is only slower."""
+        self._phases.enter("warm up")
+        self.loop.reason = f"warming up {self.name}"
+        settings, path = self.model_config, paths.arena_dir(self.config) / f"{self.version.slug}.act"
+        with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
+            try:
+                refused = warm_up(self.model, self.ranks, settings.kv_type, settings.page_tokens, path)
+            except (ArenaError, OSError, ValueError) as error:
+                log.warning("not warmed up", extra={"model": self.name, "reason": str(error)})
+            else:
+                if refused:
+                    log.error("entries of a dummy pass were refused", extra={"model": self.name, "entries": refused})
 
     # -------------------------------------------------------------- frames of the scheduler
 

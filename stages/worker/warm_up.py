@@ -1,0 +1,88 @@
+"""Dummy passes of a new worker group: a prompt and an output token, before the group reports that it is ready.
+
+They read every weight that a step reads, so that the first request finds them mapped into each rank (and in memory, if
+they were on the disk), and run each kernel once.  The arenas are small ones of the group's own: no request sees a page
+or a row of them.  Meanwhile the other stages prepare their parts of the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from shm import step_ring as sh
+from shm import words
+from shm.arena import Arena
+from shm.checkpoint import Hyper
+from shm.pages import KvGeometry, create_kv
+from stages.worker import activations_arena as act
+from stages.worker.kernels import compiled
+from stages.worker.kernels.parameter_block import FEW
+from stages.worker.model import Model
+from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks
+
+PROMPT_TOKENS = 2 * FEW  # more than `FEW`: the kernels of prompts, which multiply many rows at once
+
+
+def warm_up(model: Model, ranks: list[Rank], kv_type: str, page_tokens: int, base: Path) -> int:
+    """Compute the passes; the number of entries that the kernels refused, 0 in a sound group.
+
+    base: path of the group's activations arena, which does not exist yet; the arenas here are beside it, and are
+    removed.  Raises `ArenaError`, `OSError` or `ValueError` if they cannot be made, and `GroupError`.
+    """
+    h, n_ranks = model.hyper, 1 + len(ranks)
+    prompt = max(1, min(PROMPT_TOKENS, h.context_length - 1))
+    steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, -(-(prompt + 1) // page_tokens) + 1)
+    kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
+    # Named as `Arena.create` names what it has not completed: a group that is killed here leaves them to its successor.
+    paths = ArenaPaths(*(str(base.with_name(f".{base.name}.warm-{kind}")) for kind in ("steps", "kv", "act")))
+    arenas: list[Arena] = []
+    try:
+        arena, steps = sh.create_steps(Path(paths.steps), steps_geometry, model.digest)
+        arenas.append(arena)
+        arenas.append(create_kv(Path(paths.kv), kv_geometry, steps_geometry.max_pages, model.digest, 1)[0])
+        geometry = act.geometry_for(steps_geometry, h, prompt, n_ranks)
+        arenas.append(act.create_activations(Path(paths.activations), geometry, h, model.digest))
+        act.reset_barrier(act.control_words(arenas[-1]), n_ranks)
+        _write_row(steps, h, prompt)
+        attachment = Attachment(model, paths, 0)
+        try:
+            attach_ranks(ranks, paths)
+            refused = _compute(attachment, prompt, h.is_causal)
+            act.announce(attachment.words, 2 * sh.SLOTS + 1, n_ranks)
+            attach_ranks(ranks, ArenaPaths())
+        finally:
+            attachment.close()
+    finally:
+        for arena in arenas:
+            arena.close()
+            arena.unlink()
+    return refused
+
+
+def _write_row(steps: sh.Steps, h: Hyper, prompt: int) -> None:
+    """The one sequence: any tokens, sampled greedily."""
+    steps.tokens[0, : prompt + 1] = np.arange(prompt + 1) % h.vocab_size
+    steps.tables[0] = np.arange(steps.tables.shape[1])
+    steps.row_ints[0, sh.OUTPUT_START] = prompt
+    steps.row_ints[0, sh.LOGPROBS] = -1
+    steps.row_ints[0, sh.ORDER] = sh.pack_order(())
+    steps.row_floats[0, [sh.TOP_P, sh.REPETITION]] = 1.0
+
+
+def _compute(attachment: Attachment, prompt: int, generates: bool) -> int:
+    """The prompt, and the token after it if the model generates; returns how many entries were refused."""
+    refused = 0
+    entries = [(0, 0, prompt, int(generates))] + ([(0, prompt, 1, 1)] if generates else [])
+    for number, entry in enumerate(entries, 1):
+        slot = number % sh.SLOTS
+        attachment.steps.entries[slot, 0] = (*entry, 0, 0, 0, 0)
+        attachment.steps.slot_head[slot, : sh.SLOT_SAMPLES + 1] = (number, 1, 1, entry[-1])
+        words.store(attachment.steps.control, sh.HEAD, number)
+        refused += int(
+            compiled.run_steps(
+                attachment.table.address, attachment.control, 2 * number, number, attachment.timing, 0, 0, -1
+            )
+        )
+    return refused
