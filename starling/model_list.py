@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import StarlingError
+from pipeline.ipc import control
 from pipeline.models import registry, store, versions
 from pipeline.observe import status
 from shm.checkpoint import CheckpointError, Index, load_index
@@ -18,7 +21,9 @@ class Row(msgspec.Struct):
     """One model. Unknown texts are "", unknown numbers 0."""
 
     name: str
-    state: str  # loaded, ready (the next start needs no preparation), fetched, changed, to be fetched
+    state: (
+        str  # loaded, loading, unloading, ready (the next load needs no preparation), fetched, changed, to be fetched
+    )
     path: str
     present: bool  # the file exists
     ingested: bool  # its checkpoint exists
@@ -31,7 +36,8 @@ class Row(msgspec.Struct):
     parameters: int = 0
     source: str = ""  # where it was pulled from
     pulled: float = 0.0  # s since 1970
-    last_used: float = 0.0  # s since 1970: when its weights were last loaded
+    last_used: float = 0.0  # s since 1970: when the server used it last, or its weights were last loaded
+    expires_in_s: float | None = None  # until the server unloads it, if it is not used; None: no end, or not loaded
 
 
 def known(config: Config) -> tuple[ModelConfig, ...]:
@@ -44,9 +50,18 @@ def known(config: Config) -> tuple[ModelConfig, ...]:
 def rows(config: Config) -> list[Row]:
     """A row for each known model and each that is loaded besides."""
     loaded = loaded_versions(config)
-    found = [_row(config, model, loaded) for model in known(config)]
+    use = _use(config) if loaded else {}
+    found = [_row(config, model, loaded, use) for model in known(config)]
     names = {row.name for row in found}
-    return found + [_row(config, version.settings, loaded) for version in loaded if version.name not in names]
+    return found + [_row(config, version.settings, loaded, use) for version in loaded if version.name not in names]
+
+
+def _use(config: Config) -> dict[str, dict[str, Any]]:
+    """What the gateway reports of the loaded models, by name; nothing if it does not answer."""
+    try:
+        return dict(control.call(paths.run_dir(config), "gateway", {"op": "state"}).get("use", {}))
+    except StarlingError:
+        return {}
 
 
 def loaded_versions(config: Config) -> list[versions.ModelVersion]:
@@ -56,7 +71,9 @@ def loaded_versions(config: Config) -> list[versions.ModelVersion]:
     return list(versions.read(config).versions)
 
 
-def _row(config: Config, model: ModelConfig, loaded: list[versions.ModelVersion]) -> Row:
+def _row(
+    config: Config, model: ModelConfig, loaded: list[versions.ModelVersion], use: dict[str, dict[str, Any]]
+) -> Row:
     folder = paths.models_dir()
     path = store.gguf_path(model, folder)
     record = store.record_of(model, folder)
@@ -67,7 +84,7 @@ def _row(config: Config, model: ModelConfig, loaded: list[versions.ModelVersion]
     if not path.is_file():
         state = "to be fetched"
     elif any(version.name == model.name for version in loaded):
-        state = "loaded"
+        state = use.get(model.name, {}).get("state", "loaded")
     row = Row(model.name, state, str(path), path.is_file(), index is not None, config.model(model.name) is not None)
     if record is not None:
         row.digest, row.bytes, row.source, row.pulled = record.digest, record.nbytes, record.source, record.pulled
@@ -80,6 +97,9 @@ def _row(config: Config, model: ModelConfig, loaded: list[versions.ModelVersion]
         row.context_length = index.hyper.context_length
         row.quantization = row.quantization or quantization_of_index(index)
     row.last_used = store.last_used(folder, row.digest) if row.digest else 0.0
+    if known_use := use.get(model.name):
+        row.last_used = max(row.last_used, known_use["last_used"] or 0.0)
+        row.expires_in_s = known_use["expires_in_s"]
     return row
 
 

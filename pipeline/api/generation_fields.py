@@ -5,6 +5,7 @@ The bounds hold for every model.  A model's own bounds (context, vocabulary) are
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pipeline.api.constraint_fields import CONSTRAINT_FIELDS
@@ -24,6 +25,7 @@ from pipeline.api.fields import (
 )
 from pipeline.api.json_schema import array_of, described, schema_of, string
 from pipeline.config.schema import MAX_DRAFT_TOKENS
+from pipeline.durations import FORM, seconds_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
 from shm.sampler_steps import DEFAULT_ORDER
@@ -115,6 +117,18 @@ def read_breakers(value: Any, name: str) -> tuple[str, ...]:
         raise invalid_value(name, value, f"an array of up to {MAX_BREAKERS} strings")
     breakers: tuple[str, ...] = strings(MAX_BREAKERS, MAX_BREAKER_CHARACTERS)(value, name)
     return breakers
+
+
+@described({"type": ["number", "string"], "maxLength": 40})
+def read_keep_alive(value: Any, name: str) -> float:
+    """Read how long a model stays loaded, in s; -1: for good."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise invalid_value(name, value, FORM)
+    try:
+        seconds = seconds_of(value)
+    except (ValueError, OverflowError):
+        raise invalid_value(name, value, FORM) from None
+    return -1.0 if seconds == math.inf else seconds
 
 
 _SIGMAS = number(-1, 1000, hint="0 and -1 switch it off")
@@ -210,6 +224,7 @@ COMMON_FIELDS: dict[str, Reader] = {
     "stream": flag,
     "skip_special_tokens": flag,
     "cache_salt": read_salt,
+    "keep_alive": read_keep_alive,
     "speculate": integer(0, MAX_DRAFT_TOKENS, hint="0 switches it off"),
     "priority": integer(-MAX_PRIORITY, MAX_PRIORITY, hint="the lower the earlier"),
 }

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
+from pipeline.durations import FORM, seconds_of
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
 from pipeline.models.pretokenizers import PRETOKENIZERS
@@ -66,6 +67,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     yield from _server(config)
     yield from _tracing(config)
     yield from _fleet(config)
+    yield from _on_demand(config)
 
 
 def _unavailable(config: Config) -> Iterator[Rule]:
@@ -373,6 +375,19 @@ def _fleet(config: Config) -> Iterator[Rule]:
     if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:
         reason = "listens on every address, so orchestrators need one: set fleet.agent.advertise"
         yield Rule("fleet.agent.host", repr(fleet.agent.host), reason)
+
+
+def _on_demand(config: Config) -> Iterator[Rule]:
+    times: list[tuple[str, int | str]] = [("on_demand.keep_alive", config.on_demand.keep_alive)]
+    times += [(f"models.{i}.keep_alive", one.keep_alive) for i, one in enumerate(config.models) if one.keep_alive != ""]
+    for key, value in times:
+        try:
+            seconds_of(value)
+        except ValueError:
+            yield Rule(key, repr(value), f"expected {FORM}")
+    if config.on_demand.max_waiting_per_tenant > config.on_demand.max_waiting:
+        reason = f"more than on_demand.max_waiting = {config.on_demand.max_waiting}, which bounds all tenants together"
+        yield Rule("on_demand.max_waiting_per_tenant", str(config.on_demand.max_waiting_per_tenant), reason)
 
 
 def _store_problem(address: str) -> str:

@@ -113,6 +113,10 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     chat_template: str = ""  # a Jinja template, or the path of a file with one; "": the template of the model's file
     # Marks around the reasoning of an answer: by the chat template, none, or the two marks with a space in between.
     reasoning: Annotated[str, Meta(pattern=r"^(auto|none|\S{1,64} \S{1,64})$")] = "auto"
+    preload: bool = True  # loaded at the start; false: by the first request for it
+    # How long it stays loaded after its last request; "": for good with `preload`, else on_demand.keep_alive.
+    keep_alive: int | str = ""
+    pinned: bool = False  # once loaded it stays, however long it is idle and whatever else needs the memory
 
     @property
     def slug(self) -> str:
@@ -312,6 +316,17 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
 
 
+class OnDemandConfig(Section, frozen=True, kw_only=True):
+    """Models that requests load."""
+
+    enabled: bool = True  # a request for a configured or pulled model that is not loaded loads it
+    keep_alive: int | str = "5m"  # after the last request; seconds or a time like 5m; -1: never unloaded when idle
+    max_models: Annotated[int, Meta(ge=0, le=1000)] = 0  # loaded at once; 0: as many as fit
+    wait_ms: Milliseconds = 60_000  # for a load, of requests that are not streamed; then they get 503
+    max_waiting: Count = 64  # requests that wait for loads; more get 503
+    max_waiting_per_tenant: CountOrNone = 0  # 0: three quarters
+
+
 class RegistryConfig(Section, frozen=True, kw_only=True):
     """Pulled models."""
 
@@ -334,6 +349,7 @@ class Config(Section, frozen=True, kw_only=True):
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
     fleet: FleetConfig = FleetConfig()
+    on_demand: OnDemandConfig = OnDemandConfig()
     registry: RegistryConfig = RegistryConfig()
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
 
@@ -342,6 +358,11 @@ class Config(Section, frozen=True, kw_only=True):
         if not name:
             return self.models[0] if self.models else None
         return next((model for model in self.models if model.name == name), None)
+
+    @property
+    def preloaded(self) -> tuple[ModelConfig, ...]:
+        """The models that are loaded at the start."""
+        return tuple(model for model in self.models if model.preload)
 
     def drafts(self, name: str) -> bool:
         """Whether the model drafts for another model or has a draft model."""

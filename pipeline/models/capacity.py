@@ -1,11 +1,15 @@
-"""Capacity check: whether the machine has memory for another model version, before any part of it starts."""
+"""Capacity check: whether the machine has memory for another model version, before any part of it starts.
+
+check        its arenas, and weights that are read into memory
+check_plan   its mapped weights too: a load on demand must fit beside those of the loaded models
+"""
 
 from __future__ import annotations
 
 import os
 from typing import NamedTuple
 
-from pipeline import procfs
+from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
@@ -19,7 +23,20 @@ class FreeMemory(NamedTuple):
     """Bytes."""
 
     arenas: int  # free in the file system of the arenas
-    memory: int  # available in the machine
+    memory: int  # available in the machine, and below the limit of its control group
+
+
+class MemoryPlan(NamedTuple):
+    """What a version takes, in bytes. Mapped weights are pages of a file, which all versions of it share."""
+
+    weights: int
+    kv: int
+    steps_and_activations: int
+
+    @property
+    def arenas(self) -> int:
+        """Bytes in the file system of the arenas."""
+        return self.kv + self.steps_and_activations
 
 
 def measure(config: Config) -> FreeMemory:
@@ -28,18 +45,32 @@ def measure(config: Config) -> FreeMemory:
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     found = os.statvfs(directory)
-    return FreeMemory(found.f_bavail * found.f_frsize, procfs.available_memory())
+    below_limit = cgroup.read().memory_free
+    memory = procfs.available_memory()
+    return FreeMemory(found.f_bavail * found.f_frsize, memory if below_limit is None else min(memory, below_limit))
+
+
+def plan(config: Config, model: ModelConfig) -> MemoryPlan:
+    """What a version of `model` takes; an estimate if it is not prepared."""
+    models_dir = paths.models_dir()
+    try:
+        index_path = store.find_index(model, models_dir)
+        if index_path is not None:
+            index = load_index(index_path)
+            sizes = arena_sizes.arena_sizes(config, model, index.hyper)
+            return MemoryPlan(index.bin_bytes, sizes.kv, sizes.steps + sizes.activations)
+    except (OSError, CheckpointError):
+        pass  # it will be prepared again
+    try:
+        weights = store.gguf_path(model, models_dir).stat().st_size
+    except OSError:
+        weights = 0
+    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20)
 
 
 def need(config: Config, model: ModelConfig) -> int:
     """Bytes of arenas that a version of `model` uses."""
-    try:
-        index = store.find_index(model, paths.models_dir())
-        if index is not None:
-            return arena_sizes.arena_sizes(config, model, load_index(index).hyper).total
-    except (OSError, CheckpointError):
-        pass  # it will be prepared again
-    return config.kv_cache_bytes(model) + (UNPREPARED_MB << 20)
+    return plan(config, model).arenas
 
 
 def weights_need(config: Config, model: ModelConfig) -> int:
@@ -73,4 +104,24 @@ def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
         f"model {model.name!r} needs {needed:,} bytes for its arenas ({config.kv_cache_bytes(model):,} of KV pages) in "
         f"addition to the loaded models, and {where} {available:,} free: lower kv_cache_mb, or unload a model first",
         param="kv_cache_mb",
+    )
+
+
+def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, mapped: int) -> None:
+    """Raise `ResourceError` with the numbers unless a version fits.
+
+    mapped: bytes of available memory that the mapped weights of other loaded models use.
+    """
+    needed = wanted.arenas + wanted.weights
+    left = max(0, free.memory - mapped)
+    if wanted.arenas <= free.arenas and needed <= left:
+        return
+    place = paths.arena_dir(config).parent
+    where = f"{place} has {free.arenas:,} bytes free"
+    if wanted.arenas <= free.arenas:
+        where = f"the machine has {left:,} bytes available beside the weights of the loaded models"
+    raise ResourceError(
+        f"model {name!r} needs {needed:,} bytes ({wanted.weights:,} of weights, {wanted.kv:,} of KV pages and "
+        f"{wanted.steps_and_activations:,} of other arenas), and {where}: lower kv_cache_mb, or unload a model first",
+        param="model",
     )

@@ -12,8 +12,8 @@ a model has one version, whose id is the name itself.
        `----------------------------->  it could not start
 
 The table belongs to the running server: it outlives every one of its processes, and an orderly stop removes it
-with the sockets (pipeline/supervise/cleanup.py), so that a fresh start serves what is configured.  A table that was
-written for other configured models is ignored.
+with the sockets (pipeline/supervise/cleanup.py), so that a fresh start serves what is configured.  Models without
+`preload` enter it when they are loaded.  A table that was written for other configured models is ignored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TABLE_FILE = "versions.json"
 MAX_OUTCOMES = 32  # results of past changes that the table keeps
 
 State = Literal["loading", "serving", "retiring"]
-Op = Literal["load", "reload", "unload"]
+Op = Literal["load", "reload", "unload", "demand"]  # "demand": a load that requests wait for
 
 
 class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +53,11 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     op: Op = "load"  # kind of that change
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest of each adapter, once known: then the path is not read
     until: float = 0.0  # deadline, s since 1970, of loading or of requests in flight; 0: none
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether requests may belong to it. One that an operator loads must pass a self-test before that."""
+        return self.state != "loading" or self.op == "demand"
 
     @property
     def id(self) -> str:
@@ -97,6 +102,7 @@ class VersionTable(msgspec.Struct, frozen=True):
     serial: int  # the last serial that was assigned
     versions: tuple[ModelVersion, ...]
     outcomes: tuple[Outcome, ...] = ()  # oldest first
+    withheld: tuple[str, ...] = ()  # models that an operator has unloaded: no request loads them
 
     def find(self, version_id: str) -> ModelVersion | None:
         """The version of that id."""
@@ -116,8 +122,8 @@ class VersionTable(msgspec.Struct, frozen=True):
 
 
 def initial(config: Config) -> VersionTable:
-    """The table of the models as configured."""
-    found = tuple(ModelVersion(name=model.name, serial=0, settings=model) for model in config.models)
+    """The table of the models as configured: those that are loaded at the start."""
+    found = tuple(ModelVersion(name=one.name, serial=0, settings=one) for one in config.preloaded)
     return VersionTable(_identity(config), 0, found)
 
 

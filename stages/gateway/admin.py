@@ -91,6 +91,7 @@ class Admin:
             "in_flight": service.in_flight.count,
             "models": {name: service.in_flight.of_model(name) for name in self._names()},
             "instances": self._loader.state(),
+            "use": {name: service.on_demand.fields(name) for name in self._names()},
             "draining": service.readiness.drains.report(),
             "readiness": service.readiness.report(service.in_flight.count),
         }
@@ -166,7 +167,7 @@ class Admin:
         except (OSError, *DECODE_ERRORS) as error:
             log.error("stored drains cannot be read and are not in force: %s: %s", self._drains_file, error)
             return {}
-        names = {ALL, *self._names()}
+        names = {ALL, *self._names(), *self._service.catalog.known_names()}
         return {target: timeout_s for target, timeout_s in stored.items() if target in names}
 
 

@@ -18,6 +18,8 @@
     tracer      spans for OpenTelemetry; None: off                          tracing/tracer.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
     loader      loads, reloads and unloads models                           versions/loader.py
+    use         when models were used last                                  versions/model_use.py
+    on_demand   requests that wait for models that are not loaded           versions/on_demand.py
 
 Frames leave through the injected functions. The functions that send return False when the peer is down or its queue is
 full.
@@ -62,9 +64,12 @@ from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.tracer import make_tracer
 from stages.gateway.versions.catalog import VersionCatalog
+from stages.gateway.versions.eviction import Eviction
 from stages.gateway.versions.load_steps import MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
 from stages.gateway.versions.loader import Loader
+from stages.gateway.versions.model_use import ModelUse
+from stages.gateway.versions.on_demand import OnDemand
 from stages.gateway.versions.self_test import SelfTest
 
 
@@ -153,6 +158,23 @@ class Service:
             self.responses,
             self.timelines,
         )
+        self.use = ModelUse(clock, wall)
+        self.loader = Loader(
+            config,
+            self.catalog,
+            self.loaded,
+            self.readiness,
+            self.in_flight,
+            self.lifecycle,
+            SelfTest(self.loaded, self.tokenizer, self.relay, self.embedder, clock),
+            Eviction(config, self.catalog, self.in_flight, self.use, measure, clock),
+            measure,
+            steady,
+        )
+        self.on_demand = OnDemand(config, self.catalog, self.loaded, self.readiness, self.loader, self.use, clock)
+        self.lifecycle.on_used = self.on_demand.used
+        self.recovery.load = self.on_demand.start
+        self.loader.on_demand_failed = self.on_demand.failed
         self.admission = Admission(
             config,
             self.catalog,
@@ -167,17 +189,7 @@ class Service:
             steady,
             draw_seed,
             self.timelines,
-        )
-        self.loader = Loader(
-            config,
-            self.catalog,
-            self.loaded,
-            self.readiness,
-            self.in_flight,
-            self.lifecycle,
-            SelfTest(self.loaded, self.tokenizer, self.relay, self.embedder, clock),
-            measure,
-            steady,
+            self.on_demand,
         )
 
     # ---------------------------------------------------------------- frames

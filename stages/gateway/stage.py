@@ -91,6 +91,9 @@ class GatewayStage:
         self.tokenizer.on_heartbeat = partial(readiness.on_heartbeat, readiness.tokenizer)
         self.scheduler.on_heartbeat = partial(readiness.on_heartbeat, readiness.scheduler)
         self.kv.on_heartbeat = partial(readiness.on_heartbeat, readiness.kv)
+        self.service.loader.on_begun = (
+            self.endpoints.mark_active
+        )  # its heartbeat wakes the stages that follow the table
         self.endpoints.on_tick += [self._tick, MallocTrimmer(self.endpoints.clock).tick]
         self.admin = Admin(self.service, paths.arena_dir(config) / "gateway.drains")
         self.control = ControlServer(paths.run_dir(config), "gateway", self._operate)

@@ -36,12 +36,14 @@ def models(name: str | None, with_plan: bool, as_json: bool) -> None:
 
     \b
     loaded          the running server has it
-    ready           converted; the next start needs no preparation
+    loading         the running server loads it
+    unloading       it goes when its requests have ended
+    ready           converted; the next load needs no preparation
     fetched         the file is there and not converted yet
     changed         the file is not the one that was pulled
     to be fetched   the file is missing
 
-    USED is the time since its weights were last loaded.
+    USED is the time since its last request, or since it was last loaded.
     """
     from starling.cli.tables import print_table
 

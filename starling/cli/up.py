@@ -141,7 +141,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
 
     Raises `ResourceError` with the sizes if they do not fit there either.
     """
-    need = sum(capacity.need(config, model) for model in config.models)
+    need = sum(capacity.need(config, model) for model in config.preloaded)
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.

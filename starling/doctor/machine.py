@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline import procfs
+from pipeline import cgroup, procfs
 from pipeline.config import paths
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import capacity
-from starling.doctor import cgroup
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
 FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
@@ -88,14 +87,14 @@ def cores(config: Config, limits: cgroup.Limits, allowed: int) -> Finding:
 
 
 def memory(config: Config, limits: cgroup.Limits, machine: Machine) -> Finding:
-    """Memory for weights and arenas of the configured models."""
+    """Memory for weights and arenas of the models that are loaded at the start."""
     free = procfs.available_memory(machine.proc / "meminfo")
     where = "available"
     if limits.memory_free is not None and limits.memory_free < free:
         free, where = limits.memory_free, f"free below the control group's limit of {megabytes(limits.memory or 0)}"
-    arenas_need = sum(capacity.need(config, model) for model in config.models)
-    fixed = arenas_need + sum(capacity.weights_need(config, model) for model in config.models)
-    weights = sum(_file_bytes(config, index) for index in range(len(config.models)))
+    arenas_need = sum(capacity.need(config, model) for model in config.preloaded)
+    fixed = arenas_need + sum(capacity.weights_need(config, model) for model in config.preloaded)
+    weights = sum(_file_bytes(model) for model in config.preloaded)
     found = f"{megabytes(free)} {where}; weights {megabytes(weights)}, arenas {megabytes(arenas_need)}"
     if fixed > free:
         return problem("memory", found, "lower kv_cache_mb, serve fewer models, or take a smaller quantization")
@@ -105,11 +104,11 @@ def memory(config: Config, limits: cgroup.Limits, machine: Machine) -> Finding:
     return ok("memory", found)
 
 
-def _file_bytes(config: Config, index: int) -> int:
+def _file_bytes(model: ModelConfig) -> int:
     from pipeline.models import store
 
     try:
-        return store.gguf_path(config.models[index], paths.models_dir()).stat().st_size
+        return store.gguf_path(model, paths.models_dir()).stat().st_size
     except OSError:
         return 0
 
@@ -123,7 +122,7 @@ def arenas(config: Config) -> Finding:
         place = place.parent
     facts = os.statvfs(place)
     free, total = facts.f_bavail * facts.f_frsize + own, facts.f_blocks * facts.f_frsize
-    need = sum(capacity.need(config, model) for model in config.models)
+    need = sum(capacity.need(config, model) for model in config.preloaded)
     found = f"{folder.parent}: {megabytes(free)} of {megabytes(total)} free, arenas need {megabytes(need)}"
     if free >= need:
         return ok("arenas", found)

@@ -362,6 +362,7 @@ RECEIVERS = {
     "AgentConfig": "agent",
     "FleetConfig": "fleet",
     "OrchestratorConfig": "orchestrator|bounds",
+    "OnDemandConfig": "on_demand",
     "RegistryConfig": "registry",
     "TracingConfig": "tracing|config",
     "OtlpConfig": "otlp|config|_config",

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pipeline import cgroup
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, ServerConfig
 from starling.cli import cli
 from starling.cli.doctor import lines
-from starling.doctor import cgroup, machine
+from starling.doctor import machine
 from starling.doctor.finding import Finding
 from starling.doctor.home import certificate
 from tests.tls_files import place

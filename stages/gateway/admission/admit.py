@@ -2,7 +2,8 @@
 
     1  the server takes requests, and neither it nor the tenant (or address) has too many in flight
     2  the tenant's request quota allows one more, whatever its body holds; the model is known and not drained
-    3  the model is ready, or becomes ready in time; from here on the request belongs to the version that serves now
+    3  the model is loaded if it is not, and ready, or becomes ready in time; from here on the request belongs to the
+       version that serves now, or to the one that is being loaded for it
     4  a session's turn is begun at the KV manager
     5  prompts are tokenized; ids, lengths and the number of sequences are checked; the token quota is charged
     6  everything that determines the answer is fixed in a `RequestSpec`
@@ -53,6 +54,7 @@ from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
 from stages.gateway.tracing.trace_context import TraceContext
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loaded_versions import LoadedVersions
+from stages.gateway.versions.on_demand import OnDemand
 
 NOTABLE_S = 0.001  # a shorter wait for a model is not in the timeline
 
@@ -90,8 +92,10 @@ class Admission:
         steady: Callable[[], float],
         draw_seed: Callable[[], int],
         timelines: Recorder,
+        on_demand: OnDemand,
     ) -> None:
         self._timelines = timelines
+        self._on_demand = on_demand
         self._received = points.fault_point("gateway", "received")
         self._config = config
         self._catalog = catalog
@@ -117,13 +121,33 @@ class Admission:
 
     @contextmanager
     def serving_version(self, model: str) -> Iterator[ModelVersion]:
-        """The version of the model that serves now; it stays loaded meanwhile. Raises `ModelUnavailable`."""
-        version = self._catalog.serving(model)
+        """The version of the model that takes requests now; it stays loaded meanwhile. Raises `ModelUnavailable`."""
+        version = self._on_demand.usable(model)
         if version is None:
             reason = self._readiness.problem(model) or f"model {model} is not loaded"
             raise ModelUnavailable(reason, retry_after_s=RETRY_AFTER_S)
         with self._in_flight.using(version.id):
             yield version
+
+    async def ensure_loaded(
+        self,
+        model: str,
+        caller: Caller,
+        left_s: float,
+        *,
+        is_streamed: bool = False,
+        needs_serving: bool = False,
+        keep_alive: float | None = None,
+    ) -> None:
+        """Wait until a version of the model takes requests; load the model if no request has done so.
+
+        left_s: of the request's time.  keep_alive: how long the model stays after the request, as the client gives it
+        (s).  Raises `StarlingError`.
+        """
+        await self._on_demand.version(model, caller.tenant, left_s, is_streamed, needs_serving)
+        self._on_demand.used(model, caller.tenant, keep_alive)
+        if self._catalog.serving(model) is not None:
+            await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
 
     def charge_attempt(self, caller: Caller) -> None:
         """Charge a request to its tenant before its body is read. Raises `RateLimited`."""
@@ -172,7 +196,14 @@ class Admission:
         with self._in_flight.admitting(model):
             left_s = started_at + self._timeout_s - self._clock()
             began = self._clock()
-            await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
+            await self.ensure_loaded(
+                model,
+                call.caller,
+                left_s,
+                is_streamed=generation.stream or generation.is_in_background,
+                needs_serving=generation.session_id is not None or bool(call.adapter),
+                keep_alive=generation.kept_alive_s,
+            )
             self._record(call.trace, "model ready", began, NOTABLE_S)
             try:
                 async with asyncio.timeout(started_at + self._timeout_s - self._clock()):
@@ -226,7 +257,9 @@ class Admission:
         self, version: ModelVersion, generation: GenerationRequest, held: tuple[int, ...], call: _Call
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
-        described = self._loaded.described[version.id]
+        described = self._loaded.described.get(version.id)
+        if described is None:  # its load has just failed
+            raise ModelUnavailable(f"model {version.name!r} could not be loaded", "model", retry_after_s=RETRY_AFTER_S)
         if not described.generates:
             raise InvalidRequest(
                 f"model {version.name!r} has embeddings alone and generates no text: send it to /v1/embeddings, "

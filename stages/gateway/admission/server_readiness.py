@@ -105,17 +105,25 @@ class ServerReadiness:
         """Why the model cannot take a request now; "" if it can."""
         if reason := self.drains.reason(model):
             return reason
-        # When the KV manager is down the scheduler reports its models as not ready.
-        for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
-            if problem := health.problem:
-                return f"{health.stage}: {problem}"
+        if problem := self._stage_problem():
+            return problem
         serving = self._catalog.serving(model)
+        if serving is None and not self._catalog.versions(model):
+            return f"model {model} is not loaded"
         if serving is None:
-            return f"model {model} is being {'unloaded' if self._catalog.is_unloading(model) else 'loaded'}"
+            return f"model {model} is being {'unloaded' if self._catalog.is_retiring(model) else 'loaded'}"
         if serving.id not in self._loaded.described:
             return "tokenizer: the model is not described yet"
         report = self._model(serving)
         return "" if report["ready"] else f"model {model}: {report['reason']}"
+
+    def _stage_problem(self) -> str:
+        """Which stage cannot serve any model, and why; "" if all can."""
+        # When the KV manager is down the scheduler reports its models as not ready.
+        for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
+            if problem := health.problem:
+                return f"{health.stage}: {problem}"
+        return ""
 
     def _model(self, serving: ModelVersion) -> dict[str, Any]:
         """The fields of a model in /ready. A worker group that cannot start has recorded the reason."""
@@ -151,6 +159,8 @@ class ServerReadiness:
                 models[name] |= {"ready": False, "reason": drained}
         # A model that is being loaded for the first time does not make the others unready.
         problems = [self.problem(name) for name in models if self._catalog.serving(name) is not None]
+        if not problems and self._catalog.known_names():
+            problems = [self._stage_problem()]  # requests load what they need
         if not problems:
             problems = [f"model {name} is being loaded" for name in models] or ["no model is loaded"]
         is_overloaded = in_flight >= self._max_in_flight

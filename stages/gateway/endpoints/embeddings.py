@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from pipeline.api.fields import FieldTable, integer, invalid_value, schema_of, text, token_ids
-from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_PROMPT_IDS
+from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_PROMPT_IDS, read_keep_alive
 from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described, string
 from pipeline.errors import InvalidRequest
@@ -30,6 +30,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True):
     inputs: list[TextOrIds]
     is_base64: bool
     dimensions: int | None
+    keep_alive: float | None = None  # how long the model stays loaded, s; negative: for good
 
 
 def input_names(inputs: list[TextOrIds]) -> list[str]:
@@ -88,6 +89,7 @@ BODY = FieldTable(
         "input": read_inputs,
         "encoding_format": _read_format,
         "dimensions": integer(1, MAX_DIMENSIONS),
+        "keep_alive": read_keep_alive,
         "user": text(512),  # accepted for compatibility, without effect
     },
     ("input",),
@@ -98,7 +100,11 @@ def read(body: dict[str, Any]) -> EmbeddingRequest:
     """Read the body of /v1/embeddings. Raises `InvalidRequest`."""
     values = BODY.read(body)
     return EmbeddingRequest(
-        values.get("model", ""), values["input"], values.get("encoding_format", False), values.get("dimensions")
+        values.get("model", ""),
+        values["input"],
+        values.get("encoding_format", False),
+        values.get("dimensions"),
+        values.get("keep_alive"),
     )
 
 

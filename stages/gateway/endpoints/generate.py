@@ -11,6 +11,7 @@ Request:
      "dry_penalty_last_n": -1, "dry_sequence_breakers": [texts], "xtc_probability": 0, "xtc_threshold": 0.1,
      "min_tokens": 0, "ignore_eos": false, "stop": "text" | [texts], "stop_token_ids": [ids],
      "cache_salt": "...",                cached prompts are shared only with the same salt
+     "keep_alive": "5m",                 how long the model stays loaded after the request; default: as configured
      "speculate": 4,                     the most draft tokens in a step, 0: none; does not change the text
      "n": 1, "logprobs": 5,              of the sampled token and of the 5 most likely
      "prompt_logprobs": 5,               of each token of the prompt, and of the 5 most likely in its place

@@ -25,7 +25,13 @@ from pipeline.api.fields import (
     show,
     text,
 )
-from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_OUTPUT_TOKENS, read_seed, sampling_of
+from pipeline.api.generation_fields import (
+    MAX_MODEL_CHARACTERS,
+    MAX_OUTPUT_TOKENS,
+    read_keep_alive,
+    read_seed,
+    sampling_of,
+)
 from pipeline.api.json_schema import Schema, any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
@@ -359,6 +365,7 @@ FIELDS: dict[str, Reader] = {
     "top_k": integer(0, 1_000_000, hint="0 switches it off"),
     "seed": read_seed,
     "stream": flag,
+    "keep_alive": read_keep_alive,
     "metadata": read_metadata,  # these two are accepted for compatibility, without effect
     "service_tier": one_of("auto", "standard_only"),
 }
@@ -380,6 +387,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         sampling=sampling_of(values),
         stop=values.get("stop_sequences", ()),
         stream=values.get("stream", False),
+        keep_alive=values.get("keep_alive", msgspec.UNSET),
         **_prompt_arguments(values),
     )
     return check_combination(request)

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from pipeline.api.fields import FieldTable, Reader, flag, integer, invalid_value, object_schema, read_fields, text
-from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS
+from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, read_keep_alive
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints.embeddings import MAX_INPUTS, MAX_TEXT_CHARACTERS
@@ -31,6 +31,7 @@ class RerankRequest(msgspec.Struct, frozen=True):
     documents: list[str]
     top_n: int | None
     returns_documents: bool
+    keep_alive: float | None = None  # how long the model stays loaded, s; negative: for good
 
     @property
     def texts(self) -> list[str]:
@@ -49,6 +50,7 @@ class ScoreRequest(msgspec.Struct, frozen=True):
     model: str
     first: list[str]
     second: list[str]
+    keep_alive: float | None = None  # as above
 
     @property
     def texts(self) -> list[str]:
@@ -108,7 +110,11 @@ def _read_texts(value: Any, name: str) -> list[str]:
     return [_read_text(value, name)] if isinstance(value, str) else _read_documents(value, name)
 
 
-_MODEL: dict[str, Reader] = {"model": text(MAX_MODEL_CHARACTERS, empty=False), "user": text(512)}
+_MODEL: dict[str, Reader] = {
+    "model": text(MAX_MODEL_CHARACTERS, empty=False),
+    "keep_alive": read_keep_alive,
+    "user": text(512),
+}
 RERANK_BODY = FieldTable(
     {
         **_MODEL,
@@ -131,6 +137,7 @@ def read_rerank(body: dict[str, Any]) -> RerankRequest:
         values["documents"],
         values.get("top_n"),
         values.get("return_documents", False),
+        values.get("keep_alive"),
     )
 
 
@@ -150,7 +157,7 @@ def read_score(body: dict[str, Any]) -> ScoreRequest:
             f"requests",
             "text_2",
         )
-    return ScoreRequest(values.get("model", ""), first, second)
+    return ScoreRequest(values.get("model", ""), first, second, values.get("keep_alive"))
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -19,7 +19,6 @@ from pipeline.protocol import messages as m
 from shm.step_ring import MAX_POOLED_POSITIONS
 from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
 from stages.gateway.admission.prompts import check_range
-from stages.gateway.admission.server_readiness import READY_WAIT_S
 from stages.gateway.endpoints.embeddings import (
     EmbeddingRequest,
     input_names,
@@ -46,7 +45,9 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: EmbeddingRequest = await read_body(request, service.config, "embeddings")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(request, model, body.inputs, input_names(body.inputs), body.dimensions)
+        vectors, n_tokens = await _pool(
+            request, model, body.inputs, input_names(body.inputs), body.keep_alive, body.dimensions
+        )
         with held_response(request) as held:
             parts = []
             for part in response_parts(model, vectors, n_tokens, body):
@@ -63,7 +64,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: RerankRequest = await read_body(request, service.config, "rerank")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(request, model, body.texts, body.names)
+        vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
         scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
         return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
 
@@ -75,7 +76,7 @@ async def score(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: ScoreRequest = await read_body(request, service.config, "score")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(request, model, body.texts, body.names)
+        vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
         scores = await _cosines(vectors, body.pairs)
         return await send_body(request, to_json(score_response(model, scores, n_tokens)))
 
@@ -105,11 +106,13 @@ async def _pool(
     model: str,
     inputs: Sequence[TextOrIds],
     names: Sequence[str],
+    keep_alive: float | None,
     dimensions: int | None = None,
 ) -> tuple[list[bytes], int]:
     """Return the pooled hidden states (f32 bytes) of each input, and the number of their tokens. Charges the tenant.
 
-    `names`: of the inputs, for error messages. Raises `StarlingError`.
+    `names`: of the inputs, for error messages. `keep_alive`: how long the model stays loaded (s).
+    Raises `StarlingError`.
     """
     service, caller = request.app[SERVICE], request[CALLER]
     deadline = request[STARTED_AT] + service.config.server.request_timeout_ms / 1000
@@ -117,8 +120,9 @@ async def _pool(
     if refusal := readiness.drains.rejection(model) or readiness.unloading(model):
         raise refusal
     with service.in_flight.admitting(model):
-        await readiness.wait_ready(model, min(READY_WAIT_S, deadline - service.clock()))
-        with service.admission.serving_version(model) as version:
+        left_s = deadline - service.clock()
+        await service.admission.ensure_loaded(model, caller, left_s, keep_alive=keep_alive)
+        with service.admission.serving_version(model) as version, service.on_demand.using(model, caller, keep_alive):
             described = service.loaded.described[version.id]
             pooling = pooling_of(version, described)
             if dimensions is not None and dimensions > described.width:

@@ -37,7 +37,7 @@ def _names(service: Service) -> list[str]:
     """Each model, followed by its adapters."""
     return [
         name
-        for model in service.catalog.names
+        for model in service.catalog.known_names()
         for name in (model, *(f"{model}:{adapter}" for adapter in service.catalog.adapters(model)))
     ]
 
@@ -65,6 +65,7 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
         "created": described.created if described else 0,
         "owned_by": "starling",
         "ready": not service.readiness.problem(name),
+        **service.on_demand.fields(name),
     }
     if described is not None and version is not None:
         body |= {

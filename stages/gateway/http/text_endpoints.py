@@ -41,6 +41,7 @@ from stages.gateway.http.context import (
     Handler,
     json_response,
 )
+from stages.gateway.http.loading_stream import LoadingStream, begin_stream
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
@@ -50,7 +51,7 @@ from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
 from stages.gateway.requests.idempotency import read_key
 from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.requests.request_name import HEADER as NAME
-from stages.gateway.requests.request_name import RequestName, read_request_name
+from stages.gateway.requests.request_name import RequestName, new_request_name, read_request_name
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -104,7 +105,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
             service.admission.charge_attempt(request[CALLER])
             generation = await read_body(request, config, endpoint.name)
             with _named(request, service) as name:
-                return await _serve(request, service, await _admit(request, service, generation, name))
+                return await _admit_and_serve(request, service, generation, name)
 
     return handle
 
@@ -130,9 +131,9 @@ async def _handle_keyed(
                 if refusal := service.readiness.refusal():
                     raise refusal
                 with _named(request, service) as name:
-                    state = await _admit(request, service, generation, name)
-                    state.set_key(key, claim.digest)
-                    return await _serve(request, service, state)
+                    return await _admit_and_serve(
+                        request, service, generation, name, lambda state: state.set_key(key, claim.digest)
+                    )
             finally:
                 keys.release(claim)
     return await _resume(request, service, service.resumer.find(claim.request_id, caller.tenant), None)
@@ -164,8 +165,36 @@ async def _admit(
     return state
 
 
-async def _serve(request: web.Request, service: Service, state: RequestState) -> web.StreamResponse:
-    """Start an admitted request and send its response."""
+async def _admit_and_serve(
+    request: web.Request,
+    service: Service,
+    generation: GenerationRequest,
+    name: RequestName | None,
+    on_admitted: Callable[[RequestState], None] = lambda state: None,
+) -> web.StreamResponse:
+    """Admit a request, start it and send its response. A stream begins with comments while its model is loaded."""
+    model, adapter = service.catalog.resolve_adapter(generation.model)
+    needs_serving = generation.session_id is not None or bool(adapter)
+    if not (generation.stream and service.on_demand.must_wait(model, needs_serving)):
+        admitted = await _admit(request, service, generation, name)
+        on_admitted(admitted)
+        return await _serve(request, service, admitted)
+    name = name or new_request_name()
+    opening = LoadingStream(request, name.id, lambda: service.on_demand.progress(model))
+    try:
+        state = await opening.until_done(_admit(request, service, generation, name))
+        on_admitted(state)
+        return await _serve(request, service, state, opening)
+    except StarlingError as error:
+        if opening.response is None:
+            raise
+        return await opening.fail(error, generation)
+
+
+async def _serve(
+    request: web.Request, service: Service, state: RequestState, opening: LoadingStream | None = None
+) -> web.StreamResponse:
+    """Start an admitted request and send its response. `opening`: of a stream that has to wait for a load."""
     request[STATE] = state
     state.is_relayed = RELAY in request.headers
     formatter = _formatter(service, state)
@@ -180,7 +209,11 @@ async def _serve(request: web.Request, service: Service, state: RequestState) ->
         with service.in_flight.using(state.spec.version):
             await service.lifecycle.start(state)
         try:
-            return await _respond(request, sink, formatter)
+            response = None
+            if opening is not None and isinstance(sink, StreamSink):
+                await opening.until(sink.begun)
+                response = opening.take()
+            return await _send(request, sink, formatter, response)
         finally:
             service.readers.leave(state, sink)  # no effect unless the client has disconnected
 
@@ -259,7 +292,7 @@ async def _resume(
     with service.in_flight.counted(request[PRINCIPAL]), service.timelines.responding(state, is_resumed=True):
         sink = await service.resumer.resume(state, cursor, make_sink)
         try:
-            return await _respond(request, sink, formatter)
+            return await _send(request, sink, formatter)
         finally:
             service.readers.leave(state, sink)
 
@@ -290,24 +323,24 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
     return sink
 
 
-async def _respond(
-    request: web.Request, sink: StreamSink | WholeResponse, formatter: WholeFormatter
+async def _send(
+    request: web.Request,
+    sink: StreamSink | WholeResponse,
+    formatter: WholeFormatter,
+    response: web.StreamResponse | None = None,
 ) -> web.StreamResponse:
-    """Send what the sink collects, until its end."""
+    """Send what the sink collects, until its end. `response`: of a stream that has begun."""
     if isinstance(sink, WholeResponse):
         await sink.over
         if request[STATE].scores:  # a large answer: other streams go on meanwhile
             return await send_body(request, await asyncio.to_thread(formatter.whole_response))
         return await send_body(request, formatter.whole_response())
     await sink.begun  # raises an error of a request that was not started, for a response with its status
-    response = web.StreamResponse(headers=sse.HEADERS)
-    is_chunked = request.version >= HttpVersion11
-    if not is_chunked:
-        response.force_close()  # only the end of the connection ends the body
-    await response.prepare(request)
+    if response is None:
+        response = await begin_stream(request)
     if request.transport is None:
         raise ConnectionResetError("the client has disconnected")
-    sink.attach(request.transport, is_chunked)
+    sink.attach(request.transport, request.version >= HttpVersion11)
     request[PROBE] = sink.probe
     with request.app[BACKLOGS].counted(sink, request[PRINCIPAL]):
         try:

@@ -12,11 +12,17 @@ from stages.gateway.admission.lengths import Bounds
 from stages.gateway.admission.prompts import check_range, tokenize_prompts
 from stages.gateway.endpoints.messages import text_characters
 from stages.gateway.endpoints.tokenize import tokenize_response
-from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, request_id
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, STARTED_AT, request_id
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 
 CHARGED_BYTES = 4  # of text to tokenize that the quota counts as a token: the count is known before the work
+
+
+def _left_s(request: web.Request) -> float:
+    """Seconds that the request has left."""
+    service = request.app[SERVICE]
+    return request[STARTED_AT] + service.config.server.request_timeout_ms / 1000 - service.clock()
 
 
 async def tokenize(request: web.Request) -> web.StreamResponse:
@@ -27,6 +33,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, service.config, "tokenize")
         model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-len(body.text.encode()) // CHARGED_BYTES))
+        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
         with service.admission.serving_version(model) as version:
             encoded = await service.tokenizer.encode(
                 version.id,
@@ -54,6 +61,7 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
         generation = await read_body(request, service.config, "count_tokens")
         model = service.catalog.resolve_adapter(generation.model)[0]
         service.admission.charge_tokens(request[CALLER], -(-text_characters(generation) // CHARGED_BYTES))
+        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             bounds = Bounds(MAX_PROMPT_IDS + 1, 0, 0)
@@ -70,6 +78,7 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         body = await read_body(request, service.config, "detokenize")
         model = service.catalog.resolve_adapter(body.model)[0]
         service.admission.charge_tokens(request[CALLER], len(body.tokens))
+        await service.admission.ensure_loaded(model, request[CALLER], _left_s(request))
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)

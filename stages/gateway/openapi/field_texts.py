@@ -25,6 +25,7 @@ FIELD_TEXTS: dict[str, str] = {
     "n": "How many texts.",
     "skip_special_tokens": "Leaves special tokens out of the text.",
     "cache_salt": "Cached prompts are shared only under the same salt.",
+    "keep_alive": "How long the model stays loaded after the request: seconds, or 5m; 0: not at all, -1: no end.",
     "speculate": "Draft tokens per step; never changes the text.",
     "stream": "Server-sent events instead of one answer.",
     "stream_options": "With include_usage the stream ends with the token counts.",

@@ -104,6 +104,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     thinking: Thinking | msgspec.UnsetType = msgspec.UNSET  # of a chat, until it is rendered; UNSET: no demands
     priority: int | msgspec.UnsetType = msgspec.UNSET  # the lower the earlier; UNSET: that of the key
     reasoning: Reasoning | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: the text is not divided
+    # How long the model stays loaded after the request, s; negative: for good; UNSET: as configured.
+    keep_alive: float | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def kept_control(self) -> frozenset[bytes]:
@@ -115,6 +117,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     def is_in_background(self) -> bool:
         """Whether no client waits for the answer."""
         return self.response.in_background if self.response else False
+
+    @property
+    def kept_alive_s(self) -> float | None:
+        """`keep_alive`; None: as configured."""
+        return None if self.keep_alive is msgspec.UNSET else self.keep_alive
 
     @property
     def prompt_field(self) -> str:
@@ -139,6 +146,7 @@ def common_arguments(values: dict[str, Any]) -> dict[str, Any]:
         "speculate": values["speculate"] or -1 if "speculate" in values else 0,
         "constraint": constraint_of(values) or msgspec.UNSET,
         "priority": values.get("priority", msgspec.UNSET),
+        "keep_alive": values.get("keep_alive", msgspec.UNSET),
     }
 
 

@@ -45,9 +45,10 @@ class RequestLifecycle:
         responses: Responses,
         timelines: Recorder,
     ) -> None:
-        """`clock` is monotonic."""
+        """`clock` is monotonic. Set `on_used` to learn of the models that ended requests have used."""
         self._timelines = timelines
         self._responses = responses
+        self.on_used: Callable[[str, str, float | None], None] = lambda model, tenant, keep_alive: None
         self._admitted = points.fault_point("gateway", "admitted")
         self._journaled = points.fault_point("gateway", "journaled")
         self._finishing = points.fault_point("gateway", "finishing")
@@ -139,6 +140,7 @@ class RequestLifecycle:
             self._quotas.charge_output(request.spec.tenant, request.completion_tokens, request.spec.api_key_id)
         self._metrics.ended(request)
         self._timelines.ended(request)
+        self.on_used(request.spec.model, request.spec.tenant, request.spec.generation.kept_alive_s)
         self._readers.forget(request.id)
         self._recovery.record_end(request)
         self._sessions.ended(request)

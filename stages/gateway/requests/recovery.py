@@ -52,6 +52,7 @@ class Recovery:
         self.keys = keys or IdempotencyKeys(clock, KEEP_S, 1 << 20, 1 << 20)
         self.keys.on_drop = self._drop
         self.replay_buffer = ReplayBuffer(clock)
+        self.load: Callable[[str], None] = lambda model: None  # starts loading a model that a waiting request needs
         self._relay = relay
         self._readers = readers
         self._clock = clock
@@ -185,6 +186,9 @@ class Recovery:
         home = catalog.equivalent(spec.model, spec.version, spec.digest, described)
         is_undecided = catalog.has_undescribed(spec.model, described)
         is_loaded = bool(catalog.versions(spec.model))
+        if not is_loaded and catalog.may_load(spec.model):
+            self.load(spec.model)
+            is_loaded = is_undecided = True
         if error := self._obstacle(request, home is not None or is_undecided, is_loaded):
             del self._waiting[request.id]
             self._fail(request, error)

@@ -10,6 +10,7 @@ Pure.  Without the header a server draws as before.
 from __future__ import annotations
 
 import re
+import secrets
 from typing import NamedTuple
 
 from pipeline.errors import InvalidRequest
@@ -46,3 +47,8 @@ def read_request_name(given: str | None) -> RequestName | None:
             HEADER,
         )
     return RequestName(match[1], int(match[2] or 0), int(match[3]) if match[3] else None, match[4] or "")
+
+
+def new_request_name() -> RequestName:
+    """A name that fixes the id alone."""
+    return RequestName(f"req-{secrets.token_hex(12)}")

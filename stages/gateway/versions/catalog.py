@@ -4,7 +4,7 @@ It is the only writer of the version table.
 
     begin    loading   the version is loaded beside the serving one
     switch   serving   it has passed its self-test; the previous version retires
-    retire   retiring  the model is being unloaded, and no version serves
+    retire   retiring  the model is being unloaded, and no version serves; so does retire_idle
     drop               removed from the table: it could not be loaded, or its last request has ended
 
 A request belongs to the version that serves when it is admitted, and ends on it.  Each change is written to the table
@@ -19,10 +19,12 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound, ResourceError
 from pipeline.models.versions import MAX_OUTCOMES, ModelVersion, Op, Outcome, VersionTable
 from pipeline.protocol.messages import Described
+from stages.gateway.versions.loadable import LoadableModels
 
 
 class VersionCatalog:
@@ -31,6 +33,7 @@ class VersionCatalog:
     def __init__(self, config: Config, version_table: VersionTable, write: Callable[[VersionTable], None]) -> None:
         self.config = config
         self.version_table = version_table
+        self.loadable = LoadableModels(config, paths.models_dir())
         self._write = write
 
     # ---------------------------------------------------------------- queries
@@ -53,11 +56,21 @@ class VersionCatalog:
         """Return the version of a model that new requests go to."""
         return self.version_table.serving(name)
 
+    def may_load(self, name: str) -> bool:
+        """Whether a request for the model may load it."""
+        is_allowed = self.config.on_demand.enabled and name not in self.version_table.withheld
+        return is_allowed and self.loadable.settings(name) is not None
+
+    def known_names(self) -> list[str]:
+        """The models that requests may ask for: loaded ones, and those that a request loads."""
+        others = self.loadable.names() if self.config.on_demand.enabled else []
+        return list(dict.fromkeys((*self.names, *(name for name in others if self.may_load(name)))))
+
     def resolve(self, name: str) -> str:
-        """The name of a model that has a version; "" is the first model. Raises `ModelNotFound`."""
-        names = self.names
-        found = name or (*names, *(one.name for one in self.all), "")[0]
-        if not self.versions(found):
+        """The name of a model that has a version or may be loaded; "" is the first one. Raises `ModelNotFound`."""
+        found = name or self._first()
+        if not self.versions(found) and not self.may_load(found):
+            names = self.known_names()
             close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {close[0]!r}?" if close else "served: " + (", ".join(map(repr, names)) or "none")
             raise ModelNotFound(f"there is no model {name!r}; {hint}", "model")
@@ -78,7 +91,14 @@ class VersionCatalog:
     def adapters(self, name: str) -> list[str]:
         """Names of the adapters of the version of a model that new requests go to, or will."""
         mine = self.versions(name)
-        return [adapter.name for adapter in mine[0].settings.adapters] if mine else []
+        settings = mine[0].settings if mine else self.loadable.settings(name)
+        return [adapter.name for adapter in settings.adapters] if settings is not None else []
+
+    def _first(self) -> str:
+        """The model of requests that name none: the first configured one that can be used, or else the first loaded."""
+        loaded = self.names
+        configured = [one.name for one in self.config.models if one.name in loaded or self.may_load(one.name)]
+        return (*configured, *loaded, *(one.name for one in self.all), "")[0]
 
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a model, the serving one first."""
@@ -93,15 +113,19 @@ class VersionCatalog:
         """Return the retiring versions, of all models or of one."""
         return [version for version in self.all if version.state == "retiring" and name in ("", version.name)]
 
-    def is_unloading(self, name: str) -> bool:
+    def is_retiring(self, name: str) -> bool:
         """True if the model has versions and all of them are retiring."""
         versions = self.versions(name)
         return bool(versions) and all(version.state == "retiring" for version in versions)
 
+    def is_unloading(self, name: str) -> bool:
+        """True if all versions of the model are retiring, and no request may load it again."""
+        return self.is_retiring(name) and not self.may_load(name)
+
     def settings(self, name: str) -> ModelConfig:
-        """Return the settings of the serving version, or those of the configuration. Raises `ModelNotFound`."""
+        """Return the settings of the serving version, or of the configured or pulled model. Raises `ModelNotFound`."""
         known = self.serving(name)
-        settings = known.settings if known is not None else self.config.model(name) if name else None
+        settings = known.settings if known is not None else self.loadable.settings(name)
         if settings is None:
             raise ModelNotFound(f"there is no model {name!r} in the configuration; give its file as well", "target")
         return settings
@@ -116,13 +140,13 @@ class VersionCatalog:
         own = [version for version in self.versions(name) if version.id == version_id]
         for version in own + self.versions(name):
             known = described.get(version.id)
-            if version.state != "loading" and known is not None and known.digest == digest:
+            if version.takes_requests and known is not None and known.digest == digest:
                 return version
         return None
 
     def has_undescribed(self, name: str, described: Mapping[str, Described]) -> bool:
-        """True if a serving or retiring version of the model is not described yet."""
-        return any(version.state != "loading" and version.id not in described for version in self.versions(name))
+        """True if a version of the model that takes requests is not described yet."""
+        return any(version.takes_requests and version.id not in described for version in self.versions(name))
 
     # ---------------------------------------------------------------- changes; each may raise `ResourceError`
 
@@ -132,12 +156,14 @@ class VersionCatalog:
         change: str,
         op: Op,
         until: float,
+        digest: str = "",
         like: ModelVersion | None = None,
         renewed: str = "",
     ) -> ModelVersion:
         """Add a loading version, which must serve by `until` (s since 1970), and return it.
 
-        `like`: a version whose file and adapters it has, whatever their paths now hold, except the adapter `renewed`.
+        digest: SHA-256 of its file, if it is known.
+        like: a version whose file and adapters it has, whatever their paths now hold, except the adapter `renewed`.
         """
         serial = self.version_table.serial + 1
         pinned = dict(like.adapters) if like is not None else {}
@@ -149,7 +175,7 @@ class VersionCatalog:
             change=change,
             op=op,
             until=until,
-            digest=like.digest if like is not None else "",
+            digest=like.digest if like is not None else digest,
             adapters=tuple(
                 (one.name, pinned[one.name]) for one in settings.adapters if one.name in pinned and one.name != renewed
             ),
@@ -172,12 +198,27 @@ class VersionCatalog:
             others[at] = msgspec.structs.replace(old, state="retiring", until=0.0, change="")
         others.insert(at, msgspec.structs.replace(new, state="serving", until=0.0, change=""))
         previous = old.id if old is not None else ""
-        self._put(tuple(others), Outcome(new.change, new.op, new.name, new.id, new.digest, previous))
+        outcome = Outcome(new.change, new.op, new.name, new.id, new.digest, previous)
+        withheld = tuple(name for name in self.version_table.withheld if name != new.name)
+        self._put(tuple(others), outcome if new.op != "demand" else None, withheld=withheld)
         return old
 
     def retire(self, version_id: str, change: str, until: float) -> None:
-        """Start unloading the model: requests in flight at `until` (s since 1970) are ended."""
-        self._edit(version_id, state="retiring", change=change, op="unload", until=until)
+        """Start unloading the model for an operator: requests in flight at `until` (s since 1970) are ended.
+
+        No request loads it again.
+        """
+        name = self._known(version_id).name
+        withheld = (name,) if self.loadable.settings(name) is not None else ()
+        self._edit(version_id, withheld, state="retiring", change=change, op="unload", until=until)
+
+    def retire_idle(self, version_id: str) -> None:
+        """Start unloading a model without requests. The next request loads it again."""
+        self._edit(version_id, state="retiring", change="", op="unload", until=0.0)
+
+    def withhold(self, name: str, outcome: Outcome) -> None:
+        """Let no request load a model that is not loaded, until an operator loads it."""
+        self._put(self.all, outcome, withheld=(*self.version_table.withheld, name))
 
     def drop(self, version_id: str, outcome: Outcome | None = None) -> None:
         """Remove a version; `outcome` is that of its change."""
@@ -195,17 +236,27 @@ class VersionCatalog:
             raise KeyError(version_id)
         return found
 
-    def _edit(self, version_id: str, **fields: object) -> None:
+    def _edit(self, version_id: str, withheld: tuple[str, ...] = (), **fields: object) -> None:
+        """Change fields of a version. `withheld`: names to add."""
         new = msgspec.structs.replace(self._known(version_id), **fields)
-        self._put(tuple(new if version.id == version_id else version for version in self.all))
+        names = tuple(dict.fromkeys((*self.version_table.withheld, *withheld)))
+        self._put(tuple(new if version.id == version_id else version for version in self.all), withheld=names)
 
-    def _put(self, all_versions: tuple[ModelVersion, ...], outcome: Outcome | None = None, serial: int = 0) -> None:
+    def _put(
+        self,
+        all_versions: tuple[ModelVersion, ...],
+        outcome: Outcome | None = None,
+        serial: int = 0,
+        withheld: tuple[str, ...] | None = None,
+    ) -> None:
+        """Write the table with these versions. `withheld`: None: as before."""
         outcomes = self.version_table.outcomes + ((outcome,) if outcome is not None else ())
         fresh = msgspec.structs.replace(
             self.version_table,
             versions=all_versions,
             outcomes=outcomes[-MAX_OUTCOMES:],
             serial=serial or self.version_table.serial,
+            withheld=self.version_table.withheld if withheld is None else withheld,
         )
         try:
             self._write(fresh)

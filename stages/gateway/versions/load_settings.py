@@ -14,8 +14,9 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.rules import MAX_ADAPTERS, check_adapter_name, check_name
 from pipeline.config.schema import AdapterConfig, ModelConfig
-from pipeline.errors import Conflict, InvalidRequest, ModelNotFound
+from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable
 from pipeline.models import store
+from stages.gateway.versions import load_errors
 from stages.gateway.versions.catalog import VersionCatalog
 
 
@@ -81,6 +82,30 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
     if len(known) > MAX_ADAPTERS:
         raise InvalidRequest(f"model {model!r} has {MAX_ADAPTERS} adapters, the most that it can have", "target")
     return msgspec.structs.replace(settings, adapters=tuple(known.values()))
+
+
+def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
+    """Return the settings of a version that requests wait for. Raises `StarlingError`; no text has a path."""
+    configured = catalog.settings(name)
+    path = store.gguf_path(configured, paths.models_dir())
+    if not path.exists():
+        raise ModelUnavailable(
+            f"the file of model {name!r} is not on the server's machine; its operator fetches it with `starling "
+            f"prepare {name}`",
+            "model",
+        )
+    try:
+        settings = load_settings(catalog, name, "")
+    except InvalidRequest as error:
+        raise load_errors.for_requests(name, error) from None
+    # The path that was found must lead to the file that was pulled.
+    return msgspec.structs.replace(settings, sha256=store.expected_digest(configured, paths.models_dir()))
+
+
+def known_digest(settings: ModelConfig) -> str:
+    """Return the digest of a file that has been prepared; "" otherwise."""
+    index = store.find_index(settings, paths.models_dir())
+    return index.stem if index is not None else ""
 
 
 def check_slug(catalog: VersionCatalog, settings: ModelConfig) -> None:

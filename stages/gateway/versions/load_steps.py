@@ -3,7 +3,8 @@
     wait_for_memory   until the arenas of the new version fit
     catalog.begin     the version is in the table, and every stage loads its part
     wait_until_ready  until its worker, its pages and its vocabulary are ready
-    self_test         it generates, and equals the serving version if that is of the same file
+    self_test         it generates, and equals the serving version if that is of the same file; not on demand, where a
+                      request waits for the version, as at a fresh start
     catalog.switch    new requests go to it
 
 A step that fails raises `StarlingError`; the version is then dropped, and the serving version keeps serving.
@@ -34,6 +35,7 @@ TRANSIENT = ("MODEL_UNAVAILABLE", "OVERLOADED")  # errors after which the self-t
 
 MeasureMemory = Callable[[Config], capacity.FreeMemory]
 ReportPhase = Callable[[str, str], None]  # (change id, phase)
+EndRequests = Callable[[str, StarlingError], None]  # (version id, why it could not be loaded)
 
 
 class LoadSteps:
@@ -49,6 +51,7 @@ class LoadSteps:
         measure: MeasureMemory,
         wall: Callable[[], float],
         report_phase: ReportPhase,
+        end_requests: EndRequests,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -58,6 +61,7 @@ class LoadSteps:
         self._measure = measure
         self._wall = wall
         self._report_phase = report_phase
+        self._end_requests = end_requests
 
     def check_memory(self, settings: ModelConfig) -> None:
         """Raise `ResourceError` if the arenas of a version with these settings do not fit now."""
@@ -79,8 +83,9 @@ class LoadSteps:
         """Take a version from loading to serving, or drop it and raise `StarlingError`."""
         try:
             await self._wait_until_ready(new)
-            self._report_phase(new.change, "self-test")
-            await self._test(new)
+            if new.op != "demand":
+                self._report_phase(new.change, "self-test")
+                await self._test(new)
             if self._wall() >= new.until:
                 raise _timed_out(new)
             old = self._catalog.switch(new.id)
@@ -97,7 +102,9 @@ class LoadSteps:
                 message=message,
                 param=error.param,
             )
-            self.drop(new.id, outcome)
+            if new.op == "demand":
+                self._end_requests(new.id, error)
+            self.drop(new.id, outcome if new.op != "demand" else None)
             raise StarlingError(error.code, message, error.param) from None
         self._readiness.notify()
         log.info(

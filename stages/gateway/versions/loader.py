@@ -2,6 +2,7 @@
 
     load, reload   a version is loaded (`load_steps.py`); one that it replaces retires
     unload         the version retires: its requests finish, or are ended after the timeout; then it is dropped
+    demand         a load that requests wait for (`on_demand.py`), after idle models have made room for it
 
 For an adapter (MODEL:ADAPTER) each of them loads a version of the model with other adapters, which replaces the serving
 one; nothing else of the model is read again.
@@ -37,8 +38,16 @@ from pipeline.models.versions import ModelVersion, Op, Outcome
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ServerReadiness
 from stages.gateway.requests.lifecycle import RequestLifecycle
+from stages.gateway.versions import load_errors
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.load_settings import adapter_settings, check_slug, load_settings
+from stages.gateway.versions.eviction import Eviction
+from stages.gateway.versions.load_settings import (
+    adapter_settings,
+    check_slug,
+    demand_settings,
+    known_digest,
+    load_settings,
+)
 from stages.gateway.versions.load_steps import LoadSteps, MeasureMemory
 from stages.gateway.versions.loaded_versions import LoadedVersions
 from stages.gateway.versions.self_test import SelfTest
@@ -47,6 +56,7 @@ log = logging.getLogger("starling.gateway.loader")
 
 MAX_CHANGES = 64  # in progress or waiting
 UNLOAD_RETRY_AFTER_S = 5.0  # for requests that an unload ends
+DEMAND_TIMEOUT_S = 600.0  # of a load that requests wait for
 
 
 class Change:
@@ -56,6 +66,12 @@ class Change:
         self.id, self.op, self.name = change_id, op, name
         self.phase = "waiting for another load"
         self.task: asyncio.Task[None] | None = None
+        self.error: StarlingError | None = None  # why it failed
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has succeeded or failed."""
+        return self.task is not None and self.task.done()
 
 
 class AdapterChange(NamedTuple):
@@ -77,6 +93,7 @@ class Loader:
         in_flight: InFlight,
         lifecycle: RequestLifecycle,
         self_test: SelfTest,
+        eviction: Eviction,
         measure: MeasureMemory = capacity.measure,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -85,13 +102,18 @@ class Loader:
         self._readiness = readiness
         self._in_flight = in_flight
         self._lifecycle = lifecycle
+        self._eviction = eviction
         self._wall = wall
-        self._steps = LoadSteps(config, catalog, loaded, readiness, self_test, measure, wall, self._set_phase)
+        self._steps = LoadSteps(
+            config, catalog, loaded, readiness, self_test, measure, wall, self._set_phase, self._end_requests
+        )
         self._changes: dict[str, Change] = {}
         self._failed: dict[str, StarlingError] = {}  # by change id: changes that failed before they were in the table
         self._ended: dict[str, int] = {}  # by id of a retiring version: requests that did not finish in time
         self._load_lock = asyncio.Lock()  # one load at a time
-        self.on_unloaded: Callable[[str], object] = lambda name: None  # called when a model's last version is dropped
+        self.on_begun: Callable[[], object] = lambda: None  # called when a new version is in the table
+        self.on_demand_failed: Callable[[str, StarlingError], object] = lambda name, error: None
+        self.on_unloaded: Callable[[str], object] = lambda name: None  # called when an operator has unloaded a model
 
     # ---------------------------------------------------------------- commands
 
@@ -104,7 +126,7 @@ class Loader:
                 raise InvalidRequest("kv_cache_mb belongs to a model, and the target is an adapter", "kv_cache_mb")
             self._change_adapter("load", name, path, change, timeout_s)
             return
-        if self._catalog.versions(name) and not self._catalog.is_unloading(name):
+        if self._catalog.versions(name) and not self._catalog.is_retiring(name):
             raise Conflict(f"model {name!r} is already loaded; `starling reload {name}` replaces it", "target")
         self._start_load("load", load_settings(self._catalog, name, path, kv_cache_mb), change, timeout_s)
 
@@ -121,21 +143,40 @@ class Loader:
             raise _not_loaded(name, self._catalog.names)
         self._start_load("reload", load_settings(self._catalog, name, path), change, timeout_s)
 
+    def demand(self, name: str) -> Change:
+        """The load of a model that requests wait for: the one in progress, or a new one. Raises `StarlingError`."""
+        for change in self._changes.values():
+            if change.name == name and change.op != "unload":
+                return change
+        for version in self._catalog.loading(name):  # begun by an earlier gateway
+            return self._continue(version)
+        return self._start_load("demand", demand_settings(self._catalog, name), new_change_id(), DEMAND_TIMEOUT_S)
+
     def unload(self, name: str, change: str, timeout_s: float) -> None:
-        """Start unloading a model, unless the change is known. Raises `StarlingError`."""
+        """Start unloading a model, unless the change is known. Raises `StarlingError`.
+
+        No request loads the model again, until an operator does.
+        """
         if self._is_known(change):
             return
         if ":" in name:
             self._change_adapter("unload", name, "", change, timeout_s)
             return
         serving = self._catalog.serving(name)
+        if self._catalog.loading(name):
+            raise Conflict(f"model {name!r} is being loaded; wait for that", "target")
+        if serving is None and self._catalog.may_load(name):
+            self._catalog.withhold(name, Outcome(change, "unload", name))
+            return
         if serving is None:
             raise _not_loaded(name, self._catalog.names)
-        if self._catalog.loading(name):
-            raise Conflict(f"model {name!r} is being reloaded; wait for that", "target")
         self._catalog.retire(serving.id, change, self._wall() + timeout_s)
         self._readiness.notify()
         log.info("unloading", extra={"version": serving.id, "in_flight": self._in_flight.on_version(serving.id)})
+
+    def phase(self, name: str) -> str:
+        """What the load of a model is doing; "" if there is none."""
+        return next((change.phase for change in self._changes.values() if change.name == name), "")
 
     def report(self, change: str) -> dict[str, Any]:
         """Return `done` and the outcome or the progress of a change. Raises the error of a change that failed."""
@@ -185,18 +226,19 @@ class Loader:
 
     def _start_load(
         self, op: Op, settings: ModelConfig, change: str, timeout_s: float, of_adapter: AdapterChange | None = None
-    ) -> None:
+    ) -> Change:
         if len(self._changes) >= MAX_CHANGES:
             raise Conflict(f"{MAX_CHANGES} changes are in progress; wait for them", "target")
-        if not self._catalog.loading() and not self._catalog.retiring():
+        if op != "demand" and not self._catalog.loading() and not self._catalog.retiring():
             # No version will free memory, so what does not fit now will not fit later.
             self._steps.check_memory(settings)
         until = self._wall() + timeout_s
-        self._start(Change(change, op, settings.name), self._load(change, op, settings, until, of_adapter))
+        return self._start(Change(change, op, settings.name), self._load(change, op, settings, until, of_adapter))
 
-    def _start(self, change: Change, steps: Coroutine[Any, Any, None]) -> None:
+    def _start(self, change: Change, steps: Coroutine[Any, Any, None]) -> Change:
         self._changes[change.id] = change
         change.task = asyncio.get_running_loop().create_task(self._run(change, steps))
+        return change
 
     async def _run(self, change: Change, steps: Coroutine[Any, Any, None]) -> None:
         try:
@@ -208,13 +250,17 @@ class Loader:
             self._fail(change, InternalError("internal error of the gateway; its log has the details"))
         finally:
             self._changes.pop(change.id, None)
+            asyncio.get_running_loop().call_soon(self._readiness.notify)  # when the task is done
 
     def _fail(self, change: Change, error: StarlingError) -> None:
-        if self._catalog.outcome(change.id) is None:
+        change.error = error
+        if change.op != "demand" and self._catalog.outcome(change.id) is None:
             self._failed[change.id] = error
             while len(self._failed) > MAX_CHANGES:
                 del self._failed[next(iter(self._failed))]
         log.error("%s of %s failed: %s", change.op, change.name, error.message)
+        if change.op == "demand":
+            self.on_demand_failed(change.name, error)
 
     async def _load(
         self, change: str, op: Op, settings: ModelConfig, until: float, of_adapter: AdapterChange | None
@@ -222,18 +268,29 @@ class Loader:
         """Load a version from the start. Raises `StarlingError`; the version is not in the catalog then."""
         async with self._load_lock:
             is_serving = self._catalog.serving(settings.name) is not None
+            if is_serving and op == "demand":
+                return
             if is_serving != (op == "reload"):
                 what = "loaded" if is_serving else "unloaded"
                 raise Conflict(f"model {settings.name!r} was {what} in the meantime", "target")
             if of_adapter is not None:
                 settings = of_adapter.renew()  # another change may have come first
             check_slug(self._catalog, settings)
-            await self._steps.wait_for_memory(change, settings, until)
+            if op == "demand":
+                await self._eviction.make_room(settings, lambda phase: self._set_phase(change, phase))
+            else:
+                await self._steps.wait_for_memory(change, settings, until)
+            digest = known_digest(settings) if op == "demand" else ""
             like = self._catalog.serving(settings.name) if of_adapter is not None else None
             renewed = of_adapter.name if of_adapter is not None else ""
-            new = self._catalog.begin(settings, change, op, until, like, renewed)
-            log.info("loading", extra={"version": new.id, "path": settings.path})
+            new = self._catalog.begin(settings, change, op, until, digest, like, renewed)
+            self.on_begun()
+            log.info("loading", extra={"version": new.id, "path": settings.path, "op": op})
             await self._steps.finish(new)
+
+    def _continue(self, version: ModelVersion) -> Change:
+        log.warning("continuing a load of an earlier gateway", extra={"version": version.id})
+        return self._start(Change(version.change, version.op, version.name), self._continue_load(version))
 
     async def _continue_load(self, new: ModelVersion) -> None:
         """Finish a load that another gateway process has begun."""
@@ -245,15 +302,21 @@ class Loader:
         if known is not None:
             known.phase = phase
 
+    def _end_requests(self, version_id: str, error: StarlingError) -> None:
+        """A version that requests were waiting for could not be loaded."""
+        version = self._catalog.get(version_id)
+        name = version.name if version is not None else version_id
+        self._lifecycle.end_all(load_errors.for_requests(name, error), version=version_id)
+
     # ---------------------------------------------------------------- periodic work
 
     def tick(self) -> None:
         """Continue loads of an earlier gateway, pin files, drop retired versions. Every 100 ms, in the event loop."""
         for version in self._catalog.loading():
             if version.change not in self._changes:
-                log.warning("continuing a load of an earlier gateway", extra={"version": version.id})
-                self._start(Change(version.change, version.op, version.name), self._continue_load(version))
+                self._continue(version)
         self._pin_files()
+        self._eviction.tick()
         for version in self._catalog.retiring():
             self._retire(version)
 
@@ -298,7 +361,7 @@ class Loader:
             log.debug("%s", error.message)  # retried at the next tick
             return
         log.info("unloaded", extra={"version": version.id})
-        if not self._catalog.versions(version.name):
+        if version.change and not self._catalog.versions(version.name):
             self.on_unloaded(version.name)
 
 

@@ -75,7 +75,10 @@ def _reclaimable(folder: Path) -> int:
         fields = {name: int(value) for name, _, value in (line.partition(" ") for line in lines)}
     except (OSError, ValueError):
         return 0
-    return fields.get("inactive_file", fields.get("total_inactive_file", 0))
+    names = (
+        ("inactive_file", "active_file") if "inactive_file" in fields else ("total_inactive_file", "total_active_file")
+    )
+    return sum(fields.get(name, 0) for name in names)
 
 
 def _number(file: Path) -> int | None:

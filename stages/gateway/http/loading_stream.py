@@ -1,0 +1,99 @@
+"""The beginning of a stream whose model is being loaded: comments that keep the client's connection alive.
+
+    : loading MODEL: PHASE (3 s)
+
+A request whose answer begins, or that is refused, within `QUIET_S` is answered as any other.  After that the response
+begins with the comments, so that an error can only be an event; it is the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from aiohttp import HttpVersion11, web
+
+from pipeline.api import sse
+from pipeline.api.error_response import anthropic_error, error_event
+from pipeline.api.json_body import to_json
+from pipeline.errors import StarlingError
+from stages.gateway.requests.generation_request import GenerationRequest
+from stages.gateway.requests.request_name import HEADER as NAME
+
+T = TypeVar("T")
+
+QUIET_S = 0.25  # without a comment: a short load leaves errors their status
+INTERVAL_S = 1.0  # between two comments
+
+
+async def begin_stream(request: web.Request, name: str = "") -> web.StreamResponse:
+    """Send the headers of a stream. `name`: the request's id, if it has no state yet."""
+    response = web.StreamResponse(headers={**sse.HEADERS, **({NAME: name} if name else {})})
+    if request.version < HttpVersion11:
+        response.force_close()  # only the end of the connection ends the body
+    await response.prepare(request)
+    return response
+
+
+class LoadingStream:
+    """One stream. `response` is set from the first comment until it is taken."""
+
+    def __init__(self, request: web.Request, name: str, describe: Callable[[], str]) -> None:
+        """`name`: the request's id. `describe` returns what is being waited for."""
+        self.response: web.StreamResponse | None = None
+        self._request = request
+        self._name = name
+        self._describe = describe
+        self._loop = asyncio.get_running_loop()
+        self._begun = self._loop.time()
+        self._quiet_until = self._begun + QUIET_S
+
+    async def until_done(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine and write comments meanwhile. Raises its error."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        try:
+            await self.until(task)
+            return task.result()
+        finally:
+            if not task.done():  # the client has left
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def until(self, awaited: asyncio.Future[Any]) -> None:
+        """Write comments until a future is done. Raises its error."""
+        await asyncio.wait({awaited}, timeout=max(0.0, self._quiet_until - self._loop.time()))
+        while not awaited.done():
+            if self.response is None:
+                self.response = await begin_stream(self._request, self._name)
+            await self.response.write(_comment(self._describe(), self._loop.time() - self._begun))
+            await asyncio.wait({awaited}, timeout=INTERVAL_S)
+        awaited.result()
+
+    def take(self) -> web.StreamResponse | None:
+        """Hand the response over to the events; None: it has not begun."""
+        response, self.response = self.response, None
+        return response
+
+    async def fail(self, error: StarlingError, generation: GenerationRequest) -> web.StreamResponse:
+        """End the stream with an error, in the form of its API."""
+        assert self.response is not None
+        await self.response.write(_error_bytes(error, generation))
+        await self.response.write_eof()
+        return self.response
+
+
+def _comment(text: str, seconds: float) -> bytes:
+    line = " ".join(f"{text} ({seconds:.0f} s)".split())  # a comment is one line
+    return b": " + line.encode("utf-8", "replace") + b"\n\n"
+
+
+def _error_bytes(error: StarlingError, generation: GenerationRequest) -> bytes:
+    """The events of a request that fails before it is admitted."""
+    if generation.endpoint == "messages":
+        return sse.event(to_json(anthropic_error(error)), name=b"error")
+    if generation.endpoint == "responses":
+        data = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
+        return sse.event(to_json({**data, "sequence_number": 0}), name=b"error")
+    n_choices = max(1, len(generation.prompts)) * generation.n
+    return sse.event(error_event(error, range(n_choices))) + sse.DONE
