@@ -156,14 +156,14 @@ class VersionCatalog:
         change: str,
         op: Op,
         until: float,
-        digest: str = "",
         like: ModelVersion | None = None,
         renewed: str = "",
+        digest: str = "",
     ) -> ModelVersion:
         """Add a loading version, which must serve by `until` (s since 1970), and return it.
 
-        digest: SHA-256 of its file, if it is known.
         like: a version whose file and adapters it has, whatever their paths now hold, except the adapter `renewed`.
+        digest: SHA-256 of its file, if it is known and `like` is None.
         """
         serial = self.version_table.serial + 1
         pinned = dict(like.adapters) if like is not None else {}

@@ -283,7 +283,7 @@ class Loader:
             digest = known_digest(settings) if op == "demand" else ""
             like = self._catalog.serving(settings.name) if of_adapter is not None else None
             renewed = of_adapter.name if of_adapter is not None else ""
-            new = self._catalog.begin(settings, change, op, until, digest, like, renewed)
+            new = self._catalog.begin(settings, change, op, until, like, renewed, digest)
             self.on_begun()
             log.info("loading", extra={"version": new.id, "path": settings.path, "op": op})
             await self._steps.finish(new)
