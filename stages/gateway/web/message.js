@@ -36,7 +36,7 @@ export class MessageView {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.reasoning = element("div", { class: "body" });
+    this.reasoning = element("div", { class: "thoughts" });
     this.thought = element("details", { class: "reasoning", hidden: true }, element("summary", { text: "Reasoning" }), this.reasoning);
     this.body = element("div", { class: "body" });
     this.notes = element("p", { class: "statistics" });
