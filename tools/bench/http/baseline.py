@@ -42,7 +42,31 @@ def native_server() -> Path | None:
     return path if os.access(path, os.X_OK) else None
 
 
-class BaselineServer:
+class ServerProcess:
+    """A server of the benchmark's own: its process, and the directory with its files, which is removed with it."""
+
+    _process: subprocess.Popen[bytes]
+    _directory: tempfile.TemporaryDirectory[str]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._directory.cleanup()
+
+
+class BaselineServer(ServerProcess):
     """llama-server, with flash attention "on" or "off". A context manager; ready when entered.
 
     Raises `BaselineMissing`.
@@ -101,23 +125,6 @@ class BaselineServer:
     def pids(self) -> list[int]:
         """The server's process."""
         return [self._process.pid]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the server. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._directory.cleanup()
 
 
 def _native_command(

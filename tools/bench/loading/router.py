@@ -11,14 +11,14 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.baseline import LOAD_S, BaselineMissing, native_server
+from tools.bench.http.baseline import LOAD_S, BaselineMissing, ServerProcess, native_server
 from tools.bench.http.server_under_test import STOP_S, free_port, http_get
 
 
-class RouterServer:
+class RouterServer(ServerProcess):
     """llama-server with `--models-dir`. A context manager; ready when entered.
 
     Its own choices for slots, batches and warm-up hold.  The context is bounded: KV memory for the whole context of
@@ -83,23 +83,6 @@ class RouterServer:
         text = http_get(self.address, "/v1/models")[1]
         found = [one for one in json.loads(text)["data"] if one["id"] == self.model]
         return str(found[0]["status"]["value"]) if found else "missing"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the router, which ends its models. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._directory.cleanup()
 
 
 def post(address: tuple[str, int], path: str, body: dict[str, Any]) -> int:
