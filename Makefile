@@ -10,6 +10,8 @@ CLIENTS ?= $(VENV).clients
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
 ARGS ?=
+# Slow tests that start no server: they compute, and run on all cores.
+KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
 # Of `make api-examples`: the server, and the examples for each of its operations.
 URL ?= http://127.0.0.1:8080
 EXAMPLES ?= 400
@@ -38,7 +40,8 @@ test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels 
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
-	@$(BIN)/python -m pytest -q -m slow --durations=10 $(ARGS)
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS)) $(ARGS)
 
 kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
 	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py $(ARGS)

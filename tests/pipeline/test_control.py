@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from pipeline.errors import Conflict, StarlingError
-from pipeline.ipc import control
+from pipeline.ipc import control, control_asyncio
 from pipeline.ipc.control import Unreachable
 from pipeline.ipc.control_asyncio import ControlServer
 
@@ -82,7 +82,7 @@ async def test_a_successor_takes_the_place_of_a_dead_one(tmp_path: Path) -> None
 
 
 async def test_another_user_is_refused(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "is_ours", lambda fd: False)
+    monkeypatch.setattr(control_asyncio, "is_ours", lambda fd: False)
     reader, writer = await asyncio.open_unix_connection(control.socket_path(run_dir, "kv"))
     assert await reader.read() == b""
     writer.close()

