@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients test-deploy lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -89,6 +89,10 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pydantic-ai and others against the demo model; minutes
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.client_tests $(CLIENTS)/bin/python $(ARGS)
+
+test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, .deb, containers, as far as installed
+	@$(BIN)/starling prepare
+	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py $(ARGS)
 
 api-examples: $(VENV)/.locked-dev ## requests made from the /openapi.json of the server at URL; fails at a 5xx
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-api.lock

@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
 from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StorageUnavailable
+from pipeline.extras import how_to_install
 
 SCHEMES = ("s3", "gs", "az")
 CONNECT_S = 10
@@ -34,7 +35,7 @@ class CloudStore(BlobStore):
             from obstore import exceptions, store
         except ImportError:
             raise ConfigError(
-                f"fleet.blobs = {address!r} needs the extra `cloud`: pip install 'starling[cloud]'", "fleet.blobs"
+                f"fleet.blobs = {address!r} needs the extra `cloud`: {how_to_install('cloud')}", "fleet.blobs"
             ) from None
         self._api, self._exceptions = obstore, exceptions
         config: dict[str, Any] = {}

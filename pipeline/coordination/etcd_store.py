@@ -24,6 +24,7 @@ from pipeline.coordination.interface import (
     check_ttl,
 )
 from pipeline.errors import ConfigError, StorageUnavailable
+from pipeline.extras import how_to_install
 
 CALL_S = 5.0  # until a call without an answer fails
 RECONNECT_S = 0.2  # between two attempts to watch
@@ -43,9 +44,7 @@ class EtcdStore(CoordinationStore):
         try:
             from aetcd import rpc
         except ImportError:
-            raise ConfigError(
-                "the coordination store etcd needs the extra `etcd`: pip install 'starling[etcd]'"
-            ) from None
+            raise ConfigError(f"the coordination store etcd needs the extra `etcd`: {how_to_install('etcd')}") from None
         self.address = f"{host}:{port}"
         self._namespace = namespace
         self._rpc: Any = rpc

@@ -6,12 +6,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pipeline.extras import how_to_install
 from starling.bench.load import Run
 from starling.bench.response import Response
 
-MISSING = "--plots needs matplotlib, which is not installed here: pip install 'starling[bench]'"
 INK, SECOND = "#0b6e4f", "#c1666b"
 BINS = 100  # of the time line
+
+
+def missing_packages() -> str:
+    """The error where it is not."""
+    return f"--plots needs matplotlib, which is not installed here: {how_to_install('bench')}"
 
 
 def can_plot() -> bool:

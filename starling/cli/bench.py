@@ -212,7 +212,7 @@ def bench(url: str | None, model: str | None, seed: int, key: str | None, **opti
     ends the run and prints the figures so far.
     """
     if options["plots_dir"] and not plots.can_plot():
-        raise click.UsageError(plots.MISSING)
+        raise click.UsageError(plots.missing_packages())
     if options["json_file"] and not options["json_file"].absolute().parent.is_dir():
         raise click.UsageError(f"--json {options['json_file']}: there is no such directory")
     fields = {"temperature": options["temperature"], **read_fields(options["fields"])}

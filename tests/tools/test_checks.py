@@ -60,7 +60,12 @@ def test_links_lead_somewhere(tmp_path: Path) -> None:
     [
         ("sh run", "true\n", True),
         ("sh serve", "make serve\n", True),
-        ("sh syntax", "sudo systemctl start x\n", True),
+        ("sh run promtool", "promtool\n", True),
+        ("sh dry-run", "make test\n", True),
+        ("sh machine", "sudo systemctl start x\n", True),
+        ("sh deploy podman", "podman build .\n", True),
+        ("sh serve podman", "podman run x\n", False),
+        ("sh syntax", "true\n", False),
         ("sh illustrative", "curl <URL> (\n", True),
         ("json", "{}\n", True),
         ("python run", "1\n", True),

@@ -3,8 +3,11 @@
 The info string of a fenced shell block carries one tag:
 
     ```sh run           a test runs the block (tests/docs/test_commands.py)
-    ```sh serve         a test starts the server with it, and the blocks of the page run against that server
-    ```sh syntax        `bash -n` parses it: needs systemd, root, a container, minutes of compiling, or another machine
+    ```sh run PROGRAM   the same, where PROGRAM is installed
+    ```sh serve         a test starts a server with it, and the blocks after it run against that server
+    ```sh dry-run       a test runs it with `make --dry-run`: what it makes takes minutes, or is this test itself
+    ```sh machine       a test runs it on a copy of /etc and /var/lib, with systemctl working on files alone
+    ```sh deploy        `make test-deploy` runs it: needs a package index, a container engine, minutes
     ```sh illustrative  not a command to type as it stands: an excerpt, or a template with names to fill in
 
 Python blocks carry `run` or `illustrative` in the same way. A block without a tag, an unknown tag, and a block that
@@ -20,7 +23,9 @@ from pathlib import Path
 from tools.checks import markdown
 
 LANGUAGES = ("sh", "bash", "shell", "console")
-TAGS = ("run", "serve", "syntax", "illustrative")
+RUN_BY_TESTS = ("run", "serve", "dry-run", "machine")
+TAGS = (*RUN_BY_TESTS, "deploy", "illustrative")
+NEEDS_PROGRAMS = ("run", "deploy")
 
 
 def problems(root: Path) -> Iterator[str]:
@@ -38,7 +43,8 @@ def problems(root: Path) -> Iterator[str]:
 
 def _shell(block: markdown.Block, where: str) -> Iterator[str]:
     tags = block.info.split()[1:]
-    if block.language != "sh" or len(tags) != 1 or tags[0] not in TAGS:
+    programs = tags[1:]
+    if block.language != "sh" or not tags or tags[0] not in TAGS or (programs and tags[0] not in NEEDS_PROGRAMS):
         yield f"{where}: `{block.info}`: a shell block is one of {', '.join(f'`sh {tag}`' for tag in TAGS)}"
     elif tags[0] != "illustrative":
         parsed = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pipeline.errors import ConfigError
+from pipeline.extras import how_to_install
 
 TRACEPARENT, TRACESTATE = "traceparent", "tracestate"
 MAX_STATE = 2048  # characters of `tracestate`; the standard asks for at least 512
@@ -75,6 +76,6 @@ class ContextReader:
 def missing_packages() -> ConfigError:
     """The error where OpenTelemetry is not installed."""
     return ConfigError(
-        "tracing.otlp.endpoint needs the extra `otel`: pip install 'starling[otel]', or leave it empty",
+        f"tracing.otlp.endpoint needs the extra `otel`: {how_to_install('otel')}; or leave it empty",
         "tracing.otlp.endpoint",
     )
