@@ -255,6 +255,7 @@ class Submit(Frame, tag="S"):
     )  # n: the prompt's tokens are scored, with the n highest log probabilities; -1: they are not
     scored: int = 1  # leading tokens of the prompt whose scores the gateway has, or that have none: the first one
     adapter: str = ""  # digest (hex) of the LoRA adapter that computes it; "": none. `cache_salt` depends on it
+    prediction: bytes = b""  # int32 little-endian: what the output may be, for draft tokens
 
 
 class Cancel(Frame, tag="C"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import threading
@@ -96,6 +97,36 @@ def test_a_process_that_continues_while_it_is_replaced_changes_no_byte(
     timer.join()
     os.close(pidfd)
     assert comparable(list(demo_server.stream("/v1/generate", **REQUEST))) == undisturbed
+
+
+def test_a_predicted_chat_outlives_the_deaths_of_scheduler_and_worker(demo_server: Server) -> None:
+    """Its text and its counts of predicted tokens are those of an undisturbed one, and its text the plain one."""
+    body = {
+        "model": DEMO_MODEL,
+        "messages": [{"role": "user", "content": "Tell me of the mountains, at length."}],
+        "max_tokens": 160,
+        "seed": 4,
+        "ignore_eos": True,
+        "stream_options": {"include_usage": True},
+    }
+    plain = json.loads(comparable(list(demo_server.stream("/v1/chat/completions", **body))))
+    words = plain[0]["0"]["text"].split(" ")
+    words[10:12] = ["something", "else"]
+    body["prediction"] = {"type": "content", "content": " ".join(words)}
+    expected = comparable(list(demo_server.stream("/v1/chat/completions", **body)))
+    choices, usage = json.loads(expected)
+    assert choices == plain[0]
+    counts = usage["completion_tokens_details"]
+    assert counts["accepted_prediction_tokens"] > 100
+    assert counts["rejected_prediction_tokens"] > 0
+    names = iter(("scheduler", "worker"))
+    events: list[dict[str, Any]] = []
+    for event in demo_server.stream("/v1/chat/completions", **body):
+        events.append(event)
+        if len(events) in (4, 30):
+            os.kill(demo_server.pid_of(process(next(names), DEMO_MODEL)), signal.SIGKILL)
+    assert next(names, None) is None
+    assert comparable(events) == expected
 
 
 def test_a_chat_outlives_the_death_of_four_stages(demo_server: Server) -> None:

@@ -18,7 +18,8 @@ def joined(events: list[Event]) -> str:
         assert "error" not in data, data
         if "index" not in data and not data.get("choices"):
             data = {key: value for key, value in data.items() if key not in ("id", "created")}
-            data["usage"] = {key: n for key, n in data["usage"].items() if key.endswith("_tokens")}
+            kept = (*filter(lambda key: key.endswith("_tokens"), data["usage"]), "completion_tokens_details")
+            data["usage"] = {key: data["usage"].get(key) for key in kept}
             rest.append(data)
             continue
         piece = data if "index" in data else data["choices"][0]

@@ -24,7 +24,8 @@ CHAT = {
     "stream_options": {"include_usage": True},
 }
 COMPLETION = {"model": MODEL, "prompt": ["a", "bc"], "max_tokens": 40, "seed": 5, "echo": True}
-TOLD = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}
+PREDICTION = {"type": "content", "content": "Ein Käfig ging, keine 一只鸟 zu suchen"}
+TOLD = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "prediction": PREDICTION}
 COUNTED = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "seed": 5, "logprobs": 2, "ignore_eos": True}
 CASES = [
     ("/v1/generate", GENERATE),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -193,6 +194,23 @@ def test_the_key_leaves_out_what_has_no_effect_on_the_bytes() -> None:
     key = key_of(spec(), "f16")
     other = spec(fields={"priority": 5, "deadline": 1.0, "name": "req-2"}, stream=True, speculate=4, include_usage=True)
     assert key_of(other, "f16") == key
+
+
+PREDICTED = array("i", [1, 2, 3, 4]).tobytes()
+
+
+def test_an_answer_from_the_cache_is_counted_by_the_request_s_own_prediction() -> None:
+    first, second, third = (make_state(prediction=prediction) for prediction in (PREDICTED, b"", PREDICTED[:8]))
+    one = first.sequences[0]
+    one.tokens, one.n_used, one.n_emitted, one.finish_reason = [1, 2, 3], 3, 3, "length"
+    one.count_predicted()
+    one.move(SequencePhase.FINISHED)
+    restored = []
+    for request in (first, second, third):
+        if request is not first:
+            restore_output(request.sequences[0], output_of(one))
+        restored.append(request.predicted)
+    assert (restored[0], restored[2]) == ((3, 1), (2, 0))
 
 
 def test_two_prompts_differ_from_one_joined_prompt() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from stages.gateway.endpoints.openai_formatter import best_sequences
 from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.gateway.requests.state import RequestState
-from tests.gateway.peers import MODEL, VOCAB_SIZE
+from tests.gateway.peers import CONTEXT, MODEL, VOCAB_SIZE
 from tests.gateway.request_states import make_state
 from tests.gateway.server import Server
 
@@ -109,11 +110,32 @@ HINTS = {
 @pytest.mark.parametrize("path", BODIES)
 def test_hints_change_nothing(server: Server, path: str) -> None:
     body = {**BODIES[path], "max_tokens": 20, "seed": 5}
-    if "chat" in path:
-        hints = {**HINTS, "prediction": {"type": "content", "content": [{"type": "text", "text": "abc"}]}}
-    else:
-        hints = HINTS
-    assert server.post(path, {**body, **hints}).json["choices"] == server.post(path, body).json["choices"]
+    assert server.post(path, {**body, **HINTS}).json["choices"] == server.post(path, body).json["choices"]
+
+
+def test_a_prediction_becomes_draft_tokens_and_is_counted(server: Server) -> None:
+    says = {"model": MODEL, "messages": [{"role": "user", "content": "please say one two three"}], "n": 2}
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "too three!"}]
+    body = {**says, "prediction": {"type": "content", "content": parts}}
+    answer = server.post("/v1/chat/completions", body).json
+    assert answer["choices"] == server.post("/v1/chat/completions", says).json["choices"]
+    sent = [server.peers.do(lambda i=i: server.peers.generator.submitted[i]) for i in (-4, -3)]
+    assert [frame.prediction for frame in sent] == [array("i", list(b"one too three!")).tobytes()] * 2
+    # "t" and then " three" came where they were expected, "w" did not; "!" did not come.
+    counts = {"accepted_prediction_tokens": 2 * 12, "rejected_prediction_tokens": 2 * 2}
+    assert answer["usage"]["completion_tokens_details"] == counts
+    off = server.post("/v1/chat/completions", {**body, "speculate": 0}).json
+    assert off["usage"]["completion_tokens_details"] == counts
+    assert server.peers.do(lambda: server.peers.generator.submitted[-1]).prediction == b""
+    none = server.post("/v1/chat/completions", {**body, "prediction": {"type": "content", "content": ""}}).json
+    assert set(none["usage"]["completion_tokens_details"].values()) == {0}
+
+
+def test_a_prediction_longer_than_the_context_is_refused(server: Server) -> None:
+    prediction = {"type": "content", "content": "x" * (CONTEXT + 1)}
+    answer = server.post("/v1/chat/completions", {**BODIES["/v1/chat/completions"], "prediction": prediction})
+    assert (answer.status, answer.error["param"]) == (400, "prediction.content")
+    assert f"has {CONTEXT + 1} tokens; at most {CONTEXT}" in answer.error["message"]
 
 
 def test_generate_takes_several_prompts(server: Server) -> None:

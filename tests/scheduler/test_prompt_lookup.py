@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 
-from stages.scheduler.draft.prompt_lookup import MAX_PAUSE, PromptLookup
+from stages.scheduler.draft.prompt_lookup import PromptLookup
+from stages.scheduler.draft.text_source import MAX_PAUSE
 
 
 def test_proposals_are_the_tokens_that_followed_last_time():

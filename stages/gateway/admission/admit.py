@@ -36,7 +36,7 @@ from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.lengths import check_prompt_logprobs, check_text_count, output_budget
-from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prompts
+from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_prediction, tokenize_prompts
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.reasoning.switch import prefix_of, reasoning_of
 from stages.gateway.requests.continued import force_output
@@ -296,8 +296,9 @@ class Admission:
             given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
             for given in (generation.prompts if generation.echo else [])
         ]
+        prediction = await tokenize_prediction(generation, version.id, self._tokenizer, bounds, call.name.id)
         self.charge_tokens(call.caller, sum(map(len, prompts)))
-        return self._state(version, described, generation, prompts, budgets, echoes, created, call)
+        return self._state(version, described, generation, prompts, budgets, echoes, created, prediction, call)
 
     def _record(
         self,
@@ -346,6 +347,7 @@ class Admission:
         budgets: list[int],
         echoes: list[str],
         created: int,
+        prediction: bytes,
         call: _Call,
     ) -> RequestState:
         """Fix the specification. `budgets`: most output tokens of each prompt."""
@@ -387,6 +389,7 @@ class Admission:
                 tools=tools,
                 suffix=msgspec.UNSET,
                 thinking=msgspec.UNSET,
+                prediction=msgspec.UNSET if generation.prediction is msgspec.UNSET else "",
             ),
             seed=seed,
             created=created,
@@ -401,6 +404,7 @@ class Admission:
             tokenizer=described.tokenizer,
             api_key_id=call.caller.key_id,
             trace=call.context,
+            prediction=prediction,
         )
         return RequestState(spec, deadline, call.started_at)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -67,6 +68,25 @@ async def tokenize_prompts(
     return [
         prompt if isinstance(prompt, tuple) else checked(next(texts), index) for index, prompt in enumerate(prompts)
     ]
+
+
+async def tokenize_prediction(
+    generation: GenerationRequest, version_id: str, tokenizer: TokenizerClient, bounds: Bounds, request_id: str
+) -> bytes:
+    """Token ids (i32 little-endian) of the text that the answer may be. Raises `InvalidRequest`."""
+    if not generation.prediction:
+        return b""
+    encoded = await tokenizer.encode(
+        version_id, generation.prediction, add_bos=False, token_limit=bounds.context, request_id=request_id
+    )
+    if encoded.too_many:
+        count = f"{'' if encoded.is_exact else 'at least '}{encoded.too_many}"
+        raise InvalidRequest(
+            f"prediction.content has {count} tokens; at most {bounds.context} are allowed, the model's context: "
+            f"shorten it",
+            "prediction.content",
+        )
+    return array("i", encoded.tokens).tobytes()
 
 
 def chat_of(generation: GenerationRequest, described: m.Described) -> tuple[list[dict[str, Any]], TemplateArguments]:

@@ -173,11 +173,12 @@ _PREDICTION: dict[str, Reader] = {"type": one_of("content"), "content": _read_co
 
 
 @described(object_schema(_PREDICTION, required=("type", "content")))
-def read_prediction(value: Any, name: str) -> None:
-    """Read a predicted text, which could only make the answer faster: draft tokens never change it."""
+def read_prediction(value: Any, name: str) -> str:
+    """Read a predicted text, which only makes the answer faster: draft tokens never change it."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object {"type": "content", "content": ...}')
-    read_fields(value, _PREDICTION, required=("type", "content"), within=name)
+    predicted: str = read_fields(value, _PREDICTION, required=("type", "content"), within=name)["content"]
+    return predicted
 
 
 @described({"type": "string", "pattern": f"^{_DATE.pattern}$"})
@@ -261,6 +262,7 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         template=template_arguments(values, tools.definitions if tools else None),
         tools=tools.use if tools else msgspec.UNSET,
         thinking=thinking_of(values),
+        prediction=values.get("prediction", msgspec.UNSET),
         **arguments,
     )
     return check_combination(request)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import msgspec
+
 from stages.gateway.requests.state import RequestState, SequenceState
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have; as in OpenAI's API
@@ -47,15 +49,17 @@ class ResponseFormatter(Protocol):
 def usage(request: RequestState) -> dict[str, Any]:
     """Return OpenAI's `usage`. A prompt counts once, for any number of choices."""
     prompt, completion = request.prompt_tokens, request.completion_tokens
-    details: dict[str, Any] = {}
+    details: dict[str, int] = {}
     if request.spec.generation.reasoning:
-        details["completion_tokens_details"] = {"reasoning_tokens": request.reasoning_tokens}
+        details["reasoning_tokens"] = request.reasoning_tokens
+    if request.spec.generation.prediction is not msgspec.UNSET:
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = request.predicted
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": request.cached_tokens},
-        **details,
+        **({"completion_tokens_details": details} if details else {}),
     }
 
 

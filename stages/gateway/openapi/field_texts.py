@@ -44,7 +44,7 @@ FIELD_TEXTS: dict[str, str] = {
     "safety_identifier": "A hint without effect.",
     "prompt_cache_key": "A hint without effect: prefixes are cached in any case.",
     "prompt_cache_retention": "A hint without effect.",
-    "prediction": "A hint without effect.",
+    "prediction": "What the answer may be: makes it faster where it is right, and never changes it.",
     "min_p": "Leaves out tokens with less than this share of the highest probability; 0: off.",
     "typical_p": "Draws from the tokens whose surprise is closest to the average; 1: off.",
     "top_n_sigma": "Leaves out tokens this many standard deviations below the highest; 0: off.",

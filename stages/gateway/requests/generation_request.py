@@ -106,6 +106,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     reasoning: Reasoning | msgspec.UnsetType = msgspec.UNSET  # set at admission; UNSET: the text is not divided
     # How long the model stays loaded after the request, s; negative: for good; UNSET: as configured.
     keep_alive: float | msgspec.UnsetType = msgspec.UNSET
+    # What the answer may be; "" once it is tokenized (`RequestSpec.prediction`). UNSET: nothing is predicted.
+    prediction: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def kept_control(self) -> frozenset[bytes]:

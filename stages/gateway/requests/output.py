@@ -24,6 +24,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     first_token_at: float = 0.0  # of the gateway's monotonic clock, s
     scores: bytes = b""  # of its prompt, see requests/prompt_scores.py
     n_reasoning: int = 0
+    predicted: tuple[int, int] = (0, 0)
 
 
 def output_of(sequence: SequenceState) -> SequenceOutput:
@@ -40,6 +41,7 @@ def output_of(sequence: SequenceState) -> SequenceOutput:
         sequence.first_token_at,
         bytes(sequence.scores.data) if sequence.scores is not None else b"",
         sequence.n_reasoning,
+        sequence.predicted,
     )
 
 
@@ -54,6 +56,8 @@ def restore_output(sequence: SequenceState, output: SequenceOutput) -> None:
     sequence.first_token_at, sequence.n_reasoning = output.first_token_at, output.n_reasoning
     sequence.finish_reason, sequence.stop_string = output.finish_reason, output.stop_string
     sequence.is_flushed = bool(output.finish_reason)
+    sequence.predicted = output.predicted
+    sequence.count_predicted()  # the answer may be one that the cache has of a request with another prediction
     if sequence.scores is not None:
         sequence.scores.add(1, output.scores)
         sequence.request.update_scores()

@@ -379,6 +379,7 @@ class Relay:
         sink = request.sink
         if request.waits_for_scores:
             return
+        sequence.count_predicted()  # in small parts
         if sink is None:
             raise IllegalTransitionError(f"{request.id} has no sink")
         vocabulary = self.vocabularies.get(request.spec.vocabulary)
@@ -428,6 +429,7 @@ class Relay:
         request = sequence.request
         sink = request.sink
         sequence.n_used = used
+        sequence.count_predicted()
         sequence.move(SequencePhase.FINISHED)
         if request.trace is not None:
             self._record_decoding(request.trace, sequence)

@@ -56,6 +56,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     body_digest: bytes = b""  # SHA-256 of endpoint and body, with a key
     api_key_id: str = ""  # of the key file; "": a configured key, or none
     trace: TraceContext | None = None  # with `tracing.otlp`
+    prediction: bytes = b""  # what the answers may be: token ids, i32 little-endian
 
     @property
     def shown_model(self) -> str:
@@ -89,7 +90,8 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
         sequences = tuple(
             msgspec.structs.replace(sequence, sampling=_NO_SAMPLING, stop_ids=()) for sequence in self.sequences
         )
-        return msgspec.structs.replace(self, prompts=self.prompts if has_scores else (), sequences=sequences)
+        prompts = self.prompts if has_scores else ()
+        return msgspec.structs.replace(self, prompts=prompts, sequences=sequences, prediction=b"")
 
 
 _NO_SAMPLING = Sampling()

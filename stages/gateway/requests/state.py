@@ -20,6 +20,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.errors import StarlingError
+from pipeline.predicted_text import PredictionFollower
 from pipeline.protocol.messages import Logprob, Submit
 from stages.gateway.requests.prompt_scores import PromptScores
 from stages.gateway.requests.spec import RequestSpec, ResponseKey, SequenceSpec
@@ -80,6 +81,7 @@ class SequenceState:
         "decoder",
         "finish_reason",
         "first_token_at",
+        "follower",
         "id",
         "index",
         "is_flushed",
@@ -93,6 +95,7 @@ class SequenceState:
         "n_used",
         "not_before",
         "phase",
+        "predicted",
         "request",
         "scores",
         "spec",
@@ -131,6 +134,10 @@ class SequenceState:
         self.stop_string = ""
         self.n_used = 0  # output tokens that count: up to and including a stop token
         self.n_reasoning = 0  # of them, those of the reasoning before the answer, with its marks
+        # Of a request with a prediction: its tokens that came where they were expected, and the others.
+        prediction = request.spec.prediction
+        self.follower = PredictionFollower(prediction) if prediction else None
+        self.predicted = (0, 0)
 
     @property
     def is_over(self) -> bool:
@@ -143,6 +150,12 @@ class SequenceState:
         if self.finish_reason == "stop" and self.tokens and self.tokens[-1] in self.spec.stop_ids:
             return len(self.tokens) - 1
         return len(self.tokens)
+
+    def count_predicted(self) -> None:
+        """Update `predicted` by the tokens that have become text."""
+        if (follower := self.follower) is not None:
+            follower.follow(self.tokens, 0, self.n_emitted)
+            self.predicted = (follower.accepted, follower.rejected)
 
     def move(self, phase: SequencePhase) -> None:
         """Change the phase. Raises `IllegalTransitionError` if the sequence has ended."""
@@ -240,6 +253,11 @@ class RequestState:
         return sum(s.n_reasoning for s in self.sequences)
 
     @property
+    def predicted(self) -> tuple[int, int]:
+        """Tokens of the prediction that came where they were expected, and the others; of all sequences."""
+        return sum(s.predicted[0] for s in self.sequences), sum(s.predicted[1] for s in self.sequences)
+
+    @property
     def first_token_at(self) -> float:
         """Time of the first token; 0.0 if there is none."""
         return min((s.first_token_at for s in self.sequences if s.first_token_at), default=0.0)
@@ -268,4 +286,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         prompt_logprobs=sequence.scores.top if sequence.scores is not None else -1,
         scored=sequence.scores.known if sequence.scores is not None else 1,
         adapter=generation.adapter.digest if generation.adapter else "",
+        prediction=spec.prediction if generation.speculate >= 0 else b"",
     )

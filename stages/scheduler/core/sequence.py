@@ -81,6 +81,7 @@ class SequenceState:
         "max_tokens",
         "phase",
         "pooled",
+        "prediction",
         "prompt_len",
         "request",
         "run",
@@ -108,6 +109,7 @@ class SequenceState:
         self.sampling: Sampling = frame.sampling
         self.choice: int = frame.choice
         self.breakers: bytes = frame.breakers
+        self.prediction: bytes = frame.prediction
         self.constraint = frame.constraint
         self.masks: Masks | None = None  # of a live sequence with a constraint
         self.acquired_at = now  # s: when pages were requested for its row

@@ -74,7 +74,7 @@ class SubmissionQueue:
             self._refuse(gateway, frame, refusal)
             return
         sequence = table.add(gateway, frame, now)
-        sequence.max_draft_tokens = max(0, min(frame.speculate or self._settings.speculate, MAX_DRAFT_TOKENS))
+        sequence.max_draft_tokens = self._max_draft_tokens(frame)
         refusal = check_limits(sequence, self._limits)
         if refusal is not None:
             if frame.forced:
@@ -89,6 +89,12 @@ class SubmissionQueue:
             self._outbox.add_event(sequence, "queued", now, ahead=self._queues.depth)
             self._queues.push(sequence)
             self._phases.queued(sequence)
+
+    def _max_draft_tokens(self, frame: Submit) -> int:
+        configured = self._settings.speculate
+        if frame.prediction and configured >= 0:
+            configured = MAX_DRAFT_TOKENS
+        return max(0, min(frame.speculate or configured, MAX_DRAFT_TOKENS))
 
     def _refuse(self, gateway: bytes, frame: Submit, refusal: Refusal) -> None:
         self._stats.refused += 1

@@ -1,1 +1,1 @@
-"""Draft tokens: prompt lookup, draft sequences on a draft model, and the decision which of them pays."""
+"""Draft tokens: from predictions, prompt lookup and draft models, and the decision which of them pays."""

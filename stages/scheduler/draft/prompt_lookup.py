@@ -1,86 +1,28 @@
 """Prompt lookup: draft tokens from earlier occurrences of the last tokens, for text that repeats itself.
 
 The last tokens of the sequence are searched among all earlier ones; the tokens that followed there are proposed.
-The worker computes the positions of the draft tokens in one step and samples each with that position's own random
-number; a draft token is accepted exactly if it equals the sample before it.  So the output bytes are those without
-speculation, and the sample after the last accepted draft token costs nothing extra.
-
-The number of draft tokens follows their success (`DraftLength`, one for each source): it doubles when all are
-accepted and halves when fewer than half are.  Failures in a row pause the source for 2, 4, ... 256 tokens, so that
-text without repetitions loses next to nothing.
 """
 
 from __future__ import annotations
 
 from array import array
 
+from stages.scheduler.draft.text_source import TextSource
+
 NGRAM = 3  # tokens that must have occurred before
-FIRST_LENGTH = 4  # draft tokens of the first proposal
-FIRST_PAUSE = 2  # tokens without proposals after a failure; doubles with each further failure
-MAX_PAUSE = 256
-RECENT = 16  # tokens after a proposal within which another one is likely
 
 
-class DraftLength:
-    """How many tokens a source proposes for one sequence, and whether it is paused."""
-
-    __slots__ = ("_pause", "length", "most", "resume_at", "tried_at")
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.length = min(FIRST_LENGTH, most)
-        self.resume_at = 0  # paused while fewer tokens are known
-        self.tried_at = -RECENT  # known tokens at the last result
-        self._pause = FIRST_PAUSE
-
-    def record(self, n_tokens: int, drafted: int, accepted: int) -> None:
-        """`accepted` of `drafted` tokens were accepted; `n_tokens` are known now."""
-        self.tried_at = n_tokens
-        if accepted == drafted:
-            self.length = min(self.most, 2 * max(1, self.length))
-            self._pause = FIRST_PAUSE
-        elif 2 * accepted < drafted:
-            self.length = max(1, self.length // 2)
-        if accepted == 0:
-            self.resume_at = n_tokens + self._pause
-            self._pause = min(MAX_PAUSE, 2 * self._pause)
-            self.length = min(FIRST_LENGTH, self.most)
-
-    def is_idle(self, n_tokens: int) -> bool:
-        """The source has proposed nothing for a while, or is paused for a while."""
-        return n_tokens + RECENT <= self.resume_at or n_tokens >= self.tried_at + RECENT
-
-
-class PromptLookup(DraftLength):
+class PromptLookup(TextSource):
     """The source for one sequence. O(1) for each token that has become known since the last call."""
 
-    __slots__ = ("_expected", "_index", "_indexed")
+    __slots__ = ("_index", "_indexed")
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self._indexed = 0  # tokens
         self._index: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last occurrence
-        self._expected = (-1, 0)  # (position, token) for which a step was delayed
 
-    def expects_match(self, tokens: array[int]) -> bool:
-        """Whether delaying the next step pays until the token after `tokens` is known."""
-        at = self._find(tokens)
-        if not at:
-            return False
-        self._expected = (len(tokens), tokens[at])
-        return True
-
-    def propose(self, tokens: array[int], room: int) -> tuple[int, ...]:
-        """At most `room` tokens that may follow `tokens`; () without an earlier occurrence."""
-        position, token = self._expected
-        self._expected = (-1, 0)
-        if 0 <= position < len(tokens) and tokens[position] != token:
-            self.record(len(tokens), 1, 0)
-        at = self._find(tokens)
-        return tuple(tokens[at : at + min(room, self.length)]) if at else ()
-
-    def _find(self, tokens: array[int]) -> int:
-        """The position after an earlier occurrence of the last tokens; 0: none, or paused."""
+    def _next(self, tokens: array[int], most: int) -> tuple[int, ...]:
         n = len(tokens)
         index = self._index
         # The n-gram that ends at the last token is searched and not entered: it would find itself.
@@ -88,5 +30,6 @@ class PromptLookup(DraftLength):
             index[tuple(tokens[end - NGRAM : end])] = end
         self._indexed = max(self._indexed, n)
         if n < self.resume_at or n < NGRAM:
-            return 0
-        return index.get(tuple(tokens[n - NGRAM :]), 0)
+            return ()
+        at = index.get(tuple(tokens[n - NGRAM :]), 0)
+        return tuple(tokens[at : at + most]) if at else ()

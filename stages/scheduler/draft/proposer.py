@@ -1,8 +1,8 @@
 """The proposer: where a sequence's draft tokens come from, and whether they are worth their time.
 
-There are two sources: prompt lookup (prompt_lookup.py), which costs nothing, then a draft sequence on a draft model
-(draft_sequence.py), if the model has one.  Proposals of both are verified in the same way, so no output depends on
-anything here.
+There are three sources: the text that the client predicts (prediction.py) and prompt lookup (prompt_lookup.py), which
+cost nothing, then a draft sequence on a draft model (draft_sequence.py), if the model has one.  Proposals of all are
+verified in the same way, so no output depends on anything here.
 
 A draft sequence takes time: its steps, and the delay of the target's step that waits for it.  All of it is measured
 and booked on an account in units of plain decoding steps:
@@ -105,12 +105,12 @@ class Proposer:
         """Steps may be published ahead: finding draft tokens a few tokens late costs less than waking up for each."""
         if not sequence.max_draft_tokens:
             return True
-        return (self.link is None or self._is_exhausted) and self._state(sequence).lookup.is_idle(sequence.run.length)
+        return (self.link is None or self._is_exhausted) and self._state(sequence).is_idle(sequence.run.length)
 
     def expects_match(self, sequence: SequenceState) -> bool:
         """See `batch.DraftSource`."""
         state = self._state(sequence)
-        if state.lookup.expects_match(sequence.run.tokens):
+        if state.expects_match(sequence.run.tokens):
             return True
         return self._may_ask and self._is_near(state, sequence)
 
@@ -123,7 +123,7 @@ class Proposer:
 
     def _propose(self, sequence: SequenceState, room: int) -> tuple[int, ...] | None:
         state = self._state(sequence)
-        found = state.lookup.propose(sequence.run.tokens, room)
+        found = state.propose(sequence.run.tokens, room)
         state.is_model = False
         if found or not self._may_ask or not self._is_near(state, sequence):
             return found
@@ -241,7 +241,7 @@ class Proposer:
             stats.model_accepted += accepted
             self._record_model(state, sequence.run.length, drafted, accepted)
         else:
-            state.lookup.record(sequence.run.length, drafted, accepted)
+            state.text.record(sequence.run.length, drafted, accepted)
 
     def record_published(self, entry: StepEntry[SequenceState]) -> None:
         """A published step verifies the draft tokens of `entry`."""
@@ -295,5 +295,5 @@ class Proposer:
     @staticmethod
     def _state(sequence: SequenceState) -> DraftState:
         if sequence.draft_state is None:
-            sequence.draft_state = DraftState(sequence.max_draft_tokens)
+            sequence.draft_state = DraftState(sequence.max_draft_tokens, sequence.prediction, sequence.prompt_len)
         return sequence.draft_state

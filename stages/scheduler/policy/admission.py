@@ -41,7 +41,7 @@ class Limits:
 def check_frame(frame: Submit) -> Refusal | None:
     """Errors that do not depend on the model; None if there are none."""
     sampling = frame.sampling
-    for name, tokens in (("prompt", frame.prompt), ("forced", frame.forced)):
+    for name, tokens in (("prompt", frame.prompt), ("forced", frame.forced), ("prediction", frame.prediction)):
         if len(tokens) % 4:
             return Refusal("INVALID_REQUEST", f"{name} has {len(tokens)} bytes, not a multiple of 4", name)
     if not frame.prompt:
@@ -130,6 +130,9 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
     vocab = limits.vocab_size
     if vocab and not 0 <= min(sequence.run.tokens) <= max(sequence.run.tokens) < vocab:
         return Refusal("INVALID_REQUEST", f"prompt has a token id outside 0..{vocab - 1}", "prompt")
+    predicted = memoryview(sequence.prediction).cast("i")
+    if vocab and predicted and not 0 <= min(predicted) <= max(predicted) < vocab:
+        return Refusal("INVALID_REQUEST", f"prediction has a token id outside 0..{vocab - 1}", "prediction")
     for name, ids in (
         ("stop_token_ids", sequence.stop_ids),
         ("logit_bias", [token for token, _ in sequence.sampling.logit_bias]),
