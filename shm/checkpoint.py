@@ -75,8 +75,7 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     rope_base: float = 10000.0
     rope_scale: float = 1.0  # positions are divided by it
     attention_bias: bool = False  # q, k and v have biases
-    # f32 values from here on; an index without them is of a llama or qwen2 graph.
-    norm: str = "rms"  # or "layer": of the residual stream
+    norm: str = "rms"  # or "layer": of the residual stream. An index of a llama or qwen2 graph may end before it
     attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
     attention_cap: float = 0.0  # soft cap of scores; 0: none
     logit_cap: float = 0.0  # soft cap of logits; 0: none
@@ -91,6 +90,11 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     normalizes_experts: bool = False  # their weights are divided by their sum
     shared_ffn_width: int = 0  # of the expert for all tokens; 0: there is none
     is_causal: bool = True  # a position attends to none behind it; else a model has embeddings alone
+
+    @property
+    def kv_window(self) -> int:
+        """Positions that a query reads of any layer, itself included; 0: some layer attends to all positions."""
+        return 0 if 0 in self.windows else max(self.windows, default=0)
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):

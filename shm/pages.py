@@ -153,6 +153,14 @@ def pages_that_fit(g: KvGeometry, budget_bytes: int) -> int:
     return max(0, (budget_bytes - 8192) // (g.page_bytes + PAGE_HEADER))
 
 
+def first_read(position: int, window: int) -> int:
+    """The first position that attention reads for a query at `position`; with `window` 0 it reads all.
+
+    Whole KV splits are read, so it is the first one of the split in which the window begins.
+    """
+    return max(0, position + 1 - window) // KV_SPLIT * KV_SPLIT if window else 0
+
+
 def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
     """Views of the headers and pages of a mapped arena."""
     pages_at = align(n_pages * PAGE_HEADER, 4096)

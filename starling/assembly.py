@@ -121,6 +121,6 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         ring = scheduler.worker.ring = Ring(steps, steps_geometry, time.time_ns())
         ring.start(1)
         scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
-        scheduler.attach(context, hyper.vocab_size)
+        scheduler.attach(context, hyper.vocab_size, window=hyper.kv_window)
         bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
         return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)

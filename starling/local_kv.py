@@ -52,11 +52,20 @@ class LocalKv:
                 if known is None:
                     return self._denied(frame, fits=False, needed=0)
                 tokens, serial = known
-                found = self._manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt)
+                found = self._manager.acquire(
+                    frame.sequence,
+                    tokens,
+                    frame.want_tokens,
+                    frame.row,
+                    serial,
+                    frame.salt,
+                    window=frame.window,
+                    ahead=frame.ahead,
+                )
             case m.Extend():
                 found = self._manager.extend(frame.sequence, frame.want_tokens)
             case m.Commit():
-                self._manager.commit(frame.sequence, frame.n_tokens)
+                self._manager.commit(frame.sequence, frame.n_tokens, frame.unread)
                 return None
             case m.Release():
                 self._manager.release(frame.sequence, frame.n_tokens)

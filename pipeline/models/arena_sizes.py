@@ -15,6 +15,7 @@ from shm.pages import KV_SPLIT, KvGeometry, kv_arena_bytes, pages_that_fit
 from shm.step_ring import MAX_RANKS, StepsGeometry, mask_words, steps_bytes
 
 SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
+LEASED_AHEAD = 160  # positions beyond a step for which a sequence holds pages (stages/scheduler/core/leases.py)
 LATE_TENANT_ROWS = 8  # rows beyond twice the batch, so that a small batch has some as well
 MAX_DRAFT_SEQUENCES = 4  # sequences of a model that have draft sequences in another model, at most
 
@@ -57,6 +58,17 @@ def steps_geometry(
     rows, pages = n_rows(max_batch_size, draft_sequences), -(-context // page_tokens) + 1
     samples, masks = max_samples(max_batch_size), mask_words(vocab_size)
     return StepsGeometry(rows, max_batch_size, samples, context, pages, masks, width)
+
+
+def most_positions(end: int, window: int, step_tokens: int, page_tokens: int) -> int:
+    """Positions for which a sequence of `end` positions holds KV pages at once, at most.
+
+    window: positions that attention reads in every layer; 0: all.  step_tokens: of a step, at most.  With a window the
+    sequence holds what its next step reads, two steps that are not acknowledged, and what is leased ahead.
+    """
+    if not window:
+        return end
+    return min(end, window + KV_SPLIT + 3 * step_tokens + LEASED_AHEAD + 3 * page_tokens)
 
 
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:

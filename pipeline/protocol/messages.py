@@ -389,6 +389,8 @@ class Acquire(Frame, tag="a"):
     want_tokens: int
     salt: str = ""
     sharable: int = -1  # leading positions that may be shared; -1: as many as match
+    window: int = 0  # positions that attention reads, the query's included; 0: all. Older pages are not needed
+    ahead: int = 0  # with `window`: at most so many positions beyond the cached ones are leased
 
 
 class Extend(Frame, tag="x"):
@@ -406,6 +408,7 @@ class Commit(Frame, tag="c"):
     model: str
     sequence: str
     n_tokens: int
+    unread: int = 0  # leading positions that no step reads any more: their pages are released
 
 
 class Release(Frame, tag="l"):
@@ -428,12 +431,13 @@ class Reconcile(Frame, tag="y"):
     """
 
     model: str
-    leases: list[tuple[str, int, int, tuple[int, ...]]]  # sequence, row, n_tokens, pages
+    leases: list[tuple[str, int, int, tuple[int, ...]]]  # sequence, row, n_tokens, pages (as in `Granted`)
 
 
 class Granted(Frame, tag="G"):
     """`pages` is the sequence's whole page table so far; the first `cached_tokens` positions are computed.
 
+    -1 stands for each leading page that the sequence does not hold, because no step reads it (`Commit.unread`).
     `id` is the request's and is unique for each model only.
     """
 
@@ -604,6 +608,7 @@ class WorkerReady(Frame, tag="w"):
     width: int = 0  # values of a hidden state
     is_causal: bool = True  # False: prompts are pooled alone, each in one step
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest (hex) of each LoRA adapter that it has in memory
+    window: int = 0  # positions that attention reads in every layer; 0: all
 
 
 class Attach(Frame, tag="A"):

@@ -6,7 +6,7 @@ A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/pro
                 known token, whose logits are needed; add new pages for the rest
     extend      add new pages
     commit      the first n positions are computed and acknowledged: their full pages are cached under their hash, and
-                their contents are final
+                their contents are final.  Leading pages that no step reads any more are released
     release     commit, then full pages with a hash become evictable and all others free
     reconcile   after a restart of either side: the scheduler names the leases that it holds, all others end
 
@@ -15,6 +15,10 @@ Invariants (`check`):
     a hash finds at most one page, which is full; a page has at most one hash
     a page that two leases hold has a hash
     no page is granted between a restart and the reconciliation
+    the pages that a lease does not hold (NO_PAGE) are its first ones, and computed
+
+A sequence whose layers all have a sliding window holds the pages that its next position reads, and those behind them:
+older ones are released when they are committed, and not acquired when their successors are found in the cache.
 
 A page with the hash of another page stays private to its sequence and is free afterwards.  A page is shared only if
 its checksum is right, and the tokens of a row are used only while its serial shows that they are the sequence's: in
@@ -25,14 +29,15 @@ Independent of sockets, files and the scheduler.  Times and tokens are arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from shm.pages import first_read
 from stages.kv.pool.page_headers import PageCounts, PageIdentity, checksum
-from stages.kv.pool.page_pool import PagePool
+from stages.kv.pool.page_pool import NO_PAGE, Hit, PagePool
 from stages.kv.pool.page_table import UNCLAIMED
 from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.pool.root_owners import RootOwners
@@ -42,7 +47,10 @@ ReadTokens = Callable[[int, int, int, int], np.ndarray | None]
 
 
 class Grant(NamedTuple):
-    """The whole page table of a sequence; its first `cached_tokens` positions are computed."""
+    """The whole page table of a sequence; its first `cached_tokens` positions are computed.
+
+    NO_PAGE stands for a page that the sequence does not hold, because it does not read it.
+    """
 
     pages: tuple[int, ...]
     cached_tokens: int = 0
@@ -84,7 +92,14 @@ class Lease:
     n_final: int  # leading pages that are shared, cached, or duplicates of cached ones
     born_ns: int  # admission of the sequence
     n_tokens: int  # positions with a known token: of the prompt, then as far as is committed
+    n_unread: int = 0  # leading places without a page, because no step reads it
+    n_released: int = 0  # of these, pages that the sequence had
     is_suspect: bool = False  # refused by `reconcile`: holds its pages until its release and caches none
+
+    @property
+    def held(self) -> list[int]:
+        """The pages that the sequence holds."""
+        return self.pages[self.n_unread :]
 
 
 class Manager:
@@ -125,10 +140,14 @@ class Manager:
         serial: int = 0,
         salt: str = "",
         sharable: int = -1,
+        window: int = 0,
+        ahead: int = 0,
     ) -> Grant | Denial:
         """Grant pages to a sequence whose known tokens are `tokens` (n,) int32, a copy of its row.
 
         `sharable`: only pages within so many leading positions are shared; -1: all that may be.
+        `window`: positions that attention reads; 0: all.  With a window at most `ahead` (1 or more) positions beyond
+        the shared ones are granted.
         Idempotent: the same request with the same tokens, after a lost answer, gets the same grant.
         """
         pool, table = self.pool, self._table
@@ -143,8 +162,9 @@ class Manager:
                 and (known.row, known.serial, known.root) == (row, serial, root)
                 and known.hashes == hashes
                 and known.n_final == known.n_shared
+                and not known.n_released
             ):
-                extended = self.extend(sequence, want_tokens)
+                extended = self.extend(sequence, self._wanted(want_tokens, known.n_shared, window, ahead))
                 if isinstance(extended, Denial):
                     return extended
                 return Grant(extended.pages, known.n_shared * self.page_tokens)
@@ -153,31 +173,51 @@ class Manager:
             return self._denial(self.pages_for(want_tokens))
 
         now = pool.clock_ns()
-        found, outside = pool.find(hashes[:n_sharable])
-        needed = max(self.pages_for(want_tokens), len(found) + len(outside))
+        hit = self._find(hashes[:n_sharable], window)
+        found, outside = hit.in_arena, hit.outside
+        needed = max(self.pages_for(self._wanted(want_tokens, hit.end, window, ahead)), hit.end) - hit.first
         table.acquire_ref(found)  # before make_room, which could evict them
         if not pool.make_room(needed - len(found)):
             denial = self._denial(needed, held=len(found))
             table.release_ref(found, pool.clock_ns())
             return denial
         new = table.get_new_pages(needed - len(found), root, serial, now, now)
-        n_shared = len(found) + pool.restore(outside, new)
+        n_restored = pool.restore([hashes[place] for place in outside], new)
+        if window and n_restored < len(outside):  # what is behind the gap may need pages before it
+            table.release_ref(found + new, pool.clock_ns())
+            return self.acquire(sequence, tokens, want_tokens, row, serial, salt, 0, window, ahead)
+        n_shared = hit.end - len(outside) + n_restored
         table.record_use(found, now)
         pool.counters.hits += n_shared
         pool.counters.misses += n_sharable - n_shared
-        pages = found + new
-        self.leases[sequence] = Lease(sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, len(tokens))
+        rest = iter(new)
+        pages = [NO_PAGE] * hit.first + [next(rest) if page == NO_PAGE else page for page in hit.pages] + list(rest)
+        n_tokens = len(tokens)
+        self.leases[sequence] = Lease(
+            sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, n_tokens, hit.first
+        )
         return Grant(tuple(pages), n_shared * self.page_tokens)
+
+    def _find(self, hashes: list[PageHash], window: int) -> Hit:
+        if not window:
+            return self.pool.find(hashes)
+        each = self.page_tokens
+        return self.pool.find_last(hashes, lambda n_places: first_read(n_places * each, window) // each)
+
+    def _wanted(self, want_tokens: int, n_shared: int, window: int, ahead: int) -> int:
+        """Positions that a new lease holds, or has held."""
+        return min(want_tokens, n_shared * self.page_tokens + max(1, ahead)) if window else want_tokens
 
     def _n_sharable(self, tokens: np.ndarray, hashes: list[PageHash], sharable: int) -> int:
         """How many of the leading pages may be shared."""
         most = max(0, len(tokens) - 1) if sharable < 0 else min(sharable, max(0, len(tokens) - 1))
         return min(len(hashes), most // self.page_tokens)
 
-    def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1) -> list[PageHash]:
+    def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0) -> list[PageHash]:
         """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
         hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
-        return self.pool.find(hashes[: self._n_sharable(tokens, hashes, sharable)])[1]
+        hit = self._find(hashes[: self._n_sharable(tokens, hashes, sharable)], window)
+        return [hashes[place] for place in hit.outside]
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. An unknown sequence is denied: it must acquire again."""
@@ -187,17 +227,34 @@ class Manager:
             return self._denial(needed)
         missing = max(0, needed - len(lease.pages))
         if not self.pool.make_room(missing):
-            return self._denial(needed, held=len(lease.pages))
+            held = len(lease.held)
+            return self._denial(held + missing, held)
         if missing:
             now = self.pool.clock_ns()
             lease.pages += self._table.get_new_pages(missing, lease.root, lease.serial, now, lease.born_ns)
         return Grant(tuple(lease.pages), lease.n_shared * self.page_tokens)
 
-    def commit(self, sequence: str, n_tokens: int) -> None:
-        """The first `n_tokens` positions are final. Ignores an unknown sequence, whose frame is late."""
+    def commit(self, sequence: str, n_tokens: int, unread: int = 0) -> None:
+        """The first `n_tokens` positions are final, and no step reads the first `unread` ones any more.
+
+        Ignores an unknown sequence, whose frame is late.
+        """
         lease = self.leases.get(sequence)
         if lease is not None:
             self._cache_full_pages(lease, n_tokens)
+            if unread and not lease.is_suspect:
+                self._release_unread(lease, unread // self.page_tokens)
+
+    def _release_unread(self, lease: Lease, n_unread: int) -> None:
+        """Release the first `n_unread` pages of a lease, except its last one, by which it is recognised."""
+        n_unread = min(n_unread, len(lease.pages) - 1)
+        if n_unread <= lease.n_unread:
+            return
+        pages = lease.pages[lease.n_unread : n_unread]
+        lease.pages[lease.n_unread : n_unread] = [NO_PAGE] * len(pages)
+        lease.n_released += len(pages)
+        lease.n_unread = n_unread
+        self._table.release_ref(pages, self.pool.clock_ns())
 
     def release(self, sequence: str, n_tokens: int) -> None:
         """The sequence releases its pages. Ignores an unknown sequence, whose frame is late."""
@@ -215,7 +272,7 @@ class Manager:
         claim_of = {claim.sequence: claim for claim in claims}
         for lease in list(self.leases.values()):
             claim = claim_of.get(lease.sequence)
-            if claim is None or tuple(lease.pages) != tuple(claim.pages) or lease.row != claim.row:
+            if claim is None or lease.row != claim.row or not self._matches(lease, claim):
                 self._end(lease)
         new_claims = [claim for claim in claim_of.values() if claim.sequence not in self.leases]
         refused = [claim.sequence for claim in new_claims if not self._take_over(claim)]
@@ -223,9 +280,18 @@ class Manager:
         self.is_reconciled = True
         return refused
 
+    def _matches(self, lease: Lease, claim: LeaseClaim) -> bool:
+        """Whether the claim has the lease's pages. Releases those that it does not need any more."""
+        n_unread = _leading_gap(claim.pages)
+        if len(lease.pages) != len(claim.pages) or tuple(lease.pages[n_unread:]) != tuple(claim.pages[n_unread:]):
+            return False
+        if not lease.is_suspect:
+            self._release_unread(lease, n_unread)
+        return lease.n_unread == n_unread
+
     def _end(self, lease: Lease) -> None:
         del self.leases[lease.sequence]
-        self._table.release_ref(lease.pages, self.pool.clock_ns())
+        self._table.release_ref(lease.held, self.pool.clock_ns())
 
     def _denial(self, needed: int, held: int = 0) -> Denial:
         pool = self.pool
@@ -252,10 +318,9 @@ class Manager:
         if len(lease.hashes) < n_full and not self._extend_hashes(lease, n_full):
             n_full = len(lease.hashes)
         for i in range(lease.n_final, n_full):
-            page_hash = lease.hashes[i]
-            if self._table.get_cached_page(page_hash) is not None:
+            page_hash, page = lease.hashes[i], lease.pages[i]
+            if page == NO_PAGE or self._table.get_cached_page(page_hash) is not None:
                 continue
-            page = lease.pages[i]
             parent = lease.hashes[i - 1] if i else lease.root
             content = checksum(self.pool.arena.pages[page])
             self.pool.cache_full_page(page, PageIdentity(lease.root, parent, page_hash, content, i, self.page_tokens))
@@ -286,8 +351,9 @@ class Manager:
         if lease is None:
             last = claim.pages[-1] if claim.pages else -1
             own = [page for page in dict.fromkeys(claim.pages) if self._may_hold(page, last)]
-            lease = Lease(claim.sequence, claim.row, 0, self.root_hash_of(""), own, [], 0, 0, 0, claim.n_tokens, True)
-        for page in lease.pages:
+            root = self.root_hash_of("")
+            lease = Lease(claim.sequence, claim.row, 0, root, own, [], 0, 0, 0, claim.n_tokens, is_suspect=True)
+        for page in lease.held:
             self._table.claim(page)
         self.leases[claim.sequence] = lease
         return is_accepted
@@ -295,16 +361,20 @@ class Manager:
     def _recognise(self, claim: LeaseClaim) -> Lease | None:
         """Rebuild a lease from the headers; None when they contradict the claim, or a page is damaged."""
         table, headers, pages = self._table, self._table.headers, list(claim.pages)
-        if not pages or len(set(pages)) != len(pages) or claim.n_tokens > len(pages) * self.page_tokens:
+        n_unread = _leading_gap(pages)
+        held = pages[n_unread:]
+        if not held or len(set(held)) != len(held) or claim.n_tokens > len(pages) * self.page_tokens:
             return None
-        if not all(0 <= page < table.total for page in pages):
+        if not all(0 <= page < table.total for page in held) or n_unread * self.page_tokens > claim.n_tokens:
             return None
         # Shared pages come first, so the last page was leased new to this very sequence.
         root, serial = headers.lease_of(pages[-1])
         born_ns = headers.born_ns(pages[-1])
-        lease = Lease(claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens)
-        knows_tokens = self._caching
-        for i, page in enumerate(pages):
+        lease = Lease(
+            claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens, n_unread, n_unread
+        )
+        knows_tokens = self._caching and (not n_unread or self._extend_hashes(lease, n_unread))
+        for i, page in enumerate(held, n_unread):
             if table.state(page) == UNCLAIMED:
                 if headers.lease_of(page) != (root, serial):
                     return None
@@ -337,7 +407,7 @@ class Manager:
 
     def count(self) -> PageCounts:
         """Pages in the free list, in the eviction order, and in leases or unclaimed."""
-        held = {page for lease in self.leases.values() for page in lease.pages}
+        held = {page for lease in self.leases.values() for page in lease.held}
         held.update(self._table.unclaimed_pages())
         return PageCounts(self.pool.free, self.pool.cached, len(held))
 
@@ -345,7 +415,8 @@ class Manager:
         """Raises `AssertionError` when an invariant does not hold. O(total), for tests and `starling kv check`."""
         held: dict[int, int] = {}
         for lease in self.leases.values():
-            for page in lease.pages:
+            assert NO_PAGE not in lease.held, f"{lease.sequence} lacks a page behind the first that it holds"
+            for page in lease.held:
                 held[page] = held.get(page, 0) + 1
         self._table.check()
         for page in range(self.pool.total):
@@ -356,3 +427,8 @@ class Manager:
         if self.is_reconciled:  # until then the reference counts in the headers are not valid
             in_headers = self._table.headers.count()
             assert in_headers == count, f"the headers say {in_headers}, not {count}"
+
+
+def _leading_gap(pages: Sequence[int]) -> int:
+    """Number of places without a page at the beginning of a table."""
+    return next((i for i, page in enumerate(pages) if page != NO_PAGE), len(pages))

@@ -62,7 +62,7 @@ class PageIns:
         if known is None:
             return []
         by_store: dict[int, list[PageHash]] = {}
-        for page_hash in manager.pages_outside(known[0], frame.salt, frame.sharable):
+        for page_hash in manager.pages_outside(known[0], frame.salt, frame.sharable, frame.window):
             for i, store in enumerate(stores):
                 if page_hash in store:
                     by_store.setdefault(i, []).append(page_hash)

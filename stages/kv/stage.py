@@ -142,7 +142,7 @@ class KvStage:
             return
         manager = loaded.manager
         if isinstance(frame, m.Commit):
-            manager.commit(frame.sequence, frame.n_tokens)
+            manager.commit(frame.sequence, frame.n_tokens, frame.unread)
         elif isinstance(frame, m.Extend):
             self._answer(peer, frame, manager.extend(frame.sequence, frame.want_tokens))
         elif isinstance(frame, m.Acquire):
@@ -240,7 +240,17 @@ class KvStage:
             log.error("row out of bounds", extra={"row": frame.row, **_of(frame)})
             return Denial(False, 0, manager.pool.free + manager.pool.cached, manager.pool.total)
         tokens, serial = known
-        return manager.acquire(frame.sequence, tokens, frame.want_tokens, frame.row, serial, frame.salt, frame.sharable)
+        return manager.acquire(
+            frame.sequence,
+            tokens,
+            frame.want_tokens,
+            frame.row,
+            serial,
+            frame.salt,
+            frame.sharable,
+            frame.window,
+            frame.ahead,
+        )
 
     def _answer(self, peer: bytes, request: m.Acquire | m.Extend, answer: Grant | Denial) -> None:
         # If `send` fails, the scheduler is gone and its successor reconciles; or it sends the request again.

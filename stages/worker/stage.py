@@ -161,6 +161,7 @@ class WorkerStage:
                 h.width,
                 h.is_causal,
                 tuple(self.adapters.items()),
+                h.kv_window,
             )
         )
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
-from pipeline.models.arena_sizes import arena_sizes
+from pipeline.models.arena_sizes import arena_sizes, most_positions
 from shm.checkpoint import Checkpoint, Hyper, piece_checksum
 from shm.pages import KvGeometry, pages_that_fit
 
@@ -35,6 +35,7 @@ class Plan(msgspec.Struct, frozen=True):
     kv_arena: int
     kv_positions: int  # number of positions that fit in it
     kv_per_position: int
+    kv_sequence: int  # positions that a sequence at its full context holds
     step_arena: int
     activations: int
     context_length: int  # positions of a sequence
@@ -58,6 +59,7 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
     sizes = arena_sizes(config, model, h)
     geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, model.page_tokens, model.kv_type)
     context = min(h.context_length, model.max_sequence_length or h.context_length)
+    step_tokens = max(config.scheduler.max_step_tokens, config.max_batch_size(model))
     rate = read_rate(checkpoint.data[:MEASURED_BYTES], len(os.sched_getaffinity(0)))
     per_layer = geometry.head_bytes * h.n_kv_heads / model.page_tokens
     full = index.decode_bytes + per_layer * attended(h, context)
@@ -68,6 +70,7 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
         kv_arena=sizes.kv,
         kv_positions=pages_that_fit(geometry, config.kv_cache_bytes(model)) * model.page_tokens,
         kv_per_position=round(per_layer * h.n_layers),
+        kv_sequence=most_positions(context, h.kv_window, step_tokens, model.page_tokens),
         step_arena=sizes.steps,
         activations=sizes.activations,
         context_length=context,
@@ -109,11 +112,12 @@ def lines(p: Plan) -> list[str]:
     def mb(n: float) -> str:
         return f"{n / 1e6:,.1f} MB"
 
+    positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {p.kv_sequence:,}"
     speed = f"{p.tokens_per_s:,.1f} tokens/s for one request, {p.tokens_per_s_at_full_context:,.1f} at its full context"
     return [
         f"{p.name}  {mb(p.memory)} of memory",
         f"  weights      {mb(p.weights)}, of which each token reads {mb(p.weights_per_token)}",
-        f"  KV arena     {mb(p.kv_arena)}: {p.kv_positions:,} positions of {p.kv_per_position:,} bytes",
+        f"  KV arena     {mb(p.kv_arena)}: {positions}",
         f"  step arena   {mb(p.step_arena)}",
         f"  activations  {mb(p.activations)}",
         f"  speed        at most {speed} ({p.context_length:,})",

@@ -57,6 +57,7 @@ class World:
         self.worker.period = self.period = period
         self.worker.is_causal = is_causal
         self.context = context
+        self.window = 0
         self.generation = 0
         self.to_kv: deque[Frame] = deque()
         self.to_engine: deque[Frame] = deque()
@@ -85,7 +86,7 @@ class World:
         self.generation += 1
         self.ring.start(self.generation)
         self.worker.attach(self.generation)
-        self.engine.attach(self.context, VOCAB, self.worker.is_causal)
+        self.engine.attach(self.context, VOCAB, self.worker.is_causal, window=self.window)
 
     def kv_up(self) -> None:
         """kv reports its arena."""

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
-from pipeline.models.arena_sizes import arena_sizes
+from pipeline.models.arena_sizes import arena_sizes, most_positions
 from shm.checkpoint import Hyper, load_index
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from starling.cli import cli
@@ -44,6 +44,7 @@ def test_sizes_are_those_of_the_files(config: Config, home: Path) -> None:
     assert row["weights"] == index_path.with_suffix(".bin").stat().st_size
     assert (row["kv_arena"], row["step_arena"], row["activations"]) == tuple(sizes)
     assert row["kv_per_position"] == 6 * 2 * 2 * 32 * 2, "6 layers, K and V of 2 heads of 32 values of 2 bytes"
+    assert row["kv_sequence"] == 512, "some layers attend to all positions"
     assert 0 < row["kv_positions"] * row["kv_per_position"] <= 8 << 20
     assert row["weights_per_token"] < row["weights"], "RoPE tables are not read"
     rate = row["read_bytes_per_s"]
@@ -63,6 +64,15 @@ def test_a_plan_is_text_with_the_next_command(config: Config) -> None:
 def test_a_window_bounds_what_a_layer_attends_to() -> None:
     h = Hyper(3, 32, 1, 1, 32, 32, 4, 4096, 1e-5, 32, "halves", "silu", windows=(100, 100, 0))
     assert (attended(h, 50), attended(h, 1000)) == (150, 1200)
+
+
+def test_a_window_in_every_layer_bounds_what_a_sequence_holds() -> None:
+    windows = (100, 300)
+    h = Hyper(2, 32, 1, 1, 32, 32, 4, 1 << 20, 1e-5, 32, "halves", "silu", windows=windows)
+    assert h.kv_window == 300
+    assert most_positions(500, 300, 512, 32) == 500
+    assert most_positions(1 << 20, 300, 512, 32) == 300 + 256 + 3 * 512 + 160 + 96
+    assert most_positions(1 << 20, 0, 512, 32) == 1 << 20
 
 
 def test_the_rate_is_bytes_by_time() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pipeline.faults.points import FaultPoint
 from shm.pages import KvArena
@@ -31,6 +32,34 @@ class PoolCounters:
     checksum_failures: int = 0  # pages in the arena dropped because their bytes had changed
     restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader clears it
     unread: int = 0  # times that pages stayed without a hash because their tokens could not be read
+
+
+NO_PAGE = -1
+
+
+class Hit(NamedTuple):
+    """The pages of a prefix that need not be computed: those of places first .. first + len(pages) - 1 of a sequence.
+
+    NO_PAGE stands for one that a source contains.  The places before `first` are not needed.
+    """
+
+    first: int
+    pages: list[int]
+
+    @property
+    def end(self) -> int:
+        """Number of places."""
+        return self.first + len(self.pages)
+
+    @property
+    def in_arena(self) -> list[int]:
+        """The pages of the arena."""
+        return [page for page in self.pages if page != NO_PAGE]
+
+    @property
+    def outside(self) -> list[int]:
+        """The places whose pages have to be fetched, in ascending order."""
+        return [self.first + i for i, page in enumerate(self.pages) if page == NO_PAGE]
 
 
 @dataclass
@@ -71,7 +100,7 @@ class PagePool:
 
     # -------------------------------------------------------------- finding pages
 
-    def find(self, hashes: Sequence[PageHash]) -> tuple[list[int], list[PageHash]]:
+    def find(self, hashes: Sequence[PageHash]) -> Hit:
         """The longest known prefix of `hashes`: intact pages in the arena, then hashes that a source contains."""
         found = self.table.get_cached_pages(hashes)
         if len(found) < len(hashes):
@@ -79,16 +108,38 @@ class PagePool:
             if page is not None:  # damaged
                 self.counters.checksum_failures += 1
                 self.table.evict(page)
-        outside: list[PageHash] = []
-        sources = (*self.older_versions, *self.stores)
-        if sources:
+        if self.older_versions or self.stores:
             for page_hash in hashes[len(found) :]:
                 # Pages of the arena behind a gap are fetched all the same: a sequence shares one run of pages, and
                 # all pages behind it are new.
-                if not any(page_hash in source for source in sources):
+                if not self._is_outside(page_hash):
                     break
-                outside.append(page_hash)
-        return found, outside
+                found.append(NO_PAGE)
+        return Hit(0, found)
+
+    def find_last(self, hashes: Sequence[PageHash], first_needed: Callable[[int], int]) -> Hit:
+        """The longest prefix of `hashes` that a sequence with a window can continue.
+
+        first_needed: (number of places) -> the first place that is read by the position behind them.
+        """
+        table = self.table
+        while True:
+            end = gap = 0  # `gap`: the place behind the last unknown page
+            for place, page_hash in enumerate(hashes):
+                if table.get_cached_page(page_hash) is None and not self._is_outside(page_hash):
+                    gap = place + 1
+                elif gap <= first_needed(place + 1):
+                    end = place + 1
+            first = first_needed(end)
+            pages = [table.get_cached_page(page_hash) for page_hash in hashes[first:end]]
+            damaged = next((page for page in pages if page is not None and table.is_damaged(page)), None)
+            if damaged is None:
+                return Hit(first, [NO_PAGE if page is None else page for page in pages])
+            self.counters.checksum_failures += 1
+            table.evict(damaged)
+
+    def _is_outside(self, page_hash: PageHash) -> bool:
+        return any(page_hash in source for source in (*self.older_versions, *self.stores))
 
     def restore(self, hashes: Sequence[PageHash], new_pages: Sequence[int]) -> int:
         """Copy pages from the sources into `new_pages`, up to the first failure. Returns their number."""

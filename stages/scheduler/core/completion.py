@@ -101,7 +101,7 @@ class StepCompletion:
                     past_page = run.computed - (run.committed // page_tokens + 1) * page_tokens
                     if not was_prompt:
                         is_commit_due = is_commit_due or past_page >= self._commit_delay
-                    elif past_page >= 0 and sequence.pooled is None:
+                    elif past_page >= 0 and (sequence.pooled is None or self._leases.window):
                         self._leases.commit(run)  # at once: prompts with the same prefix wait for it
                     if sequence.is_preempting and not run.inflight:
                         self._table.preempt(sequence)

@@ -58,6 +58,7 @@ class Engine:
         worker = self.worker = WorkerLink(now)
         outbox = self.outbox = Outbox()
         leases = self.leases = Leases(s.model)
+        limits.most_positions = leases.most_positions
         queues = self.queues = TenantQueues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         constraints = self.constraints = Constraints(s.model, worker, vetting)
         table = self.table = SequenceTable(queues, leases, outbox, stats, s.n_rows, constraints)
@@ -98,8 +99,13 @@ class Engine:
         vocab_size: int,
         is_causal: bool = True,
         adapters: tuple[tuple[str, str], ...] = (),
+        window: int = 0,
     ) -> None:
-        """The worker has let go of everything before and reads the ring from now on. `adapters`: name and digest."""
+        """The worker has let go of everything before and reads the ring from now on. `adapters`: name and digest.
+
+        `window`: positions that attention reads, in every layer; 0: all.
+        """
+        self.leases.set_window(window if window < context_length else 0, self.steps.budget.max_tokens)
         self._adapters = adapters
         self._limits.adapters = frozenset(digest for _, digest in adapters)
         for sequence in list(self.table.scheduled):

@@ -6,6 +6,9 @@ Answers to forgotten requests (the sequence was released, kv has restarted) are 
 
 Every granted table is checked before a worker may use it: bounds, no page twice, the pages in use unchanged and in
 front, enough pages for the cached tokens.  A table that fails a check is never written to the row.
+
+Where every layer has a sliding window, pages that no step reads any more are released with a `Commit`, and pages for
+a prompt are requested as it is computed: a sequence of any length holds `most_positions` at most.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from pipeline.models.arena_sizes import LEASED_AHEAD, most_positions
 from pipeline.protocol.messages import Acquire, Commit, Extend, Frame, Granted, KvReady, Reconcile, Release
+from shm.pages import first_read
 from stages.scheduler.core.run_state import NEVER, RunState
 
 MAX_STRIDE = 128  # positions requested at once, but at least one page
 EXTEND_AHEAD = 16  # positions before the end of the lease at which more pages are requested
+assert MAX_STRIDE + 2 * EXTEND_AHEAD <= LEASED_AHEAD
 
 
 class BadTableError(ValueError):
@@ -46,6 +52,8 @@ class Leases:
         self.page_tokens = 0
         self.total_pages = 0
         self.stride = 1  # pages that a request takes beyond the current need: fewer requests if many are free
+        self.window = 0  # positions that attention reads, in every layer; 0: all
+        self._step_tokens = 0  # with a window: positions of a step, at most
         self._last_id = 0
         self._pending: dict[int, PendingRequest] = {}  # by id
 
@@ -59,6 +67,20 @@ class Leases:
         most = max(1, MAX_STRIDE // max(1, self.page_tokens))
         self.stride = max(1, min(most, free_pages // (8 * max(1, sequences))))
 
+    def set_window(self, window: int, step_tokens: int) -> None:
+        """`window`: positions that attention reads in every layer, 0: all. `step_tokens`: of a step, at most."""
+        self.window = window
+        self._step_tokens = step_tokens if window else 0
+
+    @property
+    def ahead(self) -> int:
+        """With a window: positions of a prompt for which pages are requested at once. A step, and what follows it."""
+        return self._step_tokens + 2 * EXTEND_AHEAD
+
+    def most_positions(self, end: int) -> int:
+        """Positions for which a sequence of `end` positions holds pages at once, at most."""
+        return most_positions(end, self.window, self._step_tokens, self.page_tokens)
+
     # -------------------------------------------------------------- requests
 
     def acquire(self, run: RunState, salt: str, sharable: int = -1) -> None:
@@ -68,11 +90,18 @@ class Leases:
         """
         want = min(run.length + self.stride * self.page_tokens, run.end - 1)
         self._last_id += 1
-        self._request(run, Acquire(self._last_id, self.model, run.lease_id, run.row, run.length, want, salt, sharable))
+        windowed = (self.window, self.ahead) if self.window else ()
+        self._request(
+            run,
+            Acquire(self._last_id, self.model, run.lease_id, run.row, run.length, want, salt, sharable, *windowed),
+        )
 
     def extend(self, run: RunState) -> None:
         """A stride of more pages, up to the sequence's limit."""
-        want = min(run.leased + self.stride * self.page_tokens, run.end - 1)
+        want = run.leased + self.stride * self.page_tokens
+        if self.window:
+            want = max(want, min(run.length, run.planned + self.ahead))
+        want = min(want, run.end - 1)
         run.extend_at = NEVER
         self._last_id += 1
         self._request(run, Extend(self._last_id, self.model, run.lease_id, want))
@@ -86,8 +115,12 @@ class Leases:
     def commit(self, run: RunState) -> None:
         """Report the computed positions: kv may cache the pages that are full."""
         run.committed = run.computed
-        if self.is_up and run.pages:  # a sequence that is being preempted may have lost them already
-            self.frames.append(Commit(self.model, run.lease_id, run.computed))
+        if not run.pages:  # a sequence that is being preempted may have lost them already
+            return
+        unread = first_read(run.computed, self.window)
+        run.n_unread = max(run.n_unread, min(unread // self.page_tokens, len(run.pages) - 1))
+        if self.is_up:
+            self.frames.append(Commit(self.model, run.lease_id, min(run.computed, run.valid_end), unread))
 
     def release(self, run: RunState) -> bool:
         """Return the pages; no step may compute the sequence any more. False: it had none."""
@@ -113,18 +146,27 @@ class Leases:
     def store_table(self, run: RunState, frame: Granted) -> None:
         """Store the granted table in `run`. Raises `BadTableError`; then nothing is changed."""
         pages, total = frame.pages, self.total_pages
-        if len(set(pages)) != len(pages):
-            raise BadTableError(f"{run.lease_id}: a page is granted twice")
-        if any(not 0 <= page < total for page in pages):
-            raise BadTableError(f"{run.lease_id}: a page outside 0..{total - 1} is granted")
-        if pages[: len(run.pages)] != run.pages:
-            raise BadTableError(f"{run.lease_id}: pages in use were replaced")
         if not 0 <= frame.cached_tokens <= min(run.length - 1, len(pages) * self.page_tokens):
             raise BadTableError(f"{run.lease_id}: {frame.cached_tokens} of {run.length} tokens cached")
+        n_unread = run.n_unread if run.pages else first_read(frame.cached_tokens, self.window) // self.page_tokens
+        # The request may be older than the last `Commit`, and the answer have pages that are released by now.
+        in_use = pages[n_unread:]
+        if len(set(in_use)) != len(in_use):
+            raise BadTableError(f"{run.lease_id}: a page is granted twice")
+        if any(not 0 <= page < total for page in in_use):
+            raise BadTableError(f"{run.lease_id}: a page outside 0..{total - 1} is granted")
+        if in_use[: len(run.pages) - n_unread] != run.pages[n_unread:] and run.pages:
+            raise BadTableError(f"{run.lease_id}: pages in use were replaced")
+        run.n_unread = n_unread
         run.pages = pages
         run.leased = min(len(pages) * self.page_tokens, NEVER)
         run.is_starved = False
-        run.extend_at = run.leased - EXTEND_AHEAD if run.leased < run.end - 1 else NEVER
+        run.extend_at = run.leased - self._margin(run) if run.leased < run.end - 1 else NEVER
+
+    def _margin(self, run: RunState) -> int:
+        """Positions before the end of the lease at which more pages are requested."""
+        is_prompt = self.window and run.leased < run.length  # its next step may need as many positions as this one
+        return max(EXTEND_AHEAD, self._step_tokens) if is_prompt else EXTEND_AHEAD
 
     @staticmethod
     def retry_later(run: RunState) -> bool:
@@ -146,10 +188,15 @@ class Leases:
         self.page_tokens = frame.page_tokens
         self.total_pages = frame.pages
         if not frame.reconciled:
-            leases = [(run.lease_id, run.row, run.computed, run.pages) for run in runs if run.pages]
+            leases = [(run.lease_id, run.row, run.computed, _held(run)) for run in runs if run.pages]
             self.frames.append(Reconcile(self.model, leases))
         elif self.is_up:
             return
         # Frames keep their order: kv reads what follows after `Reconcile`.
         self.is_up = True
         self.frames.extend(pending.frame for pending in self._pending.values())
+
+
+def _held(run: RunState) -> tuple[int, ...]:
+    """Its page table, with -1 for the pages that are released."""
+    return (-1,) * run.n_unread + run.pages[run.n_unread :]

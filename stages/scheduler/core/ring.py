@@ -161,8 +161,8 @@ class Ring:
         return int(self._steps.mask_ready[row, known % sh.MASK_SLOTS]) == sh.mask_tag(epoch, known)
 
     def write_table(self, row: int, start: int, pages: tuple[int, ...]) -> None:
-        """Write page numbers from index `start` of the row's page table on."""
-        self._steps.tables[row, start : start + len(pages)] = pages
+        """Write page numbers from index `start` of the row's page table on. Page -1, which no step reads, becomes 0."""
+        self._steps.tables[row, start : start + len(pages)] = np.maximum(pages, 0)
 
     # -------------------------------------------------------------- steps
 

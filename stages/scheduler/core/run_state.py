@@ -32,6 +32,7 @@ class RunState:
         "lease_id",
         "leased",
         "length",
+        "n_unread",
         "pages",
         "pending_id",
         "planned",
@@ -53,7 +54,8 @@ class RunState:
     def reset(self) -> None:
         """No pages and nothing computed: a new or a preempted sequence."""
         self.pages: tuple[int, ...] = ()
-        self.leased = 0  # positions that `pages` hold
+        self.n_unread = 0  # leading pages that no step reads any more; they are released
+        self.leased = 0  # positions that `pages` hold, or held
         self.extend_at = NEVER  # more pages are requested when `planned` passes this position
         self.is_starved = False  # the last Extend was denied
         self.committed = 0  # positions reported to kv

@@ -182,7 +182,8 @@ class VersionRunner:
         self.reason = ""
         self.engine.outbox.worker_pid = self._pids[0][0] if self._pids else 0
         self.engine.record_worker("started", now)
-        self.engine.attach(self._context(ready), ready.vocab_size, ready.is_causal, ready.adapters)
+        context = self._context(ready)
+        self.engine.attach(context, ready.vocab_size, ready.is_causal, ready.adapters, ready.window)
         log.info("worker attached", extra={"model": self.name, "ranks": ready.ranks, "next_step": next_step})
 
     def _context(self, ready: m.WorkerReady) -> int:

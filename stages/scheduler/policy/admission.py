@@ -6,6 +6,7 @@ context length, kv has not reported its pages) are not checked; the sequence is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class Limits:
     vocab_size: int = 0
     kv_positions: int = 0  # of the whole KV arena
     page_tokens: int = 0
+    most_positions: Callable[[int], int] = int  # (positions of a sequence) -> for how many it holds pages at once
     adapters: frozenset[str] | None = None  # digests of the LoRA adapters that the worker has; None: not known yet
     whole_prompt_tokens: int = 0  # above 0 prompts are only pooled, each in one step of so many; 0: a causal model
 
@@ -143,7 +145,7 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
         n = len(sequence.breakers)
         return Refusal("INVALID_REQUEST", f"breakers has {n} bytes, not one bit for each token", "breakers")
     # The last token is sampled and never computed, so it needs no position.
-    computed = prompt + max(0, output - 1)
+    computed = limits.most_positions(prompt + max(0, output - 1))
     if limits.kv_positions and computed > limits.kv_positions:
         need = -(-computed // limits.page_tokens)
         have = limits.kv_positions // limits.page_tokens
