@@ -161,14 +161,18 @@ def read_metadata(value: Any, name: str) -> None:
 
 
 _STREAM_OPTIONS: dict[str, Reader] = {"include_usage": flag}
+_UNSUPPORTED_IN_STREAM_OPTIONS = {
+    "include_obfuscation": Unsupported(False, hint="events are not padded"),
+    "continuous_usage_stats": Unsupported(False, hint="the last event has the usage"),
+}
 
 
-@described(object_schema(_STREAM_OPTIONS))
+@described(object_schema(_STREAM_OPTIONS, unsupported=_UNSUPPORTED_IN_STREAM_OPTIONS))
 def read_stream_options(value: Any, name: str) -> dict[str, Any]:
     """Read OpenAI's `stream_options`."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, "an object")
-    return read_fields(value, _STREAM_OPTIONS, within=name)
+    return read_fields(value, _STREAM_OPTIONS, unsupported=_UNSUPPORTED_IN_STREAM_OPTIONS, within=name)
 
 
 # The fields of `Sampling` that every endpoint accepts; those of OpenAI's API have its bounds.
@@ -203,12 +207,24 @@ COMMON_UNSUPPORTED = {
     "mirostat_eta": Unsupported(0.1, hint="it belongs to mirostat"),
 }
 
+_CACHE_OPTIONS: dict[str, Reader] = {"mode": one_of("implicit", "explicit"), "ttl": text(16)}
+
+
+@described(object_schema(_CACHE_OPTIONS))
+def read_cache_options(value: Any, name: str) -> None:
+    """Read OpenAI's `prompt_cache_options`, which have no effect: prefixes are cached in any case."""
+    if not isinstance(value, dict):
+        raise invalid_value(name, value, "an object")
+    read_fields(value, _CACHE_OPTIONS, within=name)
+
+
 # Hints of OpenAI's API: accepted, checked, and without effect on the text.
 HINT_FIELDS: dict[str, Reader] = {
     "user": text(512),
     "metadata": read_metadata,
     "safety_identifier": text(512),
     "prompt_cache_key": text(512),  # prefixes are cached by their tokens
+    "prompt_cache_options": read_cache_options,
     "prompt_cache_retention": one_of("in_memory", "in-memory", "24h"),
     "service_tier": one_of("auto", "default", "flex", "priority", "scale"),
 }

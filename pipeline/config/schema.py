@@ -106,7 +106,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     pooling: Literal["", "mean", "last", "cls", "none"] = (
         ""  # of embeddings; "": as the file says, else last; none: refused
     )
-    sampler_order: tuple[str, ...] = ()  # of requests that give no order; empty: the default, see docs/api.md
+    sampler_order: tuple[str, ...] = ()  # of requests that give none; empty: the default, see docs/api/parameters.md
     adapters: tuple[AdapterConfig, ...] = ()  # that requests may use instead of the model alone; at most 64
     max_adapter_rank: Annotated[int, Meta(ge=1, le=512)] = 64  # of an adapter's matrices; larger ones are refused
     adapters_mb: Megabytes = 1024  # of all of its adapters in memory

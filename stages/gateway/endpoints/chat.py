@@ -28,6 +28,7 @@ from pipeline.api.generation_fields import (
     read_stream_options,
 )
 from pipeline.api.json_schema import Schema, any_of, array_of, described
+from pipeline.api.other_servers import OTHER_SERVERS
 from pipeline.errors import InvalidRequest
 from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints import prompt_logprobs
@@ -195,11 +196,15 @@ def read_template_date(value: Any, name: str) -> str:
 
 UNSUPPORTED = {
     **COMMON_UNSUPPORTED,
+    **OTHER_SERVERS,
+    "echo": Unsupported(False, hint="use continue_final_message"),
+    "add_special_tokens": Unsupported(False, hint="the chat template has what the model expects"),
     "functions": Unsupported([], hint="use tools"),
     "function_call": Unsupported("none", hint="use tool_choice"),
     "modalities": Unsupported(["text"], hint="this server generates text only"),
     "audio": Unsupported(hint="this server generates text only"),
-    "verbosity": Unsupported(),
+    "verbosity": Unsupported("medium", hint="say in the prompt how long the answer should be"),
+    "moderation": Unsupported(),
     "web_search_options": Unsupported(),
     "store": Unsupported(False, hint="nothing is stored"),
 }

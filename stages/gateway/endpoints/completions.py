@@ -7,6 +7,7 @@ from typing import Any
 from pipeline.api.fields import (
     FieldTable,
     Reader,
+    Unsupported,
     flag,
     integer,
     text,
@@ -19,6 +20,7 @@ from pipeline.api.generation_fields import (
     read_stream_options,
 )
 from pipeline.api.json_body import to_json
+from pipeline.api.other_servers import OTHER_SERVERS
 from pipeline.errors import InvalidRequest
 from stages.gateway.endpoints import prompt_logprobs
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
@@ -54,7 +56,12 @@ FIELDS: dict[str, Reader] = {
 }
 
 
-BODY = FieldTable(FIELDS, ("model", "prompt"), COMMON_UNSUPPORTED)
+UNSUPPORTED = {
+    **COMMON_UNSUPPORTED,
+    **OTHER_SERVERS,
+    "add_special_tokens": Unsupported(True, hint="send token ids, to which nothing is added"),
+}
+BODY = FieldTable(FIELDS, ("model", "prompt"), UNSUPPORTED)
 
 
 def read(body: dict[str, Any]) -> GenerationRequest:

@@ -43,6 +43,7 @@ FIELD_TEXTS: dict[str, str] = {
     "user": "A hint without effect.",
     "safety_identifier": "A hint without effect.",
     "prompt_cache_key": "A hint without effect: prefixes are cached in any case.",
+    "prompt_cache_options": "A hint without effect.",
     "prompt_cache_retention": "A hint without effect.",
     "prediction": "What the answer may be: makes it faster where it is right, and never changes it.",
     "min_p": "Leaves out tokens with less than this share of the highest probability; 0: off.",
