@@ -104,6 +104,12 @@ class EvictionOrder(Generic[Key]):
         if self._heap is not None:
             self._heap.push(key, uses if self.policy == "lfu" else born)
 
+    def add_oldest(self, key: Key, last_use: int, uses: int, born: int) -> None:
+        """Add an entry that was last used before all others; only `uses` or `born` may give it another place."""
+        first = next(iter(self._added_at.values()), last_use)
+        self.add(key, min(last_use, first), uses, born)
+        self._added_at.move_to_end(key, last=False)
+
     def remove(self, key: Key) -> None:
         """Remove an entry that is in use or deleted. Raises `KeyError` when it is not in the order."""
         del self._added_at[key]

@@ -205,6 +205,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     session_ttl_s: SessionSeconds = 3600  # default of sessions; 0: never closed, needs max_sessions_per_tenant
     ttl_s: Seconds = 0  # unused pages older than this are dropped; 0: never
     persist_mb: MegabytesOrNone = 512  # per model: pages saved at an orderly stop; 0: none
+    warm_mb: MegabytesOrNone = 512  # per model: saved pages loaded after a start while no request runs; 0: none
     responses: ResponseCacheConfig = ResponseCacheConfig()
 
 

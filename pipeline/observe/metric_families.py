@@ -197,6 +197,13 @@ FAMILIES: dict[str, Family] = {
             "counter",
             "Pages read back from a disk, or copied from another version of the same model file.",
         ),
+        Family(
+            "starling_kv_cache_warmed_pages_total",
+            "counter",
+            "Pages of the most used prefixes, loaded into memory before a request needed them.",
+            ("model",),
+        ),
+        Family("starling_kv_cache_warm_hits_total", "counter", "Warmed pages that a request then found.", ("model",)),
         Family("starling_kv_cache_restore_seconds", "histogram", "Time to restore a page.", (), SECONDS),
         Family("starling_sessions", "gauge", "Open sessions.", ("model",)),
         # several stages

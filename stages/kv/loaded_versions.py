@@ -32,6 +32,7 @@ from stages.kv.model import ModelPages, ReservedArena, prune
 from stages.kv.page_ins import PageIns
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_thread import SessionResult, SessionThread
+from stages.kv.warming import Warming
 
 log = logging.getLogger("starling.kv")
 
@@ -39,6 +40,7 @@ RETRY_S = 0.2  # between attempts to open a version whose model is not prepared,
 MAX_STALL_S = 120.0  # reserving and scanning a large arena takes at most this long
 PRUNE_S = 3600.0  # between removals of old files
 CLOSE_WAIT_S = 1.0  # at the end: for the thread of each model's sessions
+NOTE_USES_S = 30.0  # between additions of uses to the records of saved pages: after a crash those since are missing
 RETRY_FILES_S = 10.0  # between attempts to open state files that could not be used
 
 
@@ -69,6 +71,7 @@ class LoadedVersion:
         self.version = version
         self.pages = pages
         self.page_ins = PageIns(pages)
+        self.warming = Warming(pages, pages.config.cache.warm_mb << 20 if pages.config.cache.enabled else 0)
         self.reserving: Future[ReservedArena] | None = None  # the thread creates its arena
         self.error = "not prepared yet"  # why there is no manager
         self.is_opening = False  # being loaded without an error so far: `error` is only progress
@@ -102,7 +105,7 @@ class LoadedVersions:
         self._prune_thread = ThreadPoolExecutor(1, "prune")
         self._follower = versions.VersionFollower(config)
         self._clock = SteadyClock(clock_path(paths.state_dir(config), "kv"))
-        self._next_open = self._next_prune = self._next_retry = float("-inf")
+        self._next_open = self._next_prune = self._next_retry = self._next_note = float("-inf")
         # Arenas of versions that were removed while no kv stage ran.
         kept = {version.slug for version in self._follower.table.versions}
         remove_stale_arenas(paths.arena_dir(config), "kv", kept)
@@ -273,16 +276,32 @@ class LoadedVersions:
         is_retry_due = now >= self._next_retry
         if is_retry_due:
             self._next_retry = now + RETRY_FILES_S
+        is_note_due = now >= self._next_note
+        if is_note_due:
+            self._next_note = now + NOTE_USES_S
         for loaded in self.by_id.values():
             if is_retry_due and loaded.version.state == "serving" and loaded.manager is not None:
                 loaded.pages.retry_files()
         for pages in self.pages():
             pages.expire()
+            if is_note_due:
+                pages.note_uses()
             more |= pages.save_some()
             more |= pages.compact()
         for sessions in self.sessions.values():
             sessions.expire()
         return more
+
+    def warm_some(self) -> bool:
+        """While no sequence holds pages: load a page of the most used prefixes. True: call again."""
+        if any(len(loaded.page_ins) or _is_leasing(loaded) for loaded in self.by_id.values()):
+            return False
+        return any(loaded.warming.step() for loaded in self.by_id.values())
+
+    def pause_warming(self) -> None:
+        """A request needs pages."""
+        for loaded in self.by_id.values():
+            loaded.warming.pause()
 
     def poll_sessions(self) -> Iterator[SessionResult]:
         """What the threads of the sessions have done; pages of sessions that were closed are freed in every version."""
@@ -297,6 +316,10 @@ class LoadedVersions:
     def is_writing_sessions(self) -> bool:
         """Whether turns of sessions are under way on the disk."""
         return any(sessions.is_busy for sessions in self.sessions.values())
+
+
+def _is_leasing(loaded: LoadedVersion) -> bool:
+    return loaded.manager is not None and loaded.manager.pool.leased > 0
 
 
 def _prune_files(models: list[ModelPages], now: float) -> None:

@@ -187,6 +187,7 @@ class Manager:
             table.release_ref(found + new, pool.clock_ns())
             return self.acquire(sequence, tokens, want_tokens, row, serial, salt, 0, window, ahead)
         n_shared = hit.end - len(outside) + n_restored
+        pool.count_warm_hits(hashes[hit.first : hit.end])
         table.record_use(found, now)
         pool.counters.hits += n_shared
         pool.counters.misses += n_sharable - n_shared

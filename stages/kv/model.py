@@ -69,7 +69,7 @@ class ModelPages:
         same clock after a restart.
         """
         self.config = config
-        self._clock_ns = clock_ns
+        self.clock_ns = clock_ns
         self.model = model
         self.name = name or model.name
         self.slug = self.name.replace("/", "--")  # in the names of files that outlive this version
@@ -84,7 +84,7 @@ class ModelPages:
         self.arena: Arena | None = None
         self.manager: Manager | None = None
         self.has_files = False
-        self._older_versions: list[OlderVersion] = []
+        self.older_versions: list[OlderVersion] = []
         self.saved: ThreadedPageStore | None = None
         self.spilled: ThreadedPageStore | None = None
         self.missing_stores: set[Path] = set()  # page files that could not be opened
@@ -127,7 +127,7 @@ class ModelPages:
             opened.views,
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
-            clock_ns=self._clock_ns,
+            clock_ns=self.clock_ns,
             fault=points.fault_point("kv", "page"),
             on_moved=self._on_moved,
         )
@@ -204,7 +204,7 @@ class ModelPages:
         def open_file() -> DiskPageStore:
             for old in persist.remove_old_versions(directory, slug, path):
                 log.info("%s is of an older version of the model and was removed", old)
-            return DiskPageStore(path, identity, page_bytes, max_bytes, residency, wall_ns=self._clock_ns, name=name)
+            return DiskPageStore(path, identity, page_bytes, max_bytes, residency, wall_ns=self.clock_ns, name=name)
 
         self._unmarked.add(path)
         return ThreadedPageStore(
@@ -261,7 +261,7 @@ class ModelPages:
         """Copy missing pages from those of the `older` versions that have the same file and geometry."""
         own = (self.digest, self.geometry)
         managers = [pages.manager for pages in older if (pages.digest, pages.geometry) == own]
-        self._older_versions = [OlderVersion(manager.pool) for manager in managers if manager is not None]
+        self.older_versions = [OlderVersion(manager.pool) for manager in managers if manager is not None]
         self._set_sources()
 
     def _set_sources(self) -> None:
@@ -269,7 +269,7 @@ class ModelPages:
         if self.manager is not None and self.config.cache.enabled:
             pool = self.manager.pool
             pool.spill = self.spilled
-            pool.older_versions, pool.stores = self._older_versions, self.stores()
+            pool.older_versions, pool.stores = self.older_versions, self.stores()
 
     def stores(self) -> list[ThreadedPageStore]:
         """The open page files: the one of evicted pages first, which a missing page was in last."""
@@ -304,6 +304,11 @@ class ModelPages:
         # One at a time, so that a new request does not wait for the disk.
         return persist.save_idle(pool, self.saved, 1) == 1
 
+    def note_uses(self) -> None:
+        """Add uses of pages since the last call to the records of their copies."""
+        if self.manager is not None:
+            persist.note_uses(self.manager.pool, self.stores())
+
     def save_recent(self) -> bool:
         """At a clean stop: save some of the most recently used pages. True: call again."""
         if self.manager is None or self.saved is None:
@@ -321,7 +326,7 @@ class ModelPages:
         self.has_files = False
         self.missing_stores.clear()
         self._unmarked.clear()
-        stores, self.saved, self.spilled, self._older_versions = self.stores(), None, None, []
+        stores, self.saved, self.spilled, self.older_versions = self.stores(), None, None, []
         self._set_sources()
         for store in stores:
             store.close()

@@ -62,6 +62,7 @@ class KvStage:
         self.control = PollControlServer(paths.run_dir(config), self.loop, self._on_command)
         self.loop.on_tick += [self._tick, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
+        self._has_noted_uses = False  # at the stop
         self._next_chores = self._pushed_at = float("-inf")
 
     def run(self) -> int:
@@ -94,6 +95,9 @@ class KvStage:
         if self.clearing is not None and not self.clearing.is_done and self.clearing.step():
             self.loop.mark_active()
             return 0.0
+        if self.versions.warm_some():
+            self.loop.mark_active()
+            return 0.0
         page_in_due = min((one.page_ins.next_due for one in self.versions.by_id.values()), default=float("inf"))
         if self.loop.is_idle and not missing and not more and page_in_due == float("inf"):
             return None
@@ -110,6 +114,10 @@ class KvStage:
         if any(beats[peer].reason != "stopping" for peer in peers):
             self.loop.busy = self.loop.is_awaiting_heartbeats
             return STOP_POLL_S
+        if not self._has_noted_uses:
+            self._has_noted_uses = True
+            for pages in self.versions.pages():
+                pages.note_uses()
         is_saving = any(pages.save_recent() for pages in self.versions.pages())
         is_writing = any(pages.is_writing for pages in self.versions.pages())
         self.loop.busy = bool(self.hub.peers) or is_saving or is_writing or self.versions.is_writing_sessions
@@ -146,6 +154,7 @@ class KvStage:
         elif isinstance(frame, m.Extend):
             self._answer(peer, frame, manager.extend(frame.sequence, frame.want_tokens))
         elif isinstance(frame, m.Acquire):
+            self.versions.pause_warming()
             if not loaded.page_ins.begin(frame):
                 self._grant(peer, loaded, manager, frame)
         elif isinstance(frame, m.Release):
@@ -317,8 +326,10 @@ class KvStage:
         owner = tenant_salt(self.config, tenant, has_key_file=keys.exists) if tenant else None
         if owner == "":
             raise Conflict(f"tenant {tenant!r} shares its cached pages with others; leave out --tenant to drop them")
-        chosen = [one.pages for one in self.versions.by_id.values() if model in ("", one.version.name)]
-        self.clearing = Clearing(chosen, owner, owners)
+        chosen = [one for one in self.versions.by_id.values() if model in ("", one.version.name)]
+        for one in chosen:
+            one.warming.stop()
+        self.clearing = Clearing([one.pages for one in chosen], owner, owners)
         self.loop.mark_active()
         log.info("cached pages are cleared by an operator", extra={"model": model, "tenant": tenant})
 

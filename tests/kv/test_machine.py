@@ -16,9 +16,11 @@ from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import scan
 from stages.kv.pool.page_headers import PageHeaders
+from stages.kv.pool.page_pool import PageUse
+from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK
-from tests.kv.plain import Name, Plain
+from tests.kv.plain import Name, Page, Plain
 from tests.kv.world import (
     DIGEST,
     GEOMETRY,
@@ -53,7 +55,7 @@ class Rules(RuleBasedStateMachine):
             self.store = self._open_store()
         self.manager = self._manager()
         self.plain = Plain(TOTAL, PAGE_TOKENS, self.policy, disk_room=self.disk_room)
-        self.count = 0
+        self.count = self.n_warmed = 0
         self.computed: dict[str, int] = {}  # positions of each sequence
         self.tables: dict[str, tuple[int, ...]] = {}
         self.row_of: dict[str, int] = {}
@@ -204,6 +206,23 @@ class Rules(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         """Make room without taking the pages."""
         assert self.manager.pool.make_room(count) == self.plain.room(count)
+
+    @precondition(lambda self: self.disk_room and self.manager.is_reconciled)
+    @rule(which=st.integers(0, 7), uses=st.integers(1, 3))
+    def warm(self, which: int, uses: int) -> None:
+        """A page on disk is loaded into a free page before a sequence needs it; it is evicted first."""
+        names = list(self.plain.disk)
+        if not names or self.store is None:
+            return
+        name = names[which % len(names)]
+        self.n_warmed += 1
+        use = PageUse(uses, 1000 - self.n_warmed, 1)
+        may = self.plain.free > 0 and name not in self.plain.pages
+        is_loaded = self.manager.pool.warm(self.store, PageHash(self._digest(name)), use)
+        assert is_loaded == (may and self.plain.restore(name))
+        if is_loaded:
+            ordinal = (len(name) - 1) // PAGE_TOKENS - 1
+            self.plain.pages[name] = Page(ordinal, use.born_ns, use.last_use_ns, uses)
 
     @rule(words=st.lists(st.integers(1, 3), min_size=1, max_size=4), salt=st.sampled_from(["", "tenant"]))
     def close(self, words: list[int], salt: str) -> None:

@@ -184,7 +184,10 @@ def test_the_next_start_finds_the_pages_that_a_clean_stop_saved(home: Path) -> N
     shutil.rmtree(home / "shm")  # a reboot, or the end of the last stage
     with KvProcess(home), Scheduler(home, digest) as s:
         s.wait_ready()
+        s.wait_total("starling_kv_cache_warmed_pages_total", 6)  # before a request comes
         assert s.run("b", tokens).cached_tokens == 6 * PAGE_TOKENS
+        s.wait_total("starling_kv_cache_warm_hits_total", 6)
+        assert s.total("starling_kv_cache_restored_pages_total") == 0
 
 
 def test_proven_pages_survive_a_power_cut(home: Path) -> None:

@@ -18,18 +18,18 @@ class OlderVersion:
     """Reads the pages of `pool` and changes nothing there."""
 
     def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+        self.pool = pool
 
     def __contains__(self, page_hash: PageHash) -> bool:
-        return self._pool.table.get_cached_page(page_hash) is not None
+        return self.pool.table.get_cached_page(page_hash) is not None
 
     def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
         """See `PageSource.fetch`."""
-        table = self._pool.table
+        table = self.pool.table
         page = table.get_cached_page(page_hash)
         if page is None or table.is_damaged(page):
             return None
         identity = table.headers.identity(page)
         if identity is not None:
-            np.copyto(out, self._pool.arena.pages[page])
+            np.copyto(out, self.pool.arena.pages[page])
         return identity

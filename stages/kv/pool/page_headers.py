@@ -75,6 +75,7 @@ class PageHeaders:
 
     def __init__(self, headers: np.ndarray) -> None:
         fields = headers.view(HEADER)[:, 0]
+        self._fields = fields
         self._bytes = headers.data.cast("B")
         self._state: np.ndarray = fields["state"]
         self._root: np.ndarray = fields["root"]
@@ -84,6 +85,7 @@ class PageHeaders:
         self._uses: np.ndarray = fields["uses"]
         self._residency: np.ndarray = fields["residency"]
         self._serial: np.ndarray = fields["serial"]
+        self._noted = np.zeros(len(fields), np.uint32)  # of `uses`, what the page's copies have in their records
 
     # -------------------------------------------------------------- writing
 
@@ -98,6 +100,7 @@ class PageHeaders:
         self._uses[rows] = 1
         self._refs[rows] = 1
         self._residency[rows] = 0
+        self._noted[rows] = 0
         self._state[rows] = PAGE_LEASED
 
     def mark_full(self, page: int, identity: PageIdentity) -> None:
@@ -137,9 +140,26 @@ class PageHeaders:
         self._last_use[rows] = now_ns
         self._refs[rows] = refs
 
+    def set_uses(self, page: int, uses: int) -> None:
+        """A page was restored before a sequence holds it: its uses are those of its copy."""
+        self._uses[page] = self._noted[page] = uses
+
     def mark_copy(self, page: int, where: int) -> None:
         """Add bits to `residency`."""
         self._residency[page] |= where
+
+    def mark_saved(self, page: int, where: int) -> None:
+        """As `mark_copy`, for a copy that was made now, with the record of now."""
+        self.mark_copy(page, where)
+        self._noted[page] = self._uses[page]
+
+    def take_unnoted(self) -> list[tuple[int, int]]:
+        """(page, uses) of all full pages with copies whose records lack uses. The caller adds them there."""
+        has_new = (self._state == PAGE_FULL) & (self._residency != 0) & (self._uses > self._noted)
+        pages = np.flatnonzero(has_new)
+        counts = self._uses[pages] - self._noted[pages]
+        self._noted[pages] = self._uses[pages]
+        return list(zip(pages.tolist(), counts.tolist(), strict=True))
 
     def unmark_copy(self, page: int, where: int) -> None:
         """Remove bits from `residency`."""
@@ -183,6 +203,10 @@ class PageHeaders:
     def states_and_refs(self) -> tuple[np.ndarray, np.ndarray]:
         """Copies of both fields, (n_pages,) u32."""
         return self._state.copy(), self._refs.copy()
+
+    def snapshot(self) -> np.ndarray:
+        """A copy of all headers, (n_pages,) HEADER."""
+        return self._fields.copy()
 
     def identity(self, page: int) -> PageIdentity | None:
         """Identity of a full page; None when the header is torn."""

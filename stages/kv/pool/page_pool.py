@@ -18,6 +18,16 @@ from stages.kv.pool.page_source import PageSource, PageStore
 from stages.kv.pool.page_table import CACHED, PageTable
 from stages.kv.pool.prefix_hash import PageHash
 
+_NO_ROOT = PageHash(bytes(16))
+
+
+class PageUse(NamedTuple):
+    """What is known of a page outside the arena: sequences that have held it, and times in ns since 1970."""
+
+    uses: int
+    last_use_ns: int
+    born_ns: int
+
 
 @dataclass
 class PoolCounters:
@@ -30,6 +40,8 @@ class PoolCounters:
     spilled: int = 0  # pages copied to disk on eviction
     restored: int = 0  # pages copied back into the arena
     checksum_failures: int = 0  # pages in the arena dropped because their bytes had changed
+    warmed: int = 0  # pages copied into the arena before a sequence needed them
+    warm_hits: int = 0  # of these, found by a sequence
     restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader clears it
     unread: int = 0  # times that pages stayed without a hash because their tokens could not be read
 
@@ -82,6 +94,7 @@ class PagePool:
         self.total = self.table.total
         self.counters = PoolCounters()
         self._n_full = 0
+        self._warmed: set[PageHash] = set()  # pages that were warmed and that no sequence has held since
 
     @property
     def free(self) -> int:
@@ -173,6 +186,33 @@ class PagePool:
                 return True
         return False
 
+    def warm(self, source: PageSource, page_hash: PageHash, use: PageUse) -> bool:
+        """Copy a page into a free page of the arena, for no sequence. False: it is there already, or cannot be."""
+        table = self.table
+        if table.free == 0 or table.get_cached_page(page_hash) is not None or page_hash not in source:
+            return False
+        (page,) = table.get_new_pages(1, _NO_ROOT, 0, use.last_use_ns, use.born_ns)
+        identity = source.fetch(page_hash, self.arena.pages[page])
+        if identity is None or identity.page_hash != page_hash:
+            table.release_ref((page,), self.clock_ns())
+            return False
+        for store in self.stores:
+            if page_hash in store:
+                self.headers.mark_copy(page, store.residency)
+        self.cache_full_page(page, identity)
+        table.release_oldest(page, use.uses, use.last_use_ns)
+        self._warmed.add(page_hash)
+        self.counters.warmed += 1
+        self.on_moved()
+        return True
+
+    def count_warm_hits(self, hashes: Sequence[PageHash]) -> None:
+        """A sequence has found these pages in the arena."""
+        if self._warmed:
+            found = self._warmed.intersection(hashes)
+            self._warmed -= found
+            self.counters.warm_hits += len(found)
+
     def _cache_restored(self, page: int, identity: PageIdentity) -> None:
         if self.table.get_cached_page(identity.page_hash) is None:
             self.cache_full_page(page, identity)
@@ -182,6 +222,7 @@ class PagePool:
         self._n_full += 1
         if self.fault is not None and self.fault.trigger is not None:
             self.fault.trigger(self._n_full)
+        self._warmed.discard(identity.page_hash)
         self.table.cache_full_page(page, identity)
 
     # -------------------------------------------------------------- freeing pages

@@ -183,6 +183,16 @@ class PageTable:
                 self._make_evictable(page, now_ns)
         self.headers.release(pages, [refs[page] for page in pages], now_ns)
 
+    def release_oldest(self, page: int, uses: int, last_use_ns: int) -> None:
+        """Make a page evictable that was restored for no sequence: before all others that are equal by the policy."""
+        if self._states[page] != LEASED or self._refs[page] != 1 or self._hashes[page] is None:
+            raise ValueError(f"page {page} is not full, or sequences hold it")
+        self._refs[page] = 0
+        self._states[page] = CACHED
+        self.headers.set_uses(page, uses)
+        self._evictable.add_oldest(page, last_use_ns, uses, self.headers.born_ns(page))
+        self.headers.release((page,), (0,), last_use_ns)
+
     # -------------------------------------------------------------- the cache
 
     def cache_full_page(self, page: int, identity: PageIdentity) -> None:

@@ -30,6 +30,7 @@ from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout
 from stages.kv.storage.page_file_writer import PageFileWriter
+from stages.kv.storage.page_ranking import RankedPage, most_used
 
 log = logging.getLogger("starling.kv")
 
@@ -179,6 +180,26 @@ class DiskPageStore:
         self._cell_of.move_to_end(page_hash)
         self._last_use_ns[page_hash] = self._wall_ns()
 
+    def add_uses(self, uses: Iterable[tuple[PageHash, int, int]]) -> None:
+        """Add (page, uses, last use in ns since 1970) to the records of pages that are there."""
+        if self.is_write_paused:
+            return
+        try:
+            for page_hash, count, last_use_ns in uses:
+                cell = self._cell_of.get(page_hash)
+                if cell is not None:
+                    self._file.add_uses(cell, count, last_use_ns)
+        except OSError as error:
+            self._pause_writing(error)
+
+    def most_used(self, limit: int, is_present: Callable[[PageHash], bool]) -> list[RankedPage]:
+        """At most `limit` pages worth warming. Reads every record."""
+        try:
+            return most_used(self._file.records(), limit, self._wall_ns(), is_present)
+        except OSError as error:
+            log.warning("%s: its records cannot be read: %s", self.path, error)
+            return []
+
     def idle(self, before_ns: int) -> list[PageHash]:
         """Pages whose last use was before `before_ns` (ns since 1970), longest unused first."""
         found = []
@@ -225,8 +246,11 @@ class DiskPageStore:
         cell_of = self._cell_of
         self._file.prefetch([cell_of[page_hash] for page_hash in hashes if page_hash in cell_of])
 
-    def fetch(self, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
-        """Copy a page into `out` (page_bytes,) u8. None, with `out` undefined: missing, damaged, or a slow disk."""
+    def fetch(self, page_hash: PageHash, out: np.ndarray, is_use: bool = True) -> PageIdentity | None:
+        """Copy a page into `out` (page_bytes,) u8. None, with `out` undefined: missing, damaged, or a slow disk.
+
+        `is_use`: a sequence needs it.
+        """
         cell = self._cell_of.get(page_hash)
         begin = self._clock()
         if cell is None or begin < self._no_read_until:
@@ -239,7 +263,8 @@ class DiskPageStore:
         if identity is None:
             self._drop_damaged(page_hash, cell)
             return None
-        self.touch(page_hash)
+        if is_use:
+            self.touch(page_hash)
         self.counters.fetched += 1
         duration = self._clock() - begin
         if duration > SLOW_S:

@@ -47,6 +47,17 @@ _FIELDS = HEADER.fields
 assert _FIELDS is not None
 _STATE_AT = int(_FIELDS["state"][1])
 _LAST_USE_AT = int(_FIELDS["last_use"][1])
+_USES_AT = int(_FIELDS["uses"][1])
+
+# The fields of a record, which is the first part of a page header.
+RECORD = np.dtype(
+    {
+        "names": list(_FIELDS),
+        "formats": [field[0] for field in _FIELDS.values()],
+        "offsets": [int(field[1]) for field in _FIELDS.values()],
+        "itemsize": PAGE_RECORD,
+    }
+)
 
 
 class CellLayout(NamedTuple):
@@ -109,6 +120,17 @@ def is_in_use(record: bytes) -> bool:
 def last_use_ns(record: bytes) -> int:
     """Last use of the page when it was saved, ns since 1970."""
     return int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")
+
+
+def with_uses(record: bytes, count: int, last_use_ns: int) -> tuple[int, bytes]:
+    """`count` more uses of a page: (offset in the record, new bytes there). The page's identity is not part of them."""
+    old = int.from_bytes(record[_USES_AT : _USES_AT + 4], "little")
+    changed = bytearray(record[_LAST_USE_AT : _USES_AT + 4])
+    changed[:8] = max(last_use_ns, int.from_bytes(record[_LAST_USE_AT : _LAST_USE_AT + 8], "little")).to_bytes(
+        8, "little"
+    )
+    changed[-4:] = min(old + count, 0xFFFF_FFFF).to_bytes(4, "little")
+    return _LAST_USE_AT, bytes(changed)
 
 
 class PageFile:

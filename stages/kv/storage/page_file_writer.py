@@ -14,7 +14,7 @@ from pipeline.files import write_all
 from shm.pages import PAGE_RECORD
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 from stages.kv.pool.prefix_hash import PageHash
-from stages.kv.storage.page_file import BLOCK, CellLayout, encode_head, is_in_use, last_use_ns
+from stages.kv.storage.page_file import BLOCK, RECORD, CellLayout, encode_head, is_in_use, last_use_ns, with_uses
 
 
 class SavedPage(NamedTuple):
@@ -95,6 +95,20 @@ class PageFileWriter:
     def record(self, cell: int) -> bytes:
         """The record of a cell; shorter where the file was truncated."""
         return os.pread(self._fd, PAGE_RECORD, self.layout.record_at(cell))
+
+    def records(self) -> np.ndarray:
+        """The records of all cells, (n_cells,) RECORD; zeros where the file was truncated."""
+        layout = self.layout
+        size = layout.extent_cells * PAGE_RECORD
+        blocks = (os.pread(self._fd, size, layout.extent_at(extent)) for extent in range(self.n_extents))
+        return np.frombuffer(b"".join(block.ljust(size, b"\0") for block in blocks), RECORD)
+
+    def add_uses(self, cell: int, count: int, last_use_ns: int) -> None:
+        """Add uses to the record of a cell."""
+        record = self.record(cell)
+        if len(record) == PAGE_RECORD:
+            at, changed = with_uses(record, count, last_use_ns)
+            write_all(self._fd, changed, self.layout.record_at(cell) + at)
 
     def read(self, cell: int, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
         """Copy a page into `out` (page_bytes,) u8 and verify the copy. None: damaged, and `out` is undefined."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from shm.pages import NUMERICS, KvGeometry
@@ -62,7 +63,7 @@ def mark_copies(pool: PagePool, store: ThreadedPageStore) -> None:
     for page_hash in store.hashes():
         page = pool.table.get_cached_page(page_hash)
         if page is not None:
-            pool.headers.mark_copy(page, store.residency)
+            pool.headers.mark_saved(page, store.residency)
 
 
 def save_proven(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
@@ -94,6 +95,18 @@ def save_recent(pool: PagePool, store: ThreadedPageStore, limit: int) -> int:
     return _save(pool, store, wanted, limit)
 
 
+def note_uses(pool: PagePool, stores: Sequence[ThreadedPageStore]) -> None:
+    """Add uses of saved pages to the records of their copies: they tell the next start which pages to warm."""
+    uses = [
+        (page_hash, count, pool.headers.last_use_ns(page))
+        for page, count in pool.headers.take_unnoted()
+        if (page_hash := pool.table.hash_of(page)) is not None
+    ]
+    for store in stores:
+        if uses:
+            store.add_uses(uses)
+
+
 def _save(pool: PagePool, store: ThreadedPageStore, pages: list[int], limit: int) -> int:
     count = 0
     for page in pages:
@@ -104,6 +117,6 @@ def _save(pool: PagePool, store: ThreadedPageStore, pages: list[int], limit: int
             continue
         if not store.save(page_hash, pool.headers.record(page), pool.arena.pages[page]):
             break
-        pool.headers.mark_copy(page, store.residency)
+        pool.headers.mark_saved(page, store.residency)
         count += 1
     return count

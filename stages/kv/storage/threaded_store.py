@@ -15,7 +15,7 @@ import logging
 import queue
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,12 +24,15 @@ import numpy as np
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore, StoreCounters
+from stages.kv.storage.page_ranking import RankedPage
 
 log = logging.getLogger("starling.kv")
 
 QUEUED_BYTES = 64 << 20  # of pages that wait to be written
 STAGED_BYTES = 256 << 20  # of pages that were read ahead, or are about to be
 MAX_JOBS = 4096  # of all kinds
+
+OnRanked = Callable[[list[RankedPage]], object]
 
 _NO_HASH = PageHash(b"")
 _file_locks: dict[Path, threading.Lock] = {}  # held by the thread of each file that is open in this process
@@ -38,13 +41,15 @@ _file_locks: dict[Path, threading.Lock] = {}  # held by the thread of each file 
 class _Result(NamedTuple):
     """A finished job."""
 
-    kind: Literal["read", "write", "remove", "list"]
+    kind: Literal["read", "skip", "write", "remove", "list", "rank"]
     page_hash: PageHash
     is_written: bool = False
     identity: PageIdentity | None = None  # of a page that was read; None: it is missing or damaged
     content: np.ndarray | None = None  # (page_bytes,) u8
     hashes: list[PageHash] | None = None  # of a list
     on_listed: Callable[[list[PageHash]], object] | None = None
+    ranked: list[RankedPage] | None = None
+    on_ranked: Callable[[list[RankedPage]], object] | None = None
 
 
 class ThreadedPageStore:
@@ -235,6 +240,30 @@ class ThreadedPageStore:
         self._jobs.put(list_them)
         return True
 
+    def rank_pages(self, limit: int, is_present: Container[PageHash], on_ranked: OnRanked) -> bool:
+        """Have the thread find the most used pages, at most `limit`; `poll` calls `on_ranked` with them.
+
+        `is_present`: pages that are in the arena already.  False: the file is not open.
+        """
+        if not self.is_open or self._is_closing:
+            return False
+
+        def rank() -> None:
+            found: list[RankedPage] = []
+            try:
+                if not self._is_closing:
+                    found = self._store.most_used(limit, is_present.__contains__)
+            finally:
+                self._finish(_Result("rank", _NO_HASH, ranked=found, on_ranked=on_ranked))
+
+        self._jobs.put(rank)
+        return True
+
+    def add_uses(self, uses: list[tuple[PageHash, int, int]]) -> None:
+        """Queue adding (page, uses, last use in ns since 1970) to the records; without room they are not counted."""
+        if self.is_open and not self._is_closing and self._has_room:
+            self._jobs.put(lambda: self._store.add_uses(uses))
+
     def compact(self, limit: int) -> bool:
         """Queue moving at most `limit` pages into holes. Whether more remained after the last time."""
         if self.is_open and not self._is_compacting and self._has_room and self._store.has_excess_holes:
@@ -258,8 +287,11 @@ class ThreadedPageStore:
     def prefetch(self, hashes: Iterable[PageHash]) -> None:
         """Nothing: `fetch` reads no disk."""
 
-    def read_ahead(self, hashes: Iterable[PageHash]) -> list[PageHash]:
-        """Read pages, in order, up to the bound. Returns those to `release` later."""
+    def read_ahead(self, hashes: Iterable[PageHash], is_use: bool = True) -> list[PageHash]:
+        """Read pages, in order, up to the bound. Returns those to `release` later.
+
+        `is_use`: a sequence needs them.  A page that is released before the thread has come to it is not read.
+        """
         wanted: list[PageHash] = []
         new: list[PageHash] = []
         if not self.is_open:
@@ -277,8 +309,11 @@ class ThreadedPageStore:
         if new:
             self._jobs.put(lambda: self._store.prefetch(new))
             for page_hash in new:
-                self._jobs.put(lambda page_hash=page_hash: self._read(page_hash))  # type: ignore[misc]
+                self._queue_read(page_hash, is_use)
         return wanted
+
+    def _queue_read(self, page_hash: PageHash, is_use: bool) -> None:
+        self._jobs.put(lambda: self._read(page_hash, is_use))
 
     def is_reading(self, page_hash: PageHash) -> bool:
         """Whether the thread has yet to read the page."""
@@ -318,6 +353,14 @@ class ThreadedPageStore:
                 self._reading.discard(page_hash)
                 if result.identity is not None and result.content is not None and self._wanted[page_hash]:
                     self._staged[page_hash] = result.identity, result.content
+            elif result.kind == "skip":
+                if self._wanted[page_hash] and not self._is_closing:  # again, since the thread skipped it
+                    self._queue_read(page_hash, is_use=True)
+                else:
+                    self._reading.discard(page_hash)
+            elif result.kind == "rank":
+                assert result.on_ranked is not None
+                result.on_ranked(result.ranked or [])
             elif result.kind == "remove":
                 self._removed[page_hash] -= 1
                 if not self._removed[page_hash]:
@@ -330,12 +373,15 @@ class ThreadedPageStore:
                 if not result.is_written:
                     self._on_lost(page_hash)
 
-    def _read(self, page_hash: PageHash) -> None:
+    def _read(self, page_hash: PageHash, is_use: bool) -> None:
+        if page_hash not in self._wanted:
+            self._finish(_Result("skip", page_hash))
+            return
         identity = content = None
         try:
             if not self._is_closing:
                 content = np.empty(self._store.page_bytes, np.uint8)
-                identity = self._store.fetch(page_hash, content)
+                identity = self._store.fetch(page_hash, content, is_use)
         finally:
             self._finish(_Result("read", page_hash, identity=identity, content=content))
 

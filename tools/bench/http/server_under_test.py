@@ -167,6 +167,15 @@ class ServerUnderTest:
         self._start()
         return time.perf_counter() - begun
 
+    def stop_and_start(self) -> None:
+        """Stop the server in an orderly way, read nothing of its state from memory, and start it again."""
+        self._process.send_signal(signal.SIGINT)
+        self._process.wait(STOP_S)
+        for file in (Path(self._home.name) / "state").rglob("*"):
+            if file.is_file():
+                drop_from_cache(file)
+        self._start()
+
     def close(self) -> None:
         """Stop the server, which removes its arenas. Idempotent."""
         if self._process.poll() is None:
@@ -179,6 +188,13 @@ class ServerUnderTest:
         if not self._log.closed:
             self._log.close()
             self._home.cleanup()
+
+
+def drop_from_cache(path: Path) -> None:
+    """Remove a file from the operating system's page cache."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def exact_cpu_s(pid: int) -> float:

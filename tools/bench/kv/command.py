@@ -31,6 +31,7 @@ from stages.kv.pool.page_pool import PagePool
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
 from tools.bench.disturbance import Watch
+from tools.bench.http.server_under_test import drop_from_cache
 from tools.bench.kv import over_http
 from tools.bench.offline.results import machine
 
@@ -186,13 +187,6 @@ def measure_restore(directory: Path, rounds: int) -> dict[str, dict[str, float]]
         "restore_2048_from_disk_ms": spread(cold, 1e3),
         "sequential_read_same_bytes_ms": spread([t * megabytes for t in sequential], 1e3),
     }
-
-
-def drop_from_cache(path: Path) -> None:
-    """Remove a file from the operating system's page cache."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_file(path: Path) -> float:

@@ -24,6 +24,7 @@ KILLED_TOKENS = 2_000
 LONG_PROMPTS = 5
 LONG_ARENA_MB = 160  # holds 3.4 of the five prompts (demo model), so that they evict each other
 IDLE_S = 2.0
+WARM_S = 60.0
 
 
 class Cached:
@@ -149,8 +150,31 @@ def killed(cached: Cached) -> dict[str, Any]:
     }
 
 
+def restarted(model: dict[str, Any], cores: list[int], warm_mb: int, seed: int) -> list[float]:
+    """Times to the first token of prompts whose pages a clean stop saved, after a start that has had time to warm."""
+    settings = {"cache": {"persist_mb": 512, "warm_mb": warm_mb}}
+    with ServerUnderTest({**model, "kv_cache_mb": 512}, cores, settings, {}) as server:
+        cached = Cached(server, seed)
+        prompts = [cached.ids(LONG_TOKENS + 1) for _ in range(LONG_PROMPTS)]
+        for prompt in prompts:
+            cached.request(prompt)
+        server.stop_and_start()
+        wanted = LONG_PROMPTS * LONG_TOKENS // 32 if warm_mb else 0
+        deadline = time.monotonic() + WARM_S
+        while server.metric("starling_kv_cache_warmed_pages_total") < wanted:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the pages were not warmed in {WARM_S:.0f} s")
+            time.sleep(0.1)
+        for _ in range(3):
+            cached.request(cached.ids(100))
+        responses = [cached.request(prompt)[0] for prompt in prompts]
+        if any(response.cached_tokens != LONG_TOKENS for response in responses):
+            raise RuntimeError("a prompt was not cached after the restart")
+        return [first_ms(response) for response in responses]
+
+
 def measure(model: dict[str, Any], cores: list[int], rounds: int) -> dict[str, Any]:
-    """All figures, from two servers: one whose arena holds every prompt, one that spills."""
+    """All figures: of a server whose arena holds every prompt, of one that spills, of some that are restarted."""
     seed = time.time_ns()
     found: dict[str, Any] = {}
     roomy = {**model, "kv_cache_mb": 1024}
@@ -165,4 +189,7 @@ def measure(model: dict[str, Any], cores: list[int], rounds: int) -> dict[str, A
         cached = Cached(server, seed + 1)
         cached.request(cached.ids(100))
         found |= restored(cached, rounds)
+    for name, warm_mb in (("from_disk", 0), ("warmed", 512)):
+        times = [one for i in range(rounds) for one in restarted(model, cores, warm_mb, seed + 2 + i)]
+        found[f"first_token_2048_after_restart_{name}_ms"] = spread(times)
     return found
