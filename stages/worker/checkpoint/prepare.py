@@ -19,7 +19,10 @@ from pipeline.models import digests, store
 from pipeline.models.locks import lock
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError, Index, load_index
 from stages.worker.adapters.prepared import ADAPTERS, Prepared, open_prepared, prepare_adapter
+from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
+from stages.worker.checkpoint.one_pass import prepare_file
+from stages.worker.checkpoint.usable import is_usable, usable_version
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
 from stages.worker.kernels import stored_code
@@ -58,7 +61,7 @@ def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Pro
     source = store.gguf_path(model, models_dir)
     is_checkpoint = store.is_checkpoint(model, models_dir)
     if not is_checkpoint and source.is_file() and store.find_index(model, models_dir) is None:
-        _check_source(source, model)  # before all of it is hashed
+        _convert_local(source, model, models_dir, progress)
     located = store.fetch(model, models_dir, progress, allowed)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
@@ -69,16 +72,32 @@ def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Pro
                 "models.path",
             )
         with lock(models_dir, f"ingest-{located.digest[:16]}"):
-            if _usable_version(index_path) != VERSION:
+            if usable_version(index_path) != VERSION:
                 ingest(located.path, index_path, located.digest, progress, model.pretokenizer)
     return index_path
 
 
-def _check_source(source: Path, model: ModelConfig) -> None:
+def _convert_local(source: Path, model: ModelConfig, models_dir: Path, progress: store.Progress) -> None:
+    """Check a file that is here. Hash and convert it in one pass, unless its checkpoint may exist."""
     try:
         check_source(source, model.pretokenizer)
+        if store.find(model, models_dir) is None and not _may_be_converted(source, model, models_dir):
+            file = GgufFile(source)
+            prepare_file(
+                file, models_dir, model.pretokenizer, progress, check_digest=lambda: store.fetch(model, models_dir)
+            )
+    except GgufError as error:  # it was changed meanwhile
+        raise ConfigError(str(error), param="model") from None
     except OSError as error:
         raise ModelUnavailable(str(error), param="model") from None
+
+
+def _may_be_converted(source: Path, model: ModelConfig, models_dir: Path) -> bool:
+    """Whether a checkpoint is there that is this file's, if only the file's times have changed."""
+    stamp = digests.read_all(models_dir).get(os.path.realpath(source))
+    is_same_size = stamp is not None and stamp.size == source.stat().st_size
+    likely = (stamp.sha256 if stamp is not None and is_same_size else "", store.expected_digest(model, models_dir))
+    return any(digest and is_usable(models_dir / f"{digest}.idx") for digest in likely)
 
 
 def open_verified(index_path: Path, progress: store.Progress = store.no_progress, use_mmap: bool = True) -> Checkpoint:
@@ -142,36 +161,15 @@ def prepare_adapters(
 
 def _make_usable(index_path: Path, models_dir: Path, progress: store.Progress) -> bool:
     """Migrate a checkpoint of an older version; whether there is a usable one. Raises `StarlingError`."""
-    found = _usable_version(index_path)
+    found = usable_version(index_path)
     if found == 0 or found == VERSION:
         return found == VERSION
     with lock(models_dir, f"ingest-{index_path.stem[:16]}"):
-        if _usable_version(index_path) not in (0, VERSION):
+        if usable_version(index_path) not in (0, VERSION):
             try:
                 migrate(index_path, progress)
             except CheckpointError as error:
                 raise ConfigError(str(error), param="model") from None
             except OSError as error:
                 raise ModelUnavailable(str(error), param="model") from None
-    return _usable_version(index_path) == VERSION
-
-
-def is_usable(index_path: Path) -> bool:
-    """Whether there is a checkpoint of the current version."""
-    return _usable_version(index_path) == VERSION
-
-
-def _usable_version(index_path: Path) -> int:
-    """Version of an index whose `.bin` has the size that it names; 0 when there is none that can be used."""
-    try:
-        index = load_index(index_path)
-        is_complete = index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
-        if not index.has_current_vocabulary:
-            log.info("checkpoint is of an older release, ingesting again", extra={"path": str(index_path)})
-            return 0
-    except FileNotFoundError:
-        return 0
-    except (OSError, CheckpointError) as error:
-        log.warning("checkpoint cannot be used, ingesting again: %s", error)
-        return 0
-    return index.version if is_complete else 0
+    return usable_version(index_path) == VERSION

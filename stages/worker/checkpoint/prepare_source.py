@@ -15,20 +15,19 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
 from pipeline.models.locks import lock
 from shm.checkpoint import Index, TokenizerData, load_index
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
-from stages.worker.checkpoint.ingest import check_head, convert, convert_and_hash
-from stages.worker.checkpoint.prepare import is_usable
+from stages.worker.checkpoint.ingest import check_head, convert
+from stages.worker.checkpoint.one_pass import REVISION, check_space, prepare_file
 from stages.worker.checkpoint.requantized import Requantized
 from stages.worker.checkpoint.source import Source
+from stages.worker.checkpoint.usable import is_usable
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.source import HuggingFaceSource
-
-REVISION = 1  # grows when the same files give other bytes
 
 CheckVocabulary = Callable[[TokenizerData, Path], None]
 
@@ -54,7 +53,7 @@ def prepare_source(
         if path.is_dir():
             check_vocabulary(tokenizer, path)
         if isinstance(source, GgufFile):
-            return _prepare_file(source, models_dir, pretokenizer, progress)
+            return prepare_file(source, models_dir, pretokenizer, progress)
         identity = source.identity()
         hashed = _hash_files(source, models_dir, progress)
         if source.identity() != identity:
@@ -66,31 +65,9 @@ def prepare_source(
             with lock(models_dir, tag):
                 if not is_usable(index_path):
                     partial = PartialCheckpoint(models_dir / ".fetch" / tag, f"{digest} {identity}")
-                    _check_space(source, models_dir, partial)
+                    check_space(source, models_dir, partial)
                     convert(source, index_path, digest, progress, pretokenizer, partial)
         return load_index(index_path)
-
-
-def _prepare_file(file: GgufFile, models_dir: Path, pretokenizer: str, progress: store.Progress) -> Index:
-    """Of a GGUF file whose weights stay as they are: it is hashed while it is converted, unless its digest is known."""
-    info = file.path.stat()
-    known = digests.read_all(models_dir).get(os.path.realpath(file.path))
-    if known is not None and digests.identity_of(known) == digests.identity(info):
-        index_path = models_dir / f"{known.sha256}.idx"
-        if is_usable(index_path):
-            return load_index(index_path)
-    identity = f"{os.path.realpath(file.path)} {digests.identity(info)} {pretokenizer}"
-    tag = f"ingest-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-
-    def remember(digest: str) -> None:
-        if file.identity() != digests.identity(info)[:2]:
-            return  # the path names another file by now
-        digests.remember(file.path.name, file.path, digests.Stamp(*digests.identity(info), digest), models_dir)
-
-    with lock(models_dir, tag):
-        partial = PartialCheckpoint(models_dir / ".fetch" / tag, f"{identity} {REVISION}")
-        _check_space(file, models_dir, partial)
-        return convert_and_hash(file, models_dir, progress, pretokenizer, partial, remember)
 
 
 def _open(path: Path, quant: str, pretokenizer: str) -> Source:
@@ -146,15 +123,3 @@ def _hash_files(source: Source, models_dir: Path, progress: store.Progress) -> d
 def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData) -> str:
     described = {"revision": REVISION, "files": dict(sorted(files.items())), "quant": quant, "pre": tokenizer.pre}
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
-
-
-def _check_space(source: Source, models_dir: Path, partial: PartialCheckpoint) -> None:
-    """Raise `ResourceError` if the disk is too small for the checkpoint."""
-    stat = os.statvfs(models_dir)
-    here = partial.bin_path.stat().st_size if partial.bin_path.exists() else 0
-    needed, free = sum(info.nbytes for info in source.tensors.values()) - here, stat.f_bavail * stat.f_frsize
-    if needed > free:
-        raise ResourceError(
-            f"{source.path}: its checkpoint needs {needed:,} bytes in {models_dir}, which has {free:,} free; free "
-            f"some, set STARLING_HOME to another disk, or take a smaller --quant"
-        )
