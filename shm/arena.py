@@ -1,8 +1,9 @@
 """Mapped files that outlive processes: one checked header, then raw bytes.
 
-An arena is a plain file on tmpfs.  `create` reserves all of it with `posix_fallocate` (an unreserved map ends in
-SIGBUS, which Python cannot catch) and places it by rename, so that no process sees half a header.  The first 4096
-bytes are the header; only the owner writes it.
+An arena is a plain file on tmpfs.  `create` reserves its memory with `posix_fallocate` (an unreserved map ends in
+SIGBUS, which Python cannot catch) and places it by rename, so that no process sees half a header.  It may reserve the
+first bytes only: the owner then calls `reserve` before any process uses more.  The first 4096 bytes are the header;
+only the owner writes it.
 
     offset  size  field
     0       8     magic          b"STARLING"
@@ -16,6 +17,7 @@ bytes are the header; only the owner writes it.
     64      32    digest         of the model (raw SHA-256), zeros when there is none
     96      4     meta_bytes
     100     ...   meta           msgpack: the geometry, which `attach` compares
+    4088    8     reserved       bytes of the file that have memory; 0: all of them
 
 The module that lays out the rest of the bytes says who writes them (`step_ring.py`, `pages.py`, ...).
 """
@@ -46,12 +48,15 @@ MAGIC = b"STARLING"
 HEADER_BYTES = 4096
 _FIXED = struct.Struct("<8sIIQQQQ16s32sI")
 assert _FIXED.size == 100
-_META_BYTES_MAX = HEADER_BYTES - _FIXED.size
+_RESERVED = struct.Struct("<Q")
+_RESERVED_AT = HEADER_BYTES - _RESERVED.size
+_META_BYTES_MAX = _RESERVED_AT - _FIXED.size
 _OWNER = struct.Struct("<QQ")
 _OWNER_AT = 32
 assert struct.calcsize("<8sIIQQ") == _OWNER_AT
 
 _libc = ctypes.CDLL(None)
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _POPULATE_SLICE_BYTES = 1 << 20  # mapped in one call, about 0.25 ms of one core
 _POPULATE_PAUSE = 9  # after each slice, times what it took: the thread takes a tenth of a core at most
@@ -79,6 +84,17 @@ def process_ticks(pid: int) -> int:
             return int(f.read().rsplit(b")", 1)[1].split()[19])
     except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
         return 0
+
+
+def unreserved_bytes(directory: Path) -> int:
+    """Bytes that the files in `directory` will take beyond what they have: the holes of arenas that grow."""
+    missing = 0
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            with contextlib.suppress(OSError):
+                info = path.stat()
+                missing += max(0, info.st_size - info.st_blocks * 512)
+    return missing
 
 
 def remove_stale_arenas(directory: Path, suffix: str, kept: Collection[str]) -> None:
@@ -135,8 +151,12 @@ class Arena:
         meta: dict[str, Any],
         digest: bytes = bytes(32),
         generation: int = 1,
+        reserved: int | None = None,
     ) -> Arena:
         """Create an arena of `nbytes` zero bytes, owned (and locked with flock) by this process.
+
+        `reserved`: only so many of them get memory now, and the others with `reserve`. There must be room for all,
+        beside what the other arenas in the directory have yet to reserve.
 
         Removes a file of that name first, because the file system may have no room for both; a process that still
         maps the old file keeps the old bytes, and their memory is free when it ends.
@@ -146,6 +166,7 @@ class Arena:
         if len(packed) > _META_BYTES_MAX:
             raise ArenaError(f"{path}: geometry of {len(packed)} bytes exceeds {_META_BYTES_MAX}")
         size = HEADER_BYTES + align(nbytes, 4096)
+        first = size if reserved is None else min(size, HEADER_BYTES + align(reserved, 4096))
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -156,11 +177,12 @@ class Arena:
             raise ArenaError(f"{path} cannot be created: {error.strerror}") from None
         try:
             file_system = os.statvfs(path.parent)
-            free = file_system.f_bavail * file_system.f_frsize
+            free = max(0, file_system.f_bavail * file_system.f_frsize - unreserved_bytes(path.parent))
             try:
                 if free < size:
                     raise OSError(errno.ENOSPC, "")
-                os.posix_fallocate(fd, 0, size)
+                os.posix_fallocate(fd, 0, first)
+                os.ftruncate(fd, size)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                     raise ArenaError(f"{path} cannot be created: {error.strerror}") from None
@@ -182,6 +204,8 @@ class Arena:
                 len(packed),
             )
             os.pwrite(fd, _FIXED.pack(*fields) + packed, 0)
+            if first < size:
+                os.pwrite(fd, _RESERVED.pack(first), _RESERVED_AT)
             map_ = mmap.mmap(fd, size)
             os.rename(temporary, path)
         except BaseException:
@@ -258,8 +282,35 @@ class Arena:
             raise ArenaError(f"{self.path}: bytes {offset}..{end} outside 0..{self.buffer.size}")
         return self.buffer[offset:end].view(dtype).reshape(shape)
 
+    @property
+    def reserved(self) -> int:
+        """Bytes of `buffer` that have memory."""
+        (end,) = _RESERVED.unpack_from(self._map, _RESERVED_AT)
+        return (min(end, self.size) if end else self.size) - HEADER_BYTES
+
+    def reserve(self, nbytes: int) -> None:
+        """Reserve memory for the first `nbytes` of `buffer`; for the owner. Raises `OSError`: then nothing changed."""
+        now, end = HEADER_BYTES + self.reserved, HEADER_BYTES + align(nbytes, 4096)
+        if end > self.size:
+            raise ArenaError(f"{self.path}: {nbytes} bytes cannot be reserved of {self.buffer.size}")
+        if end > now:
+            os.posix_fallocate(self._fd, now, end - now)
+            _RESERVED.pack_into(self._map, _RESERVED_AT, end)
+
+    def give_back(self, nbytes: int) -> None:
+        """Free the memory behind the first `nbytes` of `buffer`, which nothing uses; for the owner.
+
+        Those bytes are zero when they are reserved again. A file system without holes keeps the memory.
+        """
+        now, end = HEADER_BYTES + self.reserved, HEADER_BYTES + align(nbytes, 4096)
+        if end >= now:
+            return
+        _RESERVED.pack_into(self._map, _RESERVED_AT, end)  # first: a killed owner's successor reserves it again
+        mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        _libc.fallocate(self._fd, mode, ctypes.c_int64(end), ctypes.c_int64(now - end))
+
     def populate(self) -> None:
-        """Map all pages of memory into this process, in a background thread that takes a tenth of a core.
+        """Map the memory that is reserved now into this process, in a background thread that takes a tenth of a core.
 
         Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process
         keeps growing until every page has been accessed once.  The thread has the process's priority: one of the
@@ -289,7 +340,7 @@ def _populate(arena: Arena) -> None:
     buffer = arena.buffer  # keeps the map alive until the last slice
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
-    start, size = buffer.ctypes.data & -4096, buffer.nbytes
+    start, size = buffer.ctypes.data & -4096, arena.reserved
     for offset in range(0, size, _POPULATE_SLICE_BYTES):
         length = min(_POPULATE_SLICE_BYTES, size - offset)
         if arena.is_closed:

@@ -145,7 +145,12 @@ class KvArena(NamedTuple):
 
 def kv_arena_bytes(g: KvGeometry, n_pages: int) -> int:
     """Size of the arena's contents: headers and pages."""
-    return align(n_pages * PAGE_HEADER, 4096) + n_pages * g.page_bytes
+    return pages_offset(n_pages) + n_pages * g.page_bytes
+
+
+def pages_offset(n_pages: int) -> int:
+    """Where the pages begin in the arena's contents, behind the headers."""
+    return align(n_pages * PAGE_HEADER, 4096)
 
 
 def pages_that_fit(g: KvGeometry, budget_bytes: int) -> int:
@@ -163,18 +168,24 @@ def first_read(position: int, window: int) -> int:
 
 def kv_views(arena: Arena, g: KvGeometry, n_pages: int) -> KvArena:
     """Views of the headers and pages of a mapped arena."""
-    pages_at = align(n_pages * PAGE_HEADER, 4096)
+    pages_at = pages_offset(n_pages)
     return KvArena(
         arena.view(0, (n_pages, PAGE_HEADER), np.uint8),
         arena.view(pages_at, (n_pages, g.page_bytes), np.uint8),
     )
 
 
-def create_kv(path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int) -> tuple[Arena, KvArena]:
-    """Create the arena with all pages free; for the kv stage. Raises `ArenaError` when it does not fit."""
+def create_kv(
+    path: Path, g: KvGeometry, n_pages: int, digest: bytes, generation: int, grows: bool = False
+) -> tuple[Arena, KvArena]:
+    """Create the arena with all pages free; for the kv stage. Raises `ArenaError` when it does not fit.
+
+    `grows`: only the headers get memory now (stages/kv/pool/extents.py).
+    """
     g.check()
     meta = {**g._asdict(), "pages": n_pages, "numerics": NUMERICS}
-    arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation)
+    reserved = pages_offset(n_pages) if grows else None
+    arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation, reserved)
     return arena, kv_views(arena, g, n_pages)
 
 

@@ -34,7 +34,7 @@ class LocalKv:
         """
         opened = open_arena(path, geometry, digest, budget_bytes, time.time_ns())
         self.geometry, self.views = geometry, opened.views
-        self.pool = PagePool(opened.views, policy=policy)
+        self.pool = PagePool(opened.views, policy=policy, memory=opened.memory)
         self._arena = opened.arena
         self._rows = TokenRows()
         root_hash_of = root_hasher(digest, geometry)

@@ -14,6 +14,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
 from pipeline.models import arena_sizes, store
+from shm.arena import unreserved_bytes
 from shm.checkpoint import CheckpointError, load_index
 
 UNPREPARED_MB = 64  # of step and activation arenas, assumed for a model whose checkpoint does not exist yet
@@ -42,12 +43,14 @@ class MemoryPlan(NamedTuple):
 def measure(config: Config) -> FreeMemory:
     """What is free now. Arenas on a tmpfs use the machine's memory as well."""
     directory = paths.arena_dir(config)
+    promised = unreserved_bytes(directory)  # to arenas that grow
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     found = os.statvfs(directory)
     below_limit = cgroup.read().memory_free
     memory = procfs.available_memory()
-    return FreeMemory(found.f_bavail * found.f_frsize, memory if below_limit is None else min(memory, below_limit))
+    memory = memory if below_limit is None else min(memory, below_limit)
+    return FreeMemory(max(0, found.f_bavail * found.f_frsize - promised), max(0, memory - promised))
 
 
 def plan(config: Config, model: ModelConfig) -> MemoryPlan:

@@ -100,6 +100,7 @@ class Clearing:
                 report.arena += 1
             elif state == LEASED:
                 report.in_use += 1
+        manager.pool.shrink()
 
     def _find(
         self, store: ThreadedPageStore, pages: ModelPages, report: ClearedPages, others: frozenset[PageHash]

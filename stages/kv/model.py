@@ -128,6 +128,7 @@ class ModelPages:
             policy=config.cache.eviction_policy,
             ttl_ns=config.cache.ttl_s * 1_000_000_000,
             clock_ns=self.clock_ns,
+            memory=opened.memory,
             fault=points.fault_point("kv", "page"),
             on_moved=self._on_moved,
         )
@@ -157,6 +158,7 @@ class ModelPages:
                 "model": self.model.name,
                 "pages": pool.total,
                 "page_bytes": geometry.page_bytes,
+                "reserved": pool.table.reserved,
                 "is_adopted": opened.adopted is not None,
                 "cached": pool.cached,
                 "unclaimed": pool.leased,

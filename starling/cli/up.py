@@ -145,7 +145,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.
-    left = sum(path.stat().st_size for path in there.glob("*")) if there.is_dir() else 0
+    left = sum(path.stat().st_blocks * 512 for path in there.glob("*")) if there.is_dir() else 0
     free = _free(home) + left
     if free >= need:
         return {}

@@ -116,7 +116,7 @@ def _file_bytes(model: ModelConfig) -> int:
 def arenas(config: Config) -> Finding:
     """Space of the file system of the arenas."""
     folder = paths.arena_dir(config)
-    own = sum(path.stat().st_size for path in folder.glob("*")) if folder.is_dir() else 0
+    own = sum(path.stat().st_blocks * 512 for path in folder.glob("*")) if folder.is_dir() else 0
     place = folder
     while not place.is_dir():
         place = place.parent

@@ -12,9 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from shm.arena import HEADER_BYTES
+from shm.pages import KvArena, attach_kv, create_kv, kv_arena_bytes, pages_offset
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import scan
+from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.pool.page_pool import PageUse
 from stages.kv.pool.prefix_hash import PageHash
@@ -42,13 +45,14 @@ class Rules(RuleBasedStateMachine):
     policy = "lru"
     disk_room = 0
     ttl_ns = 0
+    memory: Extents | None = None
     sequences: Bundle[str] = Bundle("sequences")
 
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
         self.rows = FakeRows()
-        self.arena = small_arena(TOTAL)
+        self.arena = self._open_arena()
         self.store: DiskPageStore | None = None
         if self.disk_room:
             self.directory = tempfile.TemporaryDirectory()
@@ -60,6 +64,9 @@ class Rules(RuleBasedStateMachine):
         self.tables: dict[str, tuple[int, ...]] = {}
         self.row_of: dict[str, int] = {}
         self.leased_at: dict[tuple[str, int], int] = {}
+
+    def _open_arena(self) -> KvArena:
+        return small_arena(TOTAL)
 
     def teardown(self) -> None:
         if self.store is not None:
@@ -80,6 +87,7 @@ class Rules(RuleBasedStateMachine):
             ttl_ns=self.ttl_ns,
             spill=self.store,
             stores=[] if self.store is None else [self.store],
+            memory=self.memory,
         )
 
     # -------------------------------------------------------------- the scheduler and the worker
@@ -281,8 +289,9 @@ class Rules(RuleBasedStateMachine):
             self.plain.disk = dict(
                 sorted(self.plain.disk.items(), key=lambda item: there.index(self._digest(item[0])))  # type: ignore[arg-type]
             )
+        self._reopen_arena()
         self.manager = self._manager()
-        found = scan(PageHeaders(self.arena.headers), TOTAL)
+        found = scan(PageHeaders(self.arena.headers), TOTAL if self.memory is None else self.memory.n_pages)
         assert found.n_torn == 0
         self.manager.pool.table.adopt(found.full, found.unclaimed)
         self.manager.is_reconciled = False
@@ -308,6 +317,9 @@ class Rules(RuleBasedStateMachine):
                 held.names = [name for name in held.names if name not in (None, bad)]
                 self.plain.release(who, self.clock.now)
                 self._gone(who)
+
+    def _reopen_arena(self) -> None:
+        """The successor maps the arena."""
 
     def _forget(self, who: str) -> None:
         for name in self.plain.held.pop(who).names:
@@ -384,6 +396,41 @@ class TtlRules(SpillRules):
     ttl_ns = 15
 
 
+class GrowingRules(TtlRules):
+    """The pages get memory in extents of three."""
+
+    def _open_arena(self) -> KvArena:
+        self.arena_directory = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="starling-")
+        self.path = Path(self.arena_directory.name) / "m.kv"
+        self.file, arena = create_kv(self.path, GEOMETRY, TOTAL, DIGEST, 1, grows=True)
+        self.memory = Extents(self.file, GEOMETRY, TOTAL, 3 * PAGE_BYTES)
+        return arena
+
+    def _reopen_arena(self) -> None:
+        self.file, self.arena, _ = attach_kv(self.path, DIGEST)  # the views of the predecessor keep its lock
+        self.memory = Extents(self.file, GEOMETRY, TOTAL, 3 * PAGE_BYTES)
+
+    def teardown(self) -> None:
+        self.file.close()
+        self.arena_directory.cleanup()
+        super().teardown()
+
+    @rule()
+    def shrink(self) -> None:
+        self.manager.pool.shrink()
+
+    @invariant()
+    def reserves_what_is_used(self) -> None:
+        """The table and the header agree, and the file has that much memory and no more."""
+        table = self.manager.pool.table
+        assert self.memory is not None
+        assert table.reserved == self.memory.n_pages
+        assert self.file.reserved == pages_offset(TOTAL) + table.reserved * PAGE_BYTES
+        info = self.path.stat()
+        assert info.st_size == HEADER_BYTES + kv_arena_bytes(GEOMETRY, TOTAL)
+        assert info.st_blocks * 512 == HEADER_BYTES + self.file.reserved
+
+
 class LfuRules(Rules):
     policy = "lfu"
 
@@ -392,7 +439,7 @@ class FifoRules(Rules):
     policy = "fifo"
 
 
-@pytest.mark.parametrize("machine", [Rules, SpillRules, TtlRules, LfuRules, FifoRules])
+@pytest.mark.parametrize("machine", [Rules, SpillRules, TtlRules, GrowingRules, LfuRules, FifoRules])
 def test_rules(machine: type[Rules]) -> None:
     case = machine.TestCase
     case.settings = settings(

@@ -21,6 +21,7 @@ from shm.pages import (
     create_kv,
     pages_that_fit,
 )
+from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity
 
 log = logging.getLogger("starling.kv")
@@ -39,6 +40,7 @@ class OpenedArena(NamedTuple):
 
     arena: Arena
     views: KvArena
+    memory: Extents
     adopted: AdoptedPages | None  # None: the arena is new
 
 
@@ -58,12 +60,13 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
     mismatch = _mismatch(path, geometry, digest, n_pages)
     if not mismatch:
         arena, views, _ = attach_kv(path, digest, own=True)
-        return OpenedArena(arena, views, scan(PageHeaders(views.headers), n_pages))
+        memory = Extents(arena, geometry, n_pages)
+        return OpenedArena(arena, views, memory, scan(PageHeaders(views.headers), memory.n_pages))
     if path.exists():
         log.warning("the existing KV arena is replaced: %s", mismatch)
         path.unlink()  # first: there may not be room for both
-    arena, views = create_kv(path, geometry, n_pages, digest, new_generation)
-    return OpenedArena(arena, views, None)
+    arena, views = create_kv(path, geometry, n_pages, digest, new_generation, grows=True)
+    return OpenedArena(arena, views, Extents(arena, geometry, n_pages), None)
 
 
 def _mismatch(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> str:
@@ -81,7 +84,7 @@ def _mismatch(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> 
 
 
 def scan(headers: PageHeaders, n_pages: int) -> AdoptedPages:
-    """Sort the pages of an adopted arena by their headers."""
+    """Sort the first `n_pages` of an adopted arena, those that have memory, by their headers."""
     full: list[tuple[int, PageIdentity]] = []
     unclaimed: list[int] = []
     n_torn = 0

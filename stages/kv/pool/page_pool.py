@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pipeline.faults.points import FaultPoint
 from shm.pages import KvArena
+from stages.kv.pool.extents import PageMemory
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.page_source import PageSource, PageStore
 from stages.kv.pool.page_table import CACHED, PageTable
@@ -85,11 +86,12 @@ class PagePool:
     older_versions: Sequence[PageSource] = ()  # searched for missing pages before `stores`
     stores: Sequence[PageStore] = ()  # searched for missing pages, in this order
     clock_ns: Callable[[], int] = time.time_ns
+    memory: PageMemory | None = None  # of the pages; None: all have some
     fault: FaultPoint | None = None  # struck with the number of pages that have become full
     on_moved: Callable[[], object] = lambda: None  # called after each page that was copied
 
     def __post_init__(self) -> None:
-        self.table = PageTable(self.arena, self.policy)
+        self.table = PageTable(self.arena, self.policy, None if self.memory is None else self.memory.n_pages)
         self.headers = self.table.headers
         self.total = self.table.total
         self.counters = PoolCounters()
@@ -98,7 +100,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
-        """Pages in the free list."""
+        """Pages that are free, with memory or without."""
         return self.table.free
 
     @property
@@ -189,7 +191,9 @@ class PagePool:
     def warm(self, source: PageSource, page_hash: PageHash, use: PageUse) -> bool:
         """Copy a page into a free page of the arena, for no sequence. False: it is there already, or cannot be."""
         table = self.table
-        if table.free == 0 or table.get_cached_page(page_hash) is not None or page_hash not in source:
+        if table.get_cached_page(page_hash) is not None or page_hash not in source:
+            return False
+        if not table.free_reserved and not self._reserve(1):
             return False
         (page,) = table.get_new_pages(1, _NO_ROOT, 0, use.last_use_ns, use.born_ns)
         identity = source.fetch(page_hash, self.arena.pages[page])
@@ -228,9 +232,17 @@ class PagePool:
     # -------------------------------------------------------------- freeing pages
 
     def make_room(self, count: int) -> bool:
-        """Evict until `count` pages are free. False, without any eviction: leased pages leave too few."""
+        """Reserve memory or evict until `count` free pages have memory.
+
+        False, without any eviction: leased pages leave too few, or there is no memory for enough of the others.
+        """
         table = self.table
-        missing = count - table.free
+        missing = count - table.free_reserved
+        if missing <= 0:
+            return True
+        if missing > table.cached + table.total - table.reserved:
+            return False
+        missing -= self._reserve(missing)
         if missing <= 0:
             return True
         if missing > table.cached:
@@ -239,6 +251,13 @@ class PagePool:
         self.counters.evictions += missing
         return True
 
+    def _reserve(self, count: int) -> int:
+        """Reserve memory for `count` more pages, or as many as possible. Returns their number, which may be higher."""
+        table, before = self.table, self.table.reserved
+        if self.memory is not None and before < table.total:
+            table.grow(self.memory.grow(min(table.total, before + count)))
+        return table.reserved - before
+
     def _save_copy(self, page: int) -> None:
         page_hash = self.table.hash_of(page)
         if self.spill is None or page_hash is None or page_hash in self.spill:
@@ -246,6 +265,11 @@ class PagePool:
         if self.spill.save(page_hash, self.headers.record(page), self.arena.pages[page]):
             self.counters.spilled += 1
         self.on_moved()
+
+    def shrink(self) -> None:
+        """Return the memory of the pages at the end that are all free."""
+        if self.memory is not None:
+            self.table.shrink(self.memory.shrink(self.table.end_of_use()))
 
     def expire(self) -> int:
         """Free cached pages that were not used for the time to live, and remove their copies.
@@ -258,6 +282,8 @@ class PagePool:
         pages = self.table.expired_pages(before_ns)
         for page in pages:
             self.table.evict(page)
+        if pages:
+            self.shrink()
         self.counters.expired += len(pages)
         self.counters.evictions += len(pages)
         for store in self.stores:

@@ -30,21 +30,23 @@ from stages.kv.pool.page_headers import PageCounts, PageHeaders, PageIdentity
 from stages.kv.pool.prefix_hash import PageHash
 
 FREE, LEASED, CACHED, UNCLAIMED = range(4)
+_FREE_STATE = bytes([FREE])
 
 
 class PageTable:
     """All pages of `arena`; at first all are free. Single-threaded; the only writer of the page headers."""
 
-    def __init__(self, arena: KvArena, policy: str = "lru") -> None:
-        """`policy`: the order of eviction, see pipeline/eviction_order.py."""
+    def __init__(self, arena: KvArena, policy: str = "lru", reserved: int | None = None) -> None:
+        """`policy`: the order of eviction, see pipeline/eviction_order.py. `reserved`: see the attribute; None: all."""
         self.total, self._page_bytes = arena.pages.shape
+        self.reserved = self.total if reserved is None else reserved  # the first pages have memory, the others are free
         self.headers = PageHeaders(arena.headers)
         self._content = arena.pages.data.cast("B")  # of all pages
         self._states = bytearray(self.total)
         self._refs = [0] * self.total
         self._hashes: list[PageHash | None] = [None] * self.total
         self._page_of: dict[PageHash, int] = {}
-        self._free = list(range(self.total - 1, -1, -1))  # the last one is given out next
+        self._free = list(range(self.reserved - 1, -1, -1))  # those with memory; the last one is given out next
         self._evictable: EvictionOrder[int] = EvictionOrder(policy)
         self._is_lru = policy == "lru"
 
@@ -52,7 +54,12 @@ class PageTable:
 
     @property
     def free(self) -> int:
-        """Pages in the free list."""
+        """Pages that are free, with memory or without."""
+        return len(self._free) + self.total - self.reserved
+
+    @property
+    def free_reserved(self) -> int:
+        """Free pages that have memory."""
         return len(self._free)
 
     @property
@@ -63,7 +70,7 @@ class PageTable:
     @property
     def leased(self) -> int:
         """Pages that a sequence holds, or may hold."""
-        return self.total - len(self._free) - len(self._evictable)
+        return self.reserved - len(self._free) - len(self._evictable)
 
     def state(self, page: int) -> int:
         """FREE, LEASED, CACHED or UNCLAIMED."""
@@ -126,7 +133,7 @@ class PageTable:
     def get_new_pages(self, count: int, root: PageHash, serial: int, now_ns: int, born_ns: int) -> list[int]:
         """Lease `count` free pages to a sequence. The lowest numbers come first, so that reading is sequential.
 
-        Raises `ValueError` when there are too few: call `evict_next` first.
+        Raises `ValueError` when too few have memory: call `grow` or `evict_next` first.
         """
         if count == 0:
             return []
@@ -193,6 +200,24 @@ class PageTable:
         self._evictable.add_oldest(page, last_use_ns, uses, self.headers.born_ns(page))
         self.headers.release((page,), (0,), last_use_ns)
 
+    # -------------------------------------------------------------- memory
+
+    def grow(self, reserved: int) -> None:
+        """The first `reserved` pages have memory, more than before."""
+        self._free[:0] = range(reserved - 1, self.reserved - 1, -1)
+        self.reserved = max(self.reserved, reserved)
+
+    def end_of_use(self) -> int:
+        """The lowest n for which all pages from n on are free. O(pages behind it)."""
+        return len(self._states.rstrip(_FREE_STATE))
+
+    def shrink(self, reserved: int) -> None:
+        """The pages from `reserved` on, which are free, have no memory any more."""
+        if reserved < self.end_of_use():
+            raise ValueError(f"page {self.end_of_use() - 1} is in use and cannot lose its memory")
+        self._free = [page for page in self._free if page < reserved]
+        self.reserved = min(self.reserved, reserved)
+
     # -------------------------------------------------------------- the cache
 
     def cache_full_page(self, page: int, identity: PageIdentity) -> None:
@@ -239,7 +264,7 @@ class PageTable:
             self._page_of[identity.page_hash] = page
             self._hashes[page] = identity.page_hash
             self._make_evictable(page, self.headers.last_use_ns(page))
-        self._free = [page for page in range(self.total - 1, -1, -1) if states[page] == FREE]
+        self._free = [page for page in range(self.reserved - 1, -1, -1) if states[page] == FREE]
 
     def claim(self, page: int) -> None:
         """A sequence holds this page: an unclaimed one, or a full one that others may hold too."""
@@ -311,6 +336,8 @@ class PageTable:
         assert len(self._page_of) == self.total - self._hashes.count(None), "a hash without a page"
         assert len(set(self._free)) == len(self._free), "a page is twice in the free list"
         assert all(self._states[page] == FREE for page in self._free), "a page in use is in the free list"
+        assert self.end_of_use() <= self.reserved, "a page without memory is in use"
+        assert all(page < self.reserved for page in self._free), "a page without memory is in the free list"
         counts = (tally[FREE], tally[CACHED], tally[LEASED] + tally[UNCLAIMED])
         assert counts == self.count(), f"pages by state are {counts}, the table counts {self.count()}"
         assert sum(self.count()) == self.total, f"{self.count()} are not {self.total} pages"

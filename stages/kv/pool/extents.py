@@ -1,0 +1,84 @@
+"""The memory of a KV arena, reserved in extents as its pages are needed.
+
+The arena's file has its full size from the start, and the pages behind the last extent are holes in it. Memory is
+reserved before a page is given out, so that no process touches a hole: that could end in SIGBUS when the file system is
+full. The arena's header says how far the reservation goes; a successor continues there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+from shm.arena import Arena
+from shm.pages import KvGeometry, pages_offset
+
+log = logging.getLogger("starling.kv")
+
+EXTENT_BYTES = 16 << 20  # reserved in about 4 ms, which the kv stage's frames wait for
+
+
+class PageMemory(Protocol):
+    """Memory of an arena's pages, of which the first `n_pages` have some."""
+
+    n_pages: int
+
+    def grow(self, n_pages: int) -> int:
+        """Reserve memory until the first `n_pages` have it, or there is no more. Returns `n_pages` of now."""
+        ...
+
+    def shrink(self, n_pages: int) -> int:
+        """Return the memory of the pages from `n_pages` on, as far as extents allow. Returns `n_pages` of now."""
+        ...
+
+
+class Extents:
+    """See `PageMemory`; for the arena's owner."""
+
+    def __init__(self, arena: Arena, geometry: KvGeometry, total: int, extent_bytes: int = EXTENT_BYTES) -> None:
+        """`total`: pages of the arena."""
+        self._arena = arena
+        self._total = total
+        self._page_bytes = geometry.page_bytes
+        self._pages_at = pages_offset(total)
+        self._each = max(1, extent_bytes // geometry.page_bytes)
+        self._is_refused = False  # the last attempt to grow failed
+        self.n_pages = max(0, min(total, (arena.reserved - self._pages_at) // geometry.page_bytes))
+
+    def grow(self, n_pages: int) -> int:
+        """See `PageMemory.grow`. Without room for whole extents it takes as many pages as were asked for."""
+        wanted = min(self._total, -(-n_pages // self._each) * self._each)
+        for target in (wanted, min(self._total, n_pages)):
+            if target <= self.n_pages:
+                break
+            try:
+                self._arena.reserve(self._end_of(target))
+            except OSError as error:
+                if not self._is_refused:
+                    log.warning(
+                        "no memory for more KV pages: cached ones make room, and requests wait",
+                        extra={
+                            "path": str(self._arena.path),
+                            "error": error.strerror,
+                            "pages": self.n_pages,
+                            "total": self._total,
+                        },
+                    )
+                self._is_refused = True
+                continue
+            self._is_refused = False
+            self.n_pages = target
+            break
+        return self.n_pages
+
+    def shrink(self, n_pages: int) -> int:
+        """See `PageMemory.shrink`. The first extent stays."""
+        target = max(self._each, -(-n_pages // self._each) * self._each)
+        if target < self.n_pages:
+            self.n_pages = target
+            self._arena.give_back(self._end_of(target))
+        return self.n_pages
+
+    def _end_of(self, n_pages: int) -> int:
+        """Bytes of the arena's contents up to the end of the first `n_pages`."""
+        return self._pages_at + n_pages * self._page_bytes

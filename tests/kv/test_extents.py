@@ -1,0 +1,157 @@
+"""Memory of the KV arena that is reserved as it is needed, with the real file."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.config import paths
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.models import capacity
+from shm.arena import HEADER_BYTES, Arena, ArenaError, unreserved_bytes
+from shm.pages import kv_arena_bytes, pages_offset
+from stages.kv.manager import Denial, Grant, Manager
+from stages.kv.pool.arena import OpenedArena, open_arena
+from stages.kv.pool.extents import EXTENT_BYTES
+from stages.kv.pool.page_pool import PagePool
+from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, FakeRows, manager
+
+BUDGET = 3 * EXTENT_BYTES
+PAGES_OF_AN_EXTENT = EXTENT_BYTES // GEOMETRY.page_bytes
+
+
+def blocks(path: Path) -> int:
+    """Bytes that the file system has given to a file."""
+    return path.stat().st_blocks * 512
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[OpenedArena]:
+    arena = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
+    yield arena
+    arena.arena.close()
+
+
+def manager_of(opened: OpenedArena) -> Manager:
+    return manager(opened.views, FakeRows(), memory=opened.memory)
+
+
+def take(pages: Manager, name: str, n_pages: int) -> Grant | Denial:
+    return pages.acquire(name, np.array([1], np.int32), n_pages * PAGE_TOKENS)
+
+
+def test_memory_follows_the_pages_in_use(opened: OpenedArena) -> None:
+    path, pages = opened.arena.path, manager_of(opened)
+    total = pages.pool.total
+    assert blocks(path) < EXTENT_BYTES
+    assert path.stat().st_size == HEADER_BYTES + kv_arena_bytes(GEOMETRY, total)
+    assert (pages.pool.free, pages.pool.table.reserved) == (total, 0)
+    assert isinstance(take(pages, "a", 1), Grant)
+    assert pages.pool.table.reserved == PAGES_OF_AN_EXTENT
+    assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT), Grant)
+    assert blocks(path) >= 2 * EXTENT_BYTES
+    assert isinstance(take(pages, "c", total), Denial)
+    assert isinstance(take(pages, "c", total - PAGES_OF_AN_EXTENT - 1), Grant)
+    assert pages.pool.free == 0
+    pages.release("b", 0)
+    pages.pool.shrink()
+    assert pages.pool.table.reserved == total  # the last page is in use
+    pages.release("c", 0)
+    pages.pool.shrink()
+    assert pages.pool.table.reserved == PAGES_OF_AN_EXTENT
+    assert blocks(path) < 2 * EXTENT_BYTES
+    pages.check()
+
+
+def test_a_successor_continues_with_the_same_memory(tmp_path: Path) -> None:
+    def predecessor() -> None:
+        """Has no view left at its end: views keep the lock."""
+        first = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
+        take(manager_of(first), "a", PAGES_OF_AN_EXTENT + 1)
+        first.views.pages[PAGES_OF_AN_EXTENT] = 7
+        first.arena.close()
+
+    predecessor()
+    gc.collect()
+    second = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 2)
+    assert second.adopted is not None
+    assert second.memory.n_pages == 2 * PAGES_OF_AN_EXTENT
+    assert len(second.adopted.unclaimed) == PAGES_OF_AN_EXTENT + 1
+    assert (second.views.pages[PAGES_OF_AN_EXTENT] == 7).all()
+    second.arena.close()
+
+
+def test_without_memory_cached_pages_make_room_and_requests_wait(
+    opened: OpenedArena, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = manager_of(opened)
+    assert isinstance(take(pages, "a", 1), Grant)
+    reserve = os.posix_fallocate
+
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT - 1), Grant)  # the rest of the extent
+    for name in ("c", "d"):
+        denied = take(pages, name, 1)
+        assert isinstance(denied, Denial)
+        assert denied.fits  # it will, as soon as there is memory or another sequence ends
+    assert caplog.text.count("no memory for more KV pages") == 1
+    pages.check()
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    assert isinstance(take(pages, "c", 1), Grant)
+    pages.check()
+
+
+def test_room_for_less_than_an_extent_is_used(opened: OpenedArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, reserve = manager_of(opened), os.posix_fallocate
+
+    def nearly_full(fd: int, offset: int, size: int) -> None:
+        if size >= EXTENT_BYTES:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(fd, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", nearly_full)
+    assert isinstance(take(pages, "a", 3), Grant)
+    assert pages.pool.table.reserved == 3
+    pages.check()
+
+
+def test_what_arenas_have_yet_to_reserve_is_not_free(tmp_path: Path) -> None:
+    """A second arena is refused that would fit only because the first one has not grown yet."""
+    config = Config(models=[ModelConfig(name="m")], server=ServerConfig(arena_dir=str(tmp_path)))
+    directory = paths.arena_dir(config)
+    opened = open_arena(directory / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
+    total = PagePool(opened.views, memory=opened.memory).total
+    holes = kv_arena_bytes(GEOMETRY, total) - pages_offset(total)
+    assert abs(unreserved_bytes(directory) - holes) <= 8192
+    with_holes = capacity.measure(config).arenas
+    opened.arena.unlink()
+    without = capacity.measure(config).arenas
+    assert without - with_holes > holes // 2  # other programs use the disk as well
+    opened.arena.close()
+    with (directory / "other.kv").open("wb") as sparse:
+        sparse.truncate(1 << 42)
+    with pytest.raises(ArenaError, match="has 0 free"):
+        Arena.create(directory / "a.act", "test", 1, 4096, {})
+
+
+def test_memory_that_is_given_back_is_zero_again(tmp_path: Path) -> None:
+    arena = Arena.create(tmp_path / "m", "test", 1, 1 << 20, {}, reserved=1 << 20)
+    assert arena.reserved == 1 << 20
+    arena.buffer[:] = 9
+    arena.give_back(4096)
+    assert arena.reserved == 4096
+    assert (arena.buffer[:4096] == 9).all()
+    arena.reserve(1 << 20)
+    assert not arena.buffer[4096:].any()
+    with pytest.raises(ArenaError, match="cannot be reserved"):
+        arena.reserve((1 << 20) + 1)
+    arena.close()
