@@ -15,4 +15,5 @@ files.py         atomic replacement and durable appends
 record_file.py   checksummed records in files
 eviction_order.py   LRU, LFU and FIFO orders
 procfs.py        readers of /proc
+plugin_objects.py   the classes of configured plugins
 """

@@ -19,6 +19,7 @@ from pipeline.durations import FORM, seconds_of
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
 from pipeline.models.pretokenizers import PRETOKENIZERS
+from pipeline.plugin_objects import object_of
 from pipeline.protocol.topology import EDGES
 from shm.sampler_steps import order_problem
 
@@ -68,6 +69,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     yield from _tracing(config)
     yield from _fleet(config)
     yield from _on_demand(config)
+    yield from _plugins(config)
 
 
 def _unavailable(config: Config) -> Iterator[Rule]:
@@ -336,6 +338,17 @@ def _tracing(config: Config) -> Iterator[Rule]:
         yield Rule("tracing.otlp.endpoint", "", "expected an http:// or https:// URL, as http://127.0.0.1:4318")
     elif reason := _url_problem(endpoint):
         yield Rule("tracing.otlp.endpoint", "", reason)
+
+
+def _plugins(config: Config) -> Iterator[Rule]:
+    names = [plugin.name for plugin in config.plugins]
+    for index, plugin in enumerate(config.plugins):
+        if plugin.name in names[:index]:
+            yield Rule(f"plugins.{index}.name", plugin.name, "another plugin has the same name")
+        try:
+            object_of(plugin)
+        except ConfigError as error:
+            yield Rule(f"plugins.{index}.{error.param}", "", error.message)
 
 
 def _fleet(config: Config) -> Iterator[Rule]:

@@ -8,7 +8,7 @@ A key that this version cannot honour is refused by rules.py, with the reason.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -335,6 +335,18 @@ class RegistryConfig(Section, frozen=True, kw_only=True):
     sources: tuple[str, ...] = ("*",)
 
 
+class PluginConfig(Section, frozen=True, kw_only=True):
+    """A plugin of the gateway, in a process of its own. Requests pass the plugins in their order in the list."""
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]  # an entry point of `starling.plugins`
+    object: str = ""  # MODULE:CLASS instead of an entry point
+    options: dict[str, Any] = {}  # for its `initialize`
+    on_failure: Literal["refuse", "skip"] = "refuse"  # requests for which it fails
+    timeout_ms: Annotated[int, Meta(ge=10, le=600_000)] = 5_000  # of one call; then its process is ended
+    start_timeout_ms: Annotated[int, Meta(ge=100, le=3_600_000)] = 60_000  # of the import and of `initialize`
+    memory_mb: Annotated[int, Meta(ge=64, le=1 << 20)] = 1024  # of its process
+
+
 class Config(Section, frozen=True, kw_only=True):
     """The whole configuration. `models` is never empty: by default the demo model is served."""
 
@@ -352,6 +364,7 @@ class Config(Section, frozen=True, kw_only=True):
     fleet: FleetConfig = FleetConfig()
     on_demand: OnDemandConfig = OnDemandConfig()
     registry: RegistryConfig = RegistryConfig()
+    plugins: tuple[PluginConfig, ...] = ()  # see docs/plugins.md
     edges: dict[str, str] = {}  # edge name (pipeline/protocol/topology.py) -> tcp:// or ipc:// address
 
     def model(self, name: str = "") -> ModelConfig | None:

@@ -67,6 +67,13 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_idempotency_evictions_total", "counter", "Keys forgotten before their time, for a bound."),
         Family("starling_journal_unreadable_total", "counter", "Journals that could not be read and were renamed."),
+        Family(
+            "starling_plugin_requests_total",
+            "counter",
+            "Requests by what became of them in a plugin's pre_inference: done, refused, failed or skipped.",
+            ("plugin", "outcome"),
+        ),
+        Family("starling_plugin_restarts_total", "counter", "Restarts of a plugin's process.", ("plugin",)),
         Family("starling_rejections_total", "counter", "Requests refused, by error code.", ("code",)),
         Family(
             "starling_response_cache_hits_total", "counter", "Requests answered from the response cache.", ("model",)

@@ -14,6 +14,7 @@
     embedder    prompts that are embedded                                   requests/embedder.py
     recovery    journal, replay buffer, keys                                requests/recovery.py
     readers     sinks that read the same request                            requests/readers.py
+    plugins     the operator's code around requests; None: there is none    plugins/plugins.py
     timelines   what happened to each request                               tracing/recorder.py
     tracer      spans for OpenTelemetry; None: off                          tracing/tracer.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
@@ -31,6 +32,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.keys import Keys
@@ -58,6 +60,7 @@ from stages.gateway.requests.response_cache import ResponseCache
 from stages.gateway.requests.responses import Responses
 from stages.gateway.requests.resume import Resumer
 from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.state import Filter, SequenceState
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.requests.stored_responses import StoredResponses
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
@@ -71,6 +74,9 @@ from stages.gateway.versions.loader import Loader
 from stages.gateway.versions.model_use import ModelUse
 from stages.gateway.versions.on_demand import OnDemand
 from stages.gateway.versions.self_test import SelfTest
+
+if TYPE_CHECKING:
+    from stages.gateway.plugins.plugins import Plugins
 
 
 class Service:
@@ -113,12 +119,14 @@ class Service:
         self.wall = wall
         self.tracer = make_tracer(config.tracing.otlp)
         self.timelines = Recorder(config.tracing, clock, wall, is_remote=is_remote, tracer=self.tracer)
+        self.plugins = self._make_plugins()
         self.relay = Relay(
             send_scheduler,
             clock,
             on_end=lambda request: self.lifecycle.on_end(request),
             on_other_end=lambda part: self.embedder.on_end(part),
             on_text_complete=lambda request: self.sessions.commit(request) or self.responses.commit(request),
+            open_filter=self._open_filter if self.plugins is not None else None,
         )
         self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
@@ -137,6 +145,9 @@ class Service:
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)
         most, share = config.server.max_concurrent_requests, config.concurrent_per_tenant()
         bounds = FairShares(most, share, reserve=most // 8, share_of=self.api_keys.concurrent)
+        if self.plugins is not None:
+            self.plugins.on_change = changes.notify
+            self.readiness.plugin_problem = lambda: self.plugins.problem if self.plugins is not None else ""
         self.in_flight = InFlight(self.relay, self.recovery.waiting_on, bounds)
         buffer, body = config.server.body_buffer_mb << 20, config.server.max_body_mb << 20
         self.body_bytes = FairShares(buffer, buffer // 2, reserve=min(body, buffer // 2), first=body)
@@ -191,6 +202,17 @@ class Service:
             self.timelines,
             self.on_demand,
         )
+
+    def _make_plugins(self) -> Plugins | None:
+        if not self.config.plugins:
+            return None
+        from stages.gateway.plugins.plugins import Plugins  # memory that servers without plugins save
+
+        return Plugins(self.config, self.clock, self.metrics.numbers)
+
+    def _open_filter(self, sequence: SequenceState) -> Filter:
+        assert self.plugins is not None
+        return self.plugins.open_filter(sequence, self.relay)
 
     # ---------------------------------------------------------------- frames
 

@@ -365,6 +365,7 @@ RECEIVERS = {
     "OnDemandConfig": "on_demand",
     "RegistryConfig": "registry",
     "TracingConfig": "tracing|config",
+    "PluginConfig": "plugin|config",
     "OtlpConfig": "otlp|config|_config",
     "Config": "config|self|c",
 }
@@ -441,3 +442,14 @@ def test_tenants_are_isolated_unless_they_share() -> None:
         with pytest.raises(ConfigError) as error:
             resolve({"auth": {"api_keys": [keys[0], {"key": "sk-x", "share_cache": True, **more}]}}, {})
         assert "auth.api_keys.1.share_cache" in error.value.message
+
+
+def test_plugins_must_be_installed_and_have_names_of_their_own() -> None:
+    plugin = {"name": "mine", "object": "my_package:Plugin"}
+    assert resolve({"plugins": [plugin]}, {}).plugins[0].on_failure == "refuse"
+    with pytest.raises(ConfigError, match=r"plugins\.1\.name = mine.*the same name"):
+        resolve({"plugins": [plugin, plugin]}, {})
+    with pytest.raises(ConfigError, match=r"no installed package has an entry point 'absent'"):
+        resolve({"plugins": [{"name": "absent"}]}, {})
+    with pytest.raises(ConfigError, match=r"expected MODULE:CLASS"):
+        resolve({"plugins": [{"name": "mine", "object": "my_package.Plugin"}]}, {})

@@ -60,6 +60,7 @@ class ServerReadiness:
         self.scheduler = StageHealth("scheduler", clock, heartbeat_s)
         self.kv = StageHealth("kv", clock, heartbeat_s)
         self.drains = Drains(clock)  # requested by an operator
+        self.plugin_problem: Callable[[], str] = lambda: ""  # why plugins refuse requests; "": they do not
         self.is_stopping = False  # this process received SIGTERM: it takes no more requests for text
         self.is_handing_over = False  # connections are closed after their response, for the successor
         self._max_in_flight = config.server.max_concurrent_requests
@@ -123,7 +124,7 @@ class ServerReadiness:
         for health in (self.tokenizer, self.scheduler, *([self.kv] if self.kv.is_up else [])):
             if problem := health.problem:
                 return f"{health.stage}: {problem}"
-        return ""
+        return self.plugin_problem()
 
     def _model(self, serving: ModelVersion) -> dict[str, Any]:
         """The fields of a model in /ready. A worker group that cannot start has recorded the reason."""

@@ -153,6 +153,7 @@ class GenerateFormatter(ResponseFormatter):
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._vocabulary = vocabulary
+        self._shows_tokens = not request.spec.plugins  # whose text is not what the client gets
         self._header = {
             "id": request.id,
             "object": "generation",
@@ -182,7 +183,7 @@ class GenerateFormatter(ResponseFormatter):
         event: dict[str, Any] = {
             "index": sequence.index,
             "text": new,
-            "tokens": sequence.tokens[begin:end],
+            "tokens": sequence.tokens[begin:end] if self._shows_tokens else [],
             "start": begin,
         }
         if sequence.logprobs:
@@ -210,7 +211,7 @@ class GenerateFormatter(ResponseFormatter):
             {
                 "index": s.index,
                 "text": "".join(s.text),
-                "tokens": s.tokens[: s.n_emitted],
+                "tokens": s.tokens[: s.n_emitted] if self._shows_tokens else [],
                 "finish_reason": s.finish_reason,
                 "stop_string": s.stop_string or None,
                 "logprobs": self._logprobs(s, 0, s.n_emitted) if request.spec.generation.logprobs else None,

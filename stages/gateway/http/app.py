@@ -51,6 +51,8 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
     )
     app[SERVICE] = service
     app.cleanup_ctx.append(_run_parsers)
+    if service.plugins is not None:
+        app.cleanup_ctx.append(_run_plugins)
     app[BACKLOGS] = StreamBacklogs(service.response_bytes)
     app[GATE] = ConnectionGate(
         config, file_limit(), lambda: service.metrics.numbers.add("starling_rejections_total", "OVERLOADED")
@@ -100,6 +102,14 @@ async def _run_parsers(app: web.Application) -> AsyncIterator[None]:
     app[PARSERS], app[BODY_TURN] = ParserPool(), asyncio.Lock()
     yield
     await app[PARSERS].close()
+
+
+async def _run_plugins(app: web.Application) -> AsyncIterator[None]:
+    plugins = app[SERVICE].plugins
+    assert plugins is not None
+    plugins.start()
+    yield
+    await plugins.close()
 
 
 async def _close_session(request: web.Request) -> web.Response:

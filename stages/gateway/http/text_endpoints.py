@@ -153,6 +153,10 @@ def _named(request: web.Request, service: Service) -> Iterator[RequestName | Non
 async def _admit(
     request: web.Request, service: Service, generation: GenerationRequest, name: RequestName | None
 ) -> RequestState:
+    plugins = service.plugins
+    if plugins is not None:
+        name = name or new_request_name()
+        generation = await plugins.before(generation, name.id, request[CALLER].tenant, request[STARTED_AT])
     generation = await service.responses.join(generation, request[CALLER].tenant)
     output = request.get(CONTINUED)
     if output is not None and (name is None or generation.session_id is not None):
@@ -160,6 +164,8 @@ async def _admit(
     state = await service.admission.admit(
         generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name, request.get(TRACE)
     )
+    if plugins is not None:
+        state.set_plugins(plugins.chain())
     if output is not None:
         service.admission.force_output(state, output)
     return state
@@ -252,8 +258,13 @@ async def cancel_request(request: web.Request) -> web.Response:
 
 def _check_output(request: web.Request, service: Service) -> None:
     """Raises `Forbidden` for the output of a sender that has no administrator's key."""
-    if OUTPUT in request.headers and service.api_keys and not request[CALLER].is_admin:
+    if OUTPUT in request.headers and not _is_trusted(request, service):
         raise Forbidden(f"{OUTPUT} needs an API key with the scope admin; leave it out")
+
+
+def _is_trusted(request: web.Request, service: Service) -> bool:
+    """Whether the sender may see and send the tokens of answers, as an orchestrator does."""
+    return not service.api_keys or request[CALLER].is_admin
 
 
 def _last_event_id(request: web.Request) -> EventCursor | None:
@@ -318,7 +329,7 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
             reset(request.transport)
 
     sink = _endpoint(state).stream(state, formatter, drop)
-    if RELAY in request.headers:
+    if RELAY in request.headers and (not state.spec.plugins or _is_trusted(request, request.app[SERVICE])):
         sink.name_tokens()
     return sink
 

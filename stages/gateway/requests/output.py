@@ -25,6 +25,7 @@ class SequenceOutput(msgspec.Struct, array_like=True, gc=False):
     scores: bytes = b""  # of its prompt, see requests/prompt_scores.py
     n_reasoning: int = 0
     predicted: tuple[int, int] = (0, 0)
+    text_ends: bytes = b""  # u32 little-endian, see `SequenceState`; b"": none
 
 
 def output_of(sequence: SequenceState) -> SequenceOutput:
@@ -42,6 +43,7 @@ def output_of(sequence: SequenceState) -> SequenceOutput:
         bytes(sequence.scores.data) if sequence.scores is not None else b"",
         sequence.n_reasoning,
         sequence.predicted,
+        sequence.text_ends.tobytes() if sequence.text_ends is not None else b"",
     )
 
 
@@ -58,6 +60,8 @@ def restore_output(sequence: SequenceState, output: SequenceOutput) -> None:
     sequence.is_flushed = bool(output.finish_reason)
     sequence.predicted = output.predicted
     sequence.count_predicted()  # the answer may be one that the cache has of a request with another prediction
+    if output.text_ends:
+        sequence.text_ends = array("I", output.text_ends)
     if sequence.scores is not None:
         sequence.scores.add(1, output.scores)
         sequence.request.update_scores()

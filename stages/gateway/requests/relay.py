@@ -21,10 +21,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.errors import CODES, InternalError, StarlingError
+from pipeline.errors import CODES, Conflict, InternalError, StarlingError
 from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, Tokens
 from stages.gateway.requests.output import SequenceOutput, restore_output
+from stages.gateway.requests.overtime import OVERTIME_S, timeout_message
+from stages.gateway.requests.sequence_events import record_decoding, record_first_token
 from stages.gateway.requests.state import (
+    Filter,
     IllegalTransitionError,
     Outcome,
     RequestState,
@@ -35,14 +38,13 @@ from stages.gateway.requests.state import (
 )
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
+from stages.gateway.tracing.timeline import Fact, Phase
 
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # shortest time between two submissions of a sequence because of a gap
 MAX_TEXT_PARTS = 512  # of a sequence; one string for each token would take ten times the memory of its characters
 MEASURED = 16  # one frame in so many is timed for the timelines, and counts for all of them
-OVERTIME_S = 0.3  # the gateway ends a request so long after its deadline; the scheduler normally ends it before
 
 
 class Counts(NamedTuple):
@@ -64,12 +66,14 @@ class Relay:
         on_end: Callable[[RequestState], None] = lambda request: None,
         on_text_complete: Callable[[RequestState], bool] = lambda request: False,
         on_other_end: Callable[[SequenceTokens], bool] = lambda part: False,
+        open_filter: Callable[[SequenceState], Filter] | None = None,
     ) -> None:
         """Callbacks: `on_end` is called when a request has its outcome.
 
         `on_text_complete` is called when all text of a request has gone to its sink. If it returns True, the request
         ends when `complete` is called. `on_other_end` is called for a sequence that is not of a request here; it
-        returns whether it knows the sequence.
+        returns whether it knows the sequence. `open_filter` returns the way of a text through plugins, and may raise
+        `StarlingError`; None: there are no plugins.
         """
         self.requests: dict[str, RequestState] = {}
         self.sequences: dict[str, SequenceState] = {}
@@ -79,6 +83,7 @@ class Relay:
         self._on_end = on_end
         self._on_text_complete = on_text_complete
         self._on_other_end = on_other_end
+        self._open_filter = open_filter
         self._unsubmitted: dict[str, SequenceState] = {}
         self._described: set[str] = set()  # versions whose vocabularies the scheduler has, for constraints
         self._tokens = self._late = self._gaps = self._resubmitted = 0
@@ -172,6 +177,9 @@ class Relay:
             del self.sequences[sequence.id]
             self._unsubmitted.pop(sequence.id, None)
             sequence.decoder = None
+            if sequence.filter is not None:
+                sequence.filter.close()
+                sequence.filter = None
             if not sequence.is_over:
                 sequence.n_used = len(sequence.tokens)
                 sequence.move(SequencePhase.FAILED)
@@ -251,7 +259,7 @@ class Relay:
         fresh = new.tokens[have - new.start :] if new.start < have else new.tokens
         if fresh:
             if not have:
-                self._on_first_token(sequence)
+                record_first_token(sequence, self._clock())
             tokens.extend(fresh)
             self._tokens += len(fresh)
             if new.logprobs:
@@ -265,14 +273,6 @@ class Relay:
             sequence.accepted = new.accepted
         is_scored = bool(new.scores) and sequence.request.update_scores()
         return bool(fresh) or bool(new.finish) or is_scored
-
-    def _on_first_token(self, sequence: SequenceState) -> None:
-        now = sequence.first_token_at = self._clock()
-        trace = sequence.request.trace
-        if trace is not None:
-            trace.add(now, "first token", choice=-1 if trace.is_single else sequence.index)
-            if trace.phase is not Phase.DECODE:
-                trace.advance(Phase.DECODE, now)
 
     def _on_bad_finish(self, sequence: SequenceState, new: SequenceTokens) -> None:
         if new.finish == "cancelled" and (sequence.n_resubmitted or not sequence.is_submitted):
@@ -288,7 +288,7 @@ class Relay:
 
     def _end_late(self, request: RequestState) -> None:
         is_waiting = not any(sequence.tokens for sequence in request.sequences)
-        message = _timeout_message(request, self._clock(), is_waiting)
+        message = timeout_message(request, self._clock(), is_waiting)
         self.fail(request, StarlingError("TIMEOUT", message))
 
     def on_rejected(self, frame: Rejected) -> None:
@@ -390,6 +390,11 @@ class Relay:
         if decoder is None:
             generation = request.spec.generation
             decoder = sequence.decoder = StreamDecoder(generation.stop, generation.reasoning or None)
+            if request.spec.plugins and not self._begin_filter(sequence):
+                return
+        if sequence.filter is not None:
+            sequence.filter.advance(decoder, vocabulary)
+            return
         skip_special, kept = request.spec.generation.skip_special, request.spec.generation.kept_control
         tokens, visible = sequence.tokens, sequence.visible
         # "length" comes with the token that reached the limit. A stop token may come in a frame of its own, so the text
@@ -416,14 +421,42 @@ class Relay:
                 return
         self._finish(sequence, len(tokens))
 
+    def _begin_filter(self, sequence: SequenceState) -> bool:
+        """Let the text go through plugins. False: that is impossible, and the request has failed."""
+        request = sequence.request
+        try:
+            if self._open_filter is None:
+                raise Conflict(f"{request.id} was admitted with plugins, which are not configured any more")
+            sequence.filter, sequence.text_ends = self._open_filter(sequence), array("I")
+        except StarlingError as error:
+            self.fail(request, error)
+            return False
+        return True
+
+    def deliver(self, sequence: SequenceState, text: str, end: int, *, is_final: bool) -> None:
+        """Text that has gone through the plugins; see `Outlet`."""
+        sink, sequence.is_flushed = sequence.request.sink, is_final
+        assert sink is not None and sequence.text_ends is not None
+        if text or not is_final:
+            _emit(sequence, sink, text, end)
+        if is_final:
+            self._finish(sequence, sequence.n_emitted if sequence.stop_string else len(sequence.tokens))
+        else:
+            sequence.text_ends.append(sequence.text_length)
+        sink.flush()
+
     def _stop(self, sequence: SequenceState, stop_string: str) -> None:
         """A stop string was met: tokens past it do not count."""
+        self.met_stop(sequence, stop_string, sequence.n_emitted)
+        self._finish(sequence, sequence.n_emitted)
+
+    def met_stop(self, sequence: SequenceState, stop_string: str, at: int) -> None:
+        """No more tokens are needed than the first `at`."""
         if sequence.is_submitted and not sequence.finish_reason:
-            self._send_scheduler(Cancel(sequence.id, at=sequence.n_emitted))
+            self._send_scheduler(Cancel(sequence.id, at=at))
         self._unsubmitted.pop(sequence.id, None)
         sequence.finish_reason = "stop"
         sequence.stop_string = stop_string
-        self._finish(sequence, sequence.n_emitted)
 
     def _finish(self, sequence: SequenceState, used: int) -> None:
         request = sequence.request
@@ -432,23 +465,12 @@ class Relay:
         sequence.count_predicted()
         sequence.move(SequencePhase.FINISHED)
         if request.trace is not None:
-            self._record_decoding(request.trace, sequence)
+            record_decoding(request.trace, sequence, self._clock())
         if sink is not None:
             sink.ended(sequence)
         request.n_open -= 1
         if request.n_open == 0 and not self._on_text_complete(request):
             self.complete(request)
-
-    def _record_decoding(self, trace: RequestTrace, sequence: SequenceState) -> None:
-        """The summary of a sequence's output: tokens, and the time from the first to the last."""
-        now = self._clock()
-        seconds = now - sequence.first_token_at if sequence.first_token_at else 0.0
-        facts: dict[str, Fact] = {"tokens": sequence.n_used, "ms": ms(seconds), "reason": sequence.finish_reason}
-        if seconds and sequence.n_used > 1:
-            facts["tokens_per_s"] = round((sequence.n_used - 1) / seconds, 1)
-        if sequence.accepted:
-            facts["accepted_drafts"] = sequence.accepted
-        trace.add(now, "decoded", facts, choice=-1 if trace.is_single else sequence.index)
 
     # ---------------------------------------------------------------- time
 
@@ -478,16 +500,3 @@ def _emit(sequence: SequenceState, sink: Sink, text: str, end: int) -> None:
             parts[:] = ["".join(parts)]
     begin, sequence.n_emitted = sequence.n_emitted, end
     sink.text(sequence, text, begin, end)
-
-
-def _timeout_message(request: RequestState, now: float, waiting: bool) -> str:
-    seconds = now - request.started_at
-    if waiting:
-        return (
-            f"no token after {seconds:.1f} s, the time a request may take (server.request_timeout_ms); "
-            f"try again when it is less busy"
-        )
-    return (
-        f"not finished after {seconds:.1f} s, the time a request may take (server.request_timeout_ms); "
-        f"ask for fewer tokens"
-    )

@@ -60,6 +60,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         sequences,
         *(() if generation.prompt_logprobs is msgspec.UNSET else ("scores", generation.prompt_logprobs)),
         *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),
+        *(("plugins", spec.plugins) if spec.plugins else ()),
         # Stop strings act on the answer alone, and a constraint too.
         *(("reasoning", generation.reasoning) if generation.reasoning else ()),
         *(("after", generation.constraint.after) if generation.constraint and generation.constraint.after else ()),

@@ -76,6 +76,8 @@ class Resumer:
                 continue
             if tokens == sequence.n_emitted and not sequence.is_flushed:
                 counts[sequence.index] = sequence.text_length
+            elif sequence.text_ends is not None:  # plugins have changed the text
+                counts[sequence.index] = sequence.text_ends[tokens - 1]
             else:
                 counts[sequence.index] = await self._length(request, sequence.tokens[:tokens])
         return counts

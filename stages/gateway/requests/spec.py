@@ -57,6 +57,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     api_key_id: str = ""  # of the key file; "": a configured key, or none
     trace: TraceContext | None = None  # with `tracing.otlp`
     prediction: bytes = b""  # what the answers may be: token ids, i32 little-endian
+    plugins: tuple[str, ...] = ()  # identities of the plugins that the answer's text goes through
 
     @property
     def shown_model(self) -> str:

@@ -15,6 +15,7 @@ What a request asks for is in its frozen `RequestSpec`; the classes here hold on
 from __future__ import annotations
 
 import enum
+from array import array
 from typing import Protocol
 
 import msgspec
@@ -25,6 +26,7 @@ from pipeline.protocol.messages import Logprob, Submit
 from stages.gateway.requests.prompt_scores import PromptScores
 from stages.gateway.requests.spec import RequestSpec, ResponseKey, SequenceSpec
 from stages.gateway.requests.text_decoder import StreamDecoder
+from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tracing.timeline import RequestTrace
 
 
@@ -72,6 +74,16 @@ class Sink(Protocol):
         """Send what the calls before produced."""
 
 
+class Filter(Protocol):
+    """The way of a sequence's text through plugins (`plugins/text_filter.py`)."""
+
+    def advance(self, decoder: StreamDecoder, vocabulary: TokenBytes) -> None:
+        """Decode the tokens that have no text yet."""
+
+    def close(self) -> None:
+        """The sequence has ended."""
+
+
 class SequenceState:
     """Tokens of one sequence and their text. A plain class with slots, because it is touched for every token."""
 
@@ -79,6 +91,7 @@ class SequenceState:
         "accepted",
         "cached_tokens",
         "decoder",
+        "filter",
         "finish_reason",
         "first_token_at",
         "follower",
@@ -101,6 +114,7 @@ class SequenceState:
         "spec",
         "stop_string",
         "text",
+        "text_ends",
         "text_length",
         "tokens",
     )
@@ -127,6 +141,8 @@ class SequenceState:
         self.n_resubmitted = 0
         # Text.
         self.decoder: StreamDecoder | None = None  # from the first token to the end of the sequence
+        self.filter: Filter | None = None  # beside the decoder, if the text goes through plugins
+        self.text_ends: array[int] | None = None  # then: characters of text at the end of each output token
         self.text: list[str] = []  # parts, to be joined
         self.text_length = 0  # characters
         self.is_flushed = False  # the text is complete
@@ -215,6 +231,10 @@ class RequestState:
     def set_key(self, key: str, body_digest: bytes) -> None:
         """Set the idempotency key that the client sent; before the request starts."""
         self.spec = msgspec.structs.replace(self.spec, idempotency_key=key, body_digest=body_digest)
+
+    def set_plugins(self, plugins: tuple[str, ...]) -> None:
+        """Set the plugins that the text goes through; before the request starts."""
+        self.spec = msgspec.structs.replace(self.spec, plugins=plugins)
 
     def end(self, outcome: Outcome) -> None:
         """Set the outcome. Raises `IllegalTransitionError` if the request has ended.

@@ -1,0 +1,27 @@
+"""What the timeline of a request has of each of its sequences. Times are seconds of the gateway's monotonic clock."""
+
+from __future__ import annotations
+
+from stages.gateway.requests.state import SequenceState
+from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
+
+
+def record_first_token(sequence: SequenceState, now: float) -> None:
+    """The first token has come."""
+    sequence.first_token_at = now
+    trace = sequence.request.trace
+    if trace is not None:
+        trace.add(now, "first token", choice=-1 if trace.is_single else sequence.index)
+        if trace.phase is not Phase.DECODE:
+            trace.advance(Phase.DECODE, now)
+
+
+def record_decoding(trace: RequestTrace, sequence: SequenceState, now: float) -> None:
+    """The summary of a sequence's output: tokens, and the time from the first to the last."""
+    seconds = now - sequence.first_token_at if sequence.first_token_at else 0.0
+    facts: dict[str, Fact] = {"tokens": sequence.n_used, "ms": ms(seconds), "reason": sequence.finish_reason}
+    if seconds and sequence.n_used > 1:
+        facts["tokens_per_s"] = round((sequence.n_used - 1) / seconds, 1)
+    if sequence.accepted:
+        facts["accepted_drafts"] = sequence.accepted
+    trace.add(now, "decoded", facts, choice=-1 if trace.is_single else sequence.index)
