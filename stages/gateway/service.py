@@ -139,6 +139,7 @@ class Service:
         )
         writer = state_writer or StateWriter(None)
         self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys, self.timelines)
+        self.responses.waiting = self.recovery.waiting
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)

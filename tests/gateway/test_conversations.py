@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,29 @@ def test_one_response_at_a_time(client: Client) -> None:
     peers.do(lambda: setattr(peers, "is_stepping", True))
     client.respond("two", conversation=name)
     assert texts(client.items(name)["data"]) == ["two", "please say two"]
+
+
+def test_of_two_responses_at_the_same_instant_one_is_refused(tenants: Server) -> None:
+    """Both come while no request is admitted; the one that came second is refused at once, the other one waits."""
+    client, peers = Client(tenants), tenants.peers
+    name = client.make()
+    body = {"model": MODEL, "input": "please say both", "conversation": name}
+    peers.do(peers.kill_tokenizer)
+    with ThreadPoolExecutor(6) as pool:
+        sent = [pool.submit(client.send, "POST", "/v1/responses", body) for _ in range(5)]
+        sent.append(pool.submit(Client(tenants, "two").send, "POST", "/v1/responses", body))
+        refused, waiting = [], set(sent)
+        while len(refused) < 4:
+            done, waiting = wait(waiting, timeout=120, return_when=FIRST_COMPLETED)
+            assert done, "more than one request was taken"
+            refused += [answer for one in done if (answer := one.result()).status == 409]
+        peers.do(peers.start_tokenizer)
+        last = sent[-1].result()
+        answered = [one.result() for one in sent[:-1] if one.result().status == 200]
+    assert [answer.error["param"] for answer in refused] == ["conversation"] * 4
+    assert (len(answered), last.status) == (1, 404)  # another tenant's name is no conversation
+    assert texts(client.items(name)["data"]) == ["both", "please say both"]
+    client.respond("more", conversation=name)  # the claim has ended
 
 
 def test_other_tenants_see_nothing(tenants: Server, client: Client) -> None:

@@ -14,6 +14,7 @@ from pipeline.api.output_tokens import Output
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
+from stages.gateway.requests.responses import Claim
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
 from stages.gateway.tracing.trace_context import TraceContext
@@ -35,6 +36,7 @@ TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
 CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer
 STATE = web.RequestKey("state", RequestState)
+CLAIM = web.RequestKey("claim", Claim)  # of its conversation
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -31,6 +31,7 @@ from stages.gateway.http.connection import PROBE
 from stages.gateway.http.context import (
     BACKLOGS,
     CALLER,
+    CLAIM,
     CLIENT_ID,
     CONTINUED,
     PRINCIPAL,
@@ -178,6 +179,21 @@ async def _admit_and_serve(
     name: RequestName | None,
     on_admitted: Callable[[RequestState], None] = lambda state: None,
 ) -> web.StreamResponse:
+    """Admit a request, start it and send its response. No other request continues its conversation meanwhile."""
+    request[CLAIM] = claim = service.responses.claim(generation, request[CALLER].tenant)
+    try:
+        return await _load_and_serve(request, service, generation, name, on_admitted)
+    finally:
+        claim.release()
+
+
+async def _load_and_serve(
+    request: web.Request,
+    service: Service,
+    generation: GenerationRequest,
+    name: RequestName | None,
+    on_admitted: Callable[[RequestState], None],
+) -> web.StreamResponse:
     """Admit a request, start it and send its response. A stream begins with comments while its model is loaded."""
     model, adapter = service.catalog.resolve_adapter(generation.model)
     needs_serving = generation.session_id is not None or bool(adapter)
@@ -207,13 +223,13 @@ async def _serve(
     if state.spec.generation.is_in_background and not state.spec.generation.stream:
         state.sink = FanOutSink()
         with service.in_flight.using(state.spec.version), service.timelines.responding(state):
-            await service.lifecycle.start(state)
+            await _start(request, service, state)
         return await send_body(request, formatter.whole_response())
     sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
     with service.timelines.responding(state):
         with service.in_flight.using(state.spec.version):
-            await service.lifecycle.start(state)
+            await _start(request, service, state)
         try:
             response = None
             if opening is not None and isinstance(sink, StreamSink):
@@ -222,6 +238,11 @@ async def _serve(
             return await _send(request, sink, formatter, response)
         finally:
             service.readers.leave(state, sink)  # no effect unless the client has disconnected
+
+
+async def _start(request: web.Request, service: Service, state: RequestState) -> None:
+    await service.lifecycle.start(state)
+    request[CLAIM].release()  # the relay has the request now, or has answered it
 
 
 async def get_request(request: web.Request) -> web.StreamResponse:

@@ -11,7 +11,7 @@ Without a journal everything works except the recovery. The clocks are injected.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -163,6 +163,10 @@ class Recovery:
     def forget(self, request_id: str) -> None:
         """Drop the answer of a request that has ended."""
         self._drop(request_id)
+
+    def waiting(self) -> Collection[RequestState]:
+        """The requests that wait for a version of their model."""
+        return self._waiting.values()
 
     def waiting_on(self, version: str) -> int:
         """Number of waiting requests that were admitted to that version."""

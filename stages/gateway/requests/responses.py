@@ -1,5 +1,6 @@
 """Responses as conversations: what is stored of them, and how a request continues one.
 
+claim     before everything: one request at a time continues a conversation
 join      before admission: the conversation up to `previous_response_id` comes before the input
 commit    when all text has been sent: the response is stored; only then does the request end
 ended     a request in the background that failed or was cancelled: its response says so
@@ -7,6 +8,7 @@ ended     a request in the background that failed or was cancelled: its response
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -35,12 +37,42 @@ if TYPE_CHECKING:
 MAX_IN_BACKGROUND = 16  # requests of a tenant; they count against no bound of requests in flight
 
 
+class Claim:
+    """A request's claim of its conversation, from the first look at it until the relay has the request."""
+
+    def __init__(self, claimed: set[tuple[str, str]], conversation: tuple[str, str] | None) -> None:
+        self._claimed = claimed
+        self._conversation = conversation
+
+    def release(self) -> None:
+        """Idempotent."""
+        if self._conversation is not None:
+            self._claimed.remove(self._conversation)
+            self._conversation = None
+
+
 class Responses:
     """One per gateway, beside its relay."""
 
     def __init__(self, relay: Relay, store: StoredResponses) -> None:
         self.store = store
+        self.waiting: Callable[[], Iterable[RequestState]] = lambda: ()  # after a restart: the relay will have them
         self._relay = relay
+        self._claimed: set[tuple[str, str]] = set()  # tenants and conversations of requests that are being admitted
+
+    def claim(self, generation: GenerationRequest, tenant: str) -> Claim:
+        """Claim the request's conversation, if it has one. Raises `Conflict` if another request continues it."""
+        name = generation.response.conversation_id if generation.response else ""
+        if not name:
+            return Claim(self._claimed, None)
+        requests = (*self._relay.requests.values(), *self.waiting())
+        is_running = any(r.spec.tenant == tenant and _conversation_of(r) == name for r in requests)
+        if is_running or (tenant, name) in self._claimed:
+            raise Conflict(
+                f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it", "conversation"
+            )
+        self._claimed.add((tenant, name))
+        return Claim(self._claimed, (tenant, name))
 
     async def join(self, generation: GenerationRequest, tenant: str) -> GenerationRequest:
         """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound`, `Overloaded`."""
@@ -71,11 +103,7 @@ class Responses:
         )
 
     async def _messages(self, tenant: str, name: str) -> list[dict[str, Any]]:
-        """The messages of a conversation. Raises `NotFound`, `Conflict`."""
-        if any(r.spec.tenant == tenant and _conversation_of(r) == name for r in self._relay.requests.values()):
-            raise Conflict(
-                f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it", "conversation"
-            )
+        """The messages of a conversation. Raises `NotFound`."""
 
         def read(db: sqlite3.Connection, now: float) -> list[dict[str, Any]] | None:
             return messages(db, tenant, name) if find(db, tenant, name, now) is not None else None
