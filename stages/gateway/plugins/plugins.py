@@ -6,6 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+import msgspec
+
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from pipeline.observe.metrics import Metrics
@@ -66,6 +68,8 @@ class Plugins:
             async with asyncio.timeout(started_at + self._timeout_s - self._clock()):
                 for process in self.processes:
                     generation = await self._before(process, generation, request_id, tenant)
+            # A hint that would be journaled as it came, and whose usage tells whether the model wrote the same.
+            generation = msgspec.structs.replace(generation, prediction=msgspec.UNSET)
         except TimeoutError:
             raise StarlingError(
                 "TIMEOUT",

@@ -423,15 +423,13 @@ class Relay:
 
     def _begin_filter(self, sequence: SequenceState) -> bool:
         """Let the text go through plugins. False: that is impossible, and the request has failed."""
-        request = sequence.request
         try:
             if self._open_filter is None:
-                raise Conflict(f"{request.id} was admitted with plugins, which are not configured any more")
+                raise Conflict("the request was admitted with plugins, which are not configured any more")
             sequence.filter, sequence.text_ends = self._open_filter(sequence), array("I")
         except StarlingError as error:
-            self.fail(request, error)
-            return False
-        return True
+            self.fail(sequence.request, error)
+        return sequence.filter is not None
 
     def deliver(self, sequence: SequenceState, text: str, end: int, *, is_final: bool) -> None:
         """Text that has gone through the plugins; see `Outlet`."""
