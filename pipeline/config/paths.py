@@ -7,6 +7,7 @@ STARLING_HOME (~/.starling)
 ├── blobs/     published models                       (fleet.blobs)
 ├── agent/     state of the agent, and a home for each of its engines (agents/ID with fleet.agent.id)
 ├── engines/   run directories of the agents' engines
+├── fleet/     what `starling fleet up` runs on this machine
 ├── fleet.db   who is in the fleet                    (fleet.store)
 ├── fleet-token  secret of agents and orchestrators   (fleet.token)
 ├── cache/     compiled kernels
@@ -60,6 +61,11 @@ def cache_dir(env: Env = os.environ) -> Path:
 def logs_dir(env: Env = os.environ) -> Path:
     """Log files of all stages."""
     return home(env) / "logs"
+
+
+def agent_logs_dir(env: Env = os.environ) -> Path:
+    """Log files of the agents that have a configured id: several may run in one home."""
+    return logs_dir(env) / "agents"
 
 
 def run_dir(config: Config, env: Env = os.environ) -> Path:

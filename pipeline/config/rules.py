@@ -388,6 +388,17 @@ def _fleet(config: Config) -> Iterator[Rule]:
     if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:
         reason = "listens on every address, so orchestrators need one: set fleet.agent.advertise"
         yield Rule("fleet.agent.host", repr(fleet.agent.host), reason)
+    for key, name, most in (
+        ("namespace", fleet.kubernetes.namespace, 63),
+        ("release", fleet.kubernetes.release, 40),  # names of objects are longer, and have 63 characters at most
+    ):
+        if len(name) > most or not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name):
+            reason = f"expected a letter, and up to {most - 1} more lower-case letters, digits and inner dashes"
+            yield Rule(f"fleet.kubernetes.{key}", repr(name), reason)
+    if fleet.kubernetes.context.startswith("-"):  # helm and kubectl would take it for an option
+        yield Rule(
+            "fleet.kubernetes.context", repr(fleet.kubernetes.context), "expected a name without a dash in front"
+        )
 
 
 def _on_demand(config: Config) -> Iterator[Rule]:

@@ -297,6 +297,15 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     delta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # transfer of the model
 
 
+class KubernetesConfig(Section, frozen=True, kw_only=True):
+    """The cluster of `starling fleet up --launcher kubernetes`."""
+
+    context: str = ""  # of the kubeconfig; "": its current one
+    namespace: str = "starling"
+    release: str = "starling"  # name of the Helm release, and first part of the names of its objects
+    values: str = ""  # file with values of the chart starling/launchers/chart; "": none
+
+
 class FleetConfig(Section, frozen=True, kw_only=True):
     """What the machines of a fleet share."""
 
@@ -315,6 +324,8 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
     agent: AgentConfig = AgentConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
+    launcher: Literal["local", "kubernetes"] = "local"  # what `starling fleet up` starts agents with
+    kubernetes: KubernetesConfig = KubernetesConfig()
 
 
 class OnDemandConfig(Section, frozen=True, kw_only=True):

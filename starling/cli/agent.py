@@ -6,6 +6,7 @@ import os
 
 import click
 
+from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.observe import logs
 from pipeline.runtime import process
@@ -36,7 +37,8 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
         if value is not None:
             os.environ[f"STARLING_FLEET__{key}"] = str(value)
     config = load()
-    logs.setup("agent", config, in_background=True)
+    name = config.fleet.agent.id
+    logs.setup(name or "agent", config, paths.agent_logs_dir() if name else None, in_background=True)
     from stages.agent import stage
 
     return stage.main(config, _announce)

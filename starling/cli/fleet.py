@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from pipeline.config.load import load
+from starling.cli.fleet_launchers import down, launched, logs
 from starling.cli.fleet_up import up
 from starling.cli.options import cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
@@ -45,7 +46,8 @@ def fleet() -> None:
     """Run and operate a fleet of agents."""
 
 
-fleet.add_command(up)
+for command in (up, down, launched, logs):
+    fleet.add_command(command)
 
 
 @fleet.command(epilog=CODES)

@@ -362,6 +362,7 @@ RECEIVERS = {
     "AgentConfig": "agent",
     "FleetConfig": "fleet",
     "OrchestratorConfig": "orchestrator|bounds",
+    "KubernetesConfig": "_cluster",
     "OnDemandConfig": "on_demand",
     "RegistryConfig": "registry",
     "TracingConfig": "tracing|config",

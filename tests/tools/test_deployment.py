@@ -47,6 +47,21 @@ def test_the_image_copies_what_the_wheel_packs() -> None:
     assert all((ROOT / name).exists() for name in copied)
 
 
+def test_the_wheel_has_the_whole_chart() -> None:
+    package = ROOT / "starling" / "launchers"
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["starling.launchers"]
+    packed = {file for pattern in patterns for file in package.glob(pattern) if file.is_file()}
+    assert packed == {file for file in (package / "chart").rglob("*") if file.is_file()}
+
+
+def test_chart_and_image_are_of_this_version() -> None:
+    chart = yaml.safe_load((ROOT / "starling" / "launchers" / "chart" / "Chart.yaml").read_text())
+    assert {chart["version"], chart["appVersion"]} == {PROJECT["project"]["version"]}
+    [lock] = re.findall(r"^COPY (locks/.+) \./$", (CONTAINER / "Containerfile").read_text(), re.MULTILINE)
+    pinned = set(re.findall(r"^([a-z-]+)==", (ROOT / lock).read_text(), re.MULTILINE))
+    assert {"aetcd", "obstore", "aiohttp"} <= pinned
+
+
 def test_the_variables_are_configuration_keys() -> None:
     compose = yaml.safe_load((CONTAINER / "compose.yaml").read_text())
     names = set(compose["services"]["starling"]["environment"])

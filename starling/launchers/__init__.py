@@ -1,0 +1,7 @@
+"""Launchers put a fleet's agents on machines. None of them is in the path of a request.
+
+interface.py    what every launcher does
+local.py        agents as processes of this machine
+kubernetes.py   agents as pods, by Helm and the chart in chart/
+select.py       the launcher of a name
+"""

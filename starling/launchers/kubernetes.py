@@ -1,0 +1,147 @@
+"""Agents as pods: the chart in chart/ is installed by `helm`, and pods are read with `kubectl`.
+
+Both programs find the cluster as they always do (KUBECONFIG, the current context).  The chart brings the whole fleet:
+orchestrators, agents and, unless `store` names another one, etcd.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.schema import FleetConfig
+from pipeline.errors import ConfigError, NotFound, StarlingError
+from starling.launchers.interface import LaunchedAgent, State
+
+CHART = Path(__file__).parent / "chart"
+CALL_S = 300.0  # for one call of helm or kubectl
+REQUEST_S = 60  # that kubectl waits for the cluster to answer
+SHOWN_CHARACTERS = 2000  # of what a program says about its failure
+_FAILING = ("CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "InvalidImageName")
+
+
+class KubernetesLauncher:
+    """The fleet of one Helm release. `env`: of helm and kubectl."""
+
+    def __init__(self, fleet: FleetConfig, env: Mapping[str, str] = os.environ) -> None:
+        self._fleet = fleet
+        self._cluster = fleet.kubernetes
+        self._env = dict(env)
+
+    def start(self, agents: int | None) -> None:
+        """Install the chart, or change what is installed. Raises `StarlingError`."""
+        name = self._cluster.release
+        files = ["--values", "-"]
+        if self._cluster.values:
+            path = Path(self._cluster.values).expanduser()
+            if not path.is_file():
+                raise ConfigError(
+                    f"fleet.kubernetes.values: {path} does not exist; name a YAML file", "fleet.kubernetes.values"
+                )
+            files += ["--values", str(path)]
+        self._helm(
+            *("upgrade", "--install", "--create-namespace", name, str(CHART), *files),
+            *(() if agents is None else ("--set", f"agent.replicas={agents}")),
+            stdin=json.dumps(self._defaults()),
+        )
+
+    def stop(self) -> None:
+        """Uninstall the release. The volumes of agents stay. Raises `StarlingError`."""
+        self._helm("uninstall", self._cluster.release, "--ignore-not-found")
+
+    def list(self) -> tuple[LaunchedAgent, ...]:
+        """The pods of agents. Raises `StarlingError`."""
+        found = json.loads(self._kubectl("get", "pods", "--selector", self._selector(), "--output", "json"))
+        return tuple(sorted(map(_agent, found["items"]), key=lambda one: one.agent_id))
+
+    def logs(self, agent_id: str, lines: int, *, follow: bool) -> Iterator[str]:
+        """The lines of the agent's pod. Raises `NotFound`, `StarlingError`."""
+        pods = json.loads(self._kubectl("get", "pods", "--selector", self._selector(), "--output", "json"))["items"]
+        pod = next((one["metadata"]["name"] for one in pods if _agent(one).agent_id == agent_id), None)
+        if pod is None:
+            raise NotFound(f"there is no agent {agent_id!r}; `starling fleet launched` lists them")
+        command = self._command("kubectl", "logs", pod, "--container", "agent", "--tail", str(lines))
+        if not follow:
+            yield from self._call((*command, f"--request-timeout={REQUEST_S}s")).splitlines()
+            return
+        with subprocess.Popen(
+            [*command, "--follow"], env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            try:
+                for line in process.stdout:
+                    yield line.rstrip("\n")
+            finally:
+                process.send_signal(signal.SIGTERM)
+
+    def _defaults(self) -> dict[str, Any]:
+        """Values from the configuration, which a file of values may replace."""
+        values: dict[str, Any] = {}
+        if "://" in self._fleet.blobs and not self._fleet.blobs.startswith("file://"):
+            values["blobs"] = self._fleet.blobs
+            options = {"blobs_endpoint": self._fleet.blobs_endpoint, "blobs_region": self._fleet.blobs_region}
+            values["config"] = {"fleet": {name: value for name, value in options.items() if value}}
+        if self._fleet.store.startswith("etcd://"):
+            values["store"] = self._fleet.store
+        return values
+
+    def _selector(self) -> str:
+        labels = {"name": "starling", "instance": self._cluster.release, "component": "agent"}
+        return ",".join(f"app.kubernetes.io/{name}={value}" for name, value in labels.items())
+
+    def _helm(self, *arguments: str, stdin: str = "") -> str:
+        return self._call(self._command("helm", *arguments), stdin)
+
+    def _kubectl(self, *arguments: str) -> str:
+        return self._call(self._command("kubectl", *arguments, f"--request-timeout={REQUEST_S}s"))
+
+    def _command(self, program: str, *arguments: str) -> tuple[str, ...]:
+        path = shutil.which(program, path=self._env.get("PATH"))
+        if path is None:
+            raise ConfigError(
+                f"the launcher kubernetes needs {program}, which is not in PATH: install it, or use another --launcher",
+                "fleet.launcher",
+            )
+        context = self._cluster.context
+        option = [f"--{'kube-' if program == 'helm' else ''}context={context}"] if context else []
+        return (path, f"--namespace={self._cluster.namespace}", *option, *arguments)
+
+    def _call(self, command: tuple[str, ...], stdin: str = "") -> str:
+        """What the program prints. Raises `StarlingError` with what it says of its failure."""
+        program = Path(command[0]).name
+        try:
+            done = subprocess.run(command, env=self._env, input=stdin, capture_output=True, text=True, timeout=CALL_S)
+        except subprocess.TimeoutExpired:
+            raise StarlingError(
+                "INTERNAL", f"{program} has not ended within {CALL_S:g} s; is the cluster up?"
+            ) from None
+        if done.returncode:
+            said = done.stderr.strip()[-SHOWN_CHARACTERS:] or f"exit code {done.returncode}"
+            raise StarlingError("INTERNAL", f"{program} has failed: {said}")
+        return done.stdout
+
+
+def _agent(pod: Mapping[str, Any]) -> LaunchedAgent:
+    """The agent of a pod: its id is what the chart gives it, the node's name in a DaemonSet."""
+    status = pod.get("status", {})
+    containers = status.get("containerStatuses", [])
+    waiting = [one.get("state", {}).get("waiting", {}).get("reason", "") for one in containers]
+    state: State = "starting"
+    if status.get("phase") == "Failed" or any(reason in _FAILING for reason in waiting):
+        state = "failed"
+    elif containers and all(one.get("ready") for one in containers):
+        state = "running"
+    node = pod.get("spec", {}).get("nodeName", "")
+    owner = next((one["kind"] for one in pod["metadata"].get("ownerReferences", ())), "")
+    return LaunchedAgent(
+        agent_id=node if owner == "DaemonSet" and node else pod["metadata"]["name"],
+        host=node,
+        state=state,
+        restarts=sum(one.get("restartCount", 0) for one in containers),
+    )
