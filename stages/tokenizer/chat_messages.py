@@ -73,3 +73,28 @@ def cut_at_end(chat: RenderedChat) -> RenderedChat:
     if not chat.text.startswith(_SPACE, at + 1):
         text = text.rstrip()
     return RenderedChat(text, frozenset(position for position in chat.marks if position < len(text)))
+
+
+class WrittenArguments(str):
+    """The arguments of a tool call that are not the text of a JSON object. `tojson` leaves them as the model wrote."""
+
+    __slots__ = ()
+
+
+def mark_written_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], bool]:
+    """Return the messages with `WrittenArguments` where arguments are text, and whether there are any."""
+    marked = [_with_written_arguments(message) for message in messages]
+    return (marked, True) if any(a is not b for a, b in zip(marked, messages)) else (messages, False)
+
+
+def _with_written_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls") or ()
+    if not any(isinstance(call["function"]["arguments"], str) for call in calls):
+        return message
+    changed = []
+    for call in calls:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function = {**function, "arguments": WrittenArguments(function["arguments"])}
+        changed.append({**call, "function": function})
+    return {**message, "tool_calls": changed}

@@ -18,7 +18,13 @@ import jinja2
 import msgspec
 
 from pipeline.errors import InvalidRequest
-from stages.tokenizer.chat_messages import RenderedChat, cut_at_end, fold_system_messages, mark_end
+from stages.tokenizer.chat_messages import (
+    RenderedChat,
+    cut_at_end,
+    fold_system_messages,
+    mark_end,
+    mark_written_arguments,
+)
 from stages.tokenizer.reasoning_format import reasoning_marks, thinking_switches
 from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
 from stages.tokenizer.template_marks import Marking, TemplateMarks
@@ -97,11 +103,18 @@ class ChatTemplate:
         continue_final_message: the prompt ends where the content of the last message ends.
         """
         _check_all_unicode((messages, tools, variables, documents))
+        messages, has_written = mark_written_arguments(messages)
         if self.lacks_system_role:
             messages = fold_system_messages(messages)
         if continue_final_message:
             messages = mark_end(messages)
-        chat = self._render(messages, add_generation_prompt, tools, variables, now, documents)
+        try:
+            chat = self._render(messages, add_generation_prompt, tools, variables, now, documents)
+        except InvalidRequest as error:
+            if has_written:
+                hint = "; the arguments of a tool call are not the text of a JSON object, which it may need"
+                raise InvalidRequest(error.message + hint, error.param) from None
+            raise
         if continue_final_message:
             chat = cut_at_end(chat)
         _check_unicode(chat.text)

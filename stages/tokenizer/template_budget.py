@@ -26,6 +26,8 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from stages.tokenizer.chat_messages import WrittenArguments
+
 MAX_CPU_S = 0.5  # of a rendering; a chat of 4,096 messages takes about 0.1 s
 MAX_CHARACTERS = 128 << 20  # of all intermediate strings of a rendering; an element of a list counts as `ELEMENT`
 ELEMENT = 8
@@ -323,6 +325,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         sort_keys: bool = False,
     ) -> str:
         """Write JSON. The parameters are those that Hugging Face gives templates; Jinja's own one is `indent`."""
+        if isinstance(value, WrittenArguments):
+            return str(value)
         if isinstance(ensure_ascii, int) and not isinstance(ensure_ascii, bool):
             ensure_ascii, indent = False, ensure_ascii
         if indent is not None and not 0 <= int(indent) <= MAX_INDENT:

@@ -49,6 +49,23 @@ def test_documents_tools_and_variables_reach_the_template() -> None:
     assert '[{"name": "f"}]' in template.render(messages, True, [{"name": "f"}]).text
 
 
+def call(arguments: Any) -> list[dict[str, Any]]:
+    function = {"name": "f", "arguments": arguments}
+    return [say("user", "a"), {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "function": function}]}]
+
+
+def test_arguments_that_are_no_object_are_text() -> None:
+    """A template writes them as the model wrote them, unless it needs an object."""
+    each = "{% for m in messages %}{% for c in m.tool_calls or [] %}BODY{% endfor %}{% endfor %}"
+    for body in ("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}"):
+        assert compiled(each.replace("BODY", body)).render(call('{"a": ')).text == '{"a": '
+    needs_object = "{% for k, v in c.function.arguments | items %}{{ k }}{% endfor %}"
+    template = compiled(each.replace("BODY", needs_object))
+    assert template.render(call({"a": 1})).text == "a"
+    with pytest.raises(InvalidRequest, match="not the text of a JSON object"):
+        template.render(call('{"a": '))
+
+
 def test_variables_do_not_replace_what_the_server_gives() -> None:
     chat = compiled(THINKING + "{{ bos_token }}").render(
         [say("user", "a")], False, None, {"messages": [], "bos_token": "<|im_end|>", "documents": [{"title": "no"}]}

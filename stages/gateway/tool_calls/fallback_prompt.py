@@ -55,7 +55,9 @@ def as_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list
 
 
 def _call_text(function: dict[str, Any]) -> str:
-    name, arguments = to_json(function["name"]).decode(), to_json(function["arguments"]).decode()
+    name, arguments = to_json(function["name"]).decode(), function["arguments"]
+    if not isinstance(arguments, str):  # else it is what a model wrote instead of an object
+        arguments = to_json(arguments).decode()
     return f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>'
 
 

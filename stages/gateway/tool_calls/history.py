@@ -26,16 +26,19 @@ call_id = text(MAX_ID, empty=False)
 
 
 @described({"type": "string", "contentMediaType": "application/json"})
-def read_arguments(value: Any, name: str) -> dict[str, Any]:
-    """Read the arguments of a call: the text of a JSON object."""
+def read_arguments(value: Any, name: str) -> dict[str, Any] | str:
+    """Read the arguments of a call: the text of a JSON object, or any other text as it is.
+
+    A model may stop within the object or write something else, and the client sends back what it wrote.
+    """
     if not isinstance(value, str):
         raise invalid_value(name, value, "a string, the text of a JSON object")
+    if not value.strip():
+        return {}
     try:
-        arguments = parse_object(value.encode())
-    except InvalidRequest as error:
-        reason = error.message.replace("the body", "it", 1)
-        raise InvalidRequest(f"{name} is not the text of a JSON object: {reason}", name) from None
-    return json_object(arguments, name)
+        return json_object(parse_object(value.encode()), name)
+    except InvalidRequest:
+        return value
 
 
 @described({"const": "function"})
@@ -87,8 +90,8 @@ def read_tool_calls(value: Any, name: str) -> list[dict[str, Any]]:
     return calls
 
 
-def template_call(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call in the form that chat templates expect."""
+def template_call(id: str, name: str, arguments: dict[str, Any] | str) -> dict[str, Any]:
+    """Return a call in the form that chat templates expect. `arguments`: text, if it is not that of an object."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
