@@ -19,6 +19,7 @@ from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
+from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
 from pipeline.observe import exposition
 from stages.orchestrator.fleet_api import FleetApi
@@ -165,6 +166,8 @@ def _rejection(request: web.Request, rejected: web.HTTPException) -> StarlingErr
             allowed = ", ".join(sorted(rejected.allowed_methods))
             return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
         case web.HTTPNotFound():
+            if unsupported := unsupported_path(request.path):
+                return unsupported
             return NotFound(f"unknown path {request.path[:200]}; the paths for text are {', '.join(TEXT_PATHS)}")
     return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -224,12 +226,74 @@ def test_paths_methods_and_content_types(server: Server) -> None:
         for answer in (server.get(path), server.post(path, {"model": "m"})):
             assert (answer.status, answer.error["code"]) == (501, "NOT_IMPLEMENTED")
             assert "does not train" in answer.error["message"]
+    for name in (*UNSUPPORTED_PATHS, "audio/speech", "threads/t1/runs", "files/f1/content"):
+        answer = server.post(f"/v1/{name}", {"model": "m"})
+        error = answer.json["error"]  # of Anthropic's form for its path
+        assert answer.status == 501, name
+        assert f"/v1/{name.split('/')[0]}" in error["message"]
+    assert server.get("/v1/imagesque").status == 404
+    readme = (Path(__file__).parents[2] / "docs" / "api" / "README.md").read_text()
+    assert [name for name in UNSUPPORTED_PATHS if f"`/v1/{name}`" not in readme] == []
     wrong = server.get("/v1/generate")
     assert (wrong.status, wrong.error["code"]) == (405, "METHOD_NOT_ALLOWED")
     assert "use POST" in wrong.error["message"]
     form = server.post("/v1/generate", b"prompt=x", {"Content-Type": "application/x-www-form-urlencoded"})
     assert form.status == 400
     assert "Content-Type: application/json" in form.error["message"]
+
+
+def _chat(part: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}], "max_tokens": 1}
+
+
+_TEXT_PART = {"type": "input_text", "text": "x"}
+_RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image", "source": {}}]}
+NOT_TEXT = [
+    *(
+        ("/v1/chat/completions", _chat({"type": kind, kind: {}}), "messages[0].content[1].type", kind)
+        for kind in ("image_url", "input_audio", "file", "video_url", "refusal")
+    ),
+    (
+        "/v1/chat/completions",
+        {"modalities": ["text", "audio"], **_chat({"type": "text", "text": "x"})},
+        "modalities",
+        "",
+    ),
+    ("/v1/chat/completions", {"audio": {"voice": "a"}, **_chat({"type": "text", "text": "x"})}, "audio", ""),
+    ("/v1/chat/completions", {"tools": [{"type": "custom"}], **_chat(_TEXT_PART)}, "tools[0].type", "custom"),
+    *(
+        ("/v1/responses", {"input": [{"role": "user", "content": [_TEXT_PART, {"type": kind}]}]}, place, kind)
+        for place, kind in (("input[0].content[1].type", kind) for kind in ("input_image", "input_audio", "input_file"))
+    ),
+    *(
+        ("/v1/responses", {"input": [{"type": kind}]}, "input[0].type", kind)
+        for kind in ("item_reference", "web_search_call", "computer_call", "image_generation_call", "mcp_call")
+    ),
+    *(
+        ("/v1/responses", {"input": "x", "tools": [{"type": kind}]}, "tools[0].type", kind)
+        for kind in ("web_search", "file_search", "code_interpreter", "image_generation", "mcp", "custom")
+    ),
+    *(
+        ("/v1/messages", _chat({"type": kind, "source": {}}), "messages[0].content[1].type", kind)
+        for kind in ("image", "document", "search_result", "server_tool_use", "container_upload")
+    ),
+    ("/v1/messages", _chat(_RESULT), "messages[0].content[1].content[0].type", "image"),
+    ("/v1/messages/count_tokens", _chat({"type": "image"}), "messages[0].content[1].type", "image"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "kind"), NOT_TEXT)
+def test_what_is_not_text_is_refused_by_name(
+    server: Server, path: str, body: dict[str, Any], param: str, kind: str
+) -> None:
+    if path.endswith("count_tokens"):
+        body = {name: value for name, value in body.items() if name != "max_tokens"}
+    answer = server.post(path, {"model": MODEL, **body})
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert param in error["message"]  # Anthropic's errors have no param
+    assert error.get("param", param) == param
+    assert kind in error["message"]
 
 
 def test_a_valid_request_id_is_returned(server: Server) -> None:

@@ -6,13 +6,12 @@ from aiohttp import web
 
 from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound, StarlingError
 from stages.gateway.http.context import is_anthropic, request_id
 from stages.gateway.http.request_body import body_too_large
 from stages.gateway.http.text_endpoints import TEXT_ENDPOINTS
-
-_FINE_TUNING = ("/v1/fine-tuning", "/v1/fine_tuning", "/v1/fine-tunes")  # of OpenAI's API, then and now
 
 
 def to_response(request: web.Request, error: StarlingError) -> web.Response:
@@ -29,12 +28,9 @@ def error_of(request: web.Request, rejected: web.HTTPException, config: Config) 
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(rejected.allowed_methods))
             return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
-        case web.HTTPNotFound() if request.path.startswith(_FINE_TUNING):
-            return StarlingError(
-                "NOT_IMPLEMENTED",
-                "this server does not train models; fine-tune one elsewhere, and load its GGUF file (models[].path)",
-            )
         case web.HTTPNotFound():
+            if unsupported := unsupported_path(request.path):
+                return unsupported
             paths = ", ".join(endpoint.path for endpoint in TEXT_ENDPOINTS)
             return NotFound(f"unknown path {request.path[:200]}; the paths for text are {paths}")
     return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
