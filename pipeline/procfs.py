@@ -182,6 +182,25 @@ def anonymous_bytes(pid: int | str = "self") -> int:
     return resident - shared
 
 
+def resident_and_anonymous_bytes(pid: int | str = "self") -> tuple[int, int]:
+    """`resident_bytes` and `anonymous_bytes`, in one look."""
+    resident, shared = _statm(pid)
+    return resident, resident - shared
+
+
+def disk_bytes(pid: int | str = "self") -> tuple[int, int]:
+    """Bytes that the process has read from disks and written to them; zeros when it has ended, or must not be read."""
+    found = {b"read_bytes": 0, b"write_bytes": 0}
+    try:
+        for line in _read(f"/proc/{pid}/io").splitlines():
+            name, _, value = line.partition(b":")
+            if name in found:
+                found[name] = int(value)
+    except (OSError, ValueError):
+        pass
+    return found[b"read_bytes"], found[b"write_bytes"]
+
+
 def _statm(pid: int | str) -> tuple[int, int]:
     """(resident, shared) bytes."""
     try:

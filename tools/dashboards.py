@@ -60,6 +60,7 @@ FAILED = rate("starling_requests_total", f'{OF_SERVER}, status=~"5..|429"') + " 
 ACCEPTED = rate("starling_draft_tokens_total", f'{OF_MODEL}, outcome="accepted"', "model")
 HITS = rate("starling_kv_cache_hits_total", OF_MODEL, "model")
 MISSES = rate("starling_kv_cache_misses_total", OF_MODEL, "model")
+PEERS_LOST = f"sum by (stage, reason) (increase(starling_peers_lost_total{{{OF_SERVER}}}[15m]))"
 LEASED = f'sum by (model) (starling_kv_cache_pages{{{OF_SERVER}, state="leased"}})'
 TOKENS = (
     (rate("starling_tokens_generated_total", by="model"), "{{model}} output"),
@@ -267,6 +268,17 @@ DASHBOARDS = (
                     ),
                 ),
                 Panel(
+                    "Peers lost",
+                    "short",
+                    (
+                        (
+                            f"{PEERS_LOST} or vector(0)",
+                            "{{stage}} {{reason}}",
+                        ),
+                    ),
+                    "In 15 minutes.",
+                ),
+                Panel(
                     "Traces for OpenTelemetry",
                     "short",
                     ((rate("starling_traces_total", by="outcome") + " or vector(0)", "{{outcome}}"),),
@@ -299,8 +311,23 @@ DASHBOARDS = (
                         (rate("starling_kv_cache_evictions_total"), "evicted"),
                         (rate("starling_kv_cache_spilled_pages_total"), "spilled"),
                         (rate("starling_kv_cache_restored_pages_total"), "restored"),
+                        (rate("starling_kv_cache_warmed_pages_total") + " or vector(0)", "warmed"),
                     ),
                 ),
+            ),
+            (
+                Panel(
+                    "Arenas",
+                    "bytes",
+                    (
+                        (
+                            f"sum by (model, arena, state) (starling_arena_bytes{{{OF_SERVER}}})",
+                            "{{model}} {{arena}} {{state}}",
+                        ),
+                    ),
+                ),
+                Panel("Disk", "Bps", ((rate("starling_process_io_bytes_total", by="direction"), "{{direction}}"),)),
+                Panel("Network", "Bps", ((rate("starling_http_bytes_total", by="direction"), "{{direction}}"),)),
             ),
             (
                 Panel("Memory", "bytes", MEMORY),

@@ -78,6 +78,8 @@ class _Endpoint(abc.ABC):
         self.epoch = epoch or process_epoch()
         self.dropped = 0  # frames received and not delivered
         self.refused = 0  # frames not sent: peer unknown, or its queue full
+        self.heartbeats = 0  # received
+        self.sent_bytes = self.received_bytes = 0  # of frames
         self.on_heartbeat: Callable[[Heartbeat], None] = lambda _heartbeat: None  # at its arrival
         self._is_ipc = address.startswith("ipc://")
         frames = FRAMES[edge.name]
@@ -150,6 +152,8 @@ class _Endpoint(abc.ABC):
                 raise
             self.refused += 1
             return False
+        else:
+            self.sent_bytes += len(payload)
         finally:
             # Sending may have consumed the socket's edge: frames that arrived meanwhile need a reader.
             if self._option(zmq.EVENTS) & _POLLIN:
@@ -221,6 +225,7 @@ class _Endpoint(abc.ABC):
             if not payload:
                 liveness.contact(key)  # ZMQ_PROBE_ROUTER: a new connection, greet first
                 continue
+            self.received_bytes += len(payload)
             frame = self._decode(key, payload)
             if frame is None:
                 continue
@@ -241,6 +246,7 @@ class _Endpoint(abc.ABC):
                 continue
             peer.last_seen = now
             if isinstance(frame, Heartbeat):
+                self.heartbeats += 1
                 liveness.on_heartbeat(key, peer, frame)
                 self.on_heartbeat(frame)
             else:

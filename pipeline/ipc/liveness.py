@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -40,6 +41,9 @@ EARLY_FRACTION = 0.9  # of an interval: a tick that comes slightly early still s
 MAX_PEERS_LOGGED = 1024  # peers whose dropped frames are logged, one line each
 
 PROCESS_ENDED = "its process has ended"
+SILENT = "its heartbeats have stopped"
+REPLACED = "replaced by a new incarnation"
+_REASONS = {PROCESS_ENDED: "ended", SILENT: "silent", REPLACED: "replaced"}  # of the metric; any other: frames lost
 
 
 class Transport(Protocol):
@@ -89,6 +93,7 @@ class Liveness:
     ) -> None:
         """`is_local`: peers run on this machine. `is_prompt`: send every heartbeat, idle or not."""
         self.peers: dict[bytes, Peer] = {}
+        self.lost: Counter[str] = Counter()  # peers that were up, by reason
         self.interval_s = interval_s
         self.is_runnable: Callable[[int], bool] = procfs.is_runnable  # of a pid
         self._transport = transport
@@ -149,7 +154,7 @@ class Liveness:
                     return False
             elif other != key:
                 continue
-            self.discard(other, "replaced by a new incarnation", keep_contact=other == key)
+            self.discard(other, REPLACED, keep_contact=other == key)
         peer = self.peers.get(key) or self.add(key)
         peer.hello, peer.last_heartbeat, peer.last_seen = hello, None, self._clock()
         self._watch_process(key, peer)
@@ -210,7 +215,7 @@ class Liveness:
                 if self._transport.has_unread():
                     self._transport.wake()  # unread frames may be from this peer
                 elif silence_s > STARVED_FACTOR * limit_s or not self._is_starved(peer):
-                    self.discard(key, "its heartbeats have stopped")
+                    self.discard(key, SILENT)
         # An idle stage ticks less often from now on: its peers must learn it before they count it as silent.
         becomes_idle = heartbeat.idle and not self._last_offered.idle
         has_passed = now - self._last_sent >= EARLY_FRACTION * self.interval_s
@@ -260,6 +265,7 @@ class Liveness:
         if keep_contact:
             self.peers[key] = Peer(peer.contact, self._clock())
         if peer.hello is not None:
+            self.lost[_REASONS.get(why, "frames lost")] += 1
             log.info("peer down", extra={"edge": self._edge, "peer": peer.hello.stage, "reason": why})
             self._transport.notify(key, peer.hello, False)
 

@@ -13,6 +13,17 @@ _INFO_BYTES = 128  # of struct tcp_info (linux/tcp.h), up to
 _ACKNOWLEDGED_AT = 120  # tcpi_bytes_acked, u64
 
 
+# tcpi_bytes_received; tcpi_bytes_sent and tcpi_bytes_retrans, since Linux 4.19.
+_RECEIVED_AT, _SENT_AT, _ALL_BYTES = 128, 200, 216
+
+
+class Bytes(NamedTuple):
+    """Payload of TCP: received, and sent without repetitions."""
+
+    received: int = 0
+    sent: int = 0
+
+
 class TcpState(NamedTuple):
     """What the kernel reports of a connection."""
 
@@ -32,6 +43,19 @@ def tcp_state(transport: asyncio.BaseTransport) -> TcpState | None:
     if len(info) < _INFO_BYTES:
         return None
     return TcpState(info[0] == _CLOSED, struct.unpack_from("=Q", info, _ACKNOWLEDGED_AT)[0])
+
+
+def tcp_bytes(transport: asyncio.BaseTransport) -> Bytes:
+    """What a connection has carried so far; zeros for a Unix socket, and where the kernel does not report it."""
+    sock = transport.get_extra_info("socket")
+    try:
+        info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ALL_BYTES) if sock is not None else b""
+    except OSError:
+        return Bytes()
+    if len(info) < _ALL_BYTES:
+        return Bytes()
+    sent, repeated = struct.unpack_from("=QQ", info, _SENT_AT)
+    return Bytes(struct.unpack_from("=Q", info, _RECEIVED_AT)[0], sent - repeated)
 
 
 def reset(transport: asyncio.WriteTransport) -> None:

@@ -22,11 +22,12 @@ from prometheus_client.samples import Exemplar
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.observe import process_use, status
+from pipeline.observe import status
 from pipeline.observe.aliases import ALIASES, Alias
 from pipeline.observe.exemplars import Exemplars
 from pipeline.observe.metric_families import FAMILIES, Family
 from pipeline.observe.metrics import Metrics, Series, Snapshot, fits, read_snapshot
+from pipeline.observe.process_use import ProcessTotals
 from shm.arena import process_ticks
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,17 +36,23 @@ ALL_TENANTS = "all"  # the label under which hidden tenants are added up
 
 
 def render(
-    config: Config, own: Metrics | None = None, shows_tenants: bool = True, exemplars: Exemplars | None = None
+    config: Config,
+    own: Metrics | None = None,
+    shows_tenants: bool = True,
+    exemplars: Exemplars | None = None,
+    processes: ProcessTotals | None = None,
 ) -> bytes:
     """Prometheus text of all stages' snapshots and of `own`; with `exemplars` in the format OpenMetrics.
 
-    `shows_tenants`: one series for each tenant, not a sum.
+    `shows_tenants`: one series for each tenant, not a sum.  `processes`: of `own`; without it the counters of processes
+    that do not measure themselves begin anew with each process.
     """
+    stages = _stage_families(paths.run_dir(config), processes)
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
         own.publish()
         snapshots.append(own.snapshot())
-    snapshots.append(_stage_families(paths.run_dir(config)))
+    snapshots.append(stages)
     if not shows_tenants:
         for snapshot in snapshots:
             _hide_tenants(snapshot)
@@ -103,11 +110,10 @@ def _hide_tenants(snapshot: Snapshot) -> None:
         ]
 
 
-def _stage_families(run_dir: Path) -> Snapshot:
+def _stage_families(run_dir: Path, processes: ProcessTotals | None) -> Snapshot:
     """Families about the stages themselves, from their status records, and about their other processes."""
     up = Metrics("", None)
-    for name, pid in process_use.other_processes(run_dir):
-        process_use.measure(up, name, pid)
+    (processes or ProcessTotals(up)).measure(run_dir, up)
     for record in status.read_all(run_dir):
         up.set("starling_stage_up", float(record.alive), record.stage)
         up.set("starling_stage_ready", float(record.alive and record.ready), record.stage)

@@ -50,6 +50,18 @@ FAMILIES: dict[str, Family] = {
             SECONDS,
         ),
         Family("starling_tenant_requests_total", "counter", "HTTP requests answered, by tenant.", ("tenant",)),
+        Family(
+            "starling_tenant_request_tokens_total",
+            "counter",
+            "Tokens of ended requests for text, by kind: prompt, cached (of the prompt), output.",
+            ("tenant", "kind"),
+        ),
+        Family(
+            "starling_http_bytes_total",
+            "counter",
+            "Bytes of HTTP connections over TCP, with those of TLS, by direction: received, sent.",
+            ("direction",),
+        ),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
         Family("starling_tls_certificate_expiry_seconds", "gauge", "When the certificate expires, in s since 1970."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
@@ -147,7 +159,8 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_draft_tokens_total",
             "counter",
-            "Draft tokens, by outcome and by proposer: lookup (in the text itself) or model (a draft model).",
+            "Draft tokens, by outcome and by proposer: lookup (in the text itself, or in a prediction) or model (a "
+            "draft model).",
             ("model", "outcome", "source"),
         ),
         # kv
@@ -253,6 +266,25 @@ FAMILIES: dict[str, Family] = {
             "Connections to a tcp:// edge that did not prove the key, or this stage's own that the other side refused.",
             ("stage", "edge"),
         ),
+        Family("starling_heartbeats_total", "counter", "Heartbeats received from peers.", ("stage", "edge")),
+        Family(
+            "starling_peers_lost_total",
+            "counter",
+            "Peers that went down, by reason: ended, silent, frames lost, replaced.",
+            ("stage", "edge", "reason"),
+        ),
+        Family(
+            "starling_edge_bytes_total",
+            "counter",
+            "Bytes of frames between stages, by direction: received, sent.",
+            ("stage", "edge", "direction"),
+        ),
+        Family(
+            "starling_arena_bytes",
+            "gauge",
+            "Shared memory of a model: arenas kv, steps and activations; reserved, and used by sequences.",
+            ("model", "arena", "state"),
+        ),
         Family(
             "starling_process_cpu_seconds_total",
             "counter",
@@ -264,6 +296,15 @@ FAMILIES: dict[str, Family] = {
             "gauge",
             "Resident memory of a process, shared pages included.",
             ("stage",),
+        ),
+        Family(
+            "starling_process_private_bytes", "gauge", "Resident memory of a process that no file backs.", ("stage",)
+        ),
+        Family(
+            "starling_process_io_bytes_total",
+            "counter",
+            "Bytes that a process has read from disks and written to them, by direction: read, written.",
+            ("stage", "direction"),
         ),
         Family("starling_process_open_fds", "gauge", "Open file descriptors of a process.", ("stage",)),
     )

@@ -33,6 +33,7 @@ IDLE_MAX_AGE_S = 20.0  # bound on the age of an idle stage's process metrics
 MAX_SERIES = 512
 MAX_SNAPSHOT_BYTES = 8 << 20
 OTHER = "other"
+_NOTES = "notes"  # in the place of a family
 
 
 class Series(msgspec.Struct, array_like=True):
@@ -86,7 +87,11 @@ class Metrics:
         self._last = b""  # the last snapshot written
         self._ticks = process_ticks(os.getpid())
         self._series: dict[str, dict[tuple[str, ...], Series]] = {}
-        self._past = _counted(self.path)  # by predecessors of this process
+        self.before_publish: list[Callable[[], object]] = []  # set series that are no reason to publish by themselves
+        self.notes: list[Series] = []  # in the snapshot for a successor, not exported
+        predecessor = read_snapshot(self.path) if self.path is not None else None
+        self.past_notes = predecessor.families.get(_NOTES, []) if predecessor is not None else []
+        self._past = _counted(predecessor)
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Add to a counter or a gauge."""
@@ -124,7 +129,7 @@ class Metrics:
         families = {name: list(series.values()) for name, series in self._series.items()}
         for name, past in self._past.items():
             families[name] = _sum(families.get(name, []), past)
-        return Snapshot(self.stage, os.getpid(), self._ticks, families)
+        return Snapshot(self.stage, os.getpid(), self._ticks, {**families, _NOTES: self.notes})
 
     def _encoded(self) -> bytes:
         return msgspec.msgpack.encode(self.snapshot())
@@ -151,6 +156,8 @@ class Metrics:
             return
         self._last_write = self._clock()
         self._measure_process()
+        for measure in self.before_publish:
+            measure()
         encoded = self._encoded()
         try:
             replace_file(self.path, encoded)
@@ -165,7 +172,11 @@ class Metrics:
     def _measure_process(self) -> None:
         used = os.times()
         self.set("starling_process_cpu_seconds_total", used.user + used.system, self.stage)
-        self.set("starling_process_resident_bytes", procfs.resident_bytes(), self.stage)
+        resident, private = procfs.resident_and_anonymous_bytes()
+        self.set("starling_process_resident_bytes", resident, self.stage)
+        self.set("starling_process_private_bytes", private, self.stage)
+        for direction, amount in zip(("read", "written"), procfs.disk_bytes(), strict=True):
+            self.set("starling_process_io_bytes_total", amount, self.stage, direction)
         with contextlib.suppress(OSError):
             self.set("starling_process_open_fds", procfs.open_fds(), self.stage)
 
@@ -187,9 +198,8 @@ class Metrics:
         return series
 
 
-def _counted(path: Path | None) -> dict[str, list[Series]]:
+def _counted(snapshot: Snapshot | None) -> dict[str, list[Series]]:
     """The counters and histograms of a predecessor's snapshot."""
-    snapshot = read_snapshot(path) if path is not None else None
     if snapshot is None:
         return {}
     return {

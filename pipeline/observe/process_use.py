@@ -13,17 +13,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 from pipeline import procfs
 from pipeline.observe import status
-
-
-class Numbers(Protocol):
-    """What `measure` needs of `Metrics`."""
-
-    def set(self, name: str, value: float, *labels: str) -> None:
-        """Set a series."""
+from pipeline.observe.metrics import MAX_SERIES, Metrics, Series
+from shm.arena import process_ticks
 
 
 def other_processes(run_dir: Path) -> Iterator[tuple[str, int]]:
@@ -39,15 +34,58 @@ def other_processes(run_dir: Path) -> Iterator[tuple[str, int]]:
             yield f"{record.stage.partition('-')[0]}/supervisor", record.parent
 
 
-def measure(numbers: Numbers, name: str, pid: int) -> None:
-    """Set the families of one process. Does nothing if it has ended."""
-    resident = procfs.resident_bytes(pid)
-    if not resident:
-        return
-    numbers.set("starling_process_cpu_seconds_total", procfs.cpu_s(pid), name)
-    numbers.set("starling_process_resident_bytes", resident, name)
-    with contextlib.suppress(OSError):
-        numbers.set("starling_process_open_fds", procfs.open_fds(pid), name)
+class ProcessTotals:
+    """Measures these processes into `numbers`. Their counters go on when a process is replaced, this one included.
+
+    A counter is the sum of what was added between two looks. What each process had counted at the last look is noted
+    in the snapshot of `numbers`, where a successor finds it.
+    """
+
+    def __init__(self, numbers: Metrics) -> None:
+        self._numbers = numbers
+        self._known: dict[str, _Known] = {}  # by name
+        for note in numbers.past_notes:
+            with contextlib.suppress(ValueError):
+                name, pid, ticks = note.labels
+                self._known[name] = _Known(int(pid), int(ticks), note.value, *note.counts)
+
+    def measure(self, run_dir: Path, gauges: Metrics) -> None:
+        """Look at all processes that live. `gauges` gets what ends with them."""
+        for name, pid in other_processes(run_dir):
+            ticks = process_ticks(pid)
+            resident, private = procfs.resident_and_anonymous_bytes(pid)
+            if not ticks or not resident:
+                continue
+            gauges.set("starling_process_resident_bytes", resident, name)
+            gauges.set("starling_process_private_bytes", private, name)
+            with contextlib.suppress(OSError):
+                gauges.set("starling_process_open_fds", procfs.open_fds(pid), name)
+            self._add(name, _Known(pid, ticks, procfs.cpu_s(pid), *procfs.disk_bytes(pid)))
+        self._numbers.notes = [
+            Series((name, str(one.pid), str(one.ticks)), one.cpu_s, [one.read, one.written])
+            for name, one in self._known.items()
+        ]
+
+    def _add(self, name: str, now: _Known) -> None:
+        last = self._known.get(name)
+        if last is None or (last.pid, last.ticks) != (now.pid, now.ticks):
+            last = _Known(now.pid, now.ticks)
+        if name in self._known or len(self._known) < MAX_SERIES:
+            self._known[name] = now
+        add = self._numbers.add
+        add("starling_process_cpu_seconds_total", name, amount=max(0.0, now.cpu_s - last.cpu_s))
+        add("starling_process_io_bytes_total", name, "read", amount=max(0, now.read - last.read))
+        add("starling_process_io_bytes_total", name, "written", amount=max(0, now.written - last.written))
+
+
+class _Known(NamedTuple):
+    """A process at the last look."""
+
+    pid: int
+    ticks: int
+    cpu_s: float = 0.0
+    read: int = 0  # bytes, from disks
+    written: int = 0
 
 
 def memory_bytes(run_dir: Path, arena_dir: Path) -> int:

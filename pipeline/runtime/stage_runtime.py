@@ -91,6 +91,7 @@ class StageRuntime:
             raise
         self._status = StatusFile(run_dir, stage, clock)
         self.metrics = Metrics(stage, arena_dir if config.metrics.enabled else None, clock=clock)
+        self.metrics.before_publish.append(self._measure_edges)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._faults = points.LivePlanFollower(run_dir)
         self._log_levels = LogLevelFollower(run_dir, stage, config.logging.level)
@@ -170,6 +171,16 @@ class StageRuntime:
         logs.tick()
         for callback in self.on_tick:
             callback()
+
+    def _measure_edges(self) -> None:
+        """What changes with every heartbeat, so that it alone is no reason to publish."""
+        for endpoint in self.endpoints:
+            edge = self.stage, endpoint.edge.name
+            self.metrics.set("starling_heartbeats_total", endpoint.heartbeats, *edge)
+            self.metrics.set("starling_edge_bytes_total", endpoint.sent_bytes, *edge, "sent")
+            self.metrics.set("starling_edge_bytes_total", endpoint.received_bytes, *edge, "received")
+            for reason, count in endpoint.liveness.lost.items():
+                self.metrics.set("starling_peers_lost_total", count, *edge, reason)
 
     def report_progress(self) -> None:
         """During long work, as often as convenient: counts progress, sends heartbeats and a keepalive.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from pipeline.observe.exemplars import Exemplars, Source
 from pipeline.observe.metrics import Metrics
+from pipeline.observe.process_use import ProcessTotals
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
@@ -33,6 +34,7 @@ class GatewayMetrics:
     ) -> None:
         self.numbers = numbers
         self.exemplars = Exemplars(wall)
+        self.processes = ProcessTotals(numbers)
         self.total_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -69,6 +71,9 @@ class GatewayMetrics:
         """Count a request for text that has ended."""
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
+        output = sum(len(sequence.tokens) for sequence in request.sequences)
+        for kind, count in (("prompt", request.prompt_tokens), ("cached", request.cached_tokens), ("output", output)):
+            self.numbers.add("starling_tenant_request_tokens_total", request.spec.tenant, kind, amount=count)
         begun = request.first_token_at
         if begun:
             waited = begun - request.started_at
@@ -110,6 +115,11 @@ class GatewayMetrics:
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
         self.numbers.set("starling_late_frames_total", counts.late, "gateway")
         self.numbers.set("starling_token_gaps_total", counts.gaps)
+
+    def sample_network(self, received: int, sent: int) -> None:
+        """Update the metrics of HTTP connections."""
+        self.numbers.set("starling_http_bytes_total", received, "received")
+        self.numbers.set("starling_http_bytes_total", sent, "sent")
 
     def sample_traces(self, exporter: OtlpExporter) -> None:
         """Update the metrics of OpenTelemetry's traces."""

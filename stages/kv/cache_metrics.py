@@ -61,6 +61,7 @@ def measure(
     levels.update({("starling_kv_cache_pages", name, state): 0 for name in names for state in _STATES})
     levels.update({("starling_kv_cache_bytes", kind): 0 for kind in ("allocated", "resident", "spilled", "saved")})
     levels.update({("starling_sessions", name): 0 for name in names})
+    levels.update({("starling_arena_bytes", name, "kv", state): 0 for name in names for state in ("reserved", "used")})
     totals["starling_sessions_damaged_total",] = sum(one.damaged for one in sessions.values())
     totals["starling_state_file_errors_total", "sessions"] = sum(one.disk_errors for one in sessions.values())
     for model in models:
@@ -70,6 +71,9 @@ def measure(
         pool, page_bytes = model.manager.pool, model.geometry.page_bytes
         levels["starling_kv_cache_bytes", "allocated"] += pool.total * page_bytes
         levels["starling_kv_cache_bytes", "resident"] += (pool.cached + pool.leased) * page_bytes
+        if model.arena is not None:
+            levels["starling_arena_bytes", model.name, "kv", "reserved"] += model.arena.size
+            levels["starling_arena_bytes", model.name, "kv", "used"] += (pool.cached + pool.leased) * page_bytes
         for kind, store in (("spilled", model.spilled), ("saved", model.saved)):
             if store is not None and store.is_open:
                 levels["starling_kv_cache_bytes", kind] += store.n_written * page_bytes

@@ -295,6 +295,10 @@ class SchedulerStage:
             self._next_export = now + INTERVAL_S
             for metrics in self._metrics.values():
                 metrics.export(self.loop.metrics)
+            for name, metrics in self._metrics.items():
+                sizes = [runner.arena_bytes for id, runner in self.runners.items() if id in metrics.engines]
+                for i, state in enumerate(("reserved", "used")):
+                    self.loop.metrics.set("starling_arena_bytes", sum(size[i] for size in sizes), name, "steps", state)
             late = sum(metrics.late for metrics in self._metrics.values())
             self.loop.metrics.set("starling_late_frames_total", late, "scheduler")
             engines = [runner.engine for runner in self.runners.values()]

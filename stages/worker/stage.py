@@ -67,6 +67,7 @@ class WorkerStage:
         self._bell_path = ""
         self._is_bell_connected = False
 
+        self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
         checkpoint = self._prepare()
         self.adapters: dict[str, str] = {}  # digest by name
@@ -194,6 +195,7 @@ class WorkerStage:
         geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks, rank)
         act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
+        self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
         act.reset_barrier(act.control_words(self._activations), self.n_ranks)
         self._announced = 0
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
@@ -225,6 +227,7 @@ class WorkerStage:
             self._activations.close()
             self._activations.unlink()
             self._activations = None
+            self.loop.metrics.set("starling_arena_bytes", 0, *self._arena_labels)
         self._generation = 0
 
     # -------------------------------------------------------------- steps

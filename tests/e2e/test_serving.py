@@ -148,8 +148,8 @@ def test_all_processes_are_measured(demo_server: Server) -> None:
     worker = f"worker-{DEMO_MODEL}"
     stages = {"gateway", "tokenizer", "scheduler", "kv"}
     assert {*stages, worker, f"{worker}/1", "worker/supervisor", *(f"{name}/supervisor" for name in stages)} <= names
-    for name in ("cpu_seconds_total", "open_fds"):
-        assert set(demo_server.metrics(f"starling_process_{name}")) == set(resident)
+    assert set(demo_server.metrics("starling_process_open_fds")) == set(resident)
+    assert set(demo_server.metrics("starling_process_cpu_seconds_total")) >= set(resident)  # and of ended processes
     _, health, _ = demo_server.request("GET", "/health")
     assert health["memory_usage_mb"] > 128, "the arena alone has 128 MiB"
     for family in ("discarded_samples", "quarantined", "sequences_submitted", "sequences_refused", "late_frames"):

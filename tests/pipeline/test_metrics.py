@@ -261,7 +261,11 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     assert found["starling_stage_ready", (kv,)] == 1
     assert found["starling_process_resident_bytes", (kv,)] > 1e6
     assert found["starling_process_open_fds", (kv,)] > 3
+    assert found["starling_process_private_bytes", (kv,)] > 1e6
+    assert found["starling_process_io_bytes_total", (("direction", "written"), kv)] >= 0
     assert found["starling_frames_dropped_total", (("edge", "scheduler-kv"), kv)] == 0
+    assert found["starling_heartbeats_total", (("edge", "scheduler-kv"), kv)] == 0
+    assert found["starling_edge_bytes_total", (("direction", "sent"), ("edge", "scheduler-kv"), kv)] == 0
     loop.close()
     assert ("starling_stage_up", (kv,)) not in scrape(config)
 

@@ -55,6 +55,17 @@ def test_every_alert_says_what_to_do() -> None:
         assert set(rule["annotations"]) == {"summary", "action"}
 
 
+def test_every_alert_is_shown_to_fire_and_to_resolve() -> None:
+    """In the unit tests of the rules: at one time it is due, at another it is not."""
+    content = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())
+    checks = [check for test in content["tests"] for check in test.get("alert_rule_test", ())]
+    fires = {check["alertname"] for check in checks if check.get("exp_alerts")}
+    rests = {check["alertname"] for check in checks if not check.get("exp_alerts")}
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    assert fires == alerts
+    assert rests == alerts
+
+
 @pytest.mark.parametrize("command", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
 def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     promtool = shutil.which("promtool")

@@ -20,6 +20,7 @@ held_bytes.py         bytes of bodies, counted for each tenant or address
 connection.py         aiohttp's protocol, with bounded heads and half-closed connections
 forwarded.py          the address of a client behind trusted proxies
 connection_gate.py    bounds on connections, in total and for each address
+network_use.py        bytes of connections, as the kernel counts them
 tls_transport.py      TLS on an accepted connection
 connection_watch.py   ends connections of clients that have left or do not read
 idle_connections.py   closes connections that do not finish the head of a request

@@ -31,6 +31,7 @@ from pipeline.tls.follower import CertificateFollower
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
 from stages.gateway.http.forwarded import TrustedProxies
+from stages.gateway.http.network_use import NetworkUse
 from stages.gateway.http.tls_transport import HANDSHAKE_S, secure
 
 log = logging.getLogger("starling.gateway")
@@ -70,6 +71,7 @@ class ConnectionGate:
         self._reserve = FairShares(RESERVED, RESERVED_PER_ADDRESS, reserve=0)
         self._on_refusal = on_refusal
         self._watch = ConnectionWatch(time.monotonic, tcp_state)
+        self.network = NetworkUse()
         self._held: dict[object, tuple[FairShares, str]] = {}  # by connection
         self._silent: set[object] = set()  # reserved connections without a request
         self._n_refusals = 0
@@ -105,6 +107,7 @@ class ConnectionGate:
             self._refuse(transport, early, tls)
             return
         connection = Connection(self._server, self._release, peer)
+        self.network.begin(connection, transport)
         held.take(address)
         self._held[connection] = held, address
         if held is self._reserve:
@@ -194,6 +197,7 @@ class ConnectionGate:
 
     def _release(self, connection: Connection) -> None:
         self._watch.remove(connection)
+        self.network.end(connection)
         self._silent.discard(connection)
         held = self._held.pop(connection, None)
         if held is not None:

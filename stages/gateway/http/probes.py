@@ -7,7 +7,7 @@ from aiohttp import web
 from pipeline.api.keys import METRICS, Keys
 from pipeline.observe import exposition
 from pipeline.observe.exemplars import Exemplars, accepts_open_metrics
-from stages.gateway.http.context import SERVICE, json_response
+from stages.gateway.http.context import GATE, SERVICE, json_response
 
 
 async def health(request: web.Request) -> web.Response:
@@ -32,13 +32,14 @@ async def metrics(request: web.Request) -> web.Response:
     await service.api_keys.follower.refresh()
     shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
+    service.metrics.sample_network(*request.app[GATE].network.total())
     own = service.metrics.numbers
     if accepts_open_metrics(", ".join(request.headers.getall("Accept", ()))):
         # Ids of requests are for those who may see tenants.
         exemplars = service.metrics.exemplars if shows_tenants else Exemplars(service.wall)
-        body = exposition.render(service.config, own, shows_tenants, exemplars)
+        body = exposition.render(service.config, own, shows_tenants, exemplars, service.metrics.processes)
         return web.Response(body=body, headers={"Content-Type": exposition.OPEN_METRICS_TYPE})
-    body = exposition.render(service.config, own, shows_tenants)
+    body = exposition.render(service.config, own, shows_tenants, processes=service.metrics.processes)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 
 

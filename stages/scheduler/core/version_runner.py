@@ -210,6 +210,14 @@ class VersionRunner:
 
     # -------------------------------------------------------------- kv
 
+    @property
+    def arena_bytes(self) -> tuple[int, int]:
+        """(reserved, used) bytes of the step arena; used is the share of its rows that sequences have."""
+        if self._arena is None:
+            return 0, 0
+        n_rows = self._settings.n_rows
+        return self._arena.size, self._arena.size * (n_rows - len(self.engine.table.free_rows)) // n_rows
+
     def attach_kv(self) -> None:
         """Send kv the path of the step arena: kv or the arena is new."""
         if self._arena is not None:
