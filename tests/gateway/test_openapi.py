@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -15,6 +16,7 @@ from stages.gateway.endpoints import chat, completions, generate, messages, sess
 from stages.gateway.http.app import make_app
 from stages.gateway.http.web_endpoints import routes
 from stages.gateway.openapi.document import make_document
+from stages.gateway.openapi.examples import EXAMPLES
 from stages.gateway.openapi.operations import OPERATIONS
 from stages.gateway.service import Service
 from tests.gateway.peers import MODEL
@@ -29,6 +31,18 @@ BODIES = {
     "/v1/session/close": session_close.BODY,
     "/v1/tokenize": tokenize.TOKENIZE_BODY,
     "/v1/detokenize": tokenize.DETOKENIZE_BODY,
+}
+
+
+READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "/v1/chat/completions": chat.read,
+    "/v1/completions": completions.read,
+    "/v1/messages": messages.read,
+    "/v1/messages/count_tokens": messages.read_count,
+    "/v1/generate": generate.read,
+    "/v1/tokenize": tokenize.read_tokenize,
+    "/v1/detokenize": tokenize.read_detokenize,
+    "/v1/session/close": session_close.read_close,
 }
 
 
@@ -75,6 +89,28 @@ def test_every_field_of_a_body_is_in_the_document(document: dict[str, Any], path
     assert set(schema["properties"]) == {*table.fields, *table.unsupported}
     assert schema.get("required", []) == list(table.required)
     assert schema["additionalProperties"] is False
+
+
+def test_every_operation_has_examples_that_fit_its_schemas(document: dict[str, Any]) -> None:
+    schemas = {"components": document["components"]}
+    without = set()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            contents = [operation["requestBody"]["content"]] if "requestBody" in operation else []
+            answer = operation["responses"].get("200", {}).get("content", {})
+            contents += [answer] if "application/json" in answer else []
+            for content in contents:
+                described = content["application/json"]
+                if "example" not in described:
+                    without.add((method.upper(), path))
+                    continue
+                jsonschema.Draft202012Validator({**schemas, **described["schema"]}).validate(described["example"])
+    # Their answers are those of other operations, and the document itself.
+    assert without == {("GET", "/v1/requests/{id}"), ("GET", "/openapi.json")}
+    assert set(EXAMPLES) <= set(OPERATIONS)
+    for (_, path), example in EXAMPLES.items():
+        if path in BODIES and example.request is not None:
+            READERS[path](example.request)
 
 
 def test_a_route_that_is_not_described_appears_with_its_docstring() -> None:
@@ -135,15 +171,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
     ],
 )
 def test_schema_and_reader_agree(document: dict[str, Any], path: str, body: dict[str, Any], is_valid: bool) -> None:
-    read = {
-        "/v1/chat/completions": chat.read,
-        "/v1/completions": completions.read,
-        "/v1/messages": messages.read,
-        "/v1/generate": generate.read,
-        "/v1/tokenize": tokenize.read_tokenize,
-        "/v1/detokenize": tokenize.read_detokenize,
-        "/v1/session/close": session_close.read_close,
-    }[path]
+    read = READERS[path]
     checker = jsonschema.Draft202012Validator(body_schema(document, path))
     assert checker.is_valid(body) is is_valid
     if is_valid:
@@ -185,6 +213,16 @@ def test_a_server_sends_its_document_and_answers_as_it_says(server: Server) -> N
         assert str(got.status) in responses, (path, got.status)
         schema = responses[str(got.status)]["content"]["application/json"]["schema"]
         jsonschema.Draft202012Validator({**schemas, **schema}).validate(got.json)
+    of_server = {("GET", path) for path in ("/v1/models", "/health", "/ready")}
+    for (method, path), example in EXAMPLES.items():
+        is_alone = method == "POST" and "{" not in path and not path.startswith(("/v1/admin", "/v1/session"))
+        if not is_alone and (method, path) not in of_server:
+            continue
+        more = {} if method == "GET" or "conversations" in path else {"model": MODEL}
+        more |= {"tokens": [71, 111]} if "detokenize" in path else {}
+        got = server.request(method, path, None if method == "GET" else {**(example.request or {}), **more})
+        assert got.status == 200, (path, got.body)
+        assert set(example.answer or {}) <= set(got.json), path
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipeline.api.json_schema import Schema
+from stages.gateway.openapi.examples import EXAMPLES, Example
 from stages.gateway.openapi.field_texts import FIELD_TEXTS
 from stages.gateway.openapi.operations import METRICS, OPERATIONS, STATUSES, Operation
 from stages.gateway.openapi.responses import SCHEMAS, json_content
@@ -66,11 +67,12 @@ def _generic(method: str, docstring: str) -> Operation:
 
 
 def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
+    example = EXAMPLES.get((method, path), Example())
     described: dict[str, Any] = {
         "operationId": f"{method.lower()}{re.sub(r'[^A-Za-z0-9]+', '_', path).rstrip('_')}",
         "summary": operation.summary,
         "tags": [operation.tag],
-        "responses": _responses(operation),
+        "responses": _responses(operation, example.answer),
     }
     parameters = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
@@ -81,19 +83,22 @@ def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
         described["parameters"] = parameters
     if operation.body is not None:
         schema = _with_texts(operation.body)
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = {"schema": schema} if example.request is None else {"schema": schema, "example": example.request}
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
     if not path.startswith("/v1/"):
         described["security"] = []
     return described
 
 
-def _responses(operation: Operation) -> dict[str, Any]:
+def _responses(operation: Operation, example: dict[str, Any] | None) -> dict[str, Any]:
     error = json_content(operation.error)
     responses: dict[str, Any] = {}
     for status in sorted({*([200] if operation.content else []), *operation.statuses}):
         response: dict[str, Any] = {"description": STATUSES[status]}
         if status == 200:
-            response["content"] = operation.content
+            response["content"] = dict(operation.content)
+            if example is not None:
+                response["content"]["application/json"] = {**operation.content["application/json"], "example": example}
         elif status >= 400:
             response["content"] = error
         responses[str(status)] = response
