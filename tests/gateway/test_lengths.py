@@ -25,6 +25,17 @@ def test_output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, bu
     assert output_budget(n_prompt, max_tokens, bounds, "prompt", "max_tokens") == budget
 
 
+def test_an_answer_may_end_with_the_context() -> None:
+    def budget(n_prompt: int, max_tokens: int, bounds: Bounds = OPEN) -> int:
+        return output_budget(n_prompt, max_tokens, bounds, "messages", "max_tokens", ends_at_context=True)
+
+    assert (budget(10, 32_000), budget(99, 2), budget(10, 20)) == (90, 1, 20)
+    with pytest.raises(InvalidRequest, match="at most 99"):
+        budget(100, 1)
+    with pytest.raises(InvalidRequest, match=r"scheduler\.max_output_tokens"):
+        budget(10, 32_000, Bounds(100, 0, 20))
+
+
 @pytest.mark.parametrize(
     ("n_prompt", "max_tokens", "bounds", "param", "code", "message"),
     [

@@ -24,6 +24,8 @@ ROME = '<tool_call>{"name": "weather", "arguments": {"city": "Rome", "days": [1,
 ROME_INPUT = {"city": "Rome", "days": [1, 2.5]}
 SINGLE = {"type": "auto", "disable_parallel_tool_use": True}
 PATH = "/v1/messages"
+CLEAR = "clear_thinking_20251015"
+NO_TURNS = {"type": "thinking_turns", "value": 0}
 FORMAT = {"type": "json_schema", "schema": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 
 
@@ -295,7 +297,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": {"type": "tool", "name": "f"}}, "'f', which is not one of the tools"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
     ({"tool_choice": {"type": "auto", "name": "weather"}}, "tool_choice.name is given"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort is not supported"),
+    ({"output_config": {"effort": "none"}}, "output_config.effort is"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
+    (
+        {"context_management": {"edits": [{"type": CLEAR, "keep": {"type": "thinking_turns", "value": 0}}]}},
+        "keep.value",
+    ),
+    ({"context_management": {"edits": [{"type": CLEAR}, {"type": CLEAR}]}}, "edits[1].type"),
     ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ({"output_format": {"type": "json_schema"}}, "output_format.schema is missing"),
     ({"output_config": {"format": FORMAT}, "output_format": FORMAT}, "both constrain the output"),

@@ -283,7 +283,12 @@ class Admission:
             prompts = [held + prompt for prompt in prompts]
         budgets = [
             output_budget(
-                len(prompt), generation.max_tokens, bounds, prompt_field(generation, index), generation.max_tokens_field
+                len(prompt),
+                generation.max_tokens,
+                bounds,
+                prompt_field(generation, index),
+                generation.max_tokens_field,
+                ends_at_context=generation.endpoint == "messages",
             )
             for index, prompt in enumerate(prompts)
         ]

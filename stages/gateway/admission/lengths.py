@@ -43,8 +43,19 @@ def too_long(n_prompt: int, bounds: Bounds, prompt_field: str, is_exact: bool = 
     )
 
 
-def output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_field: str, max_field: str) -> int:
-    """Return how many tokens may be generated. Raises `InvalidRequest` that names the exceeded bound."""
+def output_budget(
+    n_prompt: int,
+    max_tokens: int | None,
+    bounds: Bounds,
+    prompt_field: str,
+    max_field: str,
+    *,
+    ends_at_context: bool = False,
+) -> int:
+    """Return how many tokens may be generated. Raises `InvalidRequest` that names the exceeded bound.
+
+    ends_at_context: the answer may end where the context does, before `max_tokens`; it then says so.
+    """
     if n_prompt == 0:
         raise InvalidRequest(
             f"{prompt_field} has no tokens; a model needs at least one to continue from: send some text",
@@ -62,6 +73,8 @@ def output_budget(n_prompt: int, max_tokens: int | None, bounds: Bounds, prompt_
             max_field,
         )
     if max_tokens > left:
+        if ends_at_context:
+            return left
         raise InvalidRequest(
             f"{prompt_field} has {n_prompt} tokens and {max_field} is {max_tokens}, together "
             f"{n_prompt + max_tokens}; {_context(bounds)}: shorten {prompt_field} or "

@@ -139,7 +139,8 @@ class MessageFormatter:
 
     def _stop_reason(self, sequence: SequenceState) -> str:
         if sequence.finish_reason == "length":
-            return "max_tokens"
+            wanted = self._request.spec.generation.max_tokens or 0
+            return "model_context_window_exceeded" if sequence.spec.max_tokens < wanted else "max_tokens"
         if sequence.stop_string:
             return "stop_sequence"
         return "tool_use" if self._n_calls else "end_turn"

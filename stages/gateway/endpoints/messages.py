@@ -36,7 +36,8 @@ from pipeline.api.json_schema import Schema, any_of, array_of, described, schema
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 from stages.gateway.endpoints.chat import MAX_MESSAGES
-from stages.gateway.reasoning.fields import check_budget, read_thinking
+from stages.gateway.endpoints.context_edits import read_context_management, without_old_thinking
+from stages.gateway.reasoning.fields import Thinking, check_budget, read_thinking
 from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments, check_combination
 from stages.gateway.tool_calls.history import call_id, check_results, template_call
 from stages.gateway.tool_calls.tool_fields import (
@@ -58,7 +59,7 @@ ERROR_PREFIX = "Error: "  # before the content of a result with `is_error`
 # ------------------------------------------------------------------ content blocks
 
 
-_CACHE_CONTROL: dict[str, Reader] = {"type": one_of("ephemeral"), "ttl": one_of("5m", "1h")}
+_CACHE_CONTROL: dict[str, Reader] = {"type": one_of("ephemeral"), "ttl": one_of("5m", "1h"), "scope": text(64)}
 
 
 @described(object_schema(_CACHE_CONTROL, required=("type",)))
@@ -314,7 +315,7 @@ def read_metadata(value: Any, name: str) -> None:
 
 
 _FORMAT: dict[str, Reader] = {"type": one_of("json_schema"), "schema": read_schema}
-_OUTPUT_UNSUPPORTED = {"effort": Unsupported("high"), "task_budget": Unsupported()}
+_OUTPUT_UNSUPPORTED = {"task_budget": Unsupported()}
 
 
 @described(object_schema(_FORMAT, required=("type", "schema")))
@@ -326,22 +327,24 @@ def read_output_format(value: Any, name: str) -> Constraint:
     return schema
 
 
-_OUTPUT: dict[str, Reader] = {"format": read_output_format}
+_OUTPUT: dict[str, Reader] = {
+    "format": read_output_format,
+    "effort": one_of("low", "medium", "high", "xhigh", "max"),
+}
 
 
 @described(object_schema(_OUTPUT, unsupported=_OUTPUT_UNSUPPORTED))
-def read_output_config(value: Any, name: str) -> Constraint | None:
-    """Read the format among the settings of the output."""
+def read_output_config(value: Any, name: str) -> dict[str, Any]:
+    """Read the settings of the output: its `format`, and the `effort` of reasoning."""
     if not isinstance(value, dict):
         raise invalid_value(name, value, 'an object {"format": {...}}')
-    return read_fields(value, _OUTPUT, unsupported=_OUTPUT_UNSUPPORTED, within=name).get("format")
+    return read_fields(value, _OUTPUT, unsupported=_OUTPUT_UNSUPPORTED, within=name)
 
 
 UNSUPPORTED = {
     "container": Unsupported(),
     "diagnostics": Unsupported(),
     "speed": Unsupported("standard"),
-    "context_management": Unsupported(),
     "inference_geo": Unsupported(),
     "mcp_servers": Unsupported([], hint="call them from the client, with tools"),
 }
@@ -353,6 +356,7 @@ _PROMPT_FIELDS: dict[str, Reader] = {
     "tool_choice": read_tool_choice,
     "thinking": read_thinking,
     "cache_control": read_cache_control,
+    "context_management": read_context_management,
     "output_config": read_output_config,
     "output_format": read_output_format,  # the older name of its `format`
 }
@@ -381,7 +385,8 @@ def read(body: dict[str, Any]) -> GenerationRequest:
     check_budget(body.get("thinking"), values["max_tokens"])
     request = GenerationRequest(
         endpoint="messages",
-        constraint=only_one(values.get("output_config"), values.get("output_format")) or msgspec.UNSET,
+        constraint=only_one(values.get("output_config", {}).get("format"), values.get("output_format"))
+        or msgspec.UNSET,
         max_tokens=values["max_tokens"],
         seed=values.get("seed"),
         sampling=sampling_of(values),
@@ -402,6 +407,8 @@ def read_count(body: dict[str, Any]) -> GenerationRequest:
 def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `GenerationRequest` that make the prompt."""
     messages, system = values["messages"], values.get("system", "")
+    if "context_management" in values:
+        messages = without_old_thinking(messages, values["context_management"])
     continues = messages[-1]["role"] == "assistant"
     choice = values.get("tool_choice", {})
     kind = {"any": ANY_TOOL, "tool": choice.get("name", "")}.get(choice.get("type", "auto"), choice.get("type", "auto"))
@@ -418,8 +425,11 @@ def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
     }
     if tools is not None:
         arguments["tools"] = tools.use
-    if "thinking" in values:
-        arguments["thinking"] = values["thinking"]
+    thinking = values.get("thinking")
+    if effort := values.get("output_config", {}).get("effort"):
+        thinking = msgspec.structs.replace(thinking or Thinking(), level=effort)
+    if thinking is not None:
+        arguments["thinking"] = thinking
     return arguments
 
 

@@ -11,7 +11,7 @@ from pipeline.api.generation_fields import MAX_OUTPUT_TOKENS
 from pipeline.api.json_schema import Schema, any_of, described
 from pipeline.errors import InvalidRequest
 
-EFFORTS = ("none", "minimal", "low", "medium", "high")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MIN_BUDGET = 1024  # tokens; as in Anthropic's API
 
 
@@ -19,6 +19,7 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a request demands, until its prompt is rendered."""
 
     effort: str = ""  # one of `EFFORTS`; "": as the chat template does by default
+    level: str = ""  # of a template that has levels, if it thinks; others do without; "": that of `effort`
     field: str = "reasoning_effort"  # for error messages
     needs_switch: bool = True  # a model that always thinks is not enough
     is_split: bool = True  # False: reasoning is part of the text

@@ -22,7 +22,7 @@ def with_switches(variables: dict[str, Any], thinking: Thinking, described: m.De
     """Return the template's variables with those that switch reasoning. Raises `InvalidRequest`."""
     effort, field, switches = thinking.effort, thinking.field, described.thinking_switches
     if not effort:
-        return variables
+        return {LEVEL: thinking.level, **variables} if thinking.level and LEVEL in switches else variables
     if not described.reasoning and not switches:
         if effort == "none":
             return variables  # it never thinks
@@ -33,7 +33,8 @@ def with_switches(variables: dict[str, Any], thinking: Thinking, described: m.De
         raise InvalidRequest(
             f"{field} is {effort}, and the model's chat template has no switch for its reasoning; leave it out", field
         )
-    wanted = {name: effort if name == LEVEL else effort not in OFF for name in switches}
+    level = effort if effort in OFF else thinking.level or effort
+    wanted = {name: level if name == LEVEL else effort not in OFF for name in switches}
     for name, value in wanted.items():
         if variables.get(name, value) != value:
             raise InvalidRequest(
