@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,8 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.models.store import no_progress
+from stages.worker.checkpoint import fit_k_compiled
+from stages.worker.checkpoint.fit_k_compiled import choose_fits
 from stages.worker.checkpoint.quantize import NotFinite, quantize
+from stages.worker.checkpoint.quantize_k import PLAIN, Fits
 from stages.worker.checkpoint.requantized import _is_finer
+from stages.worker.kernels import compiled, stored_code
 
 TYPES = ("Q4_K", "Q6_K")
 
@@ -49,15 +55,59 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", TYPES)
-def test_the_bytes_are_those_of_llama_cpp(name: str, kind: str) -> None:
-    assert hashlib.sha256(quantize(samples(kind), name).tobytes()).hexdigest()[:16] == EXPECTED[name, kind]
+@pytest.fixture(params=["plain", pytest.param("compiled", marks=pytest.mark.slow)])
+def fits(request: pytest.FixtureRequest) -> Fits:
+    """Both implementations of the fits."""
+    return PLAIN if request.param == "plain" else choose_fits(1 << 40, no_progress)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TYPES)
-def test_llama_cpp_itself(name: str, kind: str) -> None:
+def test_the_bytes_are_those_of_llama_cpp(name: str, kind: str, fits: Fits) -> None:
+    assert hashlib.sha256(quantize(samples(kind), name, fits).tobytes()).hexdigest()[:16] == EXPECTED[name, kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("n", [4, 5, 300])
+def test_the_compiled_fits_are_the_plain_ones(name: str, kind: str, n: int) -> None:
+    values = np.concatenate([samples(kind, n), samples(kind, n)[:1] * np.float32(3)])
+    assert quantize(values, name, choose_fits(1 << 40, no_progress)).tobytes() == quantize(values, name).tobytes()
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-60, 18), steps=st.sampled_from([0, 1, 2, 7]))
+def test_the_compiled_fits_are_the_plain_ones_for_any_values(seed: int, exponent: int, steps: int) -> None:
+    """With `steps` the values are a few multiples of a number: ties, flat sub-blocks and zeros."""
+    values = np.random.default_rng(seed).standard_normal((5, 256)).astype(np.float32)
+    values = np.round(values * steps) if steps else values
+    values = np.clip(values * np.float32(2.0**exponent), -1e6, 1e6).astype(np.float32)
+    compiled = choose_fits(1 << 40, no_progress)
+    for name in TYPES:
+        assert quantize(values, name, compiled).tobytes() == quantize(values, name).tobytes()
+
+
+@pytest.mark.slow
+def test_the_kernel_is_compiled_once_and_only_where_it_is_worth_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.worker.kernels import fit_k  # imports the compiler
+
+    assert (fit_k_compiled._WITH_MINIMUM, fit_k_compiled._SIGNED) == (fit_k.WITH_MINIMUM, fit_k.SIGNED)
+    assert compiled.FIT_ARGUMENTS == fit_k.ENTRY_ARGUMENTS
+    choose_fits(1 << 40, no_progress)
+    monkeypatch.setattr(compiled.build, "build", None)  # it is stored
+    assert choose_fits(1 << 40, no_progress) is not PLAIN
+    assert choose_fits(1, no_progress) is not PLAIN
+    monkeypatch.setattr(stored_code, "symbol_path", lambda name, kv_type: tmp_path / "absent")
+    assert choose_fits(1, no_progress) is PLAIN
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", TYPES)
+def test_llama_cpp_itself(name: str, kind: str, fits: Fits) -> None:
     """With the library of the `peers` group."""
     peer = pytest.importorskip("xllamacpp.xllamacpp")
     library = ctypes.CDLL(peer.__file__)
@@ -66,7 +116,7 @@ def test_llama_cpp_itself(name: str, kind: str) -> None:
     values = samples(kind, 2000)
     expected = np.zeros((2000, gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]][1]), np.uint8)
     row(values.ctypes.data, expected.ctypes.data, values.size)
-    assert quantize(values, name).tobytes() == expected.tobytes()
+    assert quantize(values, name, fits).tobytes() == expected.tobytes()
 
 
 @settings(deadline=None, max_examples=20)

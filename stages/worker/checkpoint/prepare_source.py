@@ -20,6 +20,7 @@ from pipeline.models import digests, store
 from pipeline.models.locks import lock
 from shm.checkpoint import Index, TokenizerData, load_index
 from shm.partial_checkpoint import PartialCheckpoint
+from stages.worker.checkpoint.fit_k_compiled import choose_fits
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import check_head, convert
 from stages.worker.checkpoint.one_pass import REVISION, check_space, prepare_file
@@ -66,6 +67,8 @@ def prepare_source(
                 if not is_usable(index_path):
                     partial = PartialCheckpoint(models_dir / ".fetch" / tag, f"{digest} {identity}")
                     check_space(source, models_dir, partial)
+                    if isinstance(source, Requantized) and source.k_quantized_bytes:
+                        source.fits = choose_fits(source.k_quantized_bytes, progress)
                     convert(source, index_path, digest, progress, pretokenizer, partial)
         return load_index(index_path)
 

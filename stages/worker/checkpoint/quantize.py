@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from stages.worker.checkpoint.quantize_k import SUPER, quantize_q4_k, quantize_q6_k
+from stages.worker.checkpoint.quantize_k import PLAIN, SUPER, Fits, quantize_q4_k, quantize_q6_k
 
 BLOCK = 32
 _HALF = np.float32(0.5)
@@ -25,10 +25,10 @@ class NotFinite(ValueError):
     """A weight is not a number, or is beyond the range of f16."""
 
 
-def quantize(values: np.ndarray, format_name: str) -> np.ndarray:
+def quantize(values: np.ndarray, format_name: str, fits: Fits = PLAIN) -> np.ndarray:
     """(rows, columns) f32 to (rows, bytes of a row) u8; columns are a multiple of the type's block.
 
-    Raises `NotFinite`.
+    fits: how sub-blocks of K-quants are fitted.  Raises `NotFinite`.
     """
     rows = values.shape[0]
     if not np.isfinite(values).all():
@@ -43,16 +43,16 @@ def quantize(values: np.ndarray, format_name: str) -> np.ndarray:
         return halves.view(np.uint8).reshape(rows, -1)
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         if format_name in _SUPER_BLOCKS:
-            return _super_blocks(values.reshape(-1, SUPER), format_name).reshape(rows, -1)
+            return _super_blocks(values.reshape(-1, SUPER), format_name, fits).reshape(rows, -1)
         return _QUANTIZERS[format_name](values.reshape(-1, BLOCK)).reshape(rows, -1)
 
 
-def _super_blocks(values: np.ndarray, format_name: str) -> np.ndarray:
+def _super_blocks(values: np.ndarray, format_name: str, fits: Fits) -> np.ndarray:
     quantizer, most = _SUPER_BLOCKS[format_name]
     greatest = float(np.abs(values).max(initial=0.0))
     if greatest > most:
         raise NotFinite(f"{greatest:g}, beyond {format_name}'s range of {most:g}")
-    return quantizer(values)
+    return quantizer(values, fits)
 
 
 def _reciprocal(d: np.ndarray) -> np.ndarray:
@@ -113,9 +113,8 @@ def _q5_1(x: np.ndarray) -> np.ndarray:
 def _q8_0(x: np.ndarray) -> np.ndarray:
     d = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
     scaled = x * _reciprocal(d)
-    size = np.abs(scaled)
-    whole = np.floor(size)
-    codes = np.sign(scaled) * (whole + np.floor(2 * (size - whole)))
+    whole = np.trunc(scaled)
+    codes = whole + np.trunc(np.float32(2) * (scaled - whole))
     return np.concatenate([_halves(d), codes.astype(np.int8).view(np.uint8)], axis=-1)
 
 
@@ -127,7 +126,7 @@ _QUANTIZERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q8_0": _q8_0,
 }
 # With the greatest value whose scales f16 holds, whatever the others are, and whose squares f32 holds.
-_SUPER_BLOCKS: dict[str, tuple[Callable[[np.ndarray], np.ndarray], float]] = {
+_SUPER_BLOCKS: dict[str, tuple[Callable[[np.ndarray, Fits], np.ndarray], float]] = {
     "Q4_K": (quantize_q4_k, 1e6),
     "Q6_K": (quantize_q6_k, 1e6),
 }

@@ -9,9 +9,14 @@ of them is kept.  The scales of a super-block are then rounded to multiples of o
 All sums run over a sub-block in order, in f32, without fused multiplications: that makes them reproducible, as in
 https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-quants.c.  Arrays have a sub-block's values along the
 first axis, so that a reduction adds them one after the other.
+
+The fits take nearly all of the time.  fit_k_compiled.py has them as a kernel of the same bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,11 +25,11 @@ _F = np.float32
 _LEAST = _F(1e-15)  # sub-blocks with smaller values become zeros
 
 
-def quantize_q4_k(x: np.ndarray) -> np.ndarray:
+def quantize_q4_k(x: np.ndarray, fits: Fits) -> np.ndarray:
     """(super-blocks, 256) f32 to (super-blocks, 144) u8."""
     n = x.shape[0]
     values = np.ascontiguousarray(x.reshape(n * 8, 32).T)
-    codes, scale, minimum = _fit_with_minimum(values, 15)
+    codes, scale, minimum = fits.with_minimum(values)
     scale, minimum = scale.reshape(n, 8), minimum.reshape(n, 8)
     d, six_scales = _six_bits(scale)
     dmin, six_minimums = _six_bits(minimum)
@@ -47,7 +52,7 @@ def _six_bits(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (most / _F(63)).astype(np.float16), np.clip(np.rint(inverse * numbers), 0, 63)
 
 
-def _fit_with_minimum(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def fit_with_minimum(x: np.ndarray, top: int = 15) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes 0 to `top` (as x), scale and minus the minimum of sub-blocks x, (32, n) f32."""
     weights = np.sqrt(_sum(x * x) / _F(len(x))) + np.abs(x)
     least, most = np.minimum(x.min(axis=0), _F(0)), x.max(axis=0)
@@ -78,11 +83,11 @@ def _fit_with_minimum(x: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, 
     return np.where(flat, _F(0), codes), np.where(flat, _F(0), scale), -least
 
 
-def quantize_q6_k(x: np.ndarray) -> np.ndarray:
+def quantize_q6_k(x: np.ndarray, fits: Fits) -> np.ndarray:
     """(super-blocks, 256) f32 to (super-blocks, 210) u8."""
     n = x.shape[0]
     values = np.ascontiguousarray(x.reshape(n * 16, 16).T)
-    codes, scale = _fit_signed(values, 32)
+    codes, scale = fits.signed(values)
     scale = scale.reshape(n, 16)
     most = np.take_along_axis(scale, np.abs(scale).argmax(axis=1)[:, None], axis=1)
     empty = np.abs(most) < _LEAST
@@ -101,7 +106,7 @@ def quantize_q6_k(x: np.ndarray) -> np.ndarray:
     return np.concatenate([nibbles.reshape(n, 128), pairs.reshape(n, 64), scales, d.view(np.uint8)], axis=1)
 
 
-def _fit_signed(x: np.ndarray, zero: int) -> tuple[np.ndarray, np.ndarray]:
+def fit_signed(x: np.ndarray, zero: int = 32) -> tuple[np.ndarray, np.ndarray]:
     """Codes 0 to 2 `zero` - 1 (as x) and scale of sub-blocks x, (16, n) f32."""
     at = np.abs(x).argmax(axis=0)[None]
     most = np.take_along_axis(x, at, axis=0)[0]
@@ -129,3 +134,13 @@ def _sum(x: np.ndarray) -> np.ndarray:
 
 def _weighted_error(difference: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return _sum(weights * (difference * difference))
+
+
+class Fits(NamedTuple):
+    """How sub-blocks are fitted: an implementation of `fit_with_minimum`, and one of `fit_signed`."""
+
+    with_minimum: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray]]
+    signed: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+PLAIN = Fits(fit_with_minimum, fit_signed)

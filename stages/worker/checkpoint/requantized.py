@@ -25,6 +25,7 @@ import numpy as np
 
 from pipeline.errors import ConfigError
 from stages.worker.checkpoint.quantize import NotFinite, quantize
+from stages.worker.checkpoint.quantize_k import PLAIN, Fits
 from stages.worker.checkpoint.source import Rows, Source, TensorInfo, dense_values
 from stages.worker.kernels.formats import FORMATS, Format
 
@@ -53,6 +54,8 @@ QUANTS = {
 
 class Requantized:
     """Implements `Source`: another source, its matrices in the types of a `--quant`."""
+
+    fits: Fits = PLAIN  # of K-quants
 
     def __init__(self, source: Source, quant: str) -> None:
         """Raises `ConfigError` for a tensor that is quantized already."""
@@ -95,12 +98,21 @@ class Requantized:
             return self._mix.finer
         return self._mix.matrices
 
+    @property
+    def k_quantized_bytes(self) -> int:
+        """Bytes in the source of the matrices that become K-quants."""
+        before = self.source.tensors
+        k_quants = (name for name, info in self.tensors.items() if info.format.name in ("Q4_K", "Q6_K"))
+        return sum(before[name].nbytes for name in k_quants)
+
     def rows(self, info: TensorInfo) -> Rows:
         """The rows in their new type."""
         own = self.source.tensors[info.name]
         rows = self.source.rows(own)
         return (
-            rows if own.format is info.format else _QuantizedRows(rows, own.format, info.format, self.label(info.name))
+            rows
+            if own.format is info.format
+            else _QuantizedRows(rows, own.format, info.format, self.label(info.name), self.fits)
         )
 
     def release(self, info: TensorInfo) -> None:
@@ -129,6 +141,7 @@ class _QuantizedRows:
     source_format: Format
     format: Format
     label: str
+    fits: Fits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,7 +155,7 @@ class _QuantizedRows:
         try:
             for first in range(0, raw.shape[0], step):
                 values = dense_values(raw[first : first + step], self.source_format.name)
-                out[first : first + step] = quantize(values, self.format.name)
+                out[first : first + step] = quantize(values, self.format.name, self.fits)
             return out
         except NotFinite as error:
             raise ConfigError(

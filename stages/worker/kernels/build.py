@@ -69,13 +69,15 @@ def build(
     progress: Progress = lambda name, done, of: None,
     cancel_fd: int = -1,
     extra: tuple[str, ...] = (),
+    only: tuple[str, ...] = (),
 ) -> None:
     """Compile the entries that the cache lacks in `jobs` processes (0: one a CPU). Ends when `cancel_fd` is readable.
 
-    `extra`: entries of `EXTRA_ENTRIES` that are needed as well.  Raises `RuntimeError` with the end of a compiler's
-    stderr when one fails.
+    `extra`: entries of `EXTRA_ENTRIES` that are needed as well.  `only`: these and no others.
+
+    Raises `RuntimeError` with the end of a compiler's stderr when one fails.
     """
-    needed = (*ENTRIES, *extra)
+    needed = only or (*ENTRIES, *extra)
     waiting = [name for name in needed if not stored_code.symbol_path(name, kv_type).exists()]
     done = len(needed) - len(waiting)
     jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))

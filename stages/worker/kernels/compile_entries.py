@@ -18,6 +18,7 @@ from stages.worker.kernels import (
     attention,
     dequantize_row,
     experts,
+    fit_k,
     link_once,
     matmul,
     rank_loop,
@@ -37,6 +38,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "shrink": (lambda kv_type: adapters.shrink, adapters.SHRINK_ARGUMENTS),
     "expand": (lambda kv_type: adapters.expand, adapters.EXPAND_ARGUMENTS),
     "find_adapter": (lambda kv_type: adapters.find_adapter, adapters.FIND_ARGUMENTS),
+    "fit_k": (lambda kv_type: fit_k.fit_k, fit_k.ENTRY_ARGUMENTS),
     "list_adapted": (lambda kv_type: adapters.list_adapted, adapters.LIST_ARGUMENTS),
 }
 assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIES.keys()

@@ -2,6 +2,7 @@
 
     addresses("f16")          the entries that the parameter block names; compiles what the cache lacks
     wait_for_head, run_steps  the entries that Python calls; see rank_loop.py
+    fit_k                     likewise, to quantize weights; see fit_k.py
 
 Each entry is loaded once per process; children of a `fork` share the memory.
 """
@@ -14,7 +15,7 @@ import functools
 from stages.worker.kernels import build, stored_code
 from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 
-HEAD_ARGUMENTS, STEPS_ARGUMENTS = 3, 8
+HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS = 3, 8, 7
 
 
 @functools.cache
@@ -42,6 +43,19 @@ def addresses(kv_type: str, extra: tuple[str, ...] = ()) -> dict[int, int]:
         build.build(kv_type, extra=extra)
         by_name = _addresses(kv_type, tuple(words))
     return {word: by_name[name] for name, word in words.items() if word >= 0}
+
+
+def load_extra(name: str, progress: build.Progress) -> None:
+    """Load one entry of `EXTRA_ENTRIES`, which is compiled first if it is missing or damaged. Raises `RuntimeError`."""
+    for is_last in (False, True):
+        if not stored_code.symbol_path(name, "").exists():
+            build.build("", 1, progress, only=(name,))
+        try:
+            _load(name, stored_code.stored_type(name, ""))
+            return
+        except ObjectCodeError as error:  # `load` has removed the damaged entry
+            if is_last:
+                raise RuntimeError(str(error)) from None
 
 
 class _Function:
@@ -78,3 +92,8 @@ def run_steps(
 ) -> int:
     """`rank_loop.run_steps`. Call `addresses` first."""
     return _function("steps", STEPS_ARGUMENTS)(params, control, number, step, timing, limit_ns, ring, bell)
+
+
+def fit_k(kind: int, x: int, n: int, codes: int, scale: int, least: int, scratch: int) -> None:
+    """`fit_k.fit_k`. Call `load_extra` first."""
+    _function("fit_k", FIT_ARGUMENTS)(kind, x, n, codes, scale, least, scratch)

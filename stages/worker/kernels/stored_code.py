@@ -27,7 +27,8 @@ _OF_ADAPTERS = {
     "find_adapter": pb.FIND_ADAPTER,
     "list_adapted": pb.LIST_ADAPTED,
 }
-EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS}  # that only some models need
+# Those that only some models need, and `fit_k`, which quantizes weights.
+EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS, "fit_k": -1}
 
 
 def extra_entries(hyper: Hyper, has_adapters: bool = False) -> tuple[str, ...]:
