@@ -32,6 +32,7 @@ class SupervisorBase:
     def __init__(self, watched_ancestors: list[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.stop_requests = 0  # 1: orderly; 2 or more: immediate
         self.restart_requested = False
+        self.on_wake: Callable[[], object] = lambda: None  # called whenever `wait` returns
         self._clock = clock
         self._last_request = float("-inf")
         self._watched_ancestors = watched_ancestors
@@ -66,6 +67,7 @@ class SupervisorBase:
         for fd in ready.intersection(self._watched_ancestors):
             self.unregister(fd)
             self.stop_requests = max(self.stop_requests, 1)
+        self.on_wake()
         return ready
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:

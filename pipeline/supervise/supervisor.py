@@ -32,10 +32,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pipeline import procfs
+from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.observe import logs
 from pipeline.observe.background_file import THREAD_NAME
+from pipeline.observe.log_levels import LogLevelFollower
 from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime.malloc_trim import trim
 from pipeline.supervise import ancestors, base, listen_fd
@@ -87,6 +89,7 @@ def supervise(
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
     supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s)
+    supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
     code = supervisor.run()
     supervisor.ignore_restart_requests()
     return code

@@ -33,6 +33,7 @@ from pipeline.errors import ModelUnavailable
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
+from pipeline.observe.log_levels import LogLevelFollower
 from pipeline.runtime import arena_dir, process, run_dir, timer_coalescing
 from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
@@ -337,7 +338,9 @@ def run_worker_pool(
         body = run(version) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version)))
 
-    return WorkerPool(config, fork, watched_ancestors, only).run()
+    pool = WorkerPool(config, fork, watched_ancestors, only)
+    pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll
+    return pool.run()
 
 
 def _supervise_version(config: Config, body: Callable[[], int] | None, command: list[str]) -> int:

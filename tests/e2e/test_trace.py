@@ -234,12 +234,14 @@ def test_log_levels_change_while_the_server_runs(server: Up) -> None:
     stages = {"gateway", "kv", "scheduler", "tokenizer", "worker-tiny"}
     assert levels() == dict.fromkeys(stages, "info")
     assert levels("kv", "debug") == {"kv": "debug"}
+    server.wait_for('"kv-supervisor".*"log level changed".*"debug"')
     pid = server.pid_of("kv")
     os.kill(pid, signal.SIGKILL)
     assert wait_gone(pid)
     assert server.pid_of("kv") != pid
     assert levels() == {**dict.fromkeys(stages, "info"), "kv": "debug"}
     assert levels("debug") == dict.fromkeys(stages, "debug")
+    server.wait_for('"worker-pool".*"log level changed".*"debug"')
     assert server.request("GET", "/v1/models", headers={"X-Request-Id": "routine"})[0] == 200
     server.wait_for('"request_id": ?"routine"')  # a line of level debug
     assert levels("worker", "error") == {"worker-tiny": "error"}
