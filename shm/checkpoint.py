@@ -1,6 +1,6 @@
 """The checkpoint pair `DIGEST.idx` and `DIGEST.bin` that a model is loaded from. Independent of GGUF and kernels.
 
-    DIGEST.idx   msgpack: [version, XXH3-64 of the rest, the rest: msgpack of `Index`]
+    DIGEST.idx   msgpack: [version, XXH3-64 of the next, msgpack of `Index`, XXH3-64 of the last, padding, tables]
     DIGEST.bin   the tensors in the layout that the kernels read, each 64-byte aligned, in the order of use;
                  then at least 64 zero bytes, to the end of a 4096-byte page
 
@@ -9,8 +9,11 @@ are immutable and never truncated; all processes share their memory.
 
 `Index.pieces` are the XXH3-64 checksums of the `.bin`, one for each 8 MiB, so that all cores can verify it at the speed
 of memory and a transfer can verify each piece as it arrives.  A tensor's own checksum names the tensor that a
-damaged piece belongs to.  An `.idx` of version 1 is `Index` alone, without pieces: it is read as it is, and the next
-preparation replaces it (stages/worker/checkpoint/verify.py).
+damaged piece belongs to.
+
+The tables of an `.idx` are the compiled vocabulary (pipeline/models/vocabulary_tables.py), 64-byte aligned: the
+tokenizer maps them.  An `.idx` of version 2 has none, and one of version 1 is `Index` alone, without pieces: they are
+read as they are, and the next preparation replaces them (stages/worker/checkpoint/verify.py).
 
 `layout` of a tensor: "rows" is plain row-major f32; "groups" is interleaved by 16 rows as
 `stages/worker/checkpoint/layout.py` draws it.  Tied embeddings are stored once.
@@ -21,20 +24,22 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from types import MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from shm.arena import align
 from shm.decoding import DECODE_ERRORS
-from shm.tensor_checksum import TensorChecksum, has_checksum
+from shm.packed_arrays import pack, unpack
+from shm.tensor_checksum import has_checksum
 
-VERSION = 2  # of the index; grows when its layout changes
-VERSION_WITHOUT_PIECES = 1  # still read, and migrated; files of other versions are ingested again
+VERSION = 3  # of the index; grows when its layout changes
+# Still read, and migrated; files of other versions are ingested again.
+VERSION_WITHOUT_TABLES, VERSION_WITHOUT_PIECES = 2, 1
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
@@ -128,6 +133,30 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
         return msgspec.msgpack.encode(fields)
 
 
+class TokenizerHead(msgspec.Struct, array_like=True, frozen=True):
+    """`TokenizerData` whose lists are not decoded."""
+
+    model: str
+    pre: str
+    tokens: msgspec.Raw
+    types: msgspec.Raw
+    merges: msgspec.Raw
+    scores: msgspec.Raw
+    bos: int
+    eos: int
+    eot: int
+    unknown: int
+    padding: int
+    add_bos: bool | None
+    add_space_prefix: bool | None
+    chat_template: str
+    revision: int = 0
+    fim: tuple[int, ...] = ()
+    fim_ends: tuple[int, ...] = ()
+    charsmap: bytes = b""
+    merges_spaces: bool | None = None
+
+
 _FIRST_FIELDS = 15  # of `TokenizerData`, up to `revision`
 
 
@@ -158,6 +187,14 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         """Decode the tokenizer data, at every call. Raises `CheckpointError`."""
         try:
             return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerData)
+        except DECODE_ERRORS as error:
+            raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
+
+    @property
+    def tokenizer_head(self) -> TokenizerHead:
+        """The tokenizer data without its lists, which the tables stand for. Raises `CheckpointError`."""
+        try:
+            return msgspec.msgpack.decode(self.tokenizer_raw, type=TokenizerHead)
         except DECODE_ERRORS as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
 
@@ -239,33 +276,40 @@ class _Head(msgspec.Struct, array_like=True):
 
 
 class _File(msgspec.Struct, array_like=True):
-    """The `.idx` since version 2."""
+    """The `.idx` since version 2. Decoded, the bytes are views of the map."""
 
     version: int
     checksum: int  # XXH3-64 of `payload`
-    payload: bytes  # msgpack of `Index`
+    payload: memoryview  # msgpack of `Index`
+    # Since version 3.
+    tables_checksum: int = 0  # XXH3-64 of `tables`
+    padding: memoryview = memoryview(b"")  # aligns `tables`
+    tables: memoryview = memoryview(b"")  # the compiled vocabulary, packed_arrays.py; empty for a kind that has none
 
 
 def load_index(path: Path) -> Index:
-    """Read and check an `.idx`. Raises `FileNotFoundError`, `CheckpointError`."""
-    raw = path.read_bytes()
+    """Read and check an `.idx`, all but its tables. Raises `FileNotFoundError`, `CheckpointError`."""
+    raw = _map(path)
     try:
         # Check the version first: the rest of another version may have another shape.
         version = msgspec.msgpack.decode(raw, type=_Head).version
-        if version == VERSION:
-            raw = _checked_payload(path, msgspec.msgpack.decode(raw, type=_File))
+        if version in (VERSION, VERSION_WITHOUT_TABLES):
+            file = msgspec.msgpack.decode(raw, type=_File)
+            raw = _checked(path, file.payload, file.checksum)
         elif version != VERSION_WITHOUT_PIECES:
             raise CheckpointError(f"{path}: version is {version}, expected {VERSION}; remove it to ingest again")
         index = msgspec.msgpack.decode(raw, type=Index)
     except DECODE_ERRORS as error:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
+    if index.version != version:
+        raise CheckpointError(f"{path}: version is {version} and {index.version}; remove it to ingest again")
     for t in index.tensors:
         if t.offset % ALIGNMENT or t.offset < 0 or t.nbytes < 0 or t.offset + t.nbytes > index.bin_bytes:
             raise CheckpointError(
                 f"{path}: tensor {t.name} lies at {t.offset}..{t.offset + t.nbytes} of "
                 f"{index.bin_bytes} bytes; remove it to ingest again"
             )
-    if version == VERSION and len(index.pieces) != n_pieces(index.bin_bytes):
+    if version != VERSION_WITHOUT_PIECES and len(index.pieces) != n_pieces(index.bin_bytes):
         raise CheckpointError(
             f"{path}: {len(index.pieces)} checksums, expected {n_pieces(index.bin_bytes)} for {index.bin_bytes} bytes; "
             f"remove it to ingest again"
@@ -273,28 +317,54 @@ def load_index(path: Path) -> Index:
     return index
 
 
-def _checked_payload(path: Path, file: _File) -> bytes:
-    found = xxhash.xxh3_64_intdigest(file.payload)
-    if found != file.checksum:
+def load_tables(path: Path) -> dict[str, np.ndarray]:
+    """Map the compiled vocabulary of an `.idx`: views by name; none in an older one. Raises as `load_index` does."""
+    raw = _map(path)
+    try:
+        if msgspec.msgpack.decode(raw, type=_Head).version != VERSION:
+            return {}
+        file = msgspec.msgpack.decode(raw, type=_File)
+        if any(file.padding):
+            raise CheckpointError(f"{path}: the padding is not zero: the file is damaged; remove it to ingest again")
+        return unpack(_checked(path, file.tables, file.tables_checksum))
+    except DECODE_ERRORS as error:
+        raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
+
+
+def _map(path: Path) -> memoryview:
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise CheckpointError(f"{path}: the file is empty; remove it to ingest again")
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+
+def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:
+    found = xxhash.xxh3_64_intdigest(data)
+    if found != checksum:
         raise CheckpointError(
-            f"{path}: checksum is {found:016x}, expected {file.checksum:016x}: the file is damaged; remove it to "
+            f"{path}: checksum is {found:016x}, expected {checksum:016x}: the file is damaged; remove it to "
             f"ingest again"
         )
-    return file.payload
+    return data
 
 
-def write_index(path: Path, index: Index) -> None:
+def write_index(path: Path, index: Index, tables: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
     """Replace an `.idx`: write it, synchronize it to the disk, rename it into place. Raises `OSError`."""
-    os.rename(_write_temporary(path, index), path)
-    _sync_directory(path.parent)
+    os.rename(write_temporary_index(path, index, tables), path)
+    sync_directory(path.parent)
 
 
-def _write_temporary(path: Path, index: Index) -> Path:
-    payload = msgspec.msgpack.encode(index)
+def write_temporary_index(path: Path, index: Index, tables: Mapping[str, np.ndarray]) -> Path:
+    """Write an `.idx` beside its place and synchronize it to the disk. Raises `OSError`."""
+    payload, packed = msgspec.msgpack.encode(index), pack(tables)
+    checksums = xxhash.xxh3_64_intdigest(payload), xxhash.xxh3_64_intdigest(packed)
+    head = _File(VERSION, checksums[0], memoryview(payload), checksums[1], tables=memoryview(packed))
+    start = len(msgspec.msgpack.encode(head)) - len(packed)
+    raw = msgspec.msgpack.encode(msgspec.structs.replace(head, padding=memoryview(bytes(-start % ALIGNMENT))))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(msgspec.msgpack.encode(_File(VERSION, xxhash.xxh3_64_intdigest(payload), payload)))
+            file.write(raw)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -316,6 +386,15 @@ def piece_checksum(data: Any) -> int:
 def bin_path(index_path: Path) -> Path:
     """Path of the `.bin` that belongs to an `.idx`."""
     return index_path.with_suffix(".bin")
+
+
+def sync_directory(directory: Path) -> None:
+    """The renamed files survive a power failure."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def map_file(fd: int, index: Index) -> np.ndarray:
@@ -356,145 +435,3 @@ class Checkpoint:
         """Whether a tensor's bytes differ from its checksum."""
         data = self.data[tensor.offset : tensor.offset + tensor.nbytes]
         return not has_checksum(data.data, tensor.checksum)
-
-
-def _sync_directory(directory: Path) -> None:
-    """The renamed files survive a power failure."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-class Partial(Protocol):
-    """Keeps the files of an interrupted writer: shm/partial_checkpoint.py."""
-
-    bin_path: Path
-
-    def open(self) -> list[Tensor]: ...  # noqa: D102
-    def add(self, tensor: Tensor) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
-    def remove(self) -> None: ...  # noqa: D102
-
-
-class CheckpointWriter:
-    """Writes the pair: `add` tensors in the order of use, then `finish`. A context manager.
-
-    Leaving the block without `finish` removes the partial file.  With `partial` (shm/partial_checkpoint.py) only an
-    error does so: after an interruption the next writer goes on behind the tensors that are complete.
-    """
-
-    def __init__(self, index_path: Path, partial: Partial | None = None) -> None:
-        self.index_path, self._partial = index_path, partial  # the path may change until `finish`
-        self._temporary = bin_path(index_path).with_name(f".{bin_path(index_path).name}.{os.getpid()}")
-        if partial is not None:
-            self._temporary = partial.bin_path
-        self._file: IO[bytes] | None = None
-        self._pieces: list[int] = []  # checksums of the complete pieces
-        self._piece = xxhash.xxh3_64()  # of the bytes after them
-        self.tensors: list[Tensor] = []
-
-    def __enter__(self) -> Self:
-        if self._partial is not None:
-            self.tensors = self._partial.open()
-        self._file = open(self._temporary, "r+b" if self.tensors else "wb")
-        while chunk := self._file.read(PIECE_BYTES) if self.tensors else b"":
-            self._sum_pieces(memoryview(chunk), self._file.tell() - len(chunk))
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-            if self._partial is None:
-                self._temporary.unlink(missing_ok=True)
-        if self._partial is not None:
-            if kind is None or issubclass(kind, Exception):
-                self._partial.remove()
-            else:
-                self._partial.close()
-
-    def add(self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]) -> Tensor:
-        """Append a tensor whose bytes come in pieces, so that a large one is never in memory as a whole."""
-        assert self._file is not None
-        offset = align(self._file.tell(), ALIGNMENT)
-        self._write(memoryview(bytes(offset - self._file.tell())))
-        digest, nbytes = TensorChecksum(), 0
-        for piece in pieces:
-            raw = np.ascontiguousarray(piece).data.cast("B")
-            self._write(raw)
-            digest.update(raw)
-            nbytes += raw.nbytes
-        tensor = Tensor(name, *shape, fmt, layout, offset, nbytes, digest.text)
-        self.tensors.append(tensor)
-        if self._partial is not None:
-            self._file.flush()
-            self._partial.add(tensor)
-        return tensor
-
-    def _write(self, raw: memoryview) -> None:
-        assert self._file is not None
-        at = self._file.tell()
-        self._file.write(raw)
-        self._sum_pieces(raw, at)
-
-    def _sum_pieces(self, raw: memoryview, at: int) -> None:
-        room = PIECE_BYTES - at % PIECE_BYTES
-        while raw:
-            self._piece.update(raw[:room])
-            if len(raw) >= room:
-                self._pieces.append(self._piece.intdigest())
-                self._piece.reset()
-            raw, room = raw[room:], PIECE_BYTES
-
-    def finish(
-        self,
-        *,
-        digest: str,
-        architecture: str,
-        name: str,
-        parameters: int,
-        source_bytes: int,
-        hyper: Hyper,
-        tokenizer: TokenizerData,
-        pooling: str = "",
-        adds_eos: bool = False,
-    ) -> Index:
-        """Write the index and place both files, `.bin` first."""
-        assert self._file is not None
-        # Kernels read whole vectors and prefetch ahead: padding keeps these reads inside the file.
-        self._write(memoryview(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell())))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        bin_bytes = self._file.tell()
-        self._file.close()
-        self._file = None
-        index = Index(
-            VERSION,
-            digest,
-            architecture,
-            name,
-            parameters,
-            source_bytes,
-            bin_bytes,
-            hyper,
-            msgspec.Raw(tokenizer.packed()),
-            self.tensors,
-            [*self._pieces, self._piece.intdigest()] if bin_bytes % PIECE_BYTES else self._pieces,
-            pooling,
-            adds_eos,
-        )
-        try:
-            temporary = _write_temporary(self.index_path, index)
-            try:
-                os.rename(self._temporary, bin_path(self.index_path))
-                os.rename(temporary, self.index_path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            _sync_directory(self.index_path.parent)
-        except BaseException:
-            self._temporary.unlink(missing_ok=True)
-            raise
-        return index

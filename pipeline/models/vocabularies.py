@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pipeline.models.charsmap import read_charsmap
@@ -29,9 +29,8 @@ _TURN_ENDS = (
 _HARMONY = "<|return|>"  # a vocabulary with this token uses <|end|> within an answer
 
 
-def turn_ends(tokens: Sequence[str], types: Sequence[int]) -> list[int]:
+def turn_ends(special: Mapping[str, int]) -> list[int]:
     """Return the ids of the control and user-defined tokens that end a turn, by their names."""
-    special = {text: i for i, (text, kind) in enumerate(zip(tokens, types)) if kind in (CONTROL, USER_DEFINED) and text}
     names = [name for name in _TURN_ENDS if name != "<|end|>" or _HARMONY not in special]
     return [special[name] for name in names if name in special]
 

@@ -7,6 +7,12 @@ encode_queue.py        the queue of long texts, encoded by one thread
 vocabulary.py          a model's vocabulary
 byte_level.py          byte-level BPE (`gpt2`)
 sentencepiece.py       SentencePiece BPE with scores (`llama`)
+word_encoder.py        ids of words, cached, for both
+pair_merger.py         merges of symbols, over mapped tables
+piece_pattern.py       the patterns of pre-tokenizers
+unicode_classes.py     the classes of characters that they distinguish
+token_table.py         the bytes of tokens, mapped
+unigram.py, wordpiece.py, normalizer.py, covered.py  the other kinds
 fill_in_middle.py      the tokens to fill in the middle of a text
 chunked_encode.py      long texts chunk by chunk
 token_lower_bound.py   a lower bound of a text's token count

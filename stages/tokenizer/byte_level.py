@@ -1,33 +1,27 @@
 """Byte-level BPE: the `gpt2` vocabularies of GGUF files.
 
 Sennrich et al. 2016; the byte alphabet of GPT-2: every byte has a printable stand-in character, tokens are strings of
-stand-ins, merges are ranked pairs.  The `tokenizers` library merges, chunk by chunk (`chunked_encode.py`).
+stand-ins, merges are ranked pairs.  A text is cut into pieces (`piece_pattern.py`), chunk by chunk
+(`chunked_encode.py`); merges never cross pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
-from tokenizers import Regex, Tokenizer
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel, Split
-from tokenizers.pre_tokenizers import Sequence as Chain
 
+from pipeline.models.key_table import KeyTable
 from pipeline.models.pretokenizers import PreTokenizer
-from pipeline.models.vocabularies import BYTE, CONTROL, NORMAL, UNKNOWN
+from pipeline.models.vocabulary_tables import Tables
 from stages.tokenizer.chunked_encode import SpecialTokenFinder, encode_chunks
-from stages.tokenizer.token_lower_bound import TokenLowerBound
-
-_HOLE = "\uffff"  # no stand-in
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's stand-in characters: printable Latin-1 for themselves, the others from U+0100 up."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+from stages.tokenizer.pair_merger import PairMerger
+from stages.tokenizer.piece_pattern import piece_pattern
+from stages.tokenizer.token_table import TokenTable
+from stages.tokenizer.word_encoder import WordEncoder
 
 
 class ByteLevelEncoder:
@@ -35,48 +29,55 @@ class ByteLevelEncoder:
 
     may_drop = False
 
-    def __init__(self, tokens: Sequence[str], types: Sequence[int], merges: Sequence[str], pre: PreTokenizer) -> None:
-        alphabet = byte_alphabet()
+    def __init__(self, tables: Tables, pre: PreTokenizer) -> None:
+        """Raises `KeyError`, `ValueError` for tables of another kind."""
         self.adds_bos = pre.adds_bos
         self._groups_from_right = pre.groups_from_right
-        self.token_bytes: list[bytes] = []
-        for text, kind in zip(tokens, types, strict=True):
-            plain = kind in (NORMAL, BYTE) and all(c in alphabet for c in text)
-            self.token_bytes.append(bytes(alphabet[c] for c in text) if plain else text.encode())
-        self._lengths = np.fromiter(map(len, self.token_bytes), np.int64, len(self.token_bytes))
-        # Text must not become a control token, also if merges or a whole piece have its name.
-        ids = {
-            text: i
-            for i, (text, kind) in reversed(list(enumerate(zip(tokens, types, strict=True))))
-            if kind not in (CONTROL, UNKNOWN) or text in alphabet
-        }
+        self.token_bytes = TokenTable(tables)
+        self._lengths = self.token_bytes.lengths
+        self._hole = len(self.token_bytes)  # of a byte without a token, which keeps its neighbours from merging
+        self._symbols = np.where(tables["symbols"] == self._hole, -1, tables["symbols"]).astype(np.int64)
         # Bytes without a token: encoding drops them, as every published tokenizer does.
-        self.holes = frozenset(byte for character, byte in alphabet.items() if character not in ids)
-        pairs = []
-        for line in merges:
-            # The separator is the first space after at least one character: stand-ins are never spaces.
-            left, space, right = line.partition(" ")
-            if space and left in ids and right in ids and left + right in ids:
-                pairs.append((left, right))
-        self._hole = len(tokens)  # id of a byte without a token, which keeps its neighbours from merging
-        unknown = {"vocab": ids | {_HOLE: self._hole}, "unk_token": _HOLE} if self.holes else {"vocab": ids}
-        self._tokenizer = Tokenizer(BPE(merges=pairs, ignore_merges=pre.whole_pieces, **unknown))
-        self._tokenizer.pre_tokenizer = Chain(
-            [Split(Regex(p), "isolated") for p in pre.patterns] + [ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
+        self.holes = frozenset(np.flatnonzero(self._symbols < 0).tolist())
+        merger = PairMerger(KeyTable(tables["pairs"], tables["pair_slots"]), tables["merged"], tables["ranks"])
+        self._words = KeyTable(tables["words"], tables["word_slots"]) if pre.whole_pieces else None
+        self._word_ids = tables["word_ids"]
+        self._odd_words = msgspec.msgpack.decode(tables["odd_words"].tobytes(), type=dict[bytes, int])
+        self._encoder = WordEncoder(self, merger)
+        self._pattern = piece_pattern(pre)
+
+    # ---------------------------------------------------------------- word_encoder.Symbols
+
+    def whole(self, word: str) -> tuple[int, ...] | None:
+        """A piece that is itself a token, where pieces are not merged."""
+        if self._words is None:
+            return None
+        data = word.encode()
+        entry = self._words.find_one(xxhash.xxh3_64_intdigest(data))
+        if entry < 0:
+            return None
+        token = int(self._word_ids[entry])
+        return (token,) if self.token_bytes[token] == data or self._odd_words.get(data) == token else None
+
+    def split(self, words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The symbols of bytes."""
+        encoded = [word.encode() for word in words]
+        counts = np.fromiter(map(len, encoded), np.int64, len(encoded))
+        return self._symbols[np.frombuffer(b"".join(encoded), np.uint8)], counts
+
+    def to_ids(self, symbols: Sequence[int]) -> tuple[int, ...]:
+        """Symbols are token ids; bytes without a token are dropped."""
+        return tuple([symbol for symbol in symbols if symbol >= 0]) if self.holes else tuple(symbols)
+
+    # ---------------------------------------------------------------- vocabulary.Encoder
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
         """As `Encoder.chunks`."""
-        for end, ids in encode_chunks(self._tokenizer, names, text, window, self._groups_from_right):
-            yield end, [i for i in ids if i != self._hole] if self.holes else ids
+        return encode_chunks(self._pattern.lengths, self._encoder.encode, names, text, window, self._groups_from_right)
 
     def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `Encoder.lengths`."""
         return self._lengths[tokens]
-
-    def lower_bound(self) -> TokenLowerBound:
-        """As `Encoder.lower_bound`."""
-        return TokenLowerBound(self.token_bytes, self.holes)
 
     def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
         """As `Encoder.shown`: the tokens' bytes."""

@@ -7,10 +7,8 @@ by the names that the families of models give these tokens.  Pure.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-from pipeline.models.vocabularies import CONTROL, USER_DEFINED
 
 
 class FillInMiddle(NamedTuple):
@@ -55,18 +53,17 @@ _FAMILIES = (
 
 
 def find_fill_in_middle(
-    tokens: Sequence[str], types: Sequence[int], given: Sequence[int], ends: Sequence[int]
+    special: Mapping[str, int], size: int, given: Sequence[int], ends: Sequence[int]
 ) -> FillInMiddle | None:
     """Return a vocabulary's tokens; None if it has none.
 
+    special: control and user-defined tokens by name.  size: of the vocabulary.
     given: ids of prefix, suffix and middle in the file's metadata, -1 where missing; `ends`: those that the file gives
     to end such a text.
     """
-    size = len(tokens)
     if len(given) == 3 and all(0 <= token < size for token in given):
         prefix, suffix, middle = given
         return FillInMiddle(prefix, suffix, middle, tuple(dict.fromkeys(token for token in ends if 0 <= token < size)))
-    special = {text: i for i, (text, kind) in enumerate(zip(tokens, types)) if kind in (CONTROL, USER_DEFINED)}
     for names in _FAMILIES:
         if {names.prefix, names.suffix, names.middle} <= special.keys():
             known_ends = [*(special[name] for name in names.ends if name in special), *ends]

@@ -9,8 +9,9 @@ from typing import NamedTuple, Self
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.models.vocabularies import WORDPIECE
+from pipeline.models.vocabulary_tables import Tables
 from pipeline.protocol import messages as m
-from shm.checkpoint import CheckpointError, Index, TokenizerData, load_index
+from shm.checkpoint import CheckpointError, Index, TokenizerData, TokenizerHead, load_index, load_tables
 from stages.tokenizer.fallback_templates import fallback_template
 from stages.tokenizer.service import TokenizerModel
 from stages.tokenizer.template import MAX_SOURCE, ChatTemplate
@@ -81,7 +82,7 @@ def build_model(source: ModelSource) -> TokenizerModel:
     """As `open_model`, without its cache. Raises `UnusableModel` and `OSError`, whatever the index holds."""
     path = source.index_path
     try:
-        return _build(source, load_index(path))
+        return _build(source, load_index(path), load_tables(path))
     except CheckpointError as error:
         raise UnusableModel(str(error), param="model") from None
     except StarlingError as error:
@@ -93,19 +94,20 @@ def build_model(source: ModelSource) -> TokenizerModel:
         raise UnusableModel(reason, param="model") from None
 
 
-def spec_of(data: TokenizerData, pretokenizer: str = "") -> TokenizerSpec:
+def spec_of(data: TokenizerData | TokenizerHead, pretokenizer: str = "") -> TokenizerSpec:
     """What a vocabulary is built from. `pretokenizer`: instead of the file's."""
+    lists = data if isinstance(data, TokenizerData) else None
     return TokenizerSpec(
         data.model,
         pretokenizer or data.pre,
-        data.tokens,
-        data.types,
-        data.merges,
+        lists.tokens if lists else (),
+        lists.types if lists else (),
+        lists.merges if lists else (),
         data.bos,
         data.eos,
         data.eot,
         data.add_bos,
-        data.scores,
+        lists.scores if lists else (),
         data.unknown,
         data.add_space_prefix,
         data.revision,
@@ -116,9 +118,10 @@ def spec_of(data: TokenizerData, pretokenizer: str = "") -> TokenizerSpec:
     )
 
 
-def _build(source: ModelSource, index: Index) -> TokenizerModel:
-    t = index.tokenizer
-    vocabulary = Vocabulary(spec_of(t, source.pretokenizer))
+def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
+    # With tables the lists that they were made from are not decoded.
+    t = index.tokenizer_head if tables else index.tokenizer
+    vocabulary = Vocabulary(spec_of(t, source.pretokenizer), tables or None)
     template = None
     text = _template_text(source, index, t)
     if text:
@@ -155,7 +158,7 @@ def _reasoning(source: ModelSource, template: ChatTemplate | None) -> tuple[str,
     return template.reasoning if source.reasoning == "auto" else tuple(source.reasoning.split())
 
 
-def _template_text(source: ModelSource, index: Index, t: TokenizerData) -> str:
+def _template_text(source: ModelSource, index: Index, t: TokenizerData | TokenizerHead) -> str:
     """Return the template that applies: the configured one, the file's, or the one of its family; "": none."""
     path = source.template_path
     if path is not None:
@@ -171,7 +174,7 @@ def _template_text(source: ModelSource, index: Index, t: TokenizerData) -> str:
         return ""
     if source.chat_template or t.chat_template:
         return source.chat_template or t.chat_template
-    found = fallback_template(index.architecture, t)
+    found = fallback_template(index.architecture, index.tokenizer)
     if found is None:
         return ""
     name, text = found

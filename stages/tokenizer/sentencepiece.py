@@ -5,31 +5,28 @@ pairs of neighbours whose concatenation is a token, the one with the highest sco
 the leftmost.  A character that is no token becomes the tokens of its bytes, or the unknown token.
 
 Merges are exact and local: no merge crosses a place where the two characters beside it are neighbours in no token.
-Between such places the text is merged on its own, and the ids of short parts are cached.  The parts begin, as a rule,
-with the space of a word.
+What is between such places is merged on its own.  These words begin, as a rule, with the space of a word.
 """
 
 from __future__ import annotations
 
-import heapq
-import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.models.vocabularies import BYTE, CONTROL, SPACE, UNKNOWN, USER_DEFINED, byte_name
+from pipeline.models.key_table import KeyTable
+from pipeline.models.vocabularies import SPACE
+from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
-from stages.tokenizer.token_lower_bound import TokenLowerBound
+from stages.tokenizer.pair_merger import PairMerger
+from stages.tokenizer.token_table import TokenTable
+from stages.tokenizer.word_encoder import WordEncoder
 
 MAX_RUN = 1 << 18  # characters without a place that no merge crosses; merging them takes about a second
-MERGES_PER_STEP = 8192  # of a long run: about 20 ms
-CACHED_CHARACTERS = 32  # of a part whose ids are cached
-MAX_CACHED = 1 << 16  # parts; some 20 MB
-_SHORT = 48  # characters up to which a search of all pairs is faster than a heap
-_NEVER = 1 << 40  # above all ranks
-_WINDOW = 8192  # characters: about 15 ms if no part is cached
+_WINDOW = 8192  # characters: some ms
+_NAME = "\ud800"  # begins a word that stands for a special token: no text has it
+_NO_TOKEN = 1 << 30  # above all symbols of the tables; and the code point of a character in no token
 
 
 class SentencePieceEncoder:
@@ -38,152 +35,127 @@ class SentencePieceEncoder:
     adds_bos = True
     may_drop = False
 
-    def __init__(
-        self, tokens: Sequence[str], types: Sequence[int], scores: Sequence[float], unknown: int, adds_space: bool
-    ) -> None:
+    def __init__(self, tables: Tables, unknown: int, adds_space: bool) -> None:
+        """Raises `KeyError`, `ValueError` for tables of another kind."""
         self._prefix = SPACE if adds_space else ""
         self._unknown = unknown
-        # Text must not become a control token, nor a byte by its name.
-        hidden = (CONTROL, UNKNOWN, BYTE)
-        self._ids = {text: i for i, (text, kind) in enumerate(zip(tokens, types)) if text and kind not in hidden}
-        named = {text: i for i, text in enumerate(tokens)}
-        self._byte_ids = [named.get(byte_name(byte), -1) for byte in range(256)]
-        for i in self._byte_ids:
-            self._ids.pop(tokens[i] if i >= 0 else "", None)
+        self.token_bytes = TokenTable(tables)
+        self._size = len(self.token_bytes)
+        self._byte_ids: list[int] = tables["byte_ids"].tolist()
         self._has_bytes = min(self._byte_ids) >= 0
-        bytes_by_id = {i: bytes([byte]) for byte, i in enumerate(self._byte_ids)}
-        # How a token's bytes are written: the names of special tokens as they are.
-        raw = (CONTROL, UNKNOWN, USER_DEFINED)
-        self.token_bytes = [
-            bytes_by_id.get(i) or (text if kind in raw else text.replace(SPACE, " ")).encode()
-            for i, (text, kind) in enumerate(zip(tokens, types))
-        ]
-        self._texts = tokens
-        self._is_special = np.array([kind in raw for kind in types], bool)
-        self._lengths = np.fromiter(map(len, self.token_bytes), np.int64, len(tokens))
+        self._is_special = np.isin(tables["types"], NAMED)
+        self._lengths, self._n_characters = self.token_bytes.lengths, tables["n_characters"]
         self.holes: frozenset[int] = frozenset()
-        order = np.unique(-np.asarray(scores, np.float32), return_inverse=True)[1].tolist()
-        self._ranks = {text: order[i] for text, i in self._ids.items()}  # the lowest is merged first
-        self._pairs = {pair for text in self._ids for pair in map("".join, pairwise(text))}
-        before = "".join(re.escape(pair[0]) for pair in self._pairs if pair[1] == SPACE and pair[0] != SPACE)
-        word = f"{SPACE}*[^{SPACE}]+"
-        if before:
-            word = f"{SPACE}*(?:[^{SPACE}]+(?:(?<=[{before}]){SPACE}+)?)+"
-        self._parts = re.compile(f"{word}|{SPACE}+")
-        self._cache: dict[str, list[int]] = {}
+        self._codes, self._code_symbols = tables["codes"], tables["code_symbols"].astype(np.int64)
+        is_no_token = self._code_symbols >= self._size
+        no_tokens = zip(self._code_symbols[is_no_token].tolist(), self._codes[is_no_token].tolist())
+        self._texts = {symbol: chr(code) for symbol, code in no_tokens}
+        self._borders = KeyTable(tables["borders"], tables["border_slots"])
+        merger = PairMerger(KeyTable(tables["pairs"], tables["pair_slots"]), tables["merged"], tables["ranks"])
+        self._encoder = WordEncoder(self, merger)
+
+    # ---------------------------------------------------------------- word_encoder.Symbols
+
+    def whole(self, word: str) -> tuple[int, ...] | None:
+        """Names of special tokens; all other words are merged."""
+        return (int(word[1:]),) if word[0] == _NAME else None
+
+    def split(self, words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The symbols of characters."""
+        counts = np.fromiter(map(len, words), np.int64, len(words))
+        codes = np.frombuffer("".join(words).encode("utf-32-le"), "<u4").astype(np.int64)
+        if not len(self._codes):
+            return codes + _NO_TOKEN, counts
+        at = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
+        return np.where(self._codes[at] == codes, self._code_symbols[at], codes + _NO_TOKEN), counts
+
+    def to_ids(self, symbols: Sequence[int]) -> tuple[int, ...]:
+        """A character that is no token has the tokens of its bytes, or the unknown token."""
+        if max(symbols) < self._size:
+            return tuple(symbols)
+        ids: list[int] = []
+        for symbol in symbols:
+            if symbol < self._size:
+                ids.append(symbol)
+            elif self._has_bytes:
+                text = self._texts.get(symbol) or chr(symbol - _NO_TOKEN)
+                ids += [self._byte_ids[byte] for byte in text.encode()]
+            else:
+                ids.append(self._unknown)
+        return tuple(ids)
 
     # ---------------------------------------------------------------- encoding
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
-        """As `Encoder.chunks`. A chunk may be empty: a part was longer than the window."""
+        """As `Encoder.chunks`. A chunk may be empty: a word was longer than the window, or takes several steps."""
         window = min(window, _WINDOW)
         at, size, prefix = 0, window, self._prefix
         while at < len(text):
-            end = min(at + size, len(text))
-            name = names.find(text, at, end)
-            if name is not None:
-                end = name[0]
-            # Without a name the text after the window may belong to the last part.
-            is_cut = name is None and end < len(text)
-            ids: list[int] = []
-            parts = self._parts.findall((prefix + text[at:end]).replace(" ", SPACE)) if end > at else []
-            if is_cut:
-                del parts[-1]
-            for part in parts:
-                cached = self._cache.get(part)
-                ids += cached if cached is not None else (yield from self._encode(part, at))
-            taken = sum(map(len, parts))
-            if taken:
-                at, prefix, size = at + taken - len(prefix), "", window
-            elif is_cut:
+            limit = min(at + size, len(text))
+            parts: list[str] = []  # between names
+            ids_after: list[int] = []  # of the name behind each part; -1: none
+            place = at
+            while place < limit:
+                name = names.find(text, place, limit)
+                end = name[0] if name is not None else limit
+                parts.append(prefix + text[place:end] if end > place else "")
+                begin, own_prefix = place, prefix  # of the last part
+                if name is not None:
+                    place, prefix = name[1], self._prefix
+                    ids_after.append(name[2])
+                else:
+                    place, prefix = limit, ""
+                    ids_after.append(-1)
+            words, last = self._cut(parts, ids_after)
+            if ids_after[-1] < 0 and limit < len(text):
+                # The text after the window may belong to the last word.
+                last.pop()
+                taken = sum(map(len, last))
+                place = begin + taken - len(own_prefix) if taken else begin
+                prefix = "" if taken else own_prefix
+            words += last
+            if size > MAX_RUN and words and len(longest := max(words, key=len)) > MAX_RUN:
+                raise _too_long(len(longest))
+            if place > at:
+                size = window
+            else:
                 size *= 2
                 if size > 2 * MAX_RUN + window:
                     raise _too_long(size // 2)
-            if name is not None:
-                at, prefix = name[1], self._prefix
-                ids.append(name[2])
-            yield at, ids
-
-    def _encode(self, part: str, at: int) -> Generator[tuple[int, list[int]], None, list[int]]:
-        """Return the ids of a part. Yields an empty chunk at `at` between the steps of a long one."""
-        ids: list[int] = []
-        for run in self._runs(part):
-            if len(run) <= _SHORT:
-                symbols = self._merge_few(run)
-            else:
-                if len(run) > MAX_RUN:
-                    raise _too_long(len(run))
-                symbols = yield from self._merge_many(run, at)
-            for symbol in symbols:
-                known = self._ids.get(symbol)
-                if known is not None:
-                    ids.append(known)
-                elif self._has_bytes:
-                    ids += [self._byte_ids[byte] for byte in symbol.encode()]
-                else:
-                    ids.append(self._unknown)
-        if len(part) <= CACHED_CHARACTERS:
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            self._cache[part] = ids
-        return ids
-
-    def _runs(self, part: str) -> Iterator[str]:
-        """Yield the stretches of a part that have no place which no merge crosses."""
-        begin, pairs = 0, self._pairs
-        for end, pair in enumerate(map("".join, pairwise(part)), 1):
-            if pair not in pairs:
-                yield part[begin:end]
-                begin = end
-        yield part[begin:]
-
-    def _merge_few(self, run: str) -> list[str]:
-        """Return the merged symbols of a short run."""
-        symbols, ranks = list(run), self._ranks
-        costs = [ranks.get(pair, _NEVER) for pair in map("".join, pairwise(symbols))]
-        while costs and (best := min(costs)) < _NEVER:
-            at = costs.index(best)  # the leftmost
-            symbols[at : at + 2] = ["".join(symbols[at : at + 2])]
-            del costs[at]
-            if at:
-                costs[at - 1] = ranks.get(symbols[at - 1] + symbols[at], _NEVER)
-            if at < len(costs):
-                costs[at] = ranks.get(symbols[at] + symbols[at + 1], _NEVER)
-        return symbols
-
-    def _merge_many(self, run: str, at: int) -> Generator[tuple[int, list[int]], None, list[str]]:
-        """Return the merged symbols of a run. Yields between steps."""
-        ranks, n = self._ranks, len(run)
-        symbols = list(run)  # "": merged into the one before
-        after, before = list(range(1, n + 1)), list(range(-1, n - 1))
-        heap = [
-            (rank, left, 2)
-            for left, pair in enumerate(map("".join, pairwise(run)))
-            if (rank := ranks.get(pair)) is not None
-        ]
-        heapq.heapify(heap)
-        count = 0
-        while heap:
-            count += 1
-            if not count % MERGES_PER_STEP:
+            at = place
+            steps = self._encoder.encode(words)
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    yield at, done.value
+                    break
                 yield at, []
-            _, left, size = heapq.heappop(heap)
-            right = after[left]
-            # Symbols only grow: an entry whose size is not that of both has been overtaken.
-            if not symbols[left] or right >= n or len(symbols[left]) + len(symbols[right]) != size:
-                continue
-            symbols[left] += symbols[right]
-            symbols[right] = ""
-            after[left] = right = after[right]
-            if right < n:
-                before[right] = left
-            for one, other in ((before[left], left), (left, right)):
-                if one >= 0 and other < n:
-                    both = symbols[one] + symbols[other]
-                    rank = ranks.get(both)
-                    if rank is not None:
-                        heapq.heappush(heap, (rank, one, len(both)))
-        return [symbol for symbol in symbols if symbol]
+
+    def _cut(self, parts: list[str], ids_after: list[int]) -> tuple[list[str], list[str]]:
+        """Return what is between the places that no merge crosses, with the names; that of the last part on its own."""
+        text = "".join(parts).replace(" ", SPACE)
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
+        neighbours = codes[:-1] << np.uint64(32) | codes[1:]
+        is_border = np.ones(len(codes) + 1, bool)
+        is_border[1:-1] = self._borders.find(neighbours) < 0
+        part_ends = np.cumsum([len(part) for part in parts])
+        is_border[part_ends] = True
+        ends = np.flatnonzero(is_border)
+        n_words = np.searchsorted(ends, part_ends).tolist()  # up to the end of each part
+        places = ends.tolist()
+        words = list(map(text.__getitem__, map(slice, places, places[1:])))
+        if len(parts) == 1 and ids_after[0] < 0:
+            return [], words
+        all_words: list[str] = []
+        first = 0
+        for last, name in zip(n_words, ids_after):
+            if name < 0:
+                return all_words, words[first:]
+            all_words += words[first:last]
+            all_words.append(_NAME + str(name))
+            first = last
+        return all_words, []
 
     # ---------------------------------------------------------------- offsets
 
@@ -220,20 +192,11 @@ class SentencePieceEncoder:
                 if part == sizes[at]:
                     at, part = at + 1, 0
             else:
-                n = 1 if token == self._unknown else len(self._texts[token])
+                n = 1 if token == self._unknown else int(self._n_characters[token])
                 lengths[index] = sum(sizes[at : at + n])
                 at += n
             index += 1
         return index
-
-    def lower_bound(self) -> TokenLowerBound:
-        """As `Encoder.lower_bound`: U+2581 in a token stands for a space or for itself."""
-        covered = [*self.token_bytes]
-        for text in self._texts:
-            if SPACE in text:
-                covered += [text.encode(), text.replace(SPACE, " ").encode()]
-        # Without byte tokens an unknown character of up to four bytes is one token.
-        return TokenLowerBound(covered, () if self._has_bytes else range(0x80, 0x100))
 
     # ---------------------------------------------------------------- decoding
 

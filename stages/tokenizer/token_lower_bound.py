@@ -9,23 +9,19 @@ some tens of bytes.  Independent of merges.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
-ONE = 1 << 32  # the weight of a token; the weights of bytes are rounded down, so that a sum is never too large
+from pipeline.models.vocabulary_tables import ONE
+
 _SLICE = 1 << 16  # characters counted at once: `bincount` takes 8 bytes for each
 
 
 class TokenLowerBound:
-    """Weighs texts for one vocabulary. `tokens`: the bytes of each token that encoding can produce."""
+    """Weighs texts for one vocabulary. `weights`: of each byte (`vocabulary_tables.byte_weights`)."""
 
-    def __init__(self, tokens: Sequence[bytes], holes: Collection[int] = ()) -> None:
-        lengths = np.array([len(token) for token in tokens], np.int64)
-        longest = np.zeros(256, np.int64)  # bytes of the longest token with that byte
-        np.maximum.at(longest, np.frombuffer(b"".join(tokens), np.uint8), np.repeat(lengths, lengths))
-        longest[list(holes)] = 0
-        self._weights = np.where(longest > 0, ONE // np.maximum(longest, 1), 0)
+    def __init__(self, weights: NDArray[np.int64]) -> None:
+        self._weights = weights
 
     def weight(self, text: str) -> int:
         """Return the weight of `text`, which has no lone surrogates, in units of 1 / `ONE` tokens.

@@ -25,7 +25,6 @@ from pipeline.models.vocabularies import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, 
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
 from stages.tokenizer.normalizer import Normalizer, Spaces
-from stages.tokenizer.token_lower_bound import TokenLowerBound
 
 MAX_RUN = 1 << 18  # normalized characters without a place that no token crosses
 STEP = 4096  # characters of a long run that are cut at once: about 20 ms
@@ -207,10 +206,6 @@ class UnigramEncoder:
                     last = token
                 at += len(run)
         return ends
-
-    def lower_bound(self) -> TokenLowerBound:
-        """As `Encoder.lower_bound`: none, for unknown characters of any number are one token."""
-        return TokenLowerBound([b"\0"], range(256))
 
     # ---------------------------------------------------------------- decoding
 

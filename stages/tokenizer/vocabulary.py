@@ -2,21 +2,25 @@
 
 Common to all kinds of vocabularies: names of special tokens, the BOS token, limits, the bytes of tokens.  How the text
 between special tokens is encoded is up to the kind's encoder (`byte_level.py`, `sentencepiece.py`, `unigram.py`,
-`wordpiece.py`).  Independent of requests, streams and templates.
+`wordpiece.py`).  The tables of `pipeline/models/vocabulary_tables.py` are mapped from the model's index, or compiled
+here for an index of an older release.  Independent of requests, streams and templates.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import ModelUnavailable
 from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.models.vocabularies import (
+    BYTE_LEVEL,
     CONTROL,
     NORMAL,
     SENTENCEPIECE,
@@ -28,12 +32,14 @@ from pipeline.models.vocabularies import (
     turn_ends,
     vocabulary_problem,
 )
+from pipeline.models.vocabulary_tables import NAMED, Tables, make_tables
 from shm.checkpoint import VOCABULARY_REVISION
 from stages.tokenizer.byte_level import ByteLevelEncoder
 from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
 from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
+from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.unigram import UnigramEncoder, make_rules
 from stages.tokenizer.wordpiece import WordPieceEncoder
 
@@ -71,19 +77,19 @@ class TokenizerSpec(NamedTuple):
 class Encoder(Protocol):
     """Encodes the text between special tokens, for one kind of vocabulary."""
 
-    token_bytes: list[bytes]  # of each id; the name of a special token
     holes: frozenset[int]  # bytes without a token: encoding drops them
     adds_bos: bool  # unless the file says otherwise
     may_drop: bool  # a part of a text may be in no token: white space, control characters
+
+    @property
+    def token_bytes(self) -> Sequence[bytes] | TokenTable:
+        """The bytes of each id; the name of a special token."""
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
         """Yield (end of a chunk in the text, its token ids) from the text's start to its end."""
 
     def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many bytes of the text each token covers; those of holes are not counted."""
-
-    def lower_bound(self) -> TokenLowerBound:
-        """Return the lower bound of a text's token count."""
 
     def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
         """Return the bytes of tokens as parts of a text, and `is_first` for the tokens that follow.
@@ -93,44 +99,65 @@ class Encoder(Protocol):
 
 
 class Vocabulary:
-    """Immutable. The constructor raises `ModelUnavailable` for a vocabulary that it cannot reproduce exactly."""
+    """Immutable."""
 
-    def __init__(self, spec: TokenizerSpec) -> None:
-        problem = vocabulary_problem(spec)
+    def __init__(self, spec: TokenizerSpec, tables: Tables | None = None) -> None:
+        """`tables`: the compiled form, instead of the tokens, types, merges and scores of `spec`.
+
+        Raises `ModelUnavailable` for a vocabulary that cannot be reproduced exactly, `KeyError` or `ValueError` for
+        tables of another one.
+        """
+        problem = _pretokenizer_problem(spec) if tables else vocabulary_problem(spec)
         if problem:
             raise ModelUnavailable(problem)
-        types = spec.types or [NORMAL] * len(spec.tokens)
-        self.size = len(spec.tokens)
-        self.control = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN, UNUSED))
+        if tables is None:
+            tables = make_tables(spec)
+        types = tables["types"] if tables else np.array(spec.types or [NORMAL] * len(spec.tokens), np.int64)
+        self.size = len(types)
+        self.control = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, UNUSED))).tolist())
+        named = np.flatnonzero(np.isin(types, NAMED)).tolist()
+        names = (
+            msgspec.msgpack.decode(tables["names"].tobytes(), type=list[str])
+            if tables
+            else [spec.tokens[i] for i in named]
+        )
         specials: dict[str, int] = {}  # control tokens by name
         always: dict[str, int] = {}
-        for i, (text, kind) in enumerate(zip(spec.tokens, types, strict=True)):
-            if kind in (CONTROL, UNKNOWN) and text:
-                specials.setdefault(text, i)
-            elif kind == USER_DEFINED and text:
-                always.setdefault(text, i)
+        marks: dict[str, int] = {}  # control and user-defined tokens; of one name the last
+        for i, text, kind in zip(named, names, types[named].tolist(), strict=True):
+            if text:
+                (always if kind == USER_DEFINED else specials).setdefault(text, i)
+                if kind != UNKNOWN:
+                    marks[text] = i
         self._encoder: Encoder
         if spec.model == WORDPIECE:
-            self._encoder = WordPieceEncoder(spec.tokens, types, spec.unknown)
+            self._encoder = WordPieceEncoder(spec.tokens, types.tolist(), spec.unknown)
         elif spec.model == UNIGRAM:
             rules = make_rules(spec.charsmap, bool(spec.add_space_prefix), bool(spec.merges_spaces))
-            self._encoder = UnigramEncoder(spec.tokens, types, spec.scores, spec.unknown, rules)
+            self._encoder = UnigramEncoder(spec.tokens, types.tolist(), spec.scores, spec.unknown, rules)
         elif spec.model == SENTENCEPIECE:
-            prefix = spec.add_space_prefix is not False
-            self._encoder = SentencePieceEncoder(spec.tokens, types, spec.scores, spec.unknown, prefix)
+            self._encoder = SentencePieceEncoder(tables, spec.unknown, spec.add_space_prefix is not False)
         else:
-            self._encoder = ByteLevelEncoder(spec.tokens, types, spec.merges, PRETOKENIZERS[spec.pre])
+            self._encoder = ByteLevelEncoder(tables, PRETOKENIZERS[spec.pre])
         self.bos, self.eos = spec.bos, spec.eos
         is_stated = spec.add_bos is not None and spec.model != WORDPIECE  # whose texts are always enclosed
         self.add_bos = bool(spec.add_bos if is_stated else self._encoder.adds_bos) and spec.bos >= 0
-        ends = {spec.eos, spec.eot, *turn_ends(spec.tokens, types)}
+        ends = {spec.eos, spec.eot, *turn_ends(marks)}
         self.eos_ids: tuple[int, ...] = tuple(sorted(i for i in ends if 0 <= i < self.size))
-        self.fill_in_middle = find_fill_in_middle(spec.tokens, types, spec.fim, spec.fim_ends)
+        self.fill_in_middle = find_fill_in_middle(marks, self.size, spec.fim, spec.fim_ends)
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
-        self._always = SpecialTokenFinder(always)
-        self._specials = SpecialTokenFinder(always | specials)
+        self._named_always, self._named = always, always | specials
         self.control_names = {text: i for text, i in specials.items() if text not in always}
-        self._lower_bound = self._encoder.lower_bound()
+        # Of other kinds any part of a text can be one unknown token.
+        self._lower_bound = TokenLowerBound(tables["weights"] if tables else np.zeros(256, np.int64))
+
+    @cached_property
+    def _always(self) -> SpecialTokenFinder:
+        return SpecialTokenFinder(self._named_always)
+
+    @cached_property
+    def _specials(self) -> SpecialTokenFinder:
+        return SpecialTokenFinder(self._named)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the token's bytes: its name for a special token, none for an id outside the vocabulary."""
@@ -139,8 +166,11 @@ class Vocabulary:
     @property
     def pieces(self) -> tuple[bytes, bytes]:
         """The bytes of all tokens concatenated, and the end of each (u32 little-endian)."""
-        lengths = np.fromiter(map(len, self._bytes), np.int64, len(self._bytes))
-        return b"".join(self._bytes), np.cumsum(lengths).astype("<u4").tobytes()
+        pieces = self._bytes
+        if isinstance(pieces, TokenTable):
+            return pieces.data, pieces.ends.tobytes()
+        lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
+        return b"".join(pieces), np.cumsum(lengths).astype("<u4").tobytes()
 
     # ---------------------------------------------------------------- encoding
 
@@ -235,6 +265,11 @@ class Vocabulary:
     def decoder(self, skip_special: bool = False) -> TokenDecoder:
         """Return a decoder of one sequence of tokens that `encode` could have made."""
         return TokenDecoder(self._encoder, self.control if skip_special else frozenset(), self.size)
+
+
+def _pretokenizer_problem(spec: TokenizerSpec) -> str:
+    """Return what is wrong with the configured pre-tokenizer; all else was checked when the tables were made."""
+    return vocabulary_problem(spec._replace(tokens=[" "], types=[])) if spec.model == BYTE_LEVEL else ""
 
 
 class TokenDecoder:

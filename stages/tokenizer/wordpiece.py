@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from pipeline.models.vocabularies import CONTROL, SPACE, UNKNOWN, USER_DEFINED
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
-from stages.tokenizer.token_lower_bound import TokenLowerBound
 
 MAX_WORD = 1 << 18  # characters
 CACHED_CHARACTERS = 32  # of a word whose ids are cached
@@ -165,10 +164,6 @@ class WordPieceEncoder:
                 finish()
         finish()
         return ends
-
-    def lower_bound(self) -> TokenLowerBound:
-        """As `Encoder.lower_bound`: none, for an unknown word of any length is one token."""
-        return TokenLowerBound([b"\0"], range(256))
 
     # ---------------------------------------------------------------- decoding
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
+from shm.checkpoint import Hyper, Index, TokenizerData
+from shm.checkpoint_writer import CheckpointWriter
 
 HYPER = Hyper(1, 64, 2, 1, 32, 96, 300, 2048, 1e-5, 32, "neighbours", "silu")
 TOKENIZER = TokenizerData("gpt2", "default", ["a"], [1], [], [], -1, -1, -1, -1, -1, False, False, "")

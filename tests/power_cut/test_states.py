@@ -14,6 +14,7 @@ import pytest
 from pipeline.api.quota_file import Level, QuotaFile, bucket_key
 from pipeline.files import make_directory, replace_file
 from shm import checkpoint
+from shm.checkpoint_writer import CheckpointWriter
 from stages.gateway.requests.journal import Journal, RequestEnd
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore
@@ -214,7 +215,7 @@ def test_checkpoint(bench: Bench) -> None:
     make_directory(bench.live)
     with bench.recorder as recorder:
         for i in range(2):
-            with checkpoint.CheckpointWriter(bench.live / f"{i}.idx") as writer:
+            with CheckpointWriter(bench.live / f"{i}.idx") as writer:
                 writer.add("w", (4, 256), "f32", "plain", [np.full((4, 256), i + 1, np.float32)])
                 writer.finish(digest="ab" * 32, hyper=hyper, tokenizer=tokens, **facts)
             recorder.mark(i)

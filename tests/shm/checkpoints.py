@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
+from shm.checkpoint import Hyper, Index, TokenizerData
+from shm.checkpoint_writer import CheckpointWriter
 
 HYPER = Hyper(1, 32, 1, 1, 32, 32, 4, 64, 1e-5, 32, "neighbours", "silu")
 TOKENIZER = TokenizerData("gpt2", "x", ["a", "b"], [1, 1], [], [], -1, 1, -1, -1, -1, False, False, "")

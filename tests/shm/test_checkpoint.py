@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from shm.checkpoint import (
     Checkpoint,
     CheckpointError,
-    CheckpointWriter,
     Index,
     bin_path,
     load_index,
+    load_tables,
     piece_checksum,
     write_index,
 )
+from shm.checkpoint_writer import CheckpointWriter
 from shm.tensor_checksum import TensorChecksum, has_checksum
 from tests.shm.checkpoints import HYPER, TOKENIZER, finish
 
@@ -84,7 +85,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="not a checkpoint index"):
             Checkpoint(path)
     path.write_bytes(msgspec.msgpack.encode([99, "other"]))
-    with pytest.raises(CheckpointError, match="version is 99, expected 2"):
+    with pytest.raises(CheckpointError, match="version is 99, expected 3"):
         Checkpoint(path)
     outside = msgspec.structs.replace(index, tensors=[msgspec.structs.replace(index.tensors[0], offset=1 << 20)])
     write_index(path, outside)
@@ -93,6 +94,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     write_index(path, msgspec.structs.replace(index, pieces=[]))
     with pytest.raises(CheckpointError, match="0 checksums, expected 1 for 4096 bytes"):
         Checkpoint(path)
+
+
+def load_all(path: Path) -> None:
+    load_index(path)
+    load_tables(path)
 
 
 def test_every_damaged_byte_of_an_index_is_noticed(tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ def test_every_damaged_byte_of_an_index_is_noticed(tmp_path: Path) -> None:
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
         with pytest.raises(CheckpointError, match="remove it to ingest again"):
-            load_index(path)
+            load_all(path)
     for size in range(len(raw)):
         path.write_bytes(raw[:size])
         with pytest.raises(CheckpointError):
@@ -143,6 +149,7 @@ def old(index: Index) -> Index:
 def test_pieces_are_those_of_the_file_however_it_was_written(sizes: list[int], cut: int) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr("shm.checkpoint.PIECE_BYTES", PIECE)
+        patch.setattr("shm.checkpoint_writer.PIECE_BYTES", PIECE)
         path = Path(directory) / "m.idx"
         rng = np.random.default_rng(cut)
         with CheckpointWriter(path) as writer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.tokenizer.byte_level import byte_alphabet
+from pipeline.models.vocabulary_tables import byte_alphabet
 from stages.tokenizer.vocabulary import TokenizerSpec
 
 ALPHABET = {byte: character for character, byte in byte_alphabet().items()}

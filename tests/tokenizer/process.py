@@ -16,6 +16,7 @@ import yaml
 from pipeline.config import addresses
 from pipeline.ipc.endpoint import Link
 from pipeline.models import store
+from pipeline.models.vocabulary_tables import make_tables
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from shm import checkpoint
@@ -61,7 +62,7 @@ def write_model(home: Path, name: str = MODEL, template: str = "") -> Path:
         checkpoint.VERSION, digest, "llama", name, 1, 68, 0, hyper, msgspec.Raw(msgspec.msgpack.encode(tokenizer)), []
     )
     path = home / "models" / f"{digest}.idx"
-    checkpoint.write_index(path, index)
+    checkpoint.write_index(path, index, make_tables(tokenizer))
     return path
 
 

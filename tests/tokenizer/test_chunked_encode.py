@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.models.pretokenizers import _GROUPS
-from stages.tokenizer import chunked_encode
+from pipeline.models.vocabulary_tables import byte_weights
 from stages.tokenizer import vocabulary as vocabulary_module
-from stages.tokenizer.chunked_encode import WINDOW, RunTooLong, SpecialTokenFinder
+from stages.tokenizer.chunked_encode import MAX_RUN, WINDOW, RunTooLong, SpecialTokenFinder
+from stages.tokenizer.piece_pattern import PiecePattern
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
@@ -104,7 +105,7 @@ def test_the_lower_bound_is_not_above_the_token_count(text: str) -> None:
 
 
 def test_weights_add_up_and_dropped_bytes_weigh_nothing() -> None:
-    bound = TokenLowerBound([b"a", b"b", b"abab", b"c" * 3], holes=[ord("c")])
+    bound = TokenLowerBound(byte_weights([b"a", b"b", b"abab", b"c" * 3], [ord("c")]))
     assert min_tokens(bound.weight("ab" * 6)) == 3
     assert min_tokens(bound.weight("c" * 99)) == 0
     assert bound.weight("ab" * 70_000) == 2 * bound.weight("ab" * 35_000)
@@ -112,15 +113,15 @@ def test_weights_add_up_and_dropped_bytes_weigh_nothing() -> None:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of characters of each call into the library."""
+    """The number of characters that are cut at once, each time."""
     lengths: list[int] = []
-    call = chunked_encode._call
+    cut = PiecePattern.lengths
 
-    def counting(encode: object, text: str) -> object:
+    def counting(pattern: PiecePattern, text: str) -> list[int]:
         lengths.append(len(text))
-        return call(encode, text)  # type: ignore[arg-type]
+        return cut(pattern, text)
 
-    monkeypatch.setattr(chunked_encode, "_call", counting)
+    monkeypatch.setattr(PiecePattern, "lengths", counting)
     return lengths
 
 
@@ -175,8 +176,14 @@ def test_names_that_are_prefixes_of_each_other() -> None:
     assert names.find("a" + "<" * 299 + "b", 0, 301) == (1, 300, 299)
 
 
-@pytest.mark.slow
-def test_a_run_that_the_library_cannot_process_is_an_error_and_not_a_panic() -> None:
+@pytest.mark.parametrize("unit", ["a", " ", "日"])
+def test_a_piece_that_is_too_long_is_refused(unit: str) -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
-    with pytest.raises(RunTooLong, match="12000000 characters without a border"):
-        chunked_encode._encode_all(vocabulary._encoder._tokenizer, " " * 12_000_000)
+    with pytest.raises(RunTooLong, match=f"{MAX_RUN + 1} characters without a border"):
+        vocabulary.encode(unit * (MAX_RUN + 1), False)
+
+
+def test_a_long_piece_takes_several_steps() -> None:
+    vocabulary = Vocabulary(byte_spec(pre="llama3"))
+    steps = vocabulary.encode_steps("a" * 50_000, False)
+    assert sum(1 for _ in steps) > 5

@@ -15,7 +15,7 @@ from pipeline.models.vocabularies import SPACE, byte_name
 from pipeline.protocol import messages as m
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.tokenizer import sentencepiece
+from stages.tokenizer import sentencepiece, word_encoder
 from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
@@ -174,8 +174,9 @@ def test_long_runs_equal_short_ones(unit: str, monkeypatch: pytest.MonkeyPatch) 
     vocabulary = VOCABULARIES[True]
     text = unit * 700
     expected = vocabulary.encode(text, False)
-    monkeypatch.setattr(sentencepiece, "_SHORT", 1 << 20)
-    vocabulary._encoder._cache.clear()  # type: ignore[attr-defined]
+    for name in ("_ONE_BY_ONE", "_FEW"):
+        monkeypatch.setattr(word_encoder, name, 1 << 20)
+    vocabulary._encoder._encoder._cache.clear()  # type: ignore[attr-defined]
     assert vocabulary.encode(text, False) == expected
 
 

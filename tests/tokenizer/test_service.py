@@ -197,17 +197,14 @@ def test_a_text_too_large_for_a_frame_is_rejected() -> None:
         assert isinstance(service().reply(frame), m.Detokenized)
 
 
-@pytest.mark.slow
-def test_a_run_that_the_library_cannot_process_is_an_invalid_request() -> None:
+def test_a_run_that_is_too_long_is_an_invalid_request() -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     described = m.Described("", "m", "", 1, 1, (), True)
     s = TokenizerService(lambda _: TokenizerModel(vocabulary, TEMPLATE, described))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stages.tokenizer.vocabulary.WINDOW", 12_000_000)
-        reply = s.reply(m.Encode("1", "m", " " * 12_000_000))
+    reply = s.reply(m.Encode("1", "m", " " * 600_000))
     assert isinstance(reply, m.TokenizerFailed)
     assert (reply.code, reply.param) == ("INVALID_REQUEST", "prompt")
-    assert "prompt has 12000000 characters without a border" in reply.message
+    assert "prompt has 524288 characters without a border" in reply.message
 
 
 @pytest.mark.parametrize(

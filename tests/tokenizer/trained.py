@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 
 from pipeline.models.vocabularies import SPACE, byte_name
-from stages.tokenizer.byte_level import byte_alphabet
+from pipeline.models.vocabulary_tables import byte_alphabet
 from stages.tokenizer.vocabulary import TokenizerSpec
 from tests.tokenizer.lines import written
 from tools.charsmap_writer import write_charsmap

@@ -13,7 +13,8 @@ from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models import digests, store
 from pipeline.models.store import no_progress
-from shm.checkpoint import PIECE_BYTES, Checkpoint, CheckpointError, CheckpointWriter, bin_path, load_index
+from shm.checkpoint import PIECE_BYTES, VERSION, Checkpoint, CheckpointError, bin_path, load_index
+from shm.checkpoint_writer import CheckpointWriter
 from stages.worker.checkpoint import verify as v
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
 from tests.shm.checkpoints import finish
@@ -187,7 +188,7 @@ def test_an_old_index_is_migrated_without_its_source(tiny_gguf, tmp_path: Path) 
     make_old(path)
     source.write_bytes(b"GGUF, no more")
     assert prepare_checkpoint(model, tmp_path, digest=path.stem) == path
-    assert load_index(path).version == 2
+    assert load_index(path).version == VERSION
 
 
 def test_damage_of_an_old_checkpoint_is_found_by_the_migration(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -18,7 +18,8 @@ from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import capacity
 from pipeline.models.capacity import FreeMemory
 from pipeline.models.store import no_progress
-from shm.checkpoint import PIECE_BYTES, Checkpoint, CheckpointError, CheckpointWriter, Index, bin_path, load_index
+from shm.checkpoint import PIECE_BYTES, Checkpoint, CheckpointError, Index, bin_path, load_index
+from shm.checkpoint_writer import CheckpointWriter
 from stages.worker.checkpoint import weights_memory as wm
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
 from tests.shm.checkpoints import finish

@@ -27,7 +27,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from pipeline.errors import ConfigError, ResourceError
-from shm.checkpoint import CheckpointWriter, Hyper, Index, TokenizerData
+from pipeline.models.vocabulary_tables import make_tables
+from shm.checkpoint import Hyper, Index, TokenizerData
+from shm.checkpoint_writer import CheckpointWriter
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.architectures import Sizes, tensors
 from stages.worker.checkpoint.bit_program import pack_rows
@@ -150,8 +152,10 @@ def _convert(
     with (
         check,
         _Pool() as pool,
+        ThreadPoolExecutor(1, "vocabulary") as other,
         CheckpointWriter(index_path, partial) as writer,
     ):
+        vocabulary = other.submit(make_tables, tokenizer)
         written = {tensor.name for tensor in writer.tensors}
         for name, table in tables.items():
             if name not in written:
@@ -173,6 +177,7 @@ def _convert(
             tokenizer=tokenizer,
             pooling=reader.pooling(),
             adds_eos=reader.adds_eos(),
+            tables=vocabulary.result(),
         )
 
 

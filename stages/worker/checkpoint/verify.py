@@ -22,12 +22,15 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from pipeline.models.vocabulary_tables import make_tables
 from shm.checkpoint import (
     PIECE_BYTES,
     VERSION,
+    VERSION_WITHOUT_PIECES,
     Checkpoint,
     CheckpointError,
     Index,
+    load_index,
     n_pieces,
     piece_checksum,
     write_index,
@@ -96,10 +99,22 @@ def verify(checkpoint: Checkpoint, progress: Progress) -> None:
 
 
 def migrate(index_path: Path, progress: Progress) -> Index:
-    """Verify a checkpoint without pieces by its tensors' checksums, and replace its `.idx` by one with pieces.
+    """Replace the `.idx` of an older version: compile its vocabulary, and make the pieces if it has none.
+
+    Without pieces the weights are verified by their tensors' checksums.
 
     Raises `CheckpointError` (a tensor is damaged), `OSError`.
     """
+    index = load_index(index_path)
+    if index.version == VERSION_WITHOUT_PIECES:
+        index = _with_pieces(index_path, progress)
+    replaced = msgspec.structs.replace(index, version=VERSION)
+    write_index(index_path, replaced, make_tables(index.tokenizer))
+    log.info("checkpoint index migrated", extra={"path": str(index_path), "from": index.version, "to": VERSION})
+    return replaced
+
+
+def _with_pieces(index_path: Path, progress: Progress) -> Index:
     checkpoint = Checkpoint(index_path)
     tensors, index = checkpoint.index.tensors, checkpoint.index
 
@@ -113,10 +128,7 @@ def migrate(index_path: Path, progress: Progress) -> Index:
 
     _for_each(len(tensors), check, index.bin_bytes, progress)
     pieces = [piece_checksum(checkpoint.piece(i).data) for i in range(n_pieces(index.bin_bytes))]
-    replaced = msgspec.structs.replace(index, version=VERSION, pieces=pieces)
-    write_index(index_path, replaced)
-    log.info("checkpoint index migrated", extra={"path": str(index_path), "from": index.version, "to": VERSION})
-    return replaced
+    return msgspec.structs.replace(index, pieces=pieces)
 
 
 def _for_each(count: int, work: Callable[[int], int], total: int, progress: Progress) -> None:

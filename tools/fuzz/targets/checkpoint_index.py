@@ -2,15 +2,18 @@
 
 byte 0   bit 0: the rest is an index. Otherwise it is two parts: an index, and the tokenizer data in it.
          bit 1: the index is in a file of the current version, with a correct checksum; otherwise it is the file
+         bit 2: the rest is two parts: all this, and the compiled vocabulary of the file, with a correct checksum
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import msgspec
 
 from pipeline.errors import StarlingError
+from pipeline.models.vocabulary_tables import make_tables
 from shm.checkpoint import (
     VERSION,
     VERSION_WITHOUT_PIECES,
@@ -22,6 +25,8 @@ from shm.checkpoint import (
     load_index,
     piece_checksum,
 )
+from shm.packed_arrays import pack
+from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.opened_models import ModelSource, build_model
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
@@ -29,19 +34,23 @@ from tools.fuzz.target import Target
 
 def run(data: bytes) -> None:
     """Load the index and build the vocabulary and the template."""
-    raw = data[1:]
+    raw, tables = data[1:], b""
+    if data[:1] and data[0] & 4:
+        raw, tables = ([*split(raw, 2), b"", b""])[:2]
     if data[:1] and not data[0] & 1:
         before, tokenizer, after = ([*split(raw, 3), b"", b"", b""])[:3]
         raw = b"\x9b" + before + tokenizer + after  # a list of 11
     if data[:1] and data[0] & 2:
-        raw = msgspec.msgpack.encode([VERSION, piece_checksum(raw), raw])
+        raw = msgspec.msgpack.encode([VERSION, piece_checksum(raw), raw, piece_checksum(tables), b"", tables])
     path = written("model.idx", raw)
     index = load_index(path)
     for tensor in index.tensors:
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= index.bin_bytes
         index.tensor(tensor.name)
     index.tokenizer_digest, index.vocabulary_digest, index.head_name  # noqa: B018
-    build_model(ModelSource(path))
+    vocabulary = build_model(ModelSource(path)).vocabulary
+    with suppress(IndexError, KeyError, ValueError, RunTooLong):  # of tables that are not those of a vocabulary
+        vocabulary.decode(vocabulary.encode("a<|x|> bc\u65e5", True))
 
 
 def _index(tokenizer: TokenizerData) -> Index:
@@ -64,6 +73,9 @@ def seeds() -> Iterator[bytes]:
         old = msgspec.structs.replace(index, version=VERSION_WITHOUT_PIECES, pieces=[])
         for flags, one in ((2, index), (0, old)):
             yield bytes([1 | flags]) + msgspec.msgpack.encode(one)
+            if one is index:
+                packed = pack(make_tables(tokenizer))
+                yield bytes([1 | flags | 4]) + join([msgspec.msgpack.encode(one), packed])
             fields = [msgspec.msgpack.encode(getattr(one, name)) for name in Index.__struct_fields__]
             yield bytes([flags]) + join([b"".join(fields[:8]), fields[8], b"".join(fields[9:])])
 

@@ -20,6 +20,7 @@ import zmq
 
 from pipeline.errors import NotFound
 from pipeline.ipc.endpoint import Hub
+from pipeline.models.vocabulary_tables import byte_alphabet
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -28,7 +29,6 @@ from stages.kv.sessions.model_sessions import answer
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore
-from stages.tokenizer.byte_level import byte_alphabet
 from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary

@@ -1,0 +1,209 @@
+r"""The patterns of a pre-tokenizer, run on classes of characters.
+
+The patterns of `pipeline/models/pretokenizers.py` distinguish few classes of characters.  Each character of a text is
+replaced by the number of its class, one byte, and the patterns by ones over bytes: Python's `re` then needs no tables
+of Unicode and does not depend on its version.  The syntax is what the patterns use: alternatives, groups without a
+number, lookahead, counts, possessive `*+`, classes with ranges and `&&`, `\p{L}`, `\s`, `\x{...}`, `\z`.  Both engines
+take the first alternative that matches, so that the pieces are those of the `tokenizers` library: a test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.models.pretokenizers import PreTokenizer
+from stages.tokenizer.unicode_classes import CLASSES, CODE_POINTS, runs
+
+_PROPERTIES = {"L", "M", "N", "P", "S"}
+_KNOWN_CHARACTERS = 32  # of a piece that is remembered
+_MAX_KNOWN = 1 << 14  # such pieces; some MB
+_CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
+Bools = NDArray[np.bool_]
+
+
+class _Set:
+    """A set of characters, as an expression over ranges and classes."""
+
+    def __init__(self, ranges: list[tuple[int, int]], classes: list[tuple[str, bool]]) -> None:
+        self.ranges, self.classes = ranges, classes  # (first, last); (class, is its complement)
+        self.parts: list[_Set] = []  # joined
+        self.others: list[_Set] = []  # intersected with
+        self.is_negated = False
+
+    def all_ranges(self) -> Iterator[tuple[int, int]]:
+        yield from self.ranges
+        for part in (*self.parts, *self.others):
+            yield from part.all_ranges()
+
+    def members(self, begins: NDArray[np.int64], classes: NDArray[np.uint8]) -> Bools:
+        """Return which of the stretches of characters are in the set."""
+        found = np.zeros(len(begins), bool)
+        for first, last in self.ranges:
+            found |= (begins >= first) & (begins <= last)
+        for name, is_complement in self.classes:
+            found |= (classes == CLASSES[name]) != is_complement
+        for part in self.parts:
+            found |= part.members(begins, classes)
+        for other in self.others:
+            found &= other.members(begins, classes)
+        return ~found if self.is_negated else found
+
+
+class _Reader:
+    """Reads one pattern as texts, which stay as they are, and sets of characters."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern, self._at = pattern, 0
+
+    def read(self) -> list[str | _Set]:
+        parts: list[str | _Set] = []
+        while self._at < len(self._pattern):
+            character = self._pattern[self._at]
+            if character == "[":
+                self._at += 1
+                parts.append(self._class())
+            elif character == "\\":
+                parts.append(self._escape())
+            elif character == "{":  # a count
+                end = self._pattern.index("}", self._at) + 1
+                parts.append(self._pattern[self._at : end])
+                self._at = end
+            elif self._pattern.startswith(("(?:", "(?=", "(?!"), self._at):
+                parts.append(self._pattern[self._at : self._at + 3])
+                self._at += 3
+            elif character in "()|*+?":
+                parts.append(character)
+                self._at += 1
+            else:
+                parts.append(_Set([(ord(character),) * 2], []))
+                self._at += 1
+        return parts
+
+    def _escape(self) -> str | _Set:
+        kind = self._pattern[self._at + 1]
+        self._at += 2
+        if kind == "z":
+            return r"\Z"
+        if kind in "pP":
+            name = self._braces()
+            if name not in _PROPERTIES:
+                raise ValueError(f"unknown property {name!r} in {self._pattern!r}")
+            return _Set([], [(name, kind == "P")])
+        if kind in "sS":
+            return _Set([], [("_", kind == "S")])
+        code = int(self._braces(), 16) if kind == "x" else ord(_CONTROLS.get(kind, kind))
+        if kind.isalnum() and kind != "x" and kind not in _CONTROLS:
+            raise ValueError(f"unknown escape \\{kind} in {self._pattern!r}")
+        return _Set([(code, code)], [])
+
+    def _braces(self) -> str:
+        end = self._pattern.index("}", self._at)
+        text = self._pattern[self._at + 1 : end]
+        self._at = end + 1
+        return text
+
+    def _class(self) -> _Set:
+        """Read a class behind its opening bracket."""
+        whole = current = _Set([], [])
+        if self._pattern[self._at] == "^":
+            whole.is_negated = True
+            self._at += 1
+        while (character := self._pattern[self._at]) != "]":
+            if character == "[":
+                self._at += 1
+                current.parts.append(self._class())
+            elif self._pattern.startswith("&&", self._at):
+                self._at += 2
+                current = _Set([], [])
+                whole.others.append(current)
+            else:
+                first = self._member()
+                is_range = self._pattern[self._at] == "-" and self._pattern[self._at + 1] != "]"
+                if is_range and len(first.ranges) == 1:
+                    self._at += 1
+                    ((last, _),) = self._member().ranges
+                    first.ranges = [(first.ranges[0][0], last)]
+                current.parts.append(first)
+        self._at += 1
+        return whole
+
+    def _member(self) -> _Set:
+        if self._pattern[self._at] == "\\":
+            found = self._escape()
+            assert isinstance(found, _Set)
+            return found
+        self._at += 1
+        return _Set([(ord(self._pattern[self._at - 1]),) * 2], [])
+
+
+class PiecePattern:
+    """Cuts texts into pieces, as a pre-tokenizer does."""
+
+    def __init__(self, pre: PreTokenizer) -> None:
+        """Raises `ValueError` for syntax that no known pre-tokenizer has."""
+        read = [_Reader(pattern).read() for pattern in pre.patterns]
+        sets = [part for parts in read for part in parts if isinstance(part, _Set)]
+        # Stretches of code points that no set divides.
+        begins, classes = runs()
+        cuts = {edge for one in sets for first, last in one.all_ranges() for edge in (first, last + 1)}
+        all_begins = np.union1d(begins, [cut for cut in cuts if cut < CODE_POINTS])
+        all_classes = classes[np.searchsorted(begins, all_begins, "right") - 1]
+        members = np.stack([one.members(all_begins, all_classes) for one in sets])
+        # Stretches are of one class if they are in the same sets.
+        numbers: dict[bytes, int] = {}
+        of_stretch = [numbers.setdefault(row.tobytes(), len(numbers)) for row in np.packbits(members, axis=0).T]
+        if len(numbers) > 256:
+            raise ValueError(f"{len(numbers)} classes of characters, expected at most 256")
+        lengths = np.diff(np.append(all_begins, CODE_POINTS))
+        self._classes = np.repeat(np.array(of_stretch, np.uint8), lengths)  # (CODE_POINTS,)
+        bytes_of = iter([_byte_class(sorted({of_stretch[i] for i in np.flatnonzero(row)})) for row in members])
+        self._patterns = [
+            re.compile(b"(%b)" % b"".join(part.encode() if isinstance(part, str) else next(bytes_of) for part in parts))
+            for parts in read
+        ]
+        # How short pieces are cut further: what they are cut into depends on their classes alone.
+        self._known: list[dict[bytes, list[bytes]]] = [{} for _ in pre.patterns[1:]]
+
+    def lengths(self, text: str) -> list[int]:
+        """Return the characters of each piece of a text, which has no lone surrogates."""
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        pieces = _cut(self._patterns[0], self._classes[codes].tobytes())
+        for pattern, known in zip(self._patterns[1:], self._known):
+            if len(known) > _MAX_KNOWN:
+                known.clear()
+            smaller: list[bytes] = []
+            for piece in pieces:
+                if len(piece) == 1:
+                    smaller.append(piece)
+                elif len(piece) > _KNOWN_CHARACTERS:
+                    smaller += _cut(pattern, piece)
+                else:
+                    found = known.get(piece)
+                    if found is None:
+                        found = known[piece] = _cut(pattern, piece)
+                    smaller += found
+            pieces = smaller
+        return list(map(len, pieces))
+
+
+def _byte_class(numbers: list[int]) -> bytes:
+    """Return the pattern for one of some bytes."""
+    if not numbers:
+        return rb"[^\x00-\xff]"
+    return b"[" + b"".join(rb"\x%02x" % number for number in numbers) + b"]"
+
+
+def _cut(pattern: re.Pattern[bytes], classes: bytes) -> list[bytes]:
+    """Return matches and what is between them."""
+    return list(filter(None, pattern.split(classes)))
+
+
+@cache
+def piece_pattern(pre: PreTokenizer) -> PiecePattern:
+    """Return the patterns of a pre-tokenizer, made once per process."""
+    return PiecePattern(pre)

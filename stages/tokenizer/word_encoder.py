@@ -1,0 +1,88 @@
+"""Token ids of words, which are cached: what byte-level and SentencePiece vocabularies have in common.
+
+A word is a text that no merge crosses the ends of.  Words that are not cached are merged all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stages.tokenizer.pair_merger import PairMerger
+
+CACHED_CHARACTERS = 256  # of a word whose ids are cached
+MAX_CACHED = 1 << 16  # words
+MAX_CACHED_IDS = 1 << 18  # of all cached words; with the words some 20 MB
+_ONE_BY_ONE = 256  # symbols up to which merging words one by one is faster
+_FEW = 48  # symbols of a word up to which a search of all pairs is faster than a heap
+_LONG = 512  # symbols above which a heap is faster than a step for each merge
+
+
+class Symbols(Protocol):
+    """What a kind of vocabulary says of its symbols."""
+
+    def whole(self, word: str) -> tuple[int, ...] | None:
+        """Return the ids of a word that is not merged, None of others."""
+
+    def split(self, words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the symbols of all words, and the number of each word's."""
+
+    def to_ids(self, symbols: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids of a word's merged symbols."""
+
+
+class WordEncoder:
+    """Token ids of words. May be called in several threads."""
+
+    def __init__(self, symbols: Symbols, merger: PairMerger) -> None:
+        self._symbols, self._merger = symbols, merger
+        self._cache: dict[str, tuple[int, ...]] = {}
+        self._n_ids = 0
+
+    def encode(self, words: list[str]) -> Generator[None, None, list[int]]:
+        """Return the ids of words one after the other. Yields between the steps of long ones."""
+        cache = self._cache
+        missing = set(words).difference(cache)
+        if missing:
+            found = yield from self._encode(list(missing))
+            n_ids = sum(map(len, found.values()))
+            if len(cache) + len(found) > MAX_CACHED or self._n_ids + n_ids > MAX_CACHED_IDS:
+                # Another thread may be reading the old one.
+                cache, self._cache, self._n_ids = {word: cache[word] for word in words if word in cache}, {}, 0
+                cache |= found
+            elif max(map(len, found)) > CACHED_CHARACTERS:
+                cache = cache | found
+            else:
+                self._n_ids += n_ids
+                cache |= found
+        return list(chain.from_iterable(map(cache.__getitem__, words)))
+
+    def _encode(self, words: list[str]) -> Generator[None, None, dict[str, tuple[int, ...]]]:
+        found = {word: ids for word in words if (ids := self._symbols.whole(word)) is not None}
+        rest = [word for word in words if word not in found] if found else words
+        if not rest:
+            return found
+        symbols, counts = self._symbols.split(rest)
+        ends = np.cumsum(counts)
+        to_ids = self._symbols.to_ids
+        if len(symbols) > _ONE_BY_ONE:
+            is_long = counts > _LONG
+            few = [word for word, skip in zip(rest, is_long) if not skip]
+            if few:
+                is_in = np.repeat(~is_long, counts)
+                merged, merged_ends = self._merger.merge_all(symbols[is_in], np.cumsum(counts[~is_long]))
+                flat, at = merged.tolist(), 0
+                for word, end in zip(few, merged_ends.tolist()):
+                    found[word] = to_ids(flat[at:end])
+                    at = end
+        for word, n, end in zip(rest, counts.tolist(), ends.tolist()):
+            if word not in found:
+                part = symbols[end - n : end].tolist()
+                found[word] = to_ids(
+                    self._merger.merge(part) if n <= _FEW else (yield from self._merger.merge_long(part))
+                )
+        return found

@@ -1,0 +1,63 @@
+"""Pieces of texts against the regular expressions of the `tokenizers` library."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Sequence, Split
+
+from pipeline.models.pretokenizers import _GROUPS, PreTokenizer
+from stages.tokenizer.piece_pattern import PiecePattern, piece_pattern
+from stages.tokenizer.unicode_classes import CLASSES, CODE_POINTS, runs
+from tests.tokenizer.lines import make_lines
+
+PRES = {names.split()[0]: pre for pre, names in _GROUPS.items()}
+SURROGATES = range(0xD800, 0xE000)
+# Characters that patterns distinguish, and any others.
+characters = st.one_of(
+    st.sampled_from([*"aBsréǅ日1²_/!?' \n\r\t\u3000\u0301", "'s", "'LL", "  ", "123", "IMGIMGAZ", "<sentinel:1>"]),
+    st.characters(exclude_categories=["Cs"]),
+)
+
+
+def expected(pre: PreTokenizer, text: str) -> list[int]:
+    library = Sequence([Split(Regex(pattern), "isolated") for pattern in pre.patterns])
+    return [end - begin for _, (begin, end) in library.pre_tokenize_str(text)]
+
+
+@pytest.mark.parametrize("name", PRES)
+def test_pieces_are_those_of_the_library(name: str) -> None:
+    pattern = piece_pattern(PRES[name])
+    for line in make_lines(300, 3):
+        assert pattern.lengths(line) == expected(PRES[name], line), line
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(sorted(PRES)), st.lists(characters, min_size=1, max_size=30).map("".join))
+def test_pieces_of_any_text(name: str, text: str) -> None:
+    assert piece_pattern(PRES[name]).lengths(text) == expected(PRES[name], text)
+
+
+def test_classes_are_those_of_the_library() -> None:
+    begins, classes = runs()
+    found = np.repeat(classes, np.diff(np.append(begins, CODE_POINTS)))
+    assert len(found) == CODE_POINTS
+    codes = np.array([code for code in range(CODE_POINTS) if code not in SURROGATES])
+    text = "".join(map(chr, codes.tolist()))
+    for name, pattern in {**{name: rf"\p{{{name}}}" for name in "LMNPS"}, "_": r"\s"}.items():
+        is_in = np.ones(len(codes), bool)
+        split = Split(Regex(f"{pattern}+"), "removed")
+        for at in range(0, len(text), 1 << 15):
+            for _, (begin, end) in split.pre_tokenize_str(text[at : at + (1 << 15)]):
+                is_in[at + begin : at + end] = False
+        wrong = codes[is_in != (found[codes] == CLASSES[name])]
+        assert wrong.tolist() == []
+
+
+@pytest.mark.parametrize("pattern", [r"\p{Lu}", r"\d+", r"\b"])
+def test_unknown_syntax_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="unknown"):
+        PiecePattern(PreTokenizer((pattern,)))

@@ -1,0 +1,1 @@
+"""The benchmark of vocabularies: how long one takes to open, to encode and to decode."""
