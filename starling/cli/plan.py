@@ -20,6 +20,8 @@ from pipeline.models import store
 from pipeline.models.arena_sizes import arena_sizes, most_positions
 from shm.checkpoint import Checkpoint, Hyper, piece_checksum
 from shm.pages import KvGeometry, pages_that_fit
+from stages.worker.adapters.memory import used_bytes
+from stages.worker.checkpoint.prepare import prepare_adapters
 
 MEASURE_S = 0.5  # long beside the start of the threads
 MEASURED_BYTES = 1 << 29  # at most so much of the weights: far more than caches hold
@@ -38,6 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
     kv_sequence: int  # positions that a sequence at its full context holds
     step_arena: int
     activations: int
+    adapters: int  # those that are configured, and their table
     context_length: int  # positions of a sequence
     read_bytes_per_s: float
     tokens_per_s: float
@@ -45,12 +48,15 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def memory(self) -> int:
-        """Weights and arenas."""
-        return self.weights + self.kv_arena + self.step_arena + self.activations
+        """Weights, arenas and adapters."""
+        return self.weights + self.kv_arena + self.step_arena + self.activations + self.adapters
 
 
 def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
-    """The plan of a model; None if it is not prepared. Raises `CheckpointError`, `OSError`."""
+    """The plan of a model; None if it is not prepared. Its adapters are prepared if they are not.
+
+    Raises `CheckpointError`, `ConfigError` or `ResourceError` (an adapter cannot be used), `OSError`.
+    """
     index_path = store.find_index(model, models_dir)
     if index_path is None:
         return None
@@ -60,6 +66,7 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
     geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, model.page_tokens, model.kv_type)
     context = min(h.context_length, model.max_sequence_length or h.context_length)
     step_tokens = max(config.scheduler.max_step_tokens, config.max_batch_size(model))
+    adapters = prepare_adapters(model, index, models_dir).values()
     rate = read_rate(checkpoint.data[:MEASURED_BYTES], len(os.sched_getaffinity(0)))
     per_layer = geometry.head_bytes * h.n_kv_heads / model.page_tokens
     full = index.decode_bytes + per_layer * attended(h, context)
@@ -73,6 +80,7 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
         kv_sequence=most_positions(context, h.kv_window, step_tokens, model.page_tokens),
         step_arena=sizes.steps,
         activations=sizes.activations,
+        adapters=used_bytes(index, adapters) if adapters else 0,
         context_length=context,
         read_bytes_per_s=rate,
         tokens_per_s=rate / index.decode_bytes,
@@ -114,12 +122,14 @@ def lines(p: Plan) -> list[str]:
 
     positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {p.kv_sequence:,}"
     speed = f"{p.tokens_per_s:,.1f} tokens/s for one request, {p.tokens_per_s_at_full_context:,.1f} at its full context"
+    adapters = [f"  adapters     {mb(p.adapters)}"] if p.adapters else []
     return [
         f"{p.name}  {mb(p.memory)} of memory",
         f"  weights      {mb(p.weights)}, of which each token reads {mb(p.weights_per_token)}",
         f"  KV arena     {mb(p.kv_arena)}: {positions}",
         f"  step arena   {mb(p.step_arena)}",
         f"  activations  {mb(p.activations)}",
+        *adapters,
         f"  speed        at most {speed} ({p.context_length:,})",
         f"  read rate    {p.read_bytes_per_s / 1e9:,.1f} GB/s, measured now",
     ]

@@ -14,9 +14,11 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.models.arena_sizes import arena_sizes, most_positions
 from shm.checkpoint import Hyper, load_index
-from stages.worker.checkpoint.prepare import prepare_checkpoint
+from stages.worker.adapters.memory import AdapterMemory
+from stages.worker.checkpoint.prepare import prepare_adapters, prepare_checkpoint
 from starling.cli import cli
-from starling.cli.plan import attended, read_rate
+from starling.cli.plan import attended, lines, plan, read_rate
+from tools.tiny_adapter import write_adapter
 from tools.tiny_gguf import SHAPES, write_model
 
 
@@ -51,6 +53,32 @@ def test_sizes_are_those_of_the_files(config: Config, home: Path) -> None:
     assert row["tokens_per_s"] == pytest.approx(rate / row["weights_per_token"])
     read = row["weights_per_token"] + row["kv_per_position"] / 6 * (5 * 300 + 512)
     assert row["tokens_per_s_at_full_context"] == pytest.approx(rate / read)
+
+
+def test_adapters_are_part_of_the_memory(config: Config, home: Path, tmp_path: Path) -> None:
+    base = tmp_path / "gemma3.gguf"
+    one = write_adapter(tmp_path / "one.gguf", base, 4)
+    other = write_adapter(tmp_path / "other.gguf", base, 8, seed=2)
+    fields: dict[str, object] = {
+        "name": "m0",
+        "path": str(base),
+        "kv_cache_mb": 8,
+        "max_batch_size": 4,
+        "max_sequence_length": 512,
+    }
+    fields["adapters"] = [{"name": name, "path": str(path)} for name, path in (("a", one), ("b", other), ("c", one))]
+    adapted = resolve({"models": [fields]}, {})
+    model = adapted.models[0]
+    (index_path,) = (home / "models").glob("*.idx")
+    bare = plan(config, config.models[0], home / "models")
+    found = plan(adapted, model, home / "models")
+    index = load_index(index_path)
+    loaded = AdapterMemory(index, list(prepare_adapters(model, index, home / "models").values()))
+    assert bare is not None and found is not None
+    assert (bare.adapters, found.adapters) == (0, loaded.nbytes)
+    assert found.memory == bare.memory + loaded.nbytes + found.activations - bare.activations
+    assert found.activations > bare.activations
+    assert any(line.startswith("  adapters  ") for line in lines(found))
 
 
 def test_a_plan_is_text_with_the_next_command(config: Config) -> None:

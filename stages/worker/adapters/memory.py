@@ -8,7 +8,7 @@ adapter or none.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,12 @@ from stages.worker.kernels import adapter_table as t
 from stages.worker.kernels.formats import BY_ID, DENSE
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux: pages that are never written take no memory
+
+
+def used_bytes(base: Index, adapters: Iterable[Prepared]) -> int:
+    """Bytes of the table and of the adapters; several names of one adapter count once."""
+    sizes = {one.digest: align(one.data.size) for one in adapters}
+    return align(8 * t.table_words(base.hyper.n_layers)) + sum(sizes.values())
 
 
 class AdapterMemory:
