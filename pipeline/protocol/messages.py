@@ -256,6 +256,7 @@ class Submit(Frame, tag="S"):
     scored: int = 1  # leading tokens of the prompt whose scores the gateway has, or that have none: the first one
     adapter: str = ""  # digest (hex) of the LoRA adapter that computes it; "": none. `cache_salt` depends on it
     prediction: bytes = b""  # int32 little-endian: what the output may be, for draft tokens
+    revision: int = 0  # of the output: grows when the gateway replaces its end; a live sequence then starts again
 
 
 class Cancel(Frame, tag="C"):
@@ -302,6 +303,7 @@ class SequenceTokens(Frame):
     accepted: int = 0  # draft tokens accepted so far
     score_start: int = 0  # index in the prompt of the first token in `scores`
     scores: bytes = b""  # of prompt tokens, as stages/gateway/requests/prompt_scores.py reads them
+    revision: int = 0  # of the submission; the gateway ignores those of an earlier one
 
 
 class SequenceEvent(Frame):

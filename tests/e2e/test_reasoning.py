@@ -70,3 +70,33 @@ def test_json_after_reasoning(thinker: Server, temperature: float) -> None:
                 is_killed = True
     assert is_killed
     assert found == {"reasoning_content": reasoning, "content": message.content}
+
+
+@pytest.mark.parametrize("stage", ["scheduler", f"worker-{DEMO_MODEL}"])
+def test_json_after_reasoning_that_has_reached_its_budget(thinker: Server, stage: str) -> None:
+    """A stage dies while the answer behind the forced mark is generated, with draft tokens."""
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMAS["person"]}}
+    body: dict[str, Any] = {
+        "model": DEMO_MODEL,
+        "messages": [QUESTION],
+        "max_tokens": 300,
+        "seed": 5,
+        "response_format": form,
+        "thinking_token_budget": 6,
+        "speculate": 4,
+    }
+    answer = thinker.post("/v1/chat/completions", **body)
+    message = answer["choices"][0]["message"]
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 7}
+    assert message["reasoning_content"]
+    jsonschema.validate(json.loads(message["content"]), SCHEMAS["person"])
+    found = {"reasoning_content": "", "content": ""}
+    is_killed = False
+    for event in thinker.stream("/v1/chat/completions", **body):
+        for name in found:
+            found[name] += event["choices"][0]["delta"].get(name) or ""
+        if found["content"] and not is_killed:
+            os.kill(thinker.pid_of(stage), signal.SIGKILL)
+            is_killed = True
+    assert is_killed
+    assert found == {name: message[name] for name in found}

@@ -35,6 +35,7 @@ CONTEXT = 4096
 LONG = 100_000  # tokens up to which a text over the limit is counted exactly
 MODEL = "bytes"
 SAY = b"please say "
+END_MARK, OTHERWISE = b"</think>", b"\n\nIn short: \xc3\xa4."  # what is generated after an end mark that was forced
 TEXT = "Ein Käfig ging, 一只鸟 zu suchen 🐦. "
 
 
@@ -180,7 +181,9 @@ class Generator:
                 if refused is not None:
                     self.outbox.append(refused)
                     return
-                assert frame.sequence not in self.running
+                if frame.sequence in self.running:
+                    assert frame.revision > self.running[frame.sequence][0].revision
+                self._expected.pop(frame.sequence, None)
                 if frame.pooling:
                     self.pooling[frame.sequence] = frame
                     self.most_pooling = max(self.most_pooling, len(self.pooling))
@@ -194,9 +197,10 @@ class Generator:
                 self.cancelled.append(frame)
                 self.pooling.pop(frame.sequence, None)
                 if frame.sequence in self.running:
-                    _, sent = self.running.pop(frame.sequence)
+                    cancelled, sent = self.running.pop(frame.sequence)
                     self._expected.pop(frame.sequence, None)
-                    over = m.SequenceTokens(frame.sequence, sent, (), finish="cancelled")
+                    revision = cancelled.revision
+                    over = m.SequenceTokens(frame.sequence, sent, (), finish="cancelled", revision=revision)
                     self.outbox.append(m.Tokens(MODEL, self.steps, [over]))
 
     def step(self, n: int = 1) -> None:
@@ -221,7 +225,8 @@ class Generator:
             if top >= 0:
                 logprobs = tuple(m.Logprob(-0.5, ((t, -0.5), (65, -1.5), (66, -2.5))[: top or 0]) for t in new)
             cached = 3 if sent == 0 else 0
-            moved.append(m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached))
+            part = m.SequenceTokens(sequence, sent, new, logprobs, finish, cached_tokens=cached)
+            moved.append(msgspec.structs.replace(part, revision=frame.revision))
             if over:
                 del self.running[sequence]
                 self._expected.pop(sequence, None)
@@ -256,7 +261,18 @@ def hidden(prompt: bytes, pooling: str) -> NDArray[np.float32]:
 def expected_tokens(frame: m.Submit) -> list[int]:
     if not frame.max_tokens:
         return []
-    return output(frame.prompt, frame.sampling.seed, frame.choice, frame.max_tokens, frame.stop_ids)
+    tokens = output(frame.prompt, frame.sampling.seed, frame.choice, frame.max_tokens, frame.stop_ids)
+    forced = array("i", frame.forced).tolist()
+    if tokens[: len(forced)] == forced:
+        return tokens
+    return replaced(forced)[: frame.max_tokens]
+
+
+def replaced(forced: list[int]) -> list[int]:
+    """The output after forced tokens that are not its own: the end of a replaced text, or `OTHERWISE`."""
+    behind = bytes(token for token in forced if token < 256).rpartition(END_MARK)[2]
+    assert OTHERWISE.startswith(behind)
+    return [*forced, *OTHERWISE[len(behind) :], EOS]
 
 
 def text_of(tokens: list[int], stop: str = "") -> str:

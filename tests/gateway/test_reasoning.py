@@ -121,6 +121,71 @@ def test_reasoning_is_apart_from_the_answer(
     assert events[-2].data["usage"]["completion_tokens_details"] == {"reasoning_tokens": n_reasoning}
 
 
+LONG = "<think>\\n" + "Hm, ä. " * 40 + "</think>\\n\\nYes."
+ENDED = "\n\nIn short: ä."
+
+
+@pytest.mark.parametrize("field", ["thinking_token_budget", "reasoning_budget_tokens"])
+@pytest.mark.parametrize("budget", [1, 7, 9, 15, 16, 100])
+def test_reasoning_ends_at_its_budget(thinker: Server, field: str, budget: int) -> None:
+    """The mark is forced behind the token that reaches the budget, or that ends the character or mark there."""
+    body = chat(LONG, n=2, logprobs=True, top_logprobs=2, **{field: budget})
+    answer = thinker.post(CHAT, body).json
+    whole_text = LONG.replace("\\n", "\n")
+    at = max(budget, 7)  # the first mark is as long
+    while True:
+        try:
+            kept = whole_text.encode()[:at].decode()
+            break
+        except UnicodeDecodeError:
+            at += 1
+    expected = {
+        "reasoning": kept.removeprefix("<think>").strip(),
+        "content": ENDED.strip(),
+        "calls": "",
+        "finish": "stop",
+    }
+    assert whole(answer) == [expected] * 2
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * (at + 8)}
+    assert answer["usage"]["completion_tokens"] == 2 * (at + 8 + len(ENDED.encode()) + 1)
+    logprobs = answer["choices"][0]["logprobs"]["content"]
+    assert [one["logprob"] for one in logprobs[at - 1 : at + 9]] == [-0.5, *[0.0] * 8, -0.5]
+    assert [one["token"] for one in logprobs[at : at + 8]] == list("</think>")
+    assert len(logprobs[at]["top_logprobs"]) == 1
+    assert accumulated(thinker.stream(CHAT, body).all()) == [expected] * 2
+
+
+def test_a_budget_that_is_not_reached_changes_nothing(thinker: Server) -> None:
+    for say in (LONG, "Hi", f"{THOUGHT}Hi"):
+        body = chat(say, max_tokens=400)
+        assert whole(thinker.post(CHAT, {**body, "thinking_token_budget": 399}).json) == whole(
+            thinker.post(CHAT, body).json
+        )
+    cut = thinker.post(CHAT, chat(LONG, max_tokens=20, thinking_token_budget=20)).json
+    assert (whole(cut)[0]["finish"], whole(cut)[0]["content"]) == ("length", "")
+    cut = thinker.post(CHAT, chat(LONG, max_tokens=24, thinking_token_budget=20)).json
+    assert whole(cut)[0]["reasoning"].endswith("</th")
+
+
+def test_the_budget_of_a_message(thinker: Server) -> None:
+    long = "<think>" + "Hm. " * 400 + "</think>Yes."
+    body = {**chat(long), "max_tokens": 2000, "thinking": enabled(1024)}
+    # The template begins the reasoning in the prompt: the mark that the model writes is a part of it.
+    answer = thinker.post(MESSAGES, body).json
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text"]
+    assert len(answer["content"][0]["thinking"]) in (1023, 1024)
+    assert answer["content"][1]["text"] == ENDED.strip()
+
+
+def test_a_stream_whose_reasoning_was_ended_can_be_resumed_after_each_event(thinker: Server) -> None:
+    events = thinker.stream(CHAT, chat(LONG, thinking_token_budget=15)).all()
+    message = accumulated(events)
+    assert message[0]["content"] == ENDED.strip()
+    for received, event in enumerate(events[:-1], 1):
+        rest = thinker.resume(f"/v1/requests/{event.id.partition(':')[0]}", {"Last-Event-ID": event.id}).all()
+        assert accumulated([*events[:received], *rest]) == message
+
+
 def test_reasoning_can_stay_in_the_text(thinker: Server) -> None:
     answer = thinker.post(CHAT, chat(f"{THOUGHT}Hi", reasoning_format="none")).json
     assert answer["choices"][0]["message"]["content"] == "<think>\nA ä\nB\n</think>\n\nHi"
@@ -165,6 +230,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "says otherwise",
     ),
     (CHAT, {"reasoning_format": "raw"}, "reasoning_format", '"deepseek"'),
+    (CHAT, {"thinking_token_budget": 0}, "thinking_token_budget", "switches reasoning off"),
+    (CHAT, {"thinking_token_budget": 5, "reasoning_budget_tokens": 6}, "thinking_token_budget", "differ"),
+    (CHAT, {"thinking_token_budget": 5, "reasoning_format": "none"}, "thinking_token_budget", "leave one"),
     (MESSAGES, {"max_tokens": 2000, "thinking": {"type": "on"}}, "thinking.type", '"enabled"'),
     (
         MESSAGES,

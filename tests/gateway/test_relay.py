@@ -372,7 +372,7 @@ def test_a_sequence_named_twice_in_a_frame_is_emitted_once() -> None:
 
 
 def test_a_long_text_is_stored_in_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.gateway.requests.relay.MAX_TEXT_PARTS", 4)
+    monkeypatch.setattr("stages.gateway.requests.sequence_text.MAX_TEXT_PARTS", 4)
     world = World()
     request = world.request("long", max_tokens=100)
     world.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 
 import msgspec
 import pytest
@@ -166,6 +167,50 @@ def test_a_request_changes_the_number_of_draft_tokens(asked: int, most: int) -> 
     world = World(speculate=4)
     world.submit(submission("s", [1, 2, 3], 4, speculate=asked))
     assert world.engine.table.live["s"].max_draft_tokens == most
+
+
+def test_a_later_revision_replaces_a_live_sequence_and_keeps_its_age() -> None:
+    """As when its reasoning is ended: other tokens are forced, and what is computed of the earlier ones is dropped."""
+    world = World(batch=2, max_queue_depth=3)
+    frame = submission("a", [1, 2, 3], 60, seed=3)
+    world.submit(frame)
+    for _ in range(6):
+        world.run_round()
+        world.exchange_with_kv()
+        world.compute_step()
+    for name in ("b", "c", "d"):
+        world.submit(submission(name, [4, 5], 60))
+    world.engine.outbox.tokens.clear()
+    before = world.engine.table.live["a"]
+    forced = [90, 91, 92]
+    second = msgspec.structs.replace(frame, forced=array("i", forced).tobytes(), revision=1)
+    world.submit(second)
+    after = world.engine.table.live["a"]
+    assert after is not before
+    assert after.key[0] == before.key[0]
+    assert world.engine.outbox.tokens == {}, "the earlier one ends without an event"
+    parts = []
+    for _ in range(200):
+        world.run_round()
+        world.exchange_with_kv()
+        world.compute_step()
+        for batch in world.engine.outbox.tokens.values():
+            parts += [part for part in batch if part.sequence == "a"]
+        world.engine.outbox.tokens.clear()
+    assert {part.revision for part in parts} == {1}
+    assert parts[0].start == len(forced)
+    assert sum(len(part.tokens) for part in parts) == 60 - len(forced)
+    assert [part.finish for part in parts if part.finish] == ["length"]
+
+
+def test_an_earlier_revision_does_not_take_over_a_later_one() -> None:
+    """A new gateway begins with the first tokens: those that it has not replaced must not be sent to it."""
+    world = World()
+    frame = submission("a", [1, 2, 3], 60, seed=3, revision=1, forced=[90, 91])
+    world.submit(frame)
+    later = world.engine.table.live["a"]
+    world.submit(msgspec.structs.replace(frame, forced=b"", revision=0))
+    assert world.engine.table.live["a"] is not later
 
 
 def test_limits_are_refused_with_code_and_field():

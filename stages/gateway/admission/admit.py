@@ -301,9 +301,22 @@ class Admission:
             given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
             for given in (generation.prompts if generation.echo else [])
         ]
+        generation = await self._with_end_ids(generation, described, version.id)
         prediction = await tokenize_prediction(generation, version.id, self._tokenizer, bounds, call.name.id)
         self.charge_tokens(call.caller, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, prediction, call)
+
+    async def _with_end_ids(
+        self, generation: GenerationRequest, described: m.Described, version_id: str
+    ) -> GenerationRequest:
+        """The request with the tokens that end its reasoning, if that has a budget."""
+        thinking = generation.thinking
+        if not thinking or not thinking.budget or len(described.reasoning) != 2:
+            return generation
+        encoded = await self._tokenizer.encode(version_id, described.reasoning[1], parse_special=True, add_bos=False)
+        return msgspec.structs.replace(
+            generation, thinking=msgspec.structs.replace(thinking, end_ids=tuple(encoded.tokens))
+        )
 
     def _record(
         self,

@@ -196,7 +196,7 @@ def read_template_date(value: Any, name: str) -> str:
 
 UNSUPPORTED = {
     **COMMON_UNSUPPORTED,
-    **OTHER_SERVERS,
+    **{name: one for name, one in OTHER_SERVERS.items() if name not in REASONING_FIELDS},
     "echo": Unsupported(False, hint="use continue_final_message"),
     "add_special_tokens": Unsupported(False, hint="the chat template has what the model expects"),
     "functions": Unsupported([], hint="use tools"),

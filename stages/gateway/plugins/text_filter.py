@@ -18,6 +18,7 @@ from pipeline.errors import Conflict, StarlingError
 from stages.gateway.plugins.errors import failed, refused
 from stages.gateway.plugins.frames import REFUSED, Failed, Post, PostDone, Reply, frame
 from stages.gateway.plugins.process_client import PluginProcess
+from stages.gateway.requests.reasoning_budget import is_over_budget
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -36,6 +37,9 @@ class Outlet(Protocol):
 
     def met_stop(self, sequence: SequenceState, stop_string: str, at: int) -> None:
         """A stop string is complete with the output tokens before `at`."""
+
+    def end_reasoning(self, sequence: SequenceState, at: int) -> None:
+        """The reasoning has reached its budget with the first `at` output tokens."""
 
     def fail(self, request: RequestState, error: StarlingError) -> None:
         """A plugin failed or refused the answer."""
@@ -73,6 +77,9 @@ class TextFilter:
             self.enter(0, Piece(text, self._n_decoded, False))
             if decoder.stop_string:
                 self._stop(decoder.stop_string, "")
+            elif self._n_decoded >= sequence.reasoning_limit and is_over_budget(sequence, decoder, self._n_decoded):
+                self.outlet.end_reasoning(sequence, self._n_decoded)
+                visible = sequence.visible
         if sequence.finish_reason and not (self.is_closed or self._is_complete):
             rest = decoder.finish()
             if decoder.stop_string:

@@ -13,6 +13,7 @@ from pipeline.errors import InvalidRequest
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MIN_BUDGET = 1024  # tokens; as in Anthropic's API
+BUDGET_FIELDS = ("thinking_token_budget", "reasoning_budget_tokens")  # of a chat: vLLM's and llama-server's
 
 
 class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +25,8 @@ class Thinking(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     needs_switch: bool = True  # a model that always thinks is not enough
     is_split: bool = True  # False: reasoning is part of the text
     is_shown: bool = True  # False: the answer leaves it out
+    budget: int = 0  # tokens after which reasoning is ended; 0: it may take all
+    end_ids: tuple[int, ...] = ()  # set at admission: the tokens that end it
 
 
 class Reasoning(msgspec.Struct, array_like=True, frozen=True):
@@ -34,6 +37,8 @@ class Reasoning(msgspec.Struct, array_like=True, frozen=True):
     is_open: bool = False  # the prompt ends with the first mark
     keeps_space: bool = False  # after the second mark: a constraint says what the answer is
     is_shown: bool = True
+    budget: int = 0  # output tokens after which it is ended; 0: it may take all
+    end_ids: tuple[int, ...] = ()  # the tokens of the second mark, which end it then
 
     @property
     def marks(self) -> tuple[bytes, bytes]:
@@ -43,10 +48,23 @@ class Reasoning(msgspec.Struct, array_like=True, frozen=True):
 
 read_effort = one_of(*EFFORTS)
 
+_ANY_BUDGET = integer(-1, MAX_OUTPUT_TOKENS, hint="-1: none")
+
+
+@described({"type": "integer", "minimum": -1, "maximum": MAX_OUTPUT_TOKENS, "not": {"const": 0}})
+def read_budget(value: Any, name: str) -> int:
+    """Read a budget of a chat's reasoning; 0: none, which is -1 in the body."""
+    budget: int = _ANY_BUDGET(value, name)
+    if budget == 0:
+        raise InvalidRequest(f'{name} is 0; reasoning_effort "none" switches reasoning off', name)
+    return max(0, budget)
+
+
 REASONING_FIELDS: dict[str, Reader] = {
     "reasoning_effort": read_effort,
     "include_reasoning": flag,  # vLLM's
     "reasoning_format": one_of("auto", "deepseek", "none"),  # llama-server's
+    **dict.fromkeys(BUDGET_FIELDS, read_budget),
 }
 
 
@@ -54,10 +72,21 @@ def thinking_of(values: dict[str, Any]) -> Thinking | msgspec.UnsetType:
     """Return what the values of `REASONING_FIELDS` demand; UNSET: nothing."""
     if not any(name in values for name in REASONING_FIELDS):
         return msgspec.UNSET
+    given = [name for name in BUDGET_FIELDS if values.get(name)]
+    budgets = {values[name] for name in given}
+    if len(budgets) > 1:
+        raise InvalidRequest(f"{' and '.join(given)} differ, and mean the same; give one", given[0])
+    if given and values.get("reasoning_format") == "none":
+        raise InvalidRequest(
+            f"{given[0]} is given and reasoning_format is none, with which reasoning is not told from the answer; "
+            f"leave one of them out",
+            given[0],
+        )
     return Thinking(
         effort=values.get("reasoning_effort", ""),
         is_split=values.get("reasoning_format") != "none",
         is_shown=values.get("include_reasoning", True),
+        budget=max(budgets, default=0),
     )
 
 
@@ -91,7 +120,7 @@ def read_thinking(value: Any, name: str) -> Thinking:
         return Thinking(effort="none", field=f"{name}.type")
     if kind == "adaptive":
         return Thinking()  # as the chat template does by default
-    return Thinking(effort="medium", field=f"{name}.type", needs_switch=False)
+    return Thinking(effort="medium", field=f"{name}.type", needs_switch=False, budget=fields["budget_tokens"])
 
 
 def check_budget(value: Any, max_tokens: int) -> None:

@@ -59,6 +59,16 @@ class ReasoningParser:
         """The answer has begun: all that follows is part of it."""
         return self._state is _State.ANSWER
 
+    @property
+    def is_reasoning(self) -> bool:
+        """The first mark was met, and the second one was not."""
+        return self._state is _State.BEGIN or self._state is _State.WITHIN
+
+    @property
+    def may_be_ending(self) -> bool:
+        """The text so far ends with the beginning of the second mark."""
+        return self._state is _State.WITHIN and _overlap(self._held, self._reasoning.end) > 0
+
     def feed(self, text: str) -> list[Part]:
         """Return what has become certain with more of the text."""
         text, self._held = self._held + text, ""

@@ -65,7 +65,9 @@ def reasoning_of(
         tail, last = _tail(prompt, vocabulary).rstrip(), last.rstrip()[-TAIL_TOKENS:]
         # A template that puts nothing after the last message does not begin reasoning, whatever the message says.
         is_open = tail.endswith(begin) and not (last.endswith(begin) and tail.endswith(last))
-    return Reasoning(begin, end, is_open, is_shown=thinking.is_shown if thinking else True)
+    if not thinking:
+        return Reasoning(begin, end, is_open)
+    return Reasoning(begin, end, is_open, is_shown=thinking.is_shown, budget=thinking.budget, end_ids=thinking.end_ids)
 
 
 def prefix_of(

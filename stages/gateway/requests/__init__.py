@@ -11,6 +11,8 @@ stored_conversations.py   conversations in the same file
 lifecycle.py            start and end of a request
 relay.py                requests in flight: submits them to the scheduler and turns tokens into text
 text_decoder.py         tokens to text, with stop strings
+sequence_text.py        stores the text of a sequence and passes it on
+reasoning_budget.py     where the reasoning of an answer is ended
 token_bytes.py          the bytes of each token of a vocabulary
 sessions.py             turns of sessions at the KV manager
 response_cache.py       answers by everything that determines them

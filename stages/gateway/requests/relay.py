@@ -25,7 +25,9 @@ from pipeline.errors import CODES, Conflict, InternalError, StarlingError
 from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, Tokens
 from stages.gateway.requests.output import SequenceOutput, restore_output
 from stages.gateway.requests.overtime import OVERTIME_S, timeout_message
+from stages.gateway.requests.reasoning_budget import end_reasoning, is_over_budget
 from stages.gateway.requests.sequence_events import record_decoding, record_first_token
+from stages.gateway.requests.sequence_text import emit, is_complete
 from stages.gateway.requests.state import (
     Filter,
     IllegalTransitionError,
@@ -33,7 +35,6 @@ from stages.gateway.requests.state import (
     RequestState,
     SequencePhase,
     SequenceState,
-    Sink,
     submission,
 )
 from stages.gateway.requests.text_decoder import StreamDecoder
@@ -43,7 +44,6 @@ from stages.gateway.tracing.timeline import Fact, Phase
 log = logging.getLogger("starling.gateway.relay")
 
 RESUBMIT_AFTER_S = 1.0  # shortest time between two submissions of a sequence because of a gap
-MAX_TEXT_PARTS = 512  # of a sequence; one string for each token would take ten times the memory of its characters
 MEASURED = 16  # one frame in so many is timed for the timelines, and counts for all of them
 
 
@@ -107,7 +107,7 @@ class Relay:
         self.sequences.update((sequence.id, sequence) for sequence in request.sequences)
         for sequence in request.sequences:
             if request.outcome is Outcome.OPEN:
-                if sequence.tokens and not _is_complete(sequence):  # of another server
+                if sequence.tokens and not is_complete(sequence):  # of another server
                     sequence.move(SequencePhase.DECODING)
                     self._emit_text(sequence)
                 if not sequence.is_over:
@@ -242,6 +242,9 @@ class Relay:
 
     def _append(self, sequence: SequenceState, new: SequenceTokens) -> bool:
         """Store the tokens that are new. False: there is nothing to emit."""
+        if new.revision != sequence.revision:
+            self._late += 1
+            return False
         if new.finish and new.finish not in ("stop", "length"):
             self._on_bad_finish(sequence, new)
             return False
@@ -332,7 +335,7 @@ class Relay:
 
     def _submit(self, sequence: SequenceState) -> None:
         tokens = sequence.tokens
-        if _is_complete(sequence):
+        if is_complete(sequence):
             # The finish reason was lost with the scheduler; the tokens determine it.
             sequence.finish_reason = "stop" if tokens[-1] in sequence.spec.stop_ids else "length"
             self._unsubmitted.pop(sequence.id, None)
@@ -400,13 +403,21 @@ class Relay:
         # "length" comes with the token that reached the limit. A stop token may come in a frame of its own, so the text
         # that it releases is always a separate call, however the frames were grouped.
         last = visible if sequence.finish_reason and visible == len(tokens) else -1
+        limit = sequence.reasoning_limit
         for end in range(sequence.n_emitted + 1, visible + 1):
             text = decoder.push(vocabulary.shown(tokens[end - 1], skip_special, kept))
+            if end >= limit and is_over_budget(sequence, decoder, end):
+                sequence.n_reasoning = decoder.n_reasoning
+                emit(sequence, sink, text, end)
+                self.end_reasoning(sequence, end)
+                if not sequence.is_over:
+                    self._emit_text(sequence)
+                return
             if end == last and not decoder.stop_string:
                 text += decoder.finish()
             sequence.is_flushed = end == last or bool(decoder.stop_string)
             sequence.n_reasoning = decoder.n_reasoning
-            _emit(sequence, sink, text, end)
+            emit(sequence, sink, text, end)
             if decoder.stop_string:
                 self._stop(sequence, decoder.stop_string)
                 return
@@ -415,7 +426,7 @@ class Relay:
         if not sequence.is_flushed:
             text, sequence.is_flushed = decoder.finish(), True
             if text:
-                _emit(sequence, sink, text, visible)
+                emit(sequence, sink, text, visible)
             if decoder.stop_string:
                 self._stop(sequence, decoder.stop_string)
                 return
@@ -436,12 +447,18 @@ class Relay:
         sink, sequence.is_flushed = sequence.request.sink, is_final
         assert sink is not None and sequence.text_ends is not None
         if text or not is_final:
-            _emit(sequence, sink, text, end)
+            emit(sequence, sink, text, end)
         if is_final:
             self._finish(sequence, sequence.n_emitted if sequence.stop_string else len(sequence.tokens))
         else:
             sequence.text_ends.append(sequence.text_length)
         sink.flush()
+
+    def end_reasoning(self, sequence: SequenceState, at: int) -> None:
+        """The reasoning has reached its budget: the answer goes on behind its end mark."""
+        if end_reasoning(sequence, at) and sequence.is_submitted:
+            sequence.n_resubmitted += 1
+            self._submit(sequence)
 
     def _stop(self, sequence: SequenceState, stop_string: str) -> None:
         """A stop string was met: tokens past it do not count."""
@@ -480,21 +497,3 @@ class Relay:
         for sequence in [s for s in self._unsubmitted.values() if now >= s.not_before]:
             if not sequence.is_over:
                 self._submit(sequence)
-
-
-def _is_complete(sequence: SequenceState) -> bool:
-    """Whether its tokens say that no more follow."""
-    tokens = sequence.tokens
-    return bool(tokens) and (len(tokens) >= sequence.spec.max_tokens or tokens[-1] in sequence.spec.stop_ids)
-
-
-def _emit(sequence: SequenceState, sink: Sink, text: str, end: int) -> None:
-    """Store and pass on the text that became certain with the output tokens before `end`."""
-    if text:
-        parts = sequence.text
-        parts.append(text)
-        sequence.text_length += len(text)
-        if len(parts) >= MAX_TEXT_PARTS:
-            parts[:] = ["".join(parts)]
-    begin, sequence.n_emitted = sequence.n_emitted, end
-    sink.text(sequence, text, begin, end)

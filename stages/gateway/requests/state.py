@@ -29,6 +29,8 @@ from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tracing.timeline import RequestTrace
 
+NEVER = 1 << 60  # a number of tokens that no sequence reaches
+
 
 class IllegalTransitionError(RuntimeError):
     """A bug of the gateway: a request or sequence ended twice."""
@@ -109,7 +111,9 @@ class SequenceState:
         "not_before",
         "phase",
         "predicted",
+        "reasoning_limit",
         "request",
+        "revision",
         "scores",
         "spec",
         "stop_string",
@@ -139,6 +143,7 @@ class SequenceState:
         self.is_started = False  # the scheduler has taken it out of its queue and computes its prompt
         self.not_before = 0.0  # s, monotonic: earliest time of the next submission
         self.n_resubmitted = 0
+        self.revision = 0  # of the tokens: grows when some that were computed are replaced by others
         # Text.
         self.decoder: StreamDecoder | None = None  # from the first token to the end of the sequence
         self.filter: Filter | None = None  # beside the decoder, if the text goes through plugins
@@ -150,6 +155,9 @@ class SequenceState:
         self.stop_string = ""
         self.n_used = 0  # output tokens that count: up to and including a stop token
         self.n_reasoning = 0  # of them, those of the reasoning before the answer, with its marks
+        reasoning = request.spec.generation.reasoning
+        # Output tokens after which its reasoning is ended.
+        self.reasoning_limit = reasoning.budget if reasoning and reasoning.end_ids and reasoning.budget else NEVER
         # Of a request with a prediction: its tokens that came where they were expected, and the others.
         prediction = request.spec.prediction
         self.follower = PredictionFollower(prediction) if prediction else None
@@ -307,4 +315,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         scored=sequence.scores.known if sequence.scores is not None else 1,
         adapter=generation.adapter.digest if generation.adapter else "",
         prediction=spec.prediction if generation.speculate >= 0 else b"",
+        revision=sequence.revision,
     )

@@ -31,6 +31,13 @@ class StreamDecoder:
         self._held = ""
         self.stop_string = ""  # the stop string that was met; after that the decoder takes no more tokens
 
+    def is_reasoning(self, *, is_whole: bool) -> bool:
+        """The text so far ends within the reasoning; `is_whole`: and not within a character or what may be a mark."""
+        parser = self._parser
+        if parser is None or not parser.is_reasoning:
+            return False
+        return not is_whole or not (self._utf8.getstate()[0] or parser.may_be_ending)
+
     def push(self, token_bytes: bytes) -> str:
         """Take the bytes of one token (b"" if it is not shown). Returns the text that is now certain."""
         text = self._utf8.decode(token_bytes)

@@ -40,7 +40,18 @@ class Outbox:
             return
         cached = 0 if sequence.has_emitted else sequence.cached_tokens
         sequence.has_emitted = True
-        part = SequenceTokens(sequence.id, start, tokens, logprobs, finish, error, message, cached, sequence.accepted)
+        part = SequenceTokens(
+            sequence.id,
+            start,
+            tokens,
+            logprobs,
+            finish,
+            error,
+            message,
+            cached,
+            sequence.accepted,
+            revision=sequence.revision,
+        )
         parts = self.tokens.get(gateway)
         if parts is None:
             self.tokens[gateway] = [part]
@@ -53,7 +64,13 @@ class Outbox:
             cached = 0 if sequence.has_emitted else sequence.cached_tokens
             sequence.has_emitted = True
             part = SequenceTokens(
-                sequence.id, sequence.outputs, (), cached_tokens=cached, score_start=start, scores=scores
+                sequence.id,
+                sequence.outputs,
+                (),
+                cached_tokens=cached,
+                score_start=start,
+                scores=scores,
+                revision=sequence.revision,
             )
             self.tokens.setdefault(sequence.gateway, []).append(part)
 

@@ -84,6 +84,7 @@ class SequenceState:
         "prediction",
         "prompt_len",
         "request",
+        "revision",
         "run",
         "salt",
         "sampling",
@@ -110,6 +111,7 @@ class SequenceState:
         self.choice: int = frame.choice
         self.breakers: bytes = frame.breakers
         self.prediction: bytes = frame.prediction
+        self.revision: int = frame.revision
         self.constraint = frame.constraint
         self.masks: Masks | None = None  # of a live sequence with a constraint
         self.acquired_at = now  # s: when pages were requested for its row

@@ -191,6 +191,7 @@ class SequenceTable:
         received = len(forced)
         if (
             frame.sampling.logprobs >= 0
+            or frame.revision != sequence.revision
             or (frame.prompt_logprobs >= 0 and frame.scored < sequence.prompt_len)
             or tokens[:split].tobytes() != frame.prompt
             or sequence.sampling != frame.sampling

@@ -59,10 +59,11 @@ class SubmissionQueue:
         table = self._table
         self._outbox.now = now
         refusal = check_frame(frame)
-        if refusal is None and frame.sequence in table.live:
+        replaced = table.live.get(frame.sequence)
+        if refusal is None and replaced is not None:
             if table.reattach(gateway, frame):
                 return
-            table.cancel_silently(table.live[frame.sequence])
+            table.cancel_silently(replaced)
         if refusal is None and frame.constraint is not None:
             held = self._constraints.hold(gateway, frame, now, self.submit, self._refuse)
             if held is True:
@@ -75,6 +76,8 @@ class SubmissionQueue:
             return
         sequence = table.add(gateway, frame, now)
         sequence.max_draft_tokens = self._max_draft_tokens(frame)
+        if replaced is not None and frame.revision > replaced.revision:  # the same stream: it keeps its age
+            sequence.key = (replaced.key[0], sequence.key[1])
         refusal = check_limits(sequence, self._limits)
         if refusal is not None:
             if frame.forced:
