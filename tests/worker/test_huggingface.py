@@ -362,6 +362,37 @@ def test_a_configuration_that_does_not_fit_is_refused(llama: Path, fields: dict[
     assert message in refusal(llama)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("attn_logit_softcapping", 50.0, "none"),
+        ("final_logit_softcapping", 30.0, "none"),
+        ("query_pre_attn_scalar", 144, "none"),
+        ("attention_multiplier", 0.5, "none"),
+        ("embedding_multiplier", 12.0, "1"),
+        ("logits_scaling", 8, "1"),
+        ("logit_scale", 0.0625, "1"),
+        ("use_bidirectional_attention", True, "false"),
+        ("use_parallel_residual", True, "false"),
+        ("use_qk_norm", True, "false"),
+        ("no_rope_layers", [1, 0], "[]"),
+        ("attention_chunk_size", 8192, "none"),
+        ("compression_config", {"format": "int-quantized"}, "none"),
+        ("layer_types", ["full_attention", "sliding_attention"], "full_attention in every layer"),
+    ],
+)
+def test_a_switch_that_the_graph_does_not_have_is_refused(llama: Path, key: str, value: object, expected: str) -> None:
+    change(llama / "config.json", **{key: value})
+    assert f"config.json: {key} is {str(value)!r}, expected {expected}; this model cannot be served" in refusal(llama)
+
+
+def test_switches_without_an_effect_are_accepted(llama: Path, tmp_path: Path) -> None:
+    change(llama / "config.json", logit_scale=1.0, use_qk_norm=False, no_rope_layers=[], clip_qkv=None)
+    change(llama / "config.json", layer_types=["full_attention"] * 2, add_cross_attention=False)
+    (tmp_path / "models").mkdir(exist_ok=True)
+    assert prepare_source(llama, tmp_path / "models").architecture == "llama"
+
+
 def test_tensors_that_do_not_fit_are_refused(llama: Path) -> None:
     replace_weights(llama, model__extra__weight=("F16", np.zeros((2, 2), np.float16)))
     assert "tensor 'model.extra.weight' (model.extra.weight) is not part of this architecture's graph" in refusal(llama)

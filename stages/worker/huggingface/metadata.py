@@ -7,7 +7,7 @@ could not express is refused: an activation, a scaling of positions, or a switch
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,39 @@ from stages.worker.huggingface.families import FAMILIES, Family
 Metadata = dict[str, Any]
 _MAX_ROTATED = 4096  # values of a head; more than the graph allows
 _NOMIC_CONTEXT = 2048  # as llama.cpp's converter has it
+
+
+_CAPPED, _SCALED = ("gemma2", "gemma3"), ("granite", "granitemoe")
+
+
+class _Switch(NamedTuple):
+    """A field that changes a model's numbers: its values without an effect, and the architectures that read it."""
+
+    neutral: tuple[object, ...] = ()
+    read_by: tuple[str, ...] = ()
+
+
+# Fields of `transformers` that a class's graph may have, and this one has not: they are refused, and not ignored.
+_SWITCHES = {
+    "add_cross_attention": _Switch((False,)),
+    "alibi": _Switch((False,)),
+    "attention_chunk_size": _Switch(),
+    "attention_multiplier": _Switch((), _SCALED),
+    "attn_logit_softcapping": _Switch((), _CAPPED),
+    "clip_qkv": _Switch(),
+    "compression_config": _Switch(),
+    "embedding_multiplier": _Switch((1,), _SCALED),
+    "final_logit_softcapping": _Switch((), _CAPPED),
+    "logit_scale": _Switch((1,)),
+    "logits_scaling": _Switch((1,), _SCALED),
+    "no_rope_layers": _Switch(([],)),
+    "qk_layernorm": _Switch((False,), ("stablelm",)),
+    "query_pre_attn_scalar": _Switch((), _CAPPED),
+    "residual_multiplier": _Switch((1,), _SCALED),
+    "use_bidirectional_attention": _Switch((False,)),
+    "use_parallel_residual": _Switch((False,), ("stablelm",)),
+    "use_qk_norm": _Switch((False,)),
+}
 
 
 def family_of(config: Config) -> tuple[str, Family]:
@@ -35,6 +68,7 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
     if config.has("quantization_config"):
         method = config.table("quantization_config").text("quant_method", "unknown")
         raise config.refuse("quantization_config", f"none (unquantized F32, F16 or BF16 weights), found {method!r}")
+    _refuse_switches(config, arch)
     activation = config.text(family.activation_key, "") or config.text("hidden_act", family.activations[0])
     if activation not in family.activations:
         raise config.refuse(
@@ -52,6 +86,25 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
         positions, tensors = _positions(config, family, keys)
         keys |= positions
     return {f"{arch}.{key}": value for key, value in keys.items()}, tensors
+
+
+def _refuse_switches(config: Config, architecture: str) -> None:
+    switches = dict(_SWITCHES)
+    if not ARCHITECTURES[architecture].is_causal:
+        switches["is_decoder"] = _Switch((False,))
+    if architecture == "starcoder2":
+        switches["norm_type"] = _Switch(("layer_norm",))
+    for key, switch in switches.items():
+        if config.has(key) and architecture not in switch.read_by and config.fields[key] not in switch.neutral:
+            raise config.refuse(key, str(switch.neutral[0]).lower() if switch.neutral else "none")
+
+
+def _check_layer_types(config: Config, arch: str, has_window: bool) -> None:
+    """Only graphs with a pattern of windows have layers of two kinds."""
+    full, local = "full_attention", "sliding_attention"
+    allowed = (full, local) if arch in _CAPPED else (local,) if has_window else (full,)
+    if any(kind not in allowed for kind in config.items("layer_types", [])):
+        raise config.refuse("layer_types", f"{' or '.join(allowed)} in every layer")
 
 
 def _sizes(config: Config, family: Family) -> Metadata:
@@ -121,6 +174,7 @@ def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
         window = window and config.flag("use_sliding_window", False)
     if window:
         keys["attention.sliding_window"] = config.integer("sliding_window")
+    _check_layer_types(config, arch, bool(window))
     if arch in ("granite", "granitemoe"):
         keys["embedding_scale"] = config.number("embedding_multiplier", 1.0)
         keys["residual_scale"] = config.number("residual_multiplier", 1.0)
@@ -219,6 +273,9 @@ def _positions(config: Config, family: Family, sizes: Metadata) -> tuple[Metadat
                 f"rope_factors_{length}.weight": _factors(rope, f"{length}_factor", n_rot)
                 for length in ("long", "short")
             }
+            for key in ("short_mscale", "long_mscale"):
+                if rope.has(key):
+                    raise rope.refuse(key, "none")
             ratio = sizes["context_length"] / original if original > 0 else 1.0
             magnitude = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 and original > 1 else 1.0
             keys |= {
