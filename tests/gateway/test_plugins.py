@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipeline.procfs import children
 from tests.gateway.server import Server
@@ -211,6 +212,15 @@ def test_the_journal_has_what_pre_inference_made_of_a_request(homes: Callable[[]
         assert log.read_text().splitlines().count(request_id) == 1
         assert _text(server.resume(f"/v1/requests/{request_id}").all()) == undisturbed
         _check_stored_responses(server)
+        file = server.home / "starling.yaml"
+        file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "plugins": plugins[:1]}))
+        server.kill_and_restart()
+        peers.do(peers.kill_scheduler)
+        peers.do(peers.start_scheduler)
+        conflict = server.get(f"/v1/requests/{request_id}").body.decode()  # generated again it would be another text
+        assert '"code":"CONFLICT"' in conflict
+        assert "trouble@0#" in conflict
+        assert "Hi" not in conflict
     finally:
         server.close()
     assert not any(b"ada@" in file.read_bytes() for file in (server.home / "state").rglob("*") if file.is_file())
