@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients test-deploy lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,6 +15,8 @@ KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
 # Of `make api-examples`: the server, and the examples for each of its operations.
 URL ?= http://127.0.0.1:8080
 EXAMPLES ?= 400
+# Of `make schema-check`: a folder of JSON Schemas, such as `data` of a checkout of guidance-ai/jsonschemabench.
+SCHEMAS ?=
 # Of `make fuzz`: how long for each target, and which ones (all).
 TIME ?= 5m
 TARGET ?=
@@ -100,6 +102,9 @@ api-examples: $(VENV)/.locked-dev ## requests made from the /openapi.json of the
 	@$(BIN)/schemathesis run $(URL)/openapi.json --max-examples $(EXAMPLES) --phases examples,coverage,fuzzing \
 	  --checks not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance \
 	  --exclude-path-regex '^/v1/(admin|engines)' --continue-on-failure $(ARGS)
+
+schema-check: $(VENV)/.locked-dev ## the server at URL writes JSON of 300 schemas, or of those in SCHEMAS; fails at an invalid one
+	@$(BIN)/python -m tools.schema_check --url $(URL) $(if $(SCHEMAS),--schemas $(SCHEMAS)) $(ARGS)
 
 lock: $(VENV)/.locked-dev ## resolve pyproject.toml into the lock files; ARGS=--upgrade takes newer versions
 	@tools/lock.sh $(BIN)/python $(ARGS)

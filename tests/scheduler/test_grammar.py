@@ -16,6 +16,7 @@ import pytest
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints import grammar
 from stages.tokenizer.reasoning_format import MARKS
+from tools.schema_check.generated import generated
 
 from . import vocabularies
 from .schemas import SCHEMAS
@@ -169,6 +170,53 @@ def test_a_constraint_that_cannot_be_used_is_refused_with_the_reason(kind: str, 
     with pytest.raises(grammar.GrammarError, match=re.escape(message)) as caught:
         matcher_of(kind, text)
     assert "llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize("number", range(0, 60, 4))
+def test_every_walk_of_a_generated_schema_is_valid(number: int) -> None:
+    """`make schema-check` sends these schemas, and hundreds more, to a server."""
+    schema = generated(number, refusable=False)
+    matcher = matcher_of("json_schema", json.dumps(schema))
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    for seed in range(3):
+        found, has_ended = walk(matcher.deep_copy(), seed)
+        if has_ended:
+            validator.validate(json.loads(found))
+
+
+@pytest.mark.parametrize("schema", ['{"$ref": "#"}', '{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'])
+def test_a_reference_to_itself_is_refused_with_the_reason(schema: str) -> None:
+    """When the first mask is computed, which is a part of vetting."""
+    with pytest.raises(grammar.GrammarError, match=re.escape("a $ref leads back to itself")):
+        allowed(matcher_of("json_schema", schema))
+
+
+@pytest.mark.parametrize("form", ["time", "date", "date-time"])
+def test_times_have_no_second_60_and_dates_no_year_0(form: str) -> None:
+    schema = {"type": "string", "format": form, "allOf": [{"maxLength": 40}]}
+    checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+    matcher, ended = matcher_of("json_schema", json.dumps(schema)), 0
+    for seed in range(120):
+        found, has_ended = walk(matcher.deep_copy(), seed)
+        if has_ended:
+            ended += 1
+            checker.check(json.loads(found), form)
+    assert ended >= 60
+    day, time = "2026-01-02", "23:58:59Z"
+    texts = {"time": (time, "23:58:60Z"), "date": (day, "0000-01-02")}
+    texts["date-time"] = (f"{day}T{time}", f"0000-01-02T{time}")
+    for text, is_whole in zip(texts[form], (True, False), strict=True):
+        tokens = [*f'"{text}"'.encode()]
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_whole
+
+
+def test_values_that_look_like_schemas_stay_as_they_are() -> None:
+    schema = {"enum": [{"format": "time"}, "x"]}
+    assert grammar.plain_times(schema) == schema
+    named = {"type": "object", "properties": {"format": {"type": "string"}, "default": {"format": "time"}}}
+    found = grammar.plain_times(named)
+    assert found["properties"]["format"] == {"type": "string"}
+    assert "allOf" in found["properties"]["default"]
 
 
 def test_logits_without_a_token_are_never_allowed() -> None:

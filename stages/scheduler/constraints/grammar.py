@@ -27,6 +27,12 @@ _LISTING = re.compile(r"<state>|\n +[0-9]+ \|")
 _POSITION = re.compile(r"^at [0-9]+\([0-9]+\): ")  # in the grammar: of use only to who wrote one
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regular expression of a grammar
 MAX_ERROR = 400  # characters of a message
+_SECONDS, _YEARS = "^[^:]*:[^:]*:[0-5]", "^(000[1-9]|00[1-9]|0[1-9]|[1-9])"
+_PLAIN = {"time": (_SECONDS,), "date": (_YEARS,), "date-time": (_SECONDS, _YEARS)}
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose values are no schemas
+# What the library says of a reference that leads to itself without anything between.
+_ENDLESS, _ENDLESS_REASON = "NoExtensionBias", "a $ref leads back to itself, and no value is in between"
 
 # A mask within the limits takes at most about 15 ms of an idle core, and compiling about 100 ms.
 _LIMITS = {
@@ -97,7 +103,7 @@ def to_lark(constraint: Constraint) -> str:
                 raise GrammarError("the schema must be an object")
             given = schema.get("x-guidance")
             options = {**_JSON_OPTIONS, **(given if isinstance(given, dict) else {}), "lenient": False}
-            return f"start: %json {json.dumps({**schema, 'x-guidance': options})}{_OPTIONS}"
+            return f"start: %json {json.dumps({**plain_times(schema), 'x-guidance': options})}{_OPTIONS}"
         if kind == "choice":
             return f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))}{_OPTIONS}"
         if kind == "regex":
@@ -113,6 +119,29 @@ def to_lark(constraint: Constraint) -> str:
     except Exception as error:  # the converter raises plain exceptions
         raise GrammarError(str(error)[:MAX_ERROR]) from None
     raise GrammarError(f"constraints of kind {kind[:40]!r} are unknown")
+
+
+def plain_times(schema: Any) -> Any:
+    """The schema, in which times have no second 60 and dates no year 0, which the library allows anywhere.
+
+    RFC 3339 has that second only where a leap second was inserted, and many calendars begin with the year 1.
+    """
+    if isinstance(schema, list):
+        return [plain_times(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            made[key] = {name: plain_times(one) for name, one in value.items()}
+        else:
+            made[key] = value if key in _VALUES else plain_times(value)
+    form = made.get("format")
+    patterns = _PLAIN.get(form, ()) if isinstance(form, str) else ()
+    if patterns:
+        given = made.get("allOf", [])
+        made["allOf"] = [*(given if isinstance(given, list) else []), *({"pattern": one} for one in patterns)]
+    return made
 
 
 def after_reasoning(prefix: ReasoningPrefix, answer: str) -> str:
@@ -153,7 +182,8 @@ def new_matcher(tokenizer: Any, constraint: Constraint) -> Any:
 def check(matcher: Any) -> None:
     """Raises `GrammarError` if the matcher has failed."""
     if matcher.is_error():
-        raise GrammarError(first_line(matcher.get_error()))
+        message = first_line(matcher.get_error())
+        raise GrammarError(_ENDLESS_REASON if message.startswith(_ENDLESS) else message)
 
 
 def first_line(message: str) -> str:
