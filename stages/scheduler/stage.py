@@ -230,7 +230,7 @@ class SchedulerStage:
                 self.kv.send(frame)
             engine.leases.frames.clear()
         outbox = engine.outbox
-        if outbox.tokens or outbox.started or outbox.flush_events:
+        if outbox.tokens or outbox.started or outbox.flush_events or (outbox.pooled and outbox.events):
             self._send_tokens(runner)
         if outbox.rejected:
             for gateway, rejected in outbox.rejected:

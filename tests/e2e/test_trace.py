@@ -224,6 +224,35 @@ def test_slow_requests_are_logged_with_where_the_time_went(server: Up) -> None:
     assert line["duration_ms"] == found["duration_ms"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "tiny", "input": ["one two", "three", "four five six"]}),
+        ("/v1/rerank", {"model": "tiny", "query": "one", "documents": ["two", "three four"]}),
+    ],
+)
+def test_requests_for_vectors_have_a_timeline(server: Up, path: str, body: dict[str, Any]) -> None:
+    name = f"vectors-{path.rpartition('/')[2]}"
+    status, answer, _ = server.request("POST", path, body, {"X-Request-Id": name})
+    assert status == 200, answer
+    found = trace(server, name)
+    assert (found["outcome"], found["model"], found["request_id"]) == ("finished", "tiny", name)
+    assert found["prompt_tokens"] > 3
+    events = [event["event"] for event in found["events"]]
+    assert [event for event in events if event in ("received", "parsed", "submitted", "finished", "written")] == [
+        "received",
+        "parsed",
+        "submitted",
+        "finished",
+        "written",
+    ]
+    assert events.count("queued") == events.count("admitted") == 3
+    assert {event["stage"] for event in found["events"]} >= {"gateway", "scheduler"}
+    assert sum(found["phases_ms"].values()) == pytest.approx(found["duration_ms"], abs=0.1)
+    logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
+    assert any(line["event"] == "slow request" and line["request_id"] == name for line in logged)
+
+
 def test_log_levels_change_while_the_server_runs(server: Up) -> None:
     """Every stage follows, the restart of a stage included."""
 

@@ -17,6 +17,7 @@ from stages.gateway.http.stream_backlogs import StreamBacklogs
 from stages.gateway.requests.responses import Claim
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
+from stages.gateway.tracing.timeline import RequestTrace
 from stages.gateway.tracing.trace_context import TraceContext
 
 SERVICE = web.AppKey("service", Service)
@@ -32,6 +33,7 @@ CLIENT = web.RequestKey("client", str)  # the client's address, or uid:N on the 
 SCHEME = web.RequestKey("scheme", str)  # http or https, as a trusted proxy says; "": it does not
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
+TIMELINE = web.RequestKey("timeline", RequestTrace)  # of a request for vectors
 TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
 CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer

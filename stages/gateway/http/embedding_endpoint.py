@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from aiohttp import web
 
@@ -27,7 +28,7 @@ from stages.gateway.endpoints.embeddings import (
     with_end,
 )
 from stages.gateway.endpoints.rerank import RerankRequest, ScoreRequest, cosine, rerank_response, score_response
-from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT
+from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, TIMELINE, TRACE
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 from stages.gateway.requests.embedder import EmbeddingCall
@@ -45,16 +46,16 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: EmbeddingRequest = await read_body(request, service.config, "embeddings")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(
-            request, model, body.inputs, input_names(body.inputs), body.keep_alive, body.dimensions
-        )
-        with held_response(request) as held:
-            parts = []
-            for part in response_parts(model, vectors, n_tokens, body):
-                held.add(len(part))
-                parts.append(part)
-                await asyncio.sleep(0)  # let other requests run
-            return await send_parts(request, parts)
+        with _timeline(request, model, "embeddings"):
+            names = input_names(body.inputs)
+            vectors, n_tokens = await _pool(request, model, body.inputs, names, body.keep_alive, body.dimensions)
+            with held_response(request) as held:
+                parts = []
+                for part in response_parts(model, vectors, n_tokens, body):
+                    held.add(len(part))
+                    parts.append(part)
+                    await asyncio.sleep(0)  # let other requests run
+                return await send_parts(request, parts)
 
 
 async def rerank(request: web.Request) -> web.StreamResponse:
@@ -64,9 +65,10 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: RerankRequest = await read_body(request, service.config, "rerank")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
-        scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
-        return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
+        with _timeline(request, model, "rerank"):
+            vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
+            scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
+            return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
 
 
 async def score(request: web.Request) -> web.StreamResponse:
@@ -76,9 +78,10 @@ async def score(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         body: ScoreRequest = await read_body(request, service.config, "score")
         model = _model(service, body.model)
-        vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
-        scores = await _cosines(vectors, body.pairs)
-        return await send_body(request, to_json(score_response(model, scores, n_tokens)))
+        with _timeline(request, model, "score"):
+            vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
+            scores = await _cosines(vectors, body.pairs)
+            return await send_body(request, to_json(score_response(model, scores, n_tokens)))
 
 
 def _model(service: Service, name: str) -> str:
@@ -87,6 +90,23 @@ def _model(service: Service, name: str) -> str:
     if adapter:
         raise InvalidRequest(f"embeddings are computed without adapters: ask for {model!r}", "model")
     return model
+
+
+@contextmanager
+def _timeline(request: web.Request, model: str, endpoint: str) -> Iterator[None]:
+    """What happens to the request, for `starling trace`, spans and the log of slow requests."""
+    caller = request[CALLER]
+    with request.app[SERVICE].timelines.embedding(
+        request[STARTED_AT],
+        endpoint,
+        tenant=caller.tenant,
+        model=model,
+        client_id=request[CLIENT_ID],
+        context=request.get(TRACE),
+    ) as trace:
+        if trace is not None:
+            request[TIMELINE] = trace
+        yield
 
 
 async def _cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:
@@ -143,7 +163,11 @@ async def _pool(
             n_tokens = sum(len(prompt) // 4 for prompt in prompts)
             service.admission.charge_tokens(caller, n_tokens)
             call = EmbeddingCall(model, version.id, caller.tenant, caller.priority, pooling, deadline)
-            return await service.embedder.pool(call, prompts), n_tokens
+            trace, timelines = request.get(TIMELINE), service.timelines
+            timelines.submitted(trace, version.id, len(prompts))
+            vectors = await service.embedder.pool(call, prompts, trace.id if trace is not None else "")
+            timelines.embedded(trace, n_tokens)
+            return vectors, n_tokens
 
 
 def pooling_of(version: ModelVersion, described: m.Described) -> str:

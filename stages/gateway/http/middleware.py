@@ -34,6 +34,7 @@ from stages.gateway.http.context import (
     SERVICE,
     STARTED_AT,
     STATE,
+    TIMELINE,
     TRACE,
     Handler,
     is_anthropic,
@@ -225,7 +226,8 @@ def _report_call(
 ) -> None:
     """Send the span of a request, unless its timeline has the same trace context and is sent when it ends."""
     state, context = request.get(STATE), request[TRACE]
-    if state is not None and state.trace is not None and state.trace.context is context:
+    timeline = state.trace if state is not None else request.get(TIMELINE)
+    if timeline is not None and timeline.context is context:
         return
     caller = request.get(CALLER)
     call = HttpCall(

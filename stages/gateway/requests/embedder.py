@@ -55,12 +55,13 @@ class Embedder:
         self._window = window
         self._prompts: dict[str, _Prompt] = {}
 
-    async def pool(self, call: EmbeddingCall, prompts: Sequence[bytes]) -> list[bytes]:
+    async def pool(self, call: EmbeddingCall, prompts: Sequence[bytes], name: str = "") -> list[bytes]:
         """Return the vector (f32 bytes) of each prompt (i32 token ids). Equal prompts are computed once.
 
+        `name`: of the request, for its timeline.
         Raises `StarlingError`: a refusal of the scheduler, a failed computation, or a TIMEOUT at the deadline.
         """
-        name = f"emb-{secrets.token_hex(12)}"
+        name = name or f"emb-{secrets.token_hex(12)}"
         vectors: dict[bytes, bytes] = {}
         waiting = list(dict.fromkeys(prompts))[::-1]
         running: dict[asyncio.Future[bytes], _Prompt] = {}

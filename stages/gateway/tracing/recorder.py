@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pipeline.config.schema import TracingConfig
-from pipeline.errors import NotFound
+from pipeline.errors import NotFound, StarlingError
 from pipeline.protocol.messages import Hello, SequenceEvent, Tokens
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.tracing.kept import KeptTimelines
@@ -22,6 +23,7 @@ from stages.gateway.tracing.tracer import Tracer
 
 log = logging.getLogger("starling.gateway.requests")
 
+EMBEDDING = "emb-"  # begins the ids of requests for vectors
 OFFSET_S = 60.0  # how long the difference between two processes' clocks counts as measured
 
 
@@ -146,6 +148,54 @@ class Recorder:
             if not trace.n_readers and trace.totals is not None:
                 self._close(trace)
 
+    @contextmanager
+    def embedding(
+        self,
+        started_at: float,
+        endpoint: str,
+        *,
+        tenant: str,
+        model: str,
+        client_id: str,
+        context: TraceContext | None = None,
+    ) -> Iterator[RequestTrace | None]:
+        """The timeline of a request for vectors, until its response is written; None: nothing is recorded."""
+        name = f"{EMBEDDING}{secrets.token_hex(12)}"
+        trace = self.begin(name, started_at, tenant=tenant, model=model, client_id=client_id or name, context=context)
+        if trace is None:
+            yield None
+            return
+        trace.is_single, trace.endpoint = False, endpoint
+        try:
+            yield trace
+        except BaseException as error:
+            if not trace.version:
+                self.withdraw(trace)
+                raise
+            if trace.totals is None:
+                code = error.code if isinstance(error, StarlingError) else ""
+                outcome = Outcome.FAILED if isinstance(error, Exception) else Outcome.ABANDONED
+                self._end_embedding(trace, Totals(outcome.value, error=code))
+            self._close(trace)
+            raise
+        self._close(trace)
+
+    def submitted(self, trace: RequestTrace | None, version: str, n_inputs: int) -> None:
+        """The inputs of a request for vectors are tokenized, and go to the scheduler."""
+        if trace is not None:
+            trace.version = version
+            trace.add(self._clock(), "submitted", {"sequences": n_inputs})
+
+    def embedded(self, trace: RequestTrace | None, n_tokens: int) -> None:
+        """A request for vectors has all of them."""
+        if trace is not None:
+            self._end_embedding(trace, Totals(Outcome.FINISHED.value, n_tokens))
+
+    def _end_embedding(self, trace: RequestTrace, totals: Totals) -> None:
+        now = self._clock()
+        trace.add(now, totals.outcome, {"error": totals.error} if totals.error else {})
+        trace.end(now, totals)
+
     def ended(self, request: RequestState) -> None:
         """The request has its outcome."""
         trace = request.trace
@@ -218,9 +268,13 @@ class Recorder:
                     if trace.version == frame.model:
                         self._on_worker(trace, event, at)
                 continue
-            request = find(event.sequence)
-            if request is not None and request.trace is not None:
-                self._on_sequence(request.trace, event, at)
+            if event.sequence.startswith(EMBEDDING):
+                found = self._open.get(event.sequence.partition("/")[0])
+            else:
+                request = find(event.sequence)
+                found = request.trace if request is not None else None
+            if found is not None and (found.totals is None or not found.id.startswith(EMBEDDING)):
+                self._on_sequence(found, event, at)
 
     def _measure_offset(self, now: float, offset_s: float) -> None:
         """The frame with the least delay counts."""

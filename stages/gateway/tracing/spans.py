@@ -25,13 +25,17 @@ import msgspec
 
 from stages.gateway.tracing.timeline import Event, Report
 
-# Paths of the endpoints for text, by `GenerationRequest.endpoint`, and what semantic conventions call them.
+# Paths of the endpoints with timelines (for text by `GenerationRequest.endpoint`), and the names of semantic
+# conventions for them.
 ROUTES = {
     "generate": ("/v1/generate", "text_completion"),
     "chat": ("/v1/chat/completions", "chat"),
     "completions": ("/v1/completions", "text_completion"),
     "messages": ("/v1/messages", "chat"),
     "responses": ("/v1/responses", "chat"),
+    "embeddings": ("/v1/embeddings", "embeddings"),
+    "rerank": ("/v1/rerank", "embeddings"),
+    "score": ("/v1/score", "embeddings"),
 }
 ADMISSION_STEPS = {"model ready": "wait for model", "session": "session", "tokenized": "tokenize"}
 COMPUTING = ("scheduler", "worker")  # stages whose loss interrupts a request
@@ -53,7 +57,7 @@ class Span(msgspec.Struct):
 
 
 class HttpCall(msgspec.Struct):
-    """A request without a timeline: one that was refused, or an endpoint that generates no text."""
+    """A request without a timeline: one that was refused, or an endpoint that computes nothing."""
 
     method: str
     route: str

@@ -18,7 +18,8 @@ class Outbox:
         self.started: dict[bytes, list[str]] = {}  # by gateway: sequences that have left the queue
         self.rejected: list[tuple[bytes, Rejected]] = []  # (gateway, frame)
         self.pooled: list[tuple[bytes, Pooled]] = []  # likewise
-        # By gateway, for the timelines of requests. They leave with the next tokens, or when `flush_events` is set.
+        # By gateway, for the timelines of requests. They leave with the next tokens or vectors, or when `flush_events`
+        # is set.
         self.events: dict[bytes, list[SequenceEvent]] = {}
         self.flush_events = False
         self.now = 0.0  # s: when the current frame or round began, for events
@@ -89,7 +90,7 @@ class Outbox:
         **facts: int | float | str,
     ) -> None:
         """What happened to a sequence `at` (0.0: `now`), by the engine's clock."""
-        if sequence.gateway and sequence.pooled is None:
+        if sequence.gateway:
             pid = self.worker_pid if of_worker else 0
             event = SequenceEvent(sequence.id, name, at or self.now, pid, facts)
             self.events.setdefault(sequence.gateway, []).append(event)
