@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -96,6 +96,10 @@ test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pyda
 test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, .deb, containers, as far as installed
 	@$(BIN)/starling prepare
 	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py $(ARGS)
+
+leaving-clients: $(VENV)/.locked-dev ## 500 slow readers, 1,000 clients that leave in a stream; fails at a leak; minutes
+	@$(BIN)/starling prepare
+	@STARLING_LEAVING_CLIENTS=1 $(BIN)/python -m pytest -q -s tests/e2e/test_leaving_clients.py $(ARGS)
 
 api-examples: $(VENV)/.locked-dev ## requests made from the /openapi.json of the server at URL; fails at a 5xx
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-api.lock
