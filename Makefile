@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers fleet-ray api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -88,6 +88,9 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@$(BIN)/python -m tools.kubernetes_programs $(BIN)
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
+
+fleet-ray: $(VENV)/.locked-dev ## Ray, for the tests of its launcher; 250 MB
+	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-ray.lock
 
 test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pydantic-ai and others against the demo model; minutes
 	@$(BIN)/starling prepare

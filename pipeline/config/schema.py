@@ -306,6 +306,13 @@ class KubernetesConfig(Section, frozen=True, kw_only=True):
     values: str = ""  # file with values of the chart starling/launchers/chart; "": none
 
 
+class RayConfig(Section, frozen=True, kw_only=True):
+    """The Ray cluster of `starling fleet up --launcher ray`."""
+
+    address: str = ""  # HOST:PORT of its head; "": RAY_ADDRESS, or the cluster that runs on this machine
+    namespace: str = "starling"  # of the actors
+
+
 class FleetConfig(Section, frozen=True, kw_only=True):
     """What the machines of a fleet share."""
 
@@ -324,8 +331,9 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     free_mb: MegabytesOrNone = 1024  # that downloads leave free on the disk
     agent: AgentConfig = AgentConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
-    launcher: Literal["local", "kubernetes"] = "local"  # what `starling fleet up` starts agents with
+    launcher: Literal["local", "kubernetes", "ray"] = "local"  # what `starling fleet up` starts agents with
     kubernetes: KubernetesConfig = KubernetesConfig()
+    ray: RayConfig = RayConfig()
 
 
 class OnDemandConfig(Section, frozen=True, kw_only=True):

@@ -57,7 +57,8 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
 
     The first configured model (by default the demo model) is published in fleet.blobs and loaded. The parts find each
     other in fleet.store, by default a SQLite file of this home. With `--launcher kubernetes` Helm installs a fleet in a
-    cluster, and the command returns; `starling fleet down` ends what it has started.
+    cluster, with `--launcher ray` the nodes of a Ray cluster get agents, and the command returns; `starling fleet down`
+    ends what it has started.
     """
     config = load()
     starts = open_launcher(config, launcher)
@@ -66,6 +67,8 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
             raise click.UsageError("--replicas is for the launcher local; use `starling fleet place` in a cluster")
         starts.start(agents)
         click.echo("started; `starling fleet launched` shows the agents, `starling fleet down` ends them")
+        if (launcher or config.fleet.launcher) == "ray":
+            click.echo("start `starling orchestrator` where clients are to reach the fleet")
         return EXIT_OK
     agents = agents or 1
     ending = threading.Event()

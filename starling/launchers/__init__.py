@@ -3,5 +3,7 @@
 interface.py    what every launcher does
 local.py        agents as processes of this machine
 kubernetes.py   agents as pods, by Helm and the chart in chart/
+ray_cluster.py  agents on the nodes of a Ray cluster, each held by an actor
+ray_actor.py    that actor
 select.py       the launcher of a name
 """

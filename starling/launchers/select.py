@@ -17,6 +17,10 @@ def open_launcher(config: Config, name: str | None = None) -> Launcher:
             from starling.launchers.kubernetes import KubernetesLauncher
 
             return KubernetesLauncher(config.fleet)
+        case "ray":
+            from starling.launchers.ray_cluster import RayLauncher
+
+            return RayLauncher(config.fleet)
     from starling.launchers.local import LocalLauncher
 
     return LocalLauncher()

@@ -363,6 +363,7 @@ RECEIVERS = {
     "FleetConfig": "fleet",
     "OrchestratorConfig": "orchestrator|bounds",
     "KubernetesConfig": "_cluster",
+    "RayConfig": "_settings",
     "OnDemandConfig": "on_demand",
     "RegistryConfig": "registry",
     "TracingConfig": "tracing|config",
