@@ -12,10 +12,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import click
+from starling.cli import interrupts
 
-from starling.cli.options import exit_codes
-from starling.cli.run_command import run_command
+interrupts.end_silently()  # before the imports that take time
+
+import click  # noqa: E402
+
+from starling.cli.options import exit_codes  # noqa: E402
+from starling.cli.run_command import run_command  # noqa: E402
 
 # Set before the first import of numpy: its BLAS would start threads, which no process needs, and a supervisor with
 # threads cannot fork its stage.
@@ -259,6 +263,8 @@ def cli(config_file: str | None) -> None:
 
     A command acts on the server of STARLING_HOME (default: ~/.starling).
     """
+    if os.environ.get("NO_COLOR"):
+        click.get_current_context().color = False
     if config_file:
         # Through the environment every stage that this command starts reads the same file.
         os.environ["STARLING_CONFIG"] = str(Path(config_file).absolute())
@@ -266,4 +272,5 @@ def cli(config_file: str | None) -> None:
 
 def main() -> None:
     """The console script."""
+    interrupts.raise_again()
     run_command(cli, "starling")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import sys
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +17,7 @@ import click
 import msgspec
 
 from pipeline.config.load import load
-from pipeline.errors import InvalidRequest, ModelUnavailable
+from pipeline.errors import InvalidRequest, ModelNotFound, ModelUnavailable, StarlingError
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK, EXIT_USAGE
 from starling.bench import plots
 from starling.bench.connection import TIMEOUT_S, Sender, Target
@@ -22,7 +25,7 @@ from starling.bench.distribution import Lengths
 from starling.bench.figures import COLUMNS, Figures, Record, lines, measure
 from starling.bench.load import Run, closed_loop, open_loop
 from starling.bench.plan import Plan, TraceLine, read_trace
-from starling.bench.response import ClientRequest
+from starling.bench.response import ClientRequest, Response
 from starling.cli import terminal
 from starling.cli.generation_options import Choice, choose_key, choose_model, server_for
 from starling.cli.options import Seconds, cacert_option, exit_codes
@@ -319,7 +322,7 @@ async def _execute(target: Target, plan: Plan, loop: Loop, warmup: int, timeout_
             response = await warm.send(request)
             response.parse()
             if response.failure:
-                raise ModelUnavailable(f"the first request failed: {response.error}")
+                raise _refused(response)
     async with Sender(target, timeout_s) as sender:
         if not loop.is_open:
             try:
@@ -338,6 +341,15 @@ async def _execute(target: Target, plan: Plan, loop: Loop, warmup: int, timeout_
                 progress.cancel()
         ended = time.perf_counter()
     return Run(sender.parse(), began, ended), is_interrupted
+
+
+def _refused(response: Response) -> StarlingError:
+    """The error of a first request that failed: the server's message, if its answer has one."""
+    reason = response.error
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        reason = str(json.loads(reason)["error"]["message"])
+    kind = ModelNotFound if response.status == HTTPStatus.NOT_FOUND else ModelUnavailable
+    return kind(f"the first request failed: {reason}")
 
 
 async def _send_all(sender: Sender, plan: Plan, loop: Loop, began: float) -> None:

@@ -12,9 +12,9 @@ from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from pipeline.runtime.process import EXIT_CONFIG
 from starling.cli.options import exit_codes, json_option
+from starling.cli.terminal import width
 from starling.doctor.finding import Finding
 
-COLUMNS = 80
 NAME = 14  # columns of a check's name
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "problem": ("FAIL", "red")}
 
@@ -61,18 +61,19 @@ def examine() -> Iterator[Finding]:
 
 
 def lines(finding: Finding) -> Iterator[str]:
-    """At most 80 columns; long texts go on below."""
+    """Lines of the terminal's columns, at most 80; long texts go on below."""
+    columns = width()
     mark, colour = MARKS[finding.state]
     first = f"{click.style(f'{mark:<4}', fg=colour)}  {finding.check:<{NAME}} "
     indent = " " * (4 + 2 + NAME + 1)
     if len(finding.check) > NAME:
         yield first.rstrip()
         first = indent
-    text = textwrap.wrap(finding.found, COLUMNS - len(indent), break_on_hyphens=False) or [""]
+    text = textwrap.wrap(finding.found, columns - len(indent), break_on_hyphens=False) or [""]
     yield first + text[0]
     for line in text[1:]:
         yield indent + line
-    for line in textwrap.wrap("-> " + finding.remedy, COLUMNS - len(indent), break_on_hyphens=False):
+    for line in textwrap.wrap("-> " + finding.remedy, columns - len(indent), break_on_hyphens=False):
         if finding.remedy:
             yield indent + line
 

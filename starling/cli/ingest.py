@@ -27,12 +27,12 @@ QUANTS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")  # a test compares them with 
         {
             0: "the model is here and has its name",
             1: "failure that a retry may cure, for example of reading the files",
-            2: "wrong usage: no such option, or a name that cannot be used",
+            2: "wrong usage: no such option or file, or a name that cannot be used",
             78: "the files are refused or invalid, or the disk is too small",
         }
     )
 )
-@click.argument("path", metavar="PATH", type=click.Path(path_type=Path))
+@click.argument("path", metavar="PATH", type=click.Path(path_type=Path, exists=True))
 @click.option("--quant", type=click.Choice(QUANTS), help="Weight type; default: as they are.")
 @click.option("--name", metavar="NAME", help="The model's name; default: that of PATH, with the weight type.")
 @click.option("--pretokenizer", metavar="NAME", default="", help="How a byte-level vocabulary splits text.")

@@ -17,6 +17,7 @@ from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli.options import exit_codes, json_option, timeout_option
+from starling.cli.terminal import print_wrapped
 
 TIMEOUT_S = 120.0
 POLL_S = 0.05
@@ -55,9 +56,10 @@ def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
     else:
         for one in report["models"]:
             megabytes = (one["arena"] + one["disk"]) * one["page_bytes"] / (1 << 20)
-            click.echo(
+            print_wrapped(
                 f"{one['model']}: dropped {one['arena']} pages in memory and {one['disk']} on disk "
-                f"({megabytes:.1f} MB); {one['in_use']} in use stay"
+                f"({megabytes:.1f} MB); {one['in_use']} in use stay",
+                2,
             )
         if not report["done"]:
             click.echo(f"starling: not complete within {timeout:g} s; it goes on", err=True)

@@ -19,9 +19,11 @@ from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.status import duration, size
+from starling.cli.terminal import print_wrapped
 
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 NAMED = exit_codes({0: "success", 2: "no such model", 78: "the model is in use, or the configuration is wrong"})
+PLAN_INDENT = 15  # of what continues a line of a plan
 TITLES = ("NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED")
 
 
@@ -70,7 +72,7 @@ def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) ->
         return
     for name, one in plans.items():
         for line in plan.lines(one) if one else [f"{name}  not prepared: run `starling prepare {name}` first"]:
-            click.echo(line)
+            print_wrapped(line, PLAN_INDENT)
 
 
 def _cells(row: model_list.Row) -> list[str]:
@@ -107,7 +109,7 @@ def show(name: str, as_json: bool) -> None:
         elif isinstance(value, int):
             value = f"{value:,}" if value else ""
         if value != "":
-            click.echo(f"{key.replace('_', ' '):<16}{value}")
+            print_wrapped(f"{key.replace('_', ' '):<16}{value}", 16)
 
 
 def _find(name: str) -> model_list.Row:

@@ -121,7 +121,6 @@ def lines(p: Plan) -> list[str]:
         return f"{n / 1e6:,.1f} MB"
 
     positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {p.kv_sequence:,}"
-    speed = f"{p.tokens_per_s:,.1f} tokens/s for one request, {p.tokens_per_s_at_full_context:,.1f} at its full context"
     adapters = [f"  adapters     {mb(p.adapters)}"] if p.adapters else []
     return [
         f"{p.name}  {mb(p.memory)} of memory",
@@ -130,6 +129,7 @@ def lines(p: Plan) -> list[str]:
         f"  step arena   {mb(p.step_arena)}",
         f"  activations  {mb(p.activations)}",
         *adapters,
-        f"  speed        at most {speed} ({p.context_length:,})",
+        f"  speed        at most {p.tokens_per_s:,.1f} tokens/s for one request",
+        f"               {p.tokens_per_s_at_full_context:,.1f} at its full context ({p.context_length:,})",
         f"  read rate    {p.read_bytes_per_s / 1e9:,.1f} GB/s, measured now",
     ]

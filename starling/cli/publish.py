@@ -24,6 +24,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
+from starling.cli.terminal import print_wrapped
 
 CODES = {
     0: "success",
@@ -146,11 +147,11 @@ def catalog(as_json: bool) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode([_row(entry) for entry in found])).decode())
         return
     if not found:
-        click.echo(f"nothing is published at {address}; `starling publish FILE` does that")
+        print_wrapped(f"nothing is published at {address}; `starling publish FILE` does that", 2)
     for entry in found:
         facts = f"{entry.source.architecture}, {entry.source.parameters / 1e6:.0f}M parameters, {entry.source.file}"
-        click.echo(f"{entry.name}  {entry.nbytes / 1e6:.0f} MB  {facts}")
-        click.echo(f"  sha256 {entry.digest}")
+        print_wrapped(f"{entry.name}  {entry.nbytes / 1e6:.0f} MB  {facts}", 2)
+        print_wrapped(f"  sha256 {entry.digest}", 2)
 
 
 def _row(entry: Entry) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from pipeline.observe.status import StageStatus
 from pipeline.runtime.process import EXIT_FATAL
 from starling.cli.options import exit_codes, json_option
 from starling.cli.stage import STAGES
+from starling.cli.terminal import width
 
 SAMPLE_S = 0.3  # the time over which CPU usage is measured
 MAX_NAME = 24  # columns; a longer name is cut
@@ -77,7 +78,7 @@ def status(as_json: bool) -> int:
     elif not is_running:
         click.echo("no stage is running")
     else:
-        for line in table(rows):
+        for line in table(rows, width()):
             click.echo(line)
     return 0 if is_running and all(row.state == "ready" for row in rows) else EXIT_FATAL
 
@@ -183,15 +184,24 @@ COLUMNS = (
     Column("LAST", 6, lambda row: _or(row.last_progress_s, duration)),
 )
 
+LEFT_OUT = ("LAST", "RST", "QUEUE", "PID")  # the order in which columns leave a narrow terminal
+STATE_WIDTH = 2 + len("not running")
 
-def table(rows: list[Row]) -> Iterator[str]:
-    """Lines of at most 80 columns. A reason has a line of its own."""
-    width = min(MAX_NAME, max(len(row.stage) for row in rows))
-    yield f"{'STAGE':<{width}}" + "".join(f"{c.title:>{c.width}}" for c in COLUMNS) + "  STATE"
+
+def table(rows: list[Row], terminal_width: int = 80) -> Iterator[str]:
+    """Lines of at most 80 columns, fewer on a narrow terminal. A reason has a line of its own."""
+    longest = min(MAX_NAME, max(len(row.stage) for row in rows))
+    columns = list(COLUMNS)
+    too_wide = longest + sum(c.width for c in columns) + STATE_WIDTH - terminal_width
+    for title in LEFT_OUT:
+        if too_wide > 0:
+            too_wide -= next(c.width for c in columns if c.title == title)
+            columns = [c for c in columns if c.title != title]
+    yield f"{'STAGE':<{longest}}" + "".join(f"{c.title:>{c.width}}" for c in columns) + "  STATE"
     for row in rows:
-        name = row.stage if len(row.stage) <= width else row.stage[: width - 1] + "…"
+        name = row.stage if len(row.stage) <= longest else row.stage[: longest - 1] + "…"
         state = "working" if row.state == "ready" and row.busy else row.state
-        yield f"{name:<{width}}" + "".join(f"{c.cell(row):>{c.width}}" for c in COLUMNS) + f"  {state}"
+        yield f"{name:<{longest}}" + "".join(f"{c.cell(row):>{c.width}}" for c in columns) + f"  {state}"
         if row.reason:
             yield f"  {row.reason}"
 

@@ -1,10 +1,12 @@
-"""Text from a model on a terminal, and progress on standard error."""
+"""The width of the terminal, text from a model on it, and progress on standard error."""
 
 from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -13,6 +15,23 @@ import click
 # C0 without tab and newline, DEL, C1: a model must not move the cursor, set the title or write to the clipboard.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BIDI = re.compile(r"[\u202a-\u202e\u2066-\u2069]")  # would reorder what follows on the line
+
+
+COLUMNS = 80  # of text, also on a wider terminal
+
+
+def width() -> int:
+    """Columns for text: those of the terminal, at most `COLUMNS`."""
+    return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS
+
+
+def print_wrapped(line: str, indent: int) -> None:
+    """Print a line. On a terminal what does not fit goes on below, indented; a pipe gets one line."""
+    if not sys.stdout.isatty() or len(line) <= width():
+        click.echo(line)
+        return
+    for part in textwrap.wrap(line, width(), subsequent_indent=" " * indent, break_on_hyphens=False):
+        click.echo(part)
 
 
 def visible(text: str) -> str:

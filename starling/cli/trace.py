@@ -15,7 +15,9 @@ from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.runtime.process import EXIT_OK, EXIT_USAGE
 from starling.cli.options import exit_codes, json_option
+from starling.cli.terminal import print_wrapped
 
+FACTS_INDENT = 26  # of facts that do not fit on the line of their event
 _KNOWN = ("at_ms", "stage", "pid", "event", "choice")
 
 
@@ -44,7 +46,8 @@ def trace(request_id: str, as_json: bool) -> int:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
-        click.echo("\n".join(lines(found)))
+        for line in lines(found):
+            print_wrapped(line, FACTS_INDENT)
     return EXIT_OK
 
 

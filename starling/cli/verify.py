@@ -21,6 +21,7 @@ from starling import model_list
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.progress import shown
+from starling.cli.terminal import print_wrapped
 
 
 @click.command(
@@ -48,7 +49,7 @@ def verify(name: str | None, as_json: bool) -> int:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
     else:
         for row in rows:
-            click.echo(f"{row['model']}: {row['problem'] or _intact(row)}")
+            print_wrapped(f"{row['model']}: {row['problem'] or _intact(row)}", 2)
     return EXIT_CONFIG if any(row["problem"] for row in rows) else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +134,32 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
     with os.fdopen(write, "wb") as out:
         result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=60)
     assert result.stderr == b""
+
+
+@pytest.mark.parametrize("module", ["click", "pipeline.config.load"])
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(home: Path, tmp_path: Path, module: str) -> None:
+    """SIGINT arrives while `module` is being found: before the command runs, and while it is loaded."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"""
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+            for _ in range(1000):  # the handler runs between two instructions
+                pass
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests' parent ignores it
+sys.meta_path.insert(0, Interrupt())
+"""
+    )
+    command = [str(Path(sys.executable).with_name("starling")), "config"]
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (130, -signal.SIGINT)
+    assert done.stderr.strip() in ("", "starling: interrupted")
 
 
 # ------------------------------------------------------------------ hostile users

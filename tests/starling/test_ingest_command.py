@@ -90,7 +90,7 @@ def test_errors(home: Path, directory: Path) -> None:
     code, message = failing("ingest", str(directory))
     assert code == 78 and "pytorch_model.bin holds pickled weights" in message
     code, message = failing("ingest", str(directory / "nothing"))
-    assert code == 78 and "nothing does not exist; expected a GGUF file or a directory" in message
+    assert code == 2 and "nothing' does not exist" in message
     code, message = failing("ingest", str(directory / "config.json"))
     assert code == 78 and "not a GGUF file" in message
     code, message = failing("ingest", str(directory), "--name", "a b")
