@@ -38,7 +38,7 @@ def tcp_state(transport: asyncio.BaseTransport) -> TcpState | None:
         return None
     try:
         info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    except OSError:
+    except (OSError, ValueError):
         return None
     if len(info) < _INFO_BYTES:
         return None
@@ -46,11 +46,11 @@ def tcp_state(transport: asyncio.BaseTransport) -> TcpState | None:
 
 
 def tcp_bytes(transport: asyncio.BaseTransport) -> Bytes:
-    """What a connection has carried so far; zeros for a Unix socket, and where the kernel does not report it."""
+    """What a connection has carried so far; zeros for a Unix socket, a closed one, and where the kernel is silent."""
     sock = transport.get_extra_info("socket")
     try:
         info: bytes = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ALL_BYTES) if sock is not None else b""
-    except OSError:
+    except (OSError, ValueError):  # uvloop gives a closed socket the descriptor -1
         return Bytes()
     if len(info) < _ALL_BYTES:
         return Bytes()

@@ -59,7 +59,8 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_http_bytes_total",
             "counter",
-            "Bytes of HTTP connections over TCP, with those of TLS, by direction: received, sent.",
+            "Bytes of HTTP connections over TCP, with those of TLS, by direction: received, sent. "
+            "Of a TLS connection those count that a scrape has seen before its end.",
             ("direction",),
         ),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
