@@ -407,6 +407,7 @@ class GrowingRules(TtlRules):
         return arena
 
     def _reopen_arena(self) -> None:
+        self.file.close()
         self.file, self.arena, _ = attach_kv(self.path, DIGEST)  # the views of the predecessor keep its lock
         self.memory = Extents(self.file, GEOMETRY, TOTAL, 3 * PAGE_BYTES)
 
