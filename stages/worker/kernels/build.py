@@ -30,7 +30,8 @@ class _Compiler:
     def __init__(self, kv_type: str) -> None:
         self._words = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "stages.worker.kernels.compile_entries", kv_type, str(os.getpid())],
+            # -P: the modules of this installation, also in a folder that has others of their names, like a checkout
+            [sys.executable, "-P", "-m", "stages.worker.kernels.compile_entries", kv_type, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._words,
