@@ -1,9 +1,13 @@
 """honcho with four changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
 
+It reads the output of its processes itself. honcho forks a reader for each, which is memory for nothing
+(honcho_outputs.py).
+
 It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
 that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
 
-It discards its output once the reader has closed the pipe. honcho would fail, and end the server.
+It discards its output once the reader has closed the pipe. honcho would fail, and end the server. A reader that is slow
+delays its prints, and its end, but not the stages.
 
 It starts a process again that a signal has killed (SIGKILL, for instance by the kernel when memory is short). Such a
 process is the supervisor of a stage, and the stage has died with it: honcho sees the end of a process only when all
@@ -14,43 +18,42 @@ Supervisors are forks of it, which share its memory (forked_supervisor.py).
 
 from __future__ import annotations
 
-import multiprocessing
+import datetime
 import queue
 import random
 import signal
 import time
-from multiprocessing.queues import Queue
 from typing import Any
 
-from honcho import command, manager, printer, process
+from honcho import command, manager, printer
 
 from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli import forked_supervisor
 from starling.cli.broken_pipe import silence
+from starling.cli.honcho_outputs import Outputs
 
 HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
 HELD_S = 0.1  # between two checks whether a killed process is due, or the server stops
 
 
-class Events(Queue):
-    """An event queue that ignores timeouts until the first process has ended for good."""
+class Events(Outputs):
+    """honcho's event queue, which ignores timeouts until the first process has ended for good."""
 
     is_ending = False
 
-    def __init__(self, owner: Manager, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, owner: Manager) -> None:
+        super().__init__()
         self._owner = owner
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        """The next event; without a timeout until the first process has ended for good."""
+    def get(self, timeout: float | None = None) -> Any:
+        """The next event. Raises `queue.Empty` at the timeout (s), once the first process has ended for good."""
         while True:
             event = self._owner.take_held()
             if event is None:
-                try:
-                    event = super().get(block, timeout if self.is_ending else self._owner.held_timeout_s())
-                except queue.Empty:
+                event = super().get(timeout if self.is_ending else self._owner.held_timeout_s())
+                if event is None:
                     if self.is_ending:
-                        raise
+                        raise queue.Empty
                     continue
                 if event.type == "start":
                     self._owner.on_start(event)
@@ -65,11 +68,24 @@ class Manager(manager.Manager):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.events = Events(self, ctx=multiprocessing.get_context())
-        self._process_ctor = Process
+        self.events.close()
+        self.events: Events = Events(self)
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
+
+    def _start(self) -> None:
+        for name in self._processes:
+            self._start_one(name)
+
+    def _start_one(self, name: str) -> None:
+        process = self._processes[name]["obj"]
+        self.events.start(process, forked_supervisor.child_of(process.cmd, process.env, process.cwd))
+
+    def _system_print(self, data: str) -> None:
+        # honcho's signal handler calls it too: through the events no print begins amid another one.
+        name = manager.SYSTEM_PRINTER_NAME
+        self.events.add(printer.Message(type="line", data=data, time=datetime.datetime.now(), name=name, colour=None))
 
     def on_start(self, event: Any) -> None:
         """A process has started; `event` has its pid."""
@@ -109,19 +125,8 @@ class Manager(manager.Manager):
                 return event
             if time.monotonic() >= due:
                 del self._held[name]
-                entry = self._processes[name]
-                target = entry["obj"].run
-                entry["process"] = multiprocessing.Process(name=name, target=target, args=(self.events, True))
-                entry["process"].start()
+                self._start_one(name)
         return None
-
-
-class Process(process.Process):
-    """honcho's process, with a fork as its child where that is possible."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._child_ctor = forked_supervisor.child_of
 
 
 class Printer(printer.Printer):
@@ -137,7 +142,6 @@ class Printer(printer.Printer):
 
 def main() -> None:
     """Run honcho's command line with the changed classes."""
-    multiprocessing.set_start_method("fork", force=True)
     forked_supervisor.preload()
     command.Manager = Manager
     command.Printer = Printer

@@ -44,9 +44,9 @@ def test_arenas_and_weights_are_counted_apart() -> None:
 
 def test_processes_of_one_role_are_one_line() -> None:
     use = parse(SMAPS, "/dev/shm/starling-0")
-    lines = table([Process("kv", 1, use), Process("honcho, reader", 2, use), Process("honcho, reader", 3, use)])
+    lines = table([Process("kv", 1, use), Process("worker", 2, use), Process("worker", 3, use)])
     assert lines[2:] == [
         "| kv | 1 | 7.4 | 6.1 | 1.2 |",
-        "| honcho, reader | 2 | 14.7 | 12.3 | 2.5 |",
+        "| worker | 2 | 14.7 | 12.3 | 2.5 |",
         "| all | 3 | 22.1 | 18.4 | 3.7 |",
     ]

@@ -118,8 +118,7 @@ def _role(pid: int) -> str:
     if "supervise" in command:
         return "worker pool"
     if "honcho" in words:
-        parent = procfs.read_stat(pid)
-        return "honcho, reader" if parent and "honcho" in " ".join(procfs.command(parent.parent)) else "honcho"
+        return "honcho"
     if "resource_tracker" in words:
         return "resource tracker"
     return "starling up" if "up" in command else Path(command[0]).name if command else "?"
