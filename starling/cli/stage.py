@@ -19,6 +19,7 @@ from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
 from pipeline.supervise.supervisor import guarded
 from pipeline.supervise.supervisor import supervise as keep_alive
+from pipeline.tls.skipped_trust import without_certificates
 from starling.cli.options import exit_codes
 
 STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
@@ -125,7 +126,8 @@ def _import_stage(name: str) -> ModuleType:
 
             return worker
         case "gateway":
-            from stages.gateway import stage as gateway
+            with without_certificates():
+                from stages.gateway import stage as gateway
 
             return gateway
     raise ValueError(f"no stage {name!r}")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.tls_files import DATA
 
 # Compilers, other stages' libraries, and what only commands, downloads and tests need.
 FORBIDDEN = {
@@ -62,3 +66,17 @@ def test_a_stage_imports_what_it_needs(stage: str) -> None:
 def test_processes_that_only_start_others_import_little(module: str) -> None:
     """`up` checks the models before it starts the stages, without the compiler."""
     assert imported(f"import {module}") & FORBIDDEN == set()
+
+
+def test_the_gateway_spends_nothing_on_certificates_of_a_client(tmp_path: Path) -> None:
+    code = """
+import ssl, sys
+from starling.cli.stage import _import_stage
+_import_stage("gateway")
+from aiohttp import connector
+contexts = connector._SSL_CONTEXT_VERIFIED, ssl.create_default_context()
+print(*(context.cert_store_stats()["x509"] for context in contexts))
+"""
+    environment = {**os.environ, "SSL_CERT_FILE": str(DATA / "ca.pem"), "SSL_CERT_DIR": str(tmp_path / "none")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "0 1\n"
