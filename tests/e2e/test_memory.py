@@ -27,7 +27,7 @@ BOUNDS = {
     "honcho": 20,
     "starling up": 40,
 }
-TOTAL_MB = 230
+TOTAL_MB = 210
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 1, "ignore_eos": True, "stream": True}
 
 
