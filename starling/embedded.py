@@ -27,6 +27,8 @@ from typing import Any, Self
 
 import msgspec
 
+from pipeline.api.requests import generate
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InternalError, InvalidRequest, NotFound, StarlingError
@@ -34,8 +36,6 @@ from pipeline.models.store import Progress, no_progress
 from pipeline.protocol.messages import Cancel, Denied, Granted, Sampling, Submit
 from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
-from stages.gateway.endpoints import generate
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.tokenizer.opened_models import ModelSource, open_model
 from stages.worker.checkpoint.prepare import open_verified, prepare

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, SequenceTokens, Submit
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.tokenizer.service import TokenizerModel
 

@@ -4,6 +4,7 @@ json_body.py           strict JSON bodies
 content_coding.py      compressed bodies, bounded in ratio
 fields.py              field tables and their readers
 generation_fields.py   the fields that the text endpoints have in common
+requests/              from the fields of a body to a valid request, one reader for each endpoint
 error_response.py      errors as responses and as events
 keys.py                API keys, tenants and scopes
 key_file.py            keys that `starling keys` makes

@@ -29,7 +29,7 @@ from pipeline.durations import FORM, seconds_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Sampling
 from shm.sampler_steps import DEFAULT_ORDER
-from shm.step_ring import MAX_BIAS
+from shm.step_ring import MAX_BIAS, MAX_TOP
 
 MAX_CHOICES = 16  # n
 MAX_PROMPTS = 64  # in one request
@@ -48,6 +48,8 @@ MAX_BREAKERS = 16  # sequence breakers of DRY
 MAX_BREAKER_CHARACTERS = 64
 U64 = 1 << 64
 
+
+read_prompt_logprobs: Reader = integer(0, MAX_TOP)  # of each token of the prompt
 
 _SEED = integer(-(1 << 63), U64 - 1)
 

@@ -5,7 +5,7 @@ The path of a chat request, by file:
      1  http/app.py                   finds the route
      2  http/middleware.py            checks the API key, assigns the request id, turns exceptions into error bodies
      3  http/text_endpoints.py        reads the body, then awaits the end of the response
-     4  endpoints/chat.py             checks the body's fields and returns a `GenerationRequest`
+     4  pipeline/api/requests/chat.py   checks the body's fields and returns a `GenerationRequest`
      5  admission/admit.py            readiness, quotas, session, tokens, lengths; returns the request's state
      6  requests/spec.py, state.py    what the request asks for (frozen), and what changes until it ends
      7  requests/lifecycle.py         looks in the response cache and starts the request

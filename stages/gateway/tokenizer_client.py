@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.requests.generation_request import TemplateArguments
 
 TIMEOUT_S = 30.0  # for one reply
 MAX_PENDING = 2048  # requests without a reply

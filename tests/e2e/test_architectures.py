@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.models import registry
 from shm.step_ring import POOL_SCALE
-from stages.gateway.endpoints.embeddings import unit_vector
+from stages.gateway.endpoints.embedding_response import unit_vector
 from stages.worker.checkpoint.prepare_source import prepare_source
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shm.step_ring import POOL_SCALE
-from stages.gateway.endpoints.embeddings import unit_vector
+from stages.gateway.endpoints.embedding_response import unit_vector
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server
 from tests.tokenizer.trained import unigram_spec

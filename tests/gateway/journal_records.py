@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.protocol.messages import Sampling
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.journal import Journal, RequestEnd
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 

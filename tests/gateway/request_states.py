@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.protocol.messages import Sampling
 from shm.pages import NUMERICS
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from tests.gateway.peers import EOS, MODEL

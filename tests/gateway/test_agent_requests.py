@@ -14,7 +14,7 @@ import anthropic
 import openai
 import pytest
 
-from stages.gateway.endpoints.context_edits import MAX_TURNS, read_context_management, without_old_thinking
+from pipeline.api.requests.context_edits import MAX_TURNS, read_context_management, without_old_thinking
 from tests.gateway.peers import CONTEXT, MODEL, make_tokenizer
 from tests.gateway.server import MakeServer, Server
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stages.gateway.endpoints.chat import read
+from pipeline.api.requests.chat import read
 from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server

@@ -18,9 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from pipeline.api.requests.embeddings import MAX_INPUTS, read
 from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints.embeddings import MAX_INPUTS, read, unit_vector, with_end
+from stages.gateway.endpoints.embedding_response import unit_vector, with_end
 from stages.gateway.requests.embedder import WINDOW
 from tests.gateway.peers import CONTEXT, MODEL, VOCAB_SIZE, WIDTH, hidden
 from tests.gateway.server import Peers, Server

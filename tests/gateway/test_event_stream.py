@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from pipeline.api.requests import chat
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints import chat
+from stages.gateway.endpoints.chat_formatter import ChatFormatter
 from stages.gateway.http.sinks import MAX_BACKLOG_BYTES, EventStream
 from stages.gateway.requests.state import RequestState
 from tests.gateway.request_states import make_state
@@ -32,7 +33,7 @@ def make(n: int = 1) -> tuple[EventStream, RequestState, list[str]]:
     ask = chat.read({"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True, "n": n})
     request = make_state("req-1", ask, model="m", max_tokens=9, stop_ids=())
     dropped: list[str] = []
-    return EventStream(request, chat.ChatFormatter(request, {}), dropped.append), request, dropped
+    return EventStream(request, ChatFormatter(request, {}), dropped.append), request, dropped
 
 
 async def test_events_before_the_headers_are_sent_in_one_write_after_them() -> None:

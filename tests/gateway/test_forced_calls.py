@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse, template_form
+from pipeline.api.requests.tool_formats import FORMATS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Submit
 from stages.gateway.tool_calls.call_grammar import MAX_FORCED_CALLS, answer_constraint, call_constraint
 from stages.gateway.tool_calls.call_parser import CallBegin, CallEnd, CallParser, Item, Text
-from stages.gateway.tool_calls.formats import FORMATS
-from stages.gateway.tool_calls.tool_fields import ANY_TOOL, ToolUse, template_form
 from stages.scheduler.constraints.frames import VocabularyFile
 from stages.scheduler.constraints.grammar import make_tokenizer, new_matcher
 from tests.gateway.peers import EOS, MODEL

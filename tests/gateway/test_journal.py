@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
 from pipeline.faults import points
 from pipeline.files import temporary_path
 from pipeline.protocol.messages import Sampling
 from pipeline.record_file import RECORD_HEAD_BYTES
 from stages.gateway.requests import journal
-from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.journal import (
     FILE,
     KEEP_S,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from pipeline.api.fields import integer, number, read_fields
 from pipeline.api.json_body import parse_object
+from pipeline.api.requests import chat, completions, generate
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints import chat, completions, generate
 
 JSON = st.recursive(
     st.none()

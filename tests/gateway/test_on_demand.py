@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.generation_fields import read_keep_alive
 from pipeline.api.keys import Caller
+from pipeline.api.requests import generate
 from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
@@ -27,7 +28,6 @@ from pipeline.errors import ConfigError, InvalidRequest, ResourceError, Starling
 from pipeline.models.capacity import FreeMemory, MemoryPlan, check_plan
 from pipeline.models.versions import ModelVersion, write_failure
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints import generate
 from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service

@@ -9,10 +9,10 @@ import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
+from pipeline.api.requests import chat, completions, generate, messages, session_close, tokenize
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest
 from stages.gateway.admin import Admin
-from stages.gateway.endpoints import chat, completions, generate, messages, session_close, tokenize
 from stages.gateway.http.app import make_app
 from stages.gateway.http.web_endpoints import routes
 from stages.gateway.openapi.document import make_document

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.reasoning_fields import Reasoning
 from pipeline.protocol import messages as m
 from stages.gateway.plugins.text_filter import TextFilter
-from stages.gateway.reasoning.fields import Reasoning
 from stages.gateway.reasoning.reasoning_parser import ReasoningParser
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.reasoning_budget import MAX_WAIT
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState

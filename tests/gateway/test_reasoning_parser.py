@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.gateway.reasoning.fields import Reasoning
+from pipeline.api.requests.reasoning_fields import Reasoning
 from stages.gateway.reasoning.reasoning_parser import MAX_SPACE, Kind, Part, ReasoningParser
 from stages.gateway.requests.text_decoder import StreamDecoder
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.requests import generate
 from pipeline.config.load import resolve
 from pipeline.models.versions import initial
 from pipeline.protocol import messages as m
-from stages.gateway.endpoints import generate
 from stages.gateway.requests.journal import KEEP_S, MAX_ENDED, Journal
 from stages.gateway.requests.readers import CLAIM_S, CatchUpWaiter, FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from tests.gateway.peers import EOS, MODEL, Generator, make_token_bytes, output, score_words, text_of

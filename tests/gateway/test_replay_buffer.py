@@ -14,12 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests import chat, completions, generate
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Logprob, Sampling
-from stages.gateway.endpoints import chat, completions, generate
+from stages.gateway.endpoints.chat_formatter import ChatFormatter
+from stages.gateway.endpoints.completion_formatter import CompletionFormatter
+from stages.gateway.endpoints.generate_formatter import GenerateFormatter
 from stages.gateway.http.sinks import EventStream
 from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.journal import KEEP_S, MAX_ENDED, Journal, RequestEnd, parse
 from stages.gateway.requests.readers import FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery
@@ -37,9 +40,9 @@ GATEWAY = str(Path(__file__).resolve().parents[2] / "stages" / "gateway" / "*")
 
 BYTES = {token: bytes([token]) for token in range(256)}
 FORMATTERS: dict[str, Callable[[RequestState, Any], Any]] = {
-    "generate": generate.GenerateFormatter,
-    "chat": chat.ChatFormatter,
-    "completions": completions.CompletionFormatter,
+    "generate": GenerateFormatter,
+    "chat": ChatFormatter,
+    "completions": CompletionFormatter,
 }
 
 
@@ -232,7 +235,7 @@ class Life:
             max_tokens=8,
             sampling=Sampling(seed=self._number, logprobs=2),
         )
-        reader = EventStream(request, generate.GenerateFormatter(request, VOCABULARY), lambda reason: None)
+        reader = EventStream(request, GenerateFormatter(request, VOCABULARY), lambda reason: None)
         request.sink = reader
         written = threading.Event()
         self.recovery.record_start(request.spec, written.set)

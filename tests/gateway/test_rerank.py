@@ -12,8 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.gateway.endpoints.embeddings import MAX_INPUTS, unit_vector
-from stages.gateway.endpoints.rerank import ScoreRequest, cosine
+from pipeline.api.requests.embeddings import MAX_INPUTS
+from pipeline.api.requests.rerank import ScoreRequest
+from stages.gateway.endpoints.embedding_response import unit_vector
+from stages.gateway.endpoints.rerank_response import cosine
 from tests.gateway.peers import CONTEXT, MODEL, hidden
 from tests.gateway.server import Server
 

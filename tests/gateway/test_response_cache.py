@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
 from pipeline.config.schema import ResponseCacheConfig
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
-from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.output import SequenceOutput, output_of, restore_output
 from stages.gateway.requests.response_cache import (
     ENTRY_BYTES,

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.protocol import messages as m
 from stages.gateway.endpoints.openai_formatter import best_sequences
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.gateway.requests.state import RequestState
 from tests.gateway.peers import CONTEXT, MODEL, VOCAB_SIZE

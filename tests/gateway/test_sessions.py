@@ -15,9 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state import Outcome, RequestState

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import shm.pages
 from pipeline.api.keys import Caller
+from pipeline.api.requests import generate
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
@@ -26,7 +27,6 @@ from pipeline.models import versions
 from pipeline.models.versions import ModelVersion, Outcome
 from pipeline.protocol import messages as m
 from stages.gateway.admission import admit
-from stages.gateway.endpoints import generate
 from stages.gateway.requests import recovery
 from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.readers import FanOutSink

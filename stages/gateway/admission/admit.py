@@ -28,6 +28,9 @@ from pipeline.api.adapter_salt import with_adapter
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output, version_name
 from pipeline.api.quotas import Quotas
+from pipeline.api.requests.generation_request import AdapterUse, GenerationRequest
+from pipeline.api.requests.tool_fields import answer_salt
+from pipeline.api.requests.tool_formats import GENERIC
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, StarlingError
 from pipeline.faults import points
@@ -40,15 +43,12 @@ from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_p
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.reasoning.switch import prefix_of, reasoning_of
 from stages.gateway.requests.continued import force_output
-from stages.gateway.requests.generation_request import AdapterUse, GenerationRequest
 from stages.gateway.requests.request_name import RequestName
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
 from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
 from stages.gateway.tool_calls.call_grammar import answer_constraint
-from stages.gateway.tool_calls.formats import GENERIC
-from stages.gateway.tool_calls.tool_fields import answer_salt
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
 from stages.gateway.tracing.trace_context import TraceContext

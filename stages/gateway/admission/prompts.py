@@ -9,15 +9,15 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.requests.generation_request import GenerationRequest, TemplateArguments
+from pipeline.api.requests.tool_history import with_short_ids
 from pipeline.errors import InvalidRequest
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
 from stages.gateway.reasoning.switch import with_switches
-from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments
 from stages.gateway.tokenizer_client import TokenizerClient
 from stages.gateway.tool_calls.fallback_prompt import as_text, has_tools
-from stages.gateway.tool_calls.history import with_short_ids
 
 
 async def tokenize_prompts(

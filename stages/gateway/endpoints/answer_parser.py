@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stages.gateway.reasoning.fields import Reasoning
+from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.reasoning_fields import Reasoning
+from pipeline.api.requests.tool_formats import format_of
 from stages.gateway.reasoning.reasoning_parser import Kind, Part, ReasoningParser
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.tool_calls.call_parser import CallParser, Item, Text
-from stages.gateway.tool_calls.formats import format_of
 
 
 class ReasoningText(NamedTuple):

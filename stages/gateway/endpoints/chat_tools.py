@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.api.json_body import to_json
 from stages.gateway.endpoints.answer_parser import AnswerItem, AnswerParser, ReasoningText, make_parser
-from stages.gateway.endpoints.chat import ChatFormatter
+from stages.gateway.endpoints.chat_formatter import ChatFormatter
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes

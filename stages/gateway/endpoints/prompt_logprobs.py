@@ -8,14 +8,11 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from pipeline.api.fields import Reader, integer
-from shm.step_ring import MAX_TOP
 from stages.gateway.endpoints.response_formatter import finite_logprob, token_key, token_text
 from stages.gateway.requests.prompt_scores import PromptScores
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
-READER: Reader = integer(0, MAX_TOP)  # of the field
 TOKENS_PER_EVENT = 256  # of a prompt, in a stream
 
 

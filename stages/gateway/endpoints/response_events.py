@@ -21,18 +21,18 @@ from typing import Any
 import msgspec
 
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.generation_request import ResponseFields
+from pipeline.api.requests.tool_history import template_call
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
 from stages.gateway.endpoints.conversations import conversation_item
 from stages.gateway.endpoints.message_formatter import BlockEvent
 from stages.gateway.endpoints.response_items import read_item
-from stages.gateway.requests.generation_request import ResponseFields
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
 from stages.gateway.requests.stored_conversations import ConversationItem
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
-from stages.gateway.tool_calls.history import template_call
 
 ID_PREFIX = "resp_"
 CREATED, IN_PROGRESS = 0, 1  # sequence numbers; those of units follow

@@ -12,10 +12,10 @@ from typing import Any
 
 from pipeline.api.fields import Reader, Unsupported, invalid_value, object_schema, one_of, read_fields, show, text
 from pipeline.api.json_schema import any_of, array_of, described
+from pipeline.api.requests.chat import MAX_MESSAGES
+from pipeline.api.requests.tool_fields import tool_name
+from pipeline.api.requests.tool_history import call_id, ignored, read_arguments, template_call
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.chat import MAX_MESSAGES
-from stages.gateway.tool_calls.history import call_id, ignored, read_arguments, template_call
-from stages.gateway.tool_calls.tool_fields import tool_name
 
 ROLES = ("system", "developer", "user", "assistant")
 _STATUS = one_of("in_progress", "completed", "incomplete")

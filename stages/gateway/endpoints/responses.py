@@ -37,18 +37,14 @@ from pipeline.api.generation_fields import (
 )
 from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described
-from pipeline.errors import InvalidRequest
-from pipeline.protocol.messages import Constraint
-from stages.gateway.endpoints.conversations import read_conversation, text_item
-from stages.gateway.endpoints.response_items import read_input
-from stages.gateway.reasoning.fields import read_reasoning
-from stages.gateway.requests.generation_request import (
+from pipeline.api.requests.generation_request import (
     GenerationRequest,
     ResponseFields,
     TemplateArguments,
     check_combination,
 )
-from stages.gateway.tool_calls.tool_fields import (
+from pipeline.api.requests.reasoning_fields import read_reasoning
+from pipeline.api.requests.tool_fields import (
     ANY_TOOL,
     MAX_DESCRIPTION,
     MAX_TOOLS,
@@ -59,6 +55,10 @@ from stages.gateway.tool_calls.tool_fields import (
     tool_name,
     unique_tools,
 )
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import Constraint
+from stages.gateway.endpoints.conversations import read_conversation, text_item
+from stages.gateway.endpoints.response_items import read_input
 
 MAX_RESPONSE_ID = 256
 _FORMAT_SCHEMA = any_of(

@@ -14,25 +14,21 @@ from contextlib import contextmanager
 from aiohttp import web
 
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.embeddings import EmbeddingRequest, input_names
+from pipeline.api.requests.generation_request import TextOrIds
+from pipeline.api.requests.rerank import RerankRequest, ScoreRequest
 from pipeline.errors import InvalidRequest, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from shm.step_ring import MAX_POOLED_POSITIONS
 from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
 from stages.gateway.admission.prompts import check_range
-from stages.gateway.endpoints.embeddings import (
-    EmbeddingRequest,
-    input_names,
-    response_parts,
-    unit_vector,
-    with_end,
-)
-from stages.gateway.endpoints.rerank import RerankRequest, ScoreRequest, cosine, rerank_response, score_response
+from stages.gateway.endpoints.embedding_response import response_parts, unit_vector, with_end
+from stages.gateway.endpoints.rerank_response import cosine, rerank_response, score_response
 from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, TIMELINE, TRACE
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 from stages.gateway.requests.embedder import EmbeddingCall
-from stages.gateway.requests.generation_request import TextOrIds
 from stages.gateway.service import Service
 
 ENCODED_AT_ONCE = 64  # inputs of a request at the tokenizer

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from pipeline.api.json_body import count_separators
+from pipeline.api.requests.embeddings import EmbeddingRequest
+from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.tokenize import DetokenizeRequest
 from pipeline.errors import InternalError, StarlingError
 from stages.gateway.endpoints.body_readers import Body, read_request_body
-from stages.gateway.endpoints.embeddings import EmbeddingRequest
-from stages.gateway.endpoints.tokenize import DetokenizeRequest
 from stages.gateway.http.parser_process import HEAD, LENGTH
-from stages.gateway.requests.generation_request import GenerationRequest
 
 log = logging.getLogger("starling.gateway.http")
 

@@ -23,13 +23,13 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from pipeline.api.requests.embeddings import EmbeddingRequest
+from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.tokenize import DetokenizeRequest
 from pipeline.errors import InternalError, StarlingError
 from pipeline.runtime import process
 from pipeline.runtime.malloc_trim import trim
 from stages.gateway.endpoints.body_readers import Body, read_request_body
-from stages.gateway.endpoints.embeddings import EmbeddingRequest
-from stages.gateway.endpoints.tokenize import DetokenizeRequest
-from stages.gateway.requests.generation_request import GenerationRequest
 
 HEAD = struct.Struct("<II")
 LENGTH = struct.Struct("<I")

@@ -20,10 +20,13 @@ from aiohttp.hdrs import METH_HEAD
 from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.output_tokens import OUTPUT, RELAY
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, Forbidden, InvalidRequest, NotFound, StarlingError
 from pipeline.ipc.tcp_transport import reset
-from stages.gateway.endpoints import chat_tools, completions, generate
+from stages.gateway.endpoints import chat_tools
+from stages.gateway.endpoints.completion_formatter import CompletionFormatter
+from stages.gateway.endpoints.generate_formatter import GenerateFormatter
 from stages.gateway.endpoints.message_formatter import MessageFormatter
 from stages.gateway.endpoints.response_events import ResponsesFormatter
 from stages.gateway.http.block_stream import BlockStream
@@ -47,7 +50,6 @@ from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
 from stages.gateway.requests.idempotency import read_key
 from stages.gateway.requests.readers import FanOutSink
@@ -79,9 +81,9 @@ class TextEndpoint(NamedTuple):
 
 
 TEXT_ENDPOINTS = (
-    TextEndpoint("generate", "/v1/generate", generate.GenerateFormatter),
+    TextEndpoint("generate", "/v1/generate", GenerateFormatter),
     TextEndpoint("chat", "/v1/chat/completions", chat_tools.make_formatter),
-    TextEndpoint("completions", "/v1/completions", completions.CompletionFormatter),
+    TextEndpoint("completions", "/v1/completions", CompletionFormatter),
     TextEndpoint("messages", "/v1/messages", MessageFormatter, BlockStream),
     TextEndpoint("responses", "/v1/responses", ResponsesFormatter, BlockStream),
 )

@@ -8,10 +8,10 @@ from aiohttp import web
 
 from pipeline.api.generation_fields import MAX_PROMPT_IDS
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.messages import text_characters
 from stages.gateway.admission.lengths import Bounds
 from stages.gateway.admission.prompts import check_range, tokenize_prompts
-from stages.gateway.endpoints.messages import text_characters
-from stages.gateway.endpoints.tokenize import tokenize_response
+from stages.gateway.endpoints.tokenize_response import tokenize_response
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, STARTED_AT, request_id
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts

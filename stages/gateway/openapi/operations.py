@@ -10,19 +10,10 @@ from typing import Any, NamedTuple
 
 from pipeline.api.fields import FieldTable
 from pipeline.api.json_schema import Schema
+from pipeline.api.requests import chat, completions, embeddings, generate, messages, rerank, session_close
+from pipeline.api.requests.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
 from stages.gateway import admin
-from stages.gateway.endpoints import (
-    chat,
-    completions,
-    conversations,
-    embeddings,
-    generate,
-    messages,
-    rerank,
-    responses,
-    session_close,
-)
-from stages.gateway.endpoints.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
+from stages.gateway.endpoints import conversations, responses
 from stages.gateway.openapi.responses import json_content
 
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
 from pipeline.observe.metrics import Metrics
@@ -15,7 +16,6 @@ from pipeline.plugin_objects import object_of
 from stages.gateway.plugins.process_client import PluginProcess
 from stages.gateway.plugins.request_hook import ask
 from stages.gateway.plugins.text_filter import Outlet, TextFilter, identity_of
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.state import SequenceState
 
 log = logging.getLogger("starling.gateway.plugins")

@@ -16,14 +16,14 @@ from pipeline.api.generation_fields import (
     read_seed,
 )
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.chat import MAX_MESSAGES
+from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields, check_combination
+from pipeline.api.requests.tool_history import check_results
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.chat import MAX_MESSAGES
 from stages.gateway.plugins.errors import failed, refused
 from stages.gateway.plugins.frames import REFUSED, Failed, Pre, PreDone, Reply, frame
 from stages.gateway.plugins.interface import InferenceRequest
 from stages.gateway.plugins.process_client import PluginProcess
-from stages.gateway.requests.generation_request import GenerationRequest, ResponseFields, check_combination
-from stages.gateway.tool_calls.history import check_results
 
 HOOK = "pre_inference"
 

@@ -1,6 +1,5 @@
 """Reasoning: what models that think write before their answers, between two marks that the chat template names.
 
-fields.py            what a request says of it, and what is kept of that
 switch.py            the variables of the chat template that turn it on or off
 reasoning_parser.py  reasoning and answer in a text, while it is being generated
 """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from stages.gateway.reasoning.fields import Reasoning
+from pipeline.api.requests.reasoning_fields import Reasoning
 
 MAX_SPACE = 256
 SPACE = " \t\n\r"

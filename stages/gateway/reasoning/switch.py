@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.requests.reasoning_fields import Reasoning, Thinking
 from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
-from stages.gateway.reasoning.fields import Reasoning, Thinking
 from stages.gateway.requests.token_bytes import TokenBytes
 
 OFF = ("none", "minimal")  # levels that mean no reasoning where a template has only on and off

@@ -1,6 +1,5 @@
 """Requests from their admission until their answers expire.
 
-generation_request.py   a validated body, the same for all endpoints
 spec.py                 what an admitted request asks for; what the journal stores
 state.py                what changes while it is in flight: tokens, text, outcome; the interface of sinks
 output.py               the output of an ended sequence; what replay buffer and response cache store

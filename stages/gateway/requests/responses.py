@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.requests.tool_history import check_results
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StarlingError
 from stages.gateway.endpoints.response_events import (
     ID_PREFIX,
@@ -23,13 +25,11 @@ from stages.gateway.endpoints.response_events import (
     response_object,
 )
 from stages.gateway.endpoints.response_items import add_message
-from stages.gateway.requests.generation_request import GenerationRequest, ResponseFields
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.stored_conversations import find, messages
 from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
-from stages.gateway.tool_calls.history import check_results
 
 if TYPE_CHECKING:
     import sqlite3

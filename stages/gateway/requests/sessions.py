@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pipeline.api.adapter_salt import without_adapter
+from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
 

@@ -11,8 +11,8 @@ from typing import NewType
 
 import msgspec
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.protocol.messages import Sampling
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.tracing.trace_context import TraceContext
 
 ResponseKey = NewType("ResponseKey", bytes)  # SHA-256 over everything that determines an answer's bytes

@@ -12,7 +12,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable
 
-from stages.gateway.reasoning.fields import Reasoning
+from pipeline.api.requests.reasoning_fields import Reasoning
 from stages.gateway.reasoning.reasoning_parser import Kind, Part, ReasoningParser
 
 _utf8 = codecs.getincrementaldecoder("utf-8")

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from pipeline.api.closed_schema import closed
+from pipeline.api.requests.tool_fields import ANY_TOOL, ToolUse
+from pipeline.api.requests.tool_formats import format_of
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
-from stages.gateway.tool_calls.formats import format_of
-from stages.gateway.tool_calls.tool_fields import ANY_TOOL, ToolUse
 
 MAX_FORCED_CALLS = 16  # in an answer: a small model may repeat calls without end
 # Between the tokens of JSON: at most a space, so that no output is filled with white space.

@@ -12,13 +12,13 @@ import secrets
 from array import array
 from collections.abc import Callable
 
+from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import InferenceError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol.messages import Sampling
 from shm.pages import NUMERICS
 from stages.gateway.http.sinks import WholeResponse
 from stages.gateway.requests.embedder import Embedder, EmbeddingCall
-from stages.gateway.requests.generation_request import GenerationRequest
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState

@@ -98,9 +98,9 @@ TARGET = Target(
         "pipeline.api.fields",
         "pipeline.api.generation_fields",
         "pipeline.api.json_body",
-        "stages.gateway.endpoints.chat",
-        "stages.gateway.endpoints.completions",
-        "stages.gateway.endpoints.generate",
-        "stages.gateway.endpoints.tokenize",
+        "pipeline.api.requests.chat",
+        "pipeline.api.requests.completions",
+        "pipeline.api.requests.generate",
+        "pipeline.api.requests.tokenize",
     ),
 )

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import msgspec
 
+from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
 from pipeline.protocol.messages import Sampling, encode
 from pipeline.record_file import HEAD_CHECKED
-from stages.gateway.requests.generation_request import GenerationRequest, SessionTurn
 from stages.gateway.requests.journal import FILE, MAGIC, Journal, JournalEntry, RequestEnd
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState, submission

@@ -9,9 +9,10 @@ import asyncio
 from array import array
 from collections.abc import Iterator
 
+from pipeline.api.requests import chat
 from pipeline.errors import StarlingError
 from pipeline.protocol.messages import Described, Sampling
-from stages.gateway.endpoints import chat
+from stages.gateway.endpoints.chat_formatter import ChatFormatter
 from stages.gateway.http.sinks import EventStream
 from stages.gateway.requests.event_cursor import EventCursor, is_reached, parse_event_cursor
 from stages.gateway.requests.resume import Resumer
@@ -85,7 +86,7 @@ def _request(selector: int) -> RequestState:
 async def _resume(request: RequestState, cursor: EventCursor) -> None:
     resumer = Resumer(None, None, {"m": VOCABULARY})  # type: ignore[arg-type]
     received = await resumer._received(request, cursor)
-    stream = EventStream(request, chat.ChatFormatter(request, VOCABULARY), lambda reason: None)
+    stream = EventStream(request, ChatFormatter(request, VOCABULARY), lambda reason: None)
     stream.resume(request, cursor.choices, received)
 
 

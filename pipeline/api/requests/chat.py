@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: reads OpenAI's parameters and writes OpenAI's objects."""
+"""POST /v1/chat/completions: reads OpenAI's parameters."""
 
 from __future__ import annotations
 
@@ -25,33 +25,27 @@ from pipeline.api.generation_fields import (
     COMMON_UNSUPPORTED,
     HINT_FIELDS,
     MAX_OUTPUT_TOKENS,
+    read_prompt_logprobs,
     read_stream_options,
 )
 from pipeline.api.json_schema import Schema, any_of, array_of, described
 from pipeline.api.other_servers import OTHER_SERVERS
-from pipeline.errors import InvalidRequest
-from shm.step_ring import MAX_TOP
-from stages.gateway.endpoints import prompt_logprobs
-from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
-from stages.gateway.endpoints.prompt_logprobs import scored_prompt
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_text
-from stages.gateway.endpoints.template_fields import TEMPLATE_FIELDS, template_arguments
-from stages.gateway.reasoning.fields import REASONING_FIELDS, thinking_of
-from stages.gateway.requests.generation_request import (
+from pipeline.api.requests.generation_request import (
     GenerationRequest,
     check_combination,
     common_arguments,
     with_logprobs,
 )
-from stages.gateway.requests.state import SequenceState
-from stages.gateway.tool_calls.history import call_id, check_results, ignored, read_tool_calls
-from stages.gateway.tool_calls.tool_fields import read_tool_choice, read_tool_fields, read_tools, tool_name
+from pipeline.api.requests.reasoning_fields import REASONING_FIELDS, thinking_of
+from pipeline.api.requests.template_fields import TEMPLATE_FIELDS, template_arguments
+from pipeline.api.requests.tool_fields import read_tool_choice, read_tool_fields, read_tools, tool_name
+from pipeline.api.requests.tool_history import call_id, check_results, ignored, read_tool_calls
+from pipeline.errors import InvalidRequest
+from shm.step_ring import MAX_TOP
 
 MAX_MESSAGES = 4096
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}(?:T[0-9]{2}:[0-9]{2}:[0-9]{2})?")
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-# ------------------------------------------------------------------ request
 
 
 @described({"enum": list(ROLES)})
@@ -217,7 +211,7 @@ FIELDS: dict[str, Reader] = {
     "logprobs": flag,
     "top_logprobs": integer(0, MAX_TOP),
     "stream_options": read_stream_options,
-    "prompt_logprobs": prompt_logprobs.READER,
+    "prompt_logprobs": read_prompt_logprobs,
     "template_date": read_template_date,
     "tools": read_tools,
     "tool_choice": read_tool_choice,
@@ -271,44 +265,3 @@ def read(body: dict[str, Any]) -> GenerationRequest:
         **arguments,
     )
     return check_combination(request)
-
-
-# ------------------------------------------------------------------ response
-
-
-class ChatFormatter(OpenAIFormatter):
-    """`chat.completion` and `chat.completion.chunk`."""
-
-    ID_PREFIX = "chatcmpl-"
-    WHOLE_OBJECT = "chat.completion"
-    EVENT_OBJECT = "chat.completion.chunk"
-
-    def _opening_part(self, sequence: SequenceState) -> dict[str, Any]:
-        return {"index": sequence.index, "delta": {"role": "assistant", "content": "", "refusal": None}}
-
-    def _text_part(self, sequence: SequenceState, text: str) -> dict[str, Any]:
-        return {"index": sequence.index, "delta": {"content": text}}
-
-    def _finish_part(self, sequence: SequenceState) -> dict[str, Any]:
-        return {"index": sequence.index, "delta": {}}
-
-    def _whole_part(self, sequence: SequenceState) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(sequence.text), "refusal": None}
-        return {"index": sequence.index, "message": message}
-
-    def _whole_extra(self) -> dict[str, Any]:
-        prompt = scored_prompt(self._request, self._request.sequences[0], self._vocabulary)
-        return {} if prompt is None else {"prompt_logprobs": prompt.vllm()}
-
-    def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
-        content = []
-        for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
-            entry = self._token_logprob(token, logprob.logprob)
-            top = logprob.top[: self._request.spec.generation.top_logprobs]
-            entry["top_logprobs"] = [self._token_logprob(t, p) for t, p in top]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
-        piece = self._vocabulary.get(token)
-        return {"token": token_text(piece), "logprob": finite_logprob(logprob), "bytes": list(piece)}

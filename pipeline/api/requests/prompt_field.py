@@ -7,8 +7,8 @@ from typing import Any
 from pipeline.api.fields import TOKEN_ID, invalid_value, token_ids
 from pipeline.api.generation_fields import MAX_PROMPT_IDS, MAX_PROMPTS
 from pipeline.api.json_schema import any_of, array_of, described
+from pipeline.api.requests.generation_request import TextOrIds
 from pipeline.errors import InvalidRequest
-from stages.gateway.requests.generation_request import TextOrIds
 
 _PROMPT_KINDS = "a string, an array of strings, an array of token ids, or an array of such arrays"
 

@@ -33,14 +33,11 @@ from pipeline.api.generation_fields import (
     sampling_of,
 )
 from pipeline.api.json_schema import Schema, any_of, array_of, described, schema_of
-from pipeline.errors import InvalidRequest
-from pipeline.protocol.messages import Constraint
-from stages.gateway.endpoints.chat import MAX_MESSAGES
-from stages.gateway.endpoints.context_edits import read_context_management, without_old_thinking
-from stages.gateway.reasoning.fields import Thinking, check_budget, read_thinking
-from stages.gateway.requests.generation_request import GenerationRequest, TemplateArguments, check_combination
-from stages.gateway.tool_calls.history import call_id, check_results, template_call
-from stages.gateway.tool_calls.tool_fields import (
+from pipeline.api.requests.chat import MAX_MESSAGES
+from pipeline.api.requests.context_edits import read_context_management, without_old_thinking
+from pipeline.api.requests.generation_request import GenerationRequest, TemplateArguments, check_combination
+from pipeline.api.requests.reasoning_fields import Thinking, check_budget, read_thinking
+from pipeline.api.requests.tool_fields import (
     ANY_TOOL,
     MAX_DESCRIPTION,
     MAX_TOOLS,
@@ -51,6 +48,9 @@ from stages.gateway.tool_calls.tool_fields import (
     tool_name,
     unique_tools,
 )
+from pipeline.api.requests.tool_history import call_id, check_results, template_call
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import Constraint
 
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_CHARACTERS = 256

@@ -15,8 +15,8 @@ from typing import Any
 from pipeline.api.fields import Reader, invalid_value, object_schema, read_fields, show, text
 from pipeline.api.json_body import parse_object
 from pipeline.api.json_schema import array_of, described
+from pipeline.api.requests.tool_fields import json_object, tool_name
 from pipeline.errors import InvalidRequest
-from stages.gateway.tool_calls.tool_fields import json_object, tool_name
 
 MAX_CALLS = 128  # in a message
 MAX_ID = 256  # characters

@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score: the similarity of texts, by the cosine of their embeddings.
+"""POST /v1/rerank and /v1/score: two sets of texts to compare.
 
     {"model"?, "query", "documents": [texts], "top_n"?, "return_documents": false}
         -> {"object": "list", "model", "results": [{"index", "relevance_score", "document"?}, ...], "usage"}
@@ -10,17 +10,15 @@ text is compared with each of a list, and two lists of one length pair by pair.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from pipeline.api.fields import FieldTable, Reader, flag, integer, invalid_value, object_schema, read_fields, text
 from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, read_keep_alive
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
+from pipeline.api.requests.embeddings import MAX_INPUTS, MAX_TEXT_CHARACTERS
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.embeddings import MAX_INPUTS, MAX_TEXT_CHARACTERS
 
 
 class RerankRequest(msgspec.Struct, frozen=True):
@@ -158,31 +156,3 @@ def read_score(body: dict[str, Any]) -> ScoreRequest:
             "text_2",
         )
     return ScoreRequest(values.get("model", ""), first, second, values.get("keep_alive"))
-
-
-def cosine(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the cosine of two vectors of length 1 (f32), the exact sum of products rounded once."""
-    products = one.astype(np.float64) * other.astype(np.float64)
-    return min(1.0, max(-1.0, math.fsum(products.tolist())))
-
-
-def rerank_response(model: str, scores: list[float], n_tokens: int, request: RerankRequest) -> dict[str, Any]:
-    """Return the body of the response. `scores`: of each document."""
-    order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: request.top_n]
-    results = []
-    for index in order:
-        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
-        if request.returns_documents:
-            result["document"] = {"text": request.documents[index]}
-        results.append(result)
-    return {"object": "list", "model": model, "results": results, "usage": _usage(n_tokens)}
-
-
-def score_response(model: str, scores: list[float], n_tokens: int) -> dict[str, Any]:
-    """Return the body of the response. `scores`: of each pair."""
-    data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
-    return {"object": "list", "model": model, "data": data, "usage": _usage(n_tokens)}
-
-
-def _usage(n_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}

@@ -1,6 +1,6 @@
 """The fields of a request that concern tools, and `ToolUse`, what is kept of them for the answer.
 
-Tools reach the model through its chat template, or as text (`fallback_prompt.py`).  With `tool_choice: "none"` the
+Tools reach the model through its chat template, or as text.  With `tool_choice: "none"` the
 prompt does not have them, and no call is looked for in the answer.
 """
 
@@ -29,7 +29,7 @@ class ToolUse(msgspec.Struct, array_like=True, frozen=True):
 
     names: tuple[str, ...]
     is_single: bool = False  # an answer ends with its first call
-    format: str = ""  # a name of `formats.FORMATS`; set at admission
+    format: str = ""  # a name of `tool_formats.FORMATS`; set at admission
     salt: str = ""  # hex, of everything that determines the answer; set at admission
     forced: str = (
         ""  # the answer consists of calls, of the tool of this name or of any (`ANY_TOOL`); "": it may have some

@@ -1,6 +1,6 @@
 """`GenerationRequest`: a valid request for text, the same for all generation endpoints.
 
-`chat.py`, `completions.py` and `generate.py` fill it in from a body; admission turns it into sequences.  It does not
+The readers of this package fill it in from a body; admission turns it into sequences.  It does not
 depend on a model: what does is checked at admission.  The journal stores it by field name: a field may be added with
 a default, but never renamed or removed.
 """
@@ -13,11 +13,11 @@ import msgspec
 
 from pipeline.api.constraint_fields import constraint_of
 from pipeline.api.generation_fields import MAX_SEQUENCES, sampling_of
+from pipeline.api.requests.reasoning_fields import Reasoning, Thinking
+from pipeline.api.requests.tool_fields import ToolUse
+from pipeline.api.requests.tool_formats import MARKERS
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint, Sampling
-from stages.gateway.reasoning.fields import Reasoning, Thinking
-from stages.gateway.tool_calls.formats import MARKERS
-from stages.gateway.tool_calls.tool_fields import ToolUse
 
 TextOrIds = str | tuple[int, ...]
 _NONE: frozenset[bytes] = frozenset()

@@ -13,8 +13,8 @@ import msgspec
 
 from pipeline.api.fields import Reader, flag, invalid_value
 from pipeline.api.json_schema import array_of, described
+from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.errors import InvalidRequest
-from stages.gateway.requests.generation_request import TemplateArguments
 
 MAX_DOCUMENTS = 1024
 MAX_VARIABLES = 64
