@@ -9,7 +9,7 @@ router.py       the choice of an agent
 decisions.py    why each choice was made
 
 front.py        a client's request before it is forwarded: keys, bounds, quotas, its id
-read_body.py    what is read of its body
+read_body.py    checks its body, and reads what routing uses
 request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried

@@ -143,7 +143,7 @@ class Front:
                 f"Idempotency-Key is {key[:80]!r}; it must have 1 to 128 printable ASCII characters and no space",
                 "Idempotency-Key",
             )
-        read = await self._read(caller, body, headers)
+        read = await self._read(caller, path, body, headers)
         self.quotas.take_prompt(caller.tenant, -(-read.prompt_bytes // CHARGED_BYTES), caller.key_id)
         agent = ""
         if last_id:
@@ -179,7 +179,7 @@ class Front:
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
-        read = await self._read(caller, body, headers)
+        read = await self._read(caller, path, body, headers)
         agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
         routed = RoutedRequest(request_id="", model=read.model, pinned=agent)
         sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}
@@ -223,15 +223,16 @@ class Front:
                 return Ticket(forward, caller.tenant, key_id=caller.key_id)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
-    async def _read(self, caller: Caller, body: bytes, headers: Mapping[str, str]) -> ReadBody:
+    async def _read(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> ReadBody:
         arguments = (
+            path,
             body,
             headers.get("Content-Type", ""),
             headers.get("Content-Encoding", ""),
             self.config.server.max_body_mb << 20,
             caller.salt,
         )
-        if len(body) <= PARSED_INLINE_BYTES and not arguments[2]:
+        if len(body) <= PARSED_INLINE_BYTES and not headers.get("Content-Encoding"):
             read = read_body(*arguments)
         else:
             read = await asyncio.to_thread(read_body, *arguments)

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import HttpVersion11, web
 
-from pipeline.api import sse
+from pipeline.api import message_version, sse
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
@@ -25,6 +25,7 @@ from pipeline.observe import exposition
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
+from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
 from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
@@ -36,16 +37,6 @@ PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)
 BEGUN = web.RequestKey("begun", bool)
 
-TEXT_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/generate")
-OTHER_PATHS = (
-    "/v1/messages/count_tokens",
-    "/v1/tokenize",
-    "/v1/detokenize",
-    "/v1/session/close",
-    "/v1/embeddings",
-    "/v1/rerank",
-    "/v1/score",
-)
 BODY_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
 BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
@@ -153,7 +144,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.abort()
         return web.Response(status=error.status)
-    is_anthropic = request.path.startswith("/v1/messages")
+    is_anthropic = request.path.startswith(message_version.PATH)
     shown = error_response(error, is_anthropic=is_anthropic, request_id=request[REQUEST_ID])
     return web.Response(body=shown.body, status=shown.status, headers=shown.headers, content_type=CONTENT_TYPE)
 
@@ -226,6 +217,7 @@ class _Response:
 
 async def _generate(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
+    _check_version(request)
     with front.counted(request[PRINCIPAL]):
         front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
         ticket = await front.ticket(
@@ -264,6 +256,7 @@ def _passed_on(status: int, headers: Mapping[str, str], body: bytes, forward: Fo
 async def _convert(request: web.Request) -> web.StreamResponse:
     """Tokens, counts, and the end of sessions: one engine answers."""
     front = request.app[FRONT]
+    _check_version(request)
     with front.counted(request[PRINCIPAL]):
         front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
         ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
@@ -276,6 +269,11 @@ async def _get_request(request: web.Request) -> web.StreamResponse:
         last_id = request.headers.get("Last-Event-ID", "")
         ticket = await front.ticket_of(request[CALLER], request.match_info["id"], last_id)
         return await _answer(request, front, ticket)
+
+
+def _check_version(request: web.Request) -> None:
+    if request.path.startswith(message_version.PATH):
+        message_version.check(request.headers.get(message_version.HEADER))
 
 
 async def _body(request: web.Request) -> bytes:

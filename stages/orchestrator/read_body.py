@@ -1,8 +1,8 @@
-"""What the orchestrator reads of a client's body, once, before the body is sent anywhere.
+"""A client's body is read here once, before the body is sent anywhere.
 
-The body is strict JSON, as the engines read it, and is forwarded as it was sent.  Read are the model, whether the
-answer is streamed, the session, and the prompt's bytes for routing.  Other fields are the engine's: it refuses what is
-wrong, and its answer is passed on.
+All fields are checked with the readers of the gateway: a bad body is refused, with the same error, before an agent is
+chosen and a model loaded for it.  Routing gets the model, whether the answer is streamed, the session, and the
+prompt's bytes; engines get the body as it was sent.
 """
 
 from __future__ import annotations
@@ -10,20 +10,33 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from pipeline.api.content_coding import decompress
-from pipeline.api.fields import flag, text
-from pipeline.api.generation_fields import MAX_MODEL_CHARACTERS, MAX_SALT_CHARACTERS
 from pipeline.api.json_body import parse_object
+from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.readers import READERS
 from pipeline.errors import InvalidRequest
 from stages.orchestrator.prefixes import block_hashes, prompt_text
 
-MAX_SESSION_CHARACTERS = 256
-_READ_MODEL = text(MAX_MODEL_CHARACTERS, empty=False)
-_READ_SALT = text(MAX_SALT_CHARACTERS, empty=False)
-_READ_SESSION = text(MAX_SESSION_CHARACTERS)
+# The reader of each path's body.
+TEXT_PATHS = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/generate": "generate",
+}
+OTHER_PATHS = {
+    "/v1/messages/count_tokens": "count_tokens",
+    "/v1/tokenize": "tokenize",
+    "/v1/detokenize": "detokenize",
+    "/v1/session/close": "session_close",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
+}
+_READER_OF = {**TEXT_PATHS, **OTHER_PATHS}
 
 
 class ReadBody(NamedTuple):
-    """What the orchestrator reads of a body."""
+    """What the orchestrator uses of a body."""
 
     model: str
     is_stream: bool
@@ -32,16 +45,22 @@ class ReadBody(NamedTuple):
     prompt_bytes: int
 
 
-def read_body(body: bytes, content_type: str, coding: str, max_bytes: int, tenant_salt: str = "") -> ReadBody:
-    """Read a body. Raises `InvalidRequest`, `TooLarge`."""
-    plain = decompress(body, coding, max_bytes)
-    fields: dict[str, Any] = parse_object(plain, content_type)
-    if fields.get("model") is None:
+def read_body(
+    path: str, body: bytes, content_type: str, coding: str, max_bytes: int, tenant_salt: str = ""
+) -> ReadBody:
+    """Read the body of a request for `path`. Raises `InvalidRequest`, `TooLarge`."""
+    fields: dict[str, Any] = parse_object(decompress(body, coding, max_bytes), content_type)
+    reader = _READER_OF[path]
+    request = READERS[reader](fields)
+    is_stream, salt, session = False, "", None
+    if isinstance(request, GenerationRequest):
+        is_stream, salt, session = request.stream, request.cache_salt, request.session_id
+    if reader == "session_close":
+        model, session = request
+    else:
+        model = request.model
+    if not model:
         raise InvalidRequest("model is missing; it is required: GET /v1/models lists the models of the fleet", "model")
-    model = _READ_MODEL(fields["model"], "model")
-    is_stream = flag(fields["stream"], "stream") if fields.get("stream") is not None else False
-    salt = _READ_SALT(fields["cache_salt"], "cache_salt") if fields.get("cache_salt") is not None else ""
-    session = _READ_SESSION(fields["session_id"], "session_id") if fields.get("session_id") is not None else None
     prompt = prompt_text(fields)
     blocks = block_hashes(prompt, f"{model}\0{tenant_salt}\0{salt}")
     return ReadBody(model, is_stream, session, blocks, len(prompt))

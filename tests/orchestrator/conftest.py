@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.server import Server
-from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.fleet import Fleet, TestAgent
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +46,16 @@ def fleet(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Fleet]:
         running.add_agent(name, engine)
     yield running
     assert running.close() == 0, "".join(running.lines)
+
+
+@pytest.fixture
+def cold_agent(fleet: Fleet, engines: list[Server]) -> Iterator[TestAgent]:
+    """The agent "two", which has the files of the model "cold"."""
+    agent = fleet.agents["two"]
+    agent.cold["cold"] = engines[1]
+    fleet.wait(lambda state: any(one["id"] == "cold" for one in state["models"]))
+    yield agent
+    agent.may_load.set()
+    agent.cold.clear()
+    agent.engines.pop("cold", None)
+    fleet.wait(lambda state: all(one["id"] != "cold" for one in state["models"]))

@@ -188,19 +188,6 @@ def test_a_client_continues_its_stream(fleet: Fleet, engines: list[Server]) -> N
     assert fleet.post("/v1/generate", BODY, keyed).status == 409
 
 
-@pytest.fixture
-def cold_agent(fleet: Fleet, engines: list[Server]) -> Iterator[TestAgent]:
-    """The agent "two", which has the files of the model "cold"."""
-    agent = fleet.agents["two"]
-    agent.cold["cold"] = engines[1]
-    fleet.wait(lambda state: any(one["id"] == "cold" for one in state["models"]))
-    yield agent
-    agent.may_load.set()
-    agent.cold.clear()
-    agent.engines.pop("cold", None)
-    fleet.wait(lambda state: all(one["id"] != "cold" for one in state["models"]))
-
-
 def test_a_cold_model_is_loaded_once(fleet: Fleet, cold_agent: TestAgent) -> None:
     fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
     agent = cold_agent
@@ -234,8 +221,8 @@ def test_bad_requests_are_refused_with_the_reason(fleet: Fleet) -> None:
     assert fleet.post("/v1/generate", {**BODY, "stream": "yes"}, MINE).error["param"] == "stream"
     assert "duplicate" in fleet.post("/v1/generate", b'{"duplicate":1,"duplicate":2}', MINE).error["message"]
     # What only an engine can know is the engine's answer.
-    refused = fleet.post("/v1/generate", {**BODY, "temperature": 9}, MINE)
-    assert (refused.status, refused.error["param"]) == (400, "temperature")
+    refused = fleet.post("/v1/generate", {**BODY, "prompt": [1 << 30]}, MINE)
+    assert (refused.status, refused.error["param"]) == (400, "prompt")
     assert fleet.get("/v1/nothing", MINE).error["code"] == "NOT_FOUND"
     assert fleet.get("/v1/generate", MINE).status == 405
     assert fleet.post("/v1/messages", {**CHAT, "model": "missing"}, MINE).json["type"] == "error"
