@@ -66,10 +66,12 @@ class Events(Outputs):
 class Manager(manager.Manager):
     """honcho's manager with `Events`, which starts killed processes again."""
 
+    events: Any  # a queue of multiprocessing at first
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.events.close()
-        self.events: Events = Events(self)
+        self.events = Events(self)
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
