@@ -14,6 +14,7 @@ from pipeline.api.key_file import SCOPES, KeyFile, KeyLimits, StoredKey, digest_
 from pipeline.api.key_follower import KeyFollower
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden, StorageUnavailable, Unauthenticated
+from pipeline.runtime.file_watch import FileWatch
 
 DEFAULT_TENANT = "default"  # the one tenant of a server without keys
 MODELS, ADMIN, METRICS = SCOPES
@@ -58,7 +59,7 @@ class Keys:
         """`file`: the server's key file; None: only configured keys count."""
         self._config = config
         self._file = file
-        self.follower = KeyFollower(file)
+        self.follower = KeyFollower(file, watch=FileWatch(file.path) if file is not None else None)
         self._keys = [
             (
                 _digest(key.key),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from pipeline.api import key_follower
 from pipeline.api.key_file import KeyFile, Look
 from pipeline.api.key_follower import KeyFollower
+from pipeline.runtime import file_watch
+from pipeline.runtime.file_watch import FileWatch
 
 LONG_S = 60.0
 
@@ -106,3 +111,86 @@ def test_a_cancelled_call_leaves_the_look_to_the_others(tmp_path: Path, monkeypa
         await second
 
     asyncio.run(run())
+
+
+def look_count(file: Gated, follower: KeyFollower) -> int:
+    """The looks of a request that comes now."""
+    before = file.looks
+    asyncio.run(follower.refresh())
+    return file.looks - before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.write_text("x"),
+        lambda path: os.replace(path.with_name("other"), path),
+        lambda path: path.unlink(),
+        lambda path: path.chmod(0o600),
+        lambda path: shutil.rmtree(path.parent),
+        lambda path: path.parent.rename(path.parent.with_name("gone")),
+    ],
+    ids=["written", "replaced", "removed", "mode", "directory removed", "directory renamed"],
+)
+def test_a_watched_file_is_looked_at_after_each_change_of_it(tmp_path: Path, change: Callable[[Path], object]) -> None:
+    path = tmp_path / "state" / "keys.json"
+    path.parent.mkdir()
+    for name in (path.name, "other"):
+        path.with_name(name).write_text(name)
+    file = Gated(path)
+    follower = KeyFollower(file, lambda: 0.0, FileWatch(path))
+    assert look_count(file, follower) == 1  # from here on it is watched
+    path.with_name("other").write_text("not the key file")
+    assert [look_count(file, follower) for _ in range(3)] == [0, 0, 0]
+    change(path)
+    assert look_count(file, follower) == 1
+
+
+def test_what_the_kernel_does_not_report_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    now = 0.0
+    path = tmp_path / "keys.json"
+    file = Gated(path)
+    follower = KeyFollower(file, lambda: now, FileWatch(path))
+
+    async def run() -> None:
+        nonlocal now
+        await follower.refresh()
+        looks = file.looks
+        now = 0.9 * key_follower.UNSEEN_S
+        await follower.refresh()
+        assert file.looks == looks
+        now = key_follower.UNSEEN_S
+        file.opened.clear()
+        await asyncio.wait_for(follower.refresh(), LONG_S)  # does not wait for that look
+        file.opened.set()
+        while follower._taken < 2:
+            await asyncio.sleep(0)
+        assert file.looks == looks + 1
+
+    asyncio.run(run())
+
+
+def test_directories_on_the_way_to_the_file_may_be_made_later(tmp_path: Path) -> None:
+    path = tmp_path / "home" / "state" / "keys.json"
+    file = Gated(path)
+    follower = KeyFollower(file, lambda: 0.0, FileWatch(path))
+    assert [look_count(file, follower) for _ in range(3)] == [1, 0, 0]
+    for make in (path.parent.parent.mkdir, path.parent.mkdir, path.touch):
+        make()
+        assert [look_count(file, follower) for _ in range(3)] == [1, 0, 0]
+
+
+def test_each_request_looks_where_the_file_is_a_link(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.symlink_to(tmp_path / "elsewhere")
+    file = Gated(path)
+    follower = KeyFollower(file, lambda: 0.0, FileWatch(path))
+    assert [look_count(file, follower) for _ in range(3)] == [1, 1, 1]
+
+
+def test_without_room_for_a_watch_each_request_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.json"
+    monkeypatch.setattr(file_watch._libc, "inotify_init1", lambda flags: -1)
+    file = Gated(path)
+    follower = KeyFollower(file, lambda: 0.0, FileWatch(path))
+    assert [look_count(file, follower) for _ in range(3)] == [1, 1, 1]

@@ -1,0 +1,82 @@
+"""Whether a file has changed since the last question, by inotify: one system call that never waits for a disk.
+
+The kernel queues an event before the call that changes the file returns.  A question that is asked after a change
+therefore finds it.  Not seen are changes that another machine makes on a network file system, and changes through a
+memory mapping or another hard link: look at the file itself now and then, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import weakref
+from pathlib import Path
+
+# linux/inotify.h
+_ATTRIB, _CLOSE_WRITE, _MODIFY = 0x4, 0x8, 0x2
+_MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x40, 0x80, 0x100, 0x200
+_DELETE_SELF, _MOVE_SELF = 0x400, 0x800
+_UNMOUNT, _OVERFLOW, _IGNORED = 0x2000, 0x4000, 0x8000
+_ONLY_DIRECTORY = 0x1000000
+_WATCHED = _ATTRIB | _CLOSE_WRITE | _MODIFY | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
+_LOST = _DELETE_SELF | _MOVE_SELF | _UNMOUNT | _IGNORED  # events after which the directory is not watched
+_EVENT = struct.Struct("iIII")  # watch descriptor, mask, cookie, length of the name
+_READ_BYTES = 64 << 10
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileWatch:
+    """Watches one name in one directory. `arm` may be called in another thread; everything else belongs to one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._name = b""  # in the watched directory: of the file, or of the next directory on the way to it
+        self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._watch = -1
+        if self._fd >= 0:  # at the user's limit of instances there is none, and `arm` is never true
+            weakref.finalize(self, os.close, self._fd)
+
+    def arm(self) -> bool:
+        """Watch the file's directory, or the nearest one that exists. Whether changes from now on are seen.
+
+        Examines the disk.
+        """
+        if self._fd < 0:
+            return False
+        for below in (self._path, *self._path.parents):
+            watch = self._add(below.parent)
+            if watch < 0 and below.parent != below:
+                continue
+            if watch != self._watch and self._watch >= 0:
+                _libc.inotify_rm_watch(self._fd, self._watch)
+            self._watch, self._name = watch, os.fsencode(below.name)
+            # A directory that was made before its parent was watched, or a link, whose target is not watched.
+            try:
+                return watch >= 0 and not below.is_symlink() and (below == self._path or not below.exists())
+            except OSError:
+                return False
+        return False
+
+    def _add(self, directory: Path) -> int:
+        mask = _WATCHED | _DELETE_SELF | _MOVE_SELF | _ONLY_DIRECTORY
+        return int(_libc.inotify_add_watch(self._fd, os.fsencode(directory), mask))
+
+    def has_changed(self) -> bool:
+        """Whether the file may have changed since the last call, or `arm` must be called again."""
+        if self._fd < 0:
+            return True
+        found = False
+        while True:
+            try:
+                raw = os.read(self._fd, _READ_BYTES)
+            except BlockingIOError:
+                return found
+            at = 0
+            while at < len(raw):
+                watch, mask, _, length = _EVENT.unpack_from(raw, at)
+                name = raw[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0")
+                at += _EVENT.size + length
+                is_lost = bool(mask & _LOST) and watch == self._watch
+                found = found or is_lost or bool(mask & _OVERFLOW) or name == self._name
