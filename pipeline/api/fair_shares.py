@@ -9,6 +9,7 @@ A principal is whom a bound applies to: a tenant where API keys are configured, 
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,6 +82,7 @@ class FairShares:
             self.give_back(principal, amount)
 
 
+@functools.lru_cache(4096)
 def address_principal(address: str) -> str:
     """Return the principal of a client's address. All addresses of an IPv6 network of 64 bits are one."""
     try:

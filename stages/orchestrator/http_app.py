@@ -280,6 +280,8 @@ async def _body(request: web.Request) -> bytes:
     limit_mb = request.app[FRONT].config.server.max_body_mb
     if (request.content_length or 0) > limit_mb << 20:
         raise _too_large(limit_mb)
+    if request.content.is_eof():  # a short body has come with its head
+        return await request.read()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()

@@ -10,7 +10,6 @@ client can repeat a request at another orchestrator, and continue where its last
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 import secrets
@@ -63,4 +62,4 @@ class RequestIds:
         return f"req-{digits}{self._digest('tenant', tenant, digits)[:6]}"
 
     def _digest(self, *parts: str) -> str:
-        return hmac.new(self._secret, "\0".join(parts).encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        return hmac.digest(self._secret, "\0".join(parts).encode("utf-8", "surrogatepass"), "sha256").hex()

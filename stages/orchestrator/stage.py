@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -219,6 +220,10 @@ class OrchestratorStage:
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
             tasks = [loop.create_task(work) for work in works]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
+            # Objects that live until the end are not traversed by later collections, which would delay streams.
+            gc.collect()
+            gc.freeze()
+            gc.collect()  # counts what is left, so that the next full collection does not come too early
             on_listening(self.port)
             await self._stopping.wait()
             self.fleet.is_stopping = True
