@@ -1,8 +1,9 @@
 """Base of the processes that keep others alive: the supervisor of one stage, and the worker pool.
 
 Requests come by signal: SIGTERM or SIGINT, or the death of a watched ancestor, request an orderly stop; a second
-signal requests an immediate one; SIGHUP requests a restart.  Children are forked here, so that none of them
-inherits what belongs to its parent alone.
+signal requests an immediate one; SIGHUP requests a restart.  Where STARLING_KILL_ORPHANS is set, the death of an
+ancestor requests an immediate stop, too, unless an orderly one is under way.  Children are forked here, so that none of
+them inherits what belongs to its parent alone.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class SupervisorBase:
         self.on_wake: Callable[[], object] = lambda: None  # called whenever `wait` returns
         self._clock = clock
         self._last_request = float("-inf")
+        self._requests_of_orphan = 2 if process.ORPHANS_VARIABLE in os.environ else 1
         self._watched_ancestors = watched_ancestors
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -66,7 +68,8 @@ class SupervisorBase:
             os.eventfd_read(self._wake)
         for fd in ready.intersection(self._watched_ancestors):
             self.unregister(fd)
-            self.stop_requests = max(self.stop_requests, 1)
+            if not self.stop_requests:
+                self.stop_requests = self._requests_of_orphan
         self.on_wake()
         return ready
 

@@ -28,7 +28,7 @@ from pipeline.observe import status
 from pipeline.runtime import arena_dir
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
-from pipeline.runtime.process import EXIT_FATAL, die_with_parent
+from pipeline.runtime.process import EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
 from starling.cli.broken_pipe import silence
@@ -65,6 +65,7 @@ def up(while_used: bool, with_parent: bool) -> int:
     """
     if with_parent:
         die_with_parent()
+        os.environ[ORPHANS_VARIABLE] = "1"
     timeline = Timeline(procfs.started_at(os.getpid()) or time.time())
     config = load()
     check_faults(os.environ)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from pipeline import procfs
-from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL
+from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, ORPHANS_VARIABLE
 from pipeline.supervise.base import SAME_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import Supervisor, start_program
@@ -243,6 +243,25 @@ def test_the_stage_dies_with_honcho(theatre: Theatre, shell: str) -> None:
     assert has_ended(life.helper)
     assert has_ended(supervisor)
     os.close(supervisor)
+
+
+@pytest.mark.parametrize(("settings", "requests"), [({}, 1), ({ORPHANS_VARIABLE: "1"}, 2)])
+def test_an_orphan_drains_or_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], requests: int
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    ancestor = subprocess.Popen(["sleep", "600"])
+    pidfd = os.pidfd_open(ancestor.pid)
+    supervisors = [
+        Supervisor("kv", start_program(["true"]), RestartPolicy(lambda: 0.0), [pidfd], 1.0) for _ in range(2)
+    ]
+    supervisors[1].on_signal(signal.SIGTERM, None)  # it drains already, and goes on
+    ancestor.kill()
+    assert [pidfd in one.wait(LONG_S) or pidfd in one.wait(LONG_S) for one in supervisors] == [True, True]
+    assert [one.stop_requests for one in supervisors] == [requests, 1]
+    ancestor.wait()
+    os.close(pidfd)
 
 
 def test_a_repeated_signal_is_a_second_request_only_after_a_while() -> None:
