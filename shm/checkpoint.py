@@ -95,6 +95,7 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     normalizes_experts: bool = False  # their weights are divided by their sum
     shared_ffn_width: int = 0  # of the expert for all tokens; 0: there is none
     is_causal: bool = True  # a position attends to none behind it; else a model has embeddings alone
+    scores_pairs: bool = False  # pooled, it gives the score of a query and a document in place of a hidden state
 
     @property
     def kv_window(self) -> int:
@@ -174,7 +175,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     tokenizer_raw: msgspec.Raw  # msgpack of `TokenizerData`, decoded only on demand: ranks do not need it
     tensors: list[Tensor]
     pieces: list[int] = []  # XXH3-64 of each 8 MiB of the `.bin`, the last one shorter; empty in version 1
-    pooling: str = ""  # of embeddings: "mean", "last" or "cls"; "": the file does not say
+    pooling: str = ""  # of embeddings: "mean", "last" or "cls"; "rank": scores of pairs; "": the file does not say
     adds_eos: bool = False  # a text to be embedded ends with the EOS token
 
     @property

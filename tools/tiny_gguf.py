@@ -48,6 +48,8 @@ class Shape(NamedTuple):
     n_experts: int = 0  # `hidden` is the width of one; 0: no mixture of experts
     n_experts_used: int = 0
     shared_hidden: int = 0  # width of the shared expert; 0: there is none
+    score_layers: int = 0  # of the head that scores pairs: 1, or 2 with a dense layer; 0: there is none
+    score_classes: int = 1  # scores of a pair
 
 
 SHAPES = {
@@ -84,6 +86,7 @@ SHAPES = {
     ),
     "olmoe": Shape(2, 128, 4, 4, 32, 64, 271, tied=False, architecture="olmoe", n_experts=16, n_experts_used=5),
     "bert": Shape(2, 128, 4, 4, 32, 192, 290, context_length=512, architecture="bert"),
+    "reranker": Shape(2, 128, 4, 4, 32, 192, 290, context_length=512, architecture="bert", score_layers=2),
     "nomic-bert": Shape(2, 96, 3, 3, 32, 160, 290, rope_base=1000.0, architecture="nomic-bert"),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
 }
@@ -271,6 +274,11 @@ def tensor_plan(shape: Shape, recipe: str) -> list[tuple[str, Type, int, int]]:
         plan += [vector(f"{block}post_ffw_norm", width)] if has_post_norms else []
         plan += norm(f"{block}layer_output_norm") if is_bert else []
     plan += norm("output_norm") if not is_bert else []
+    if shape.score_layers == 2:
+        plan += linear({"cls": width}, width, has_bias=True)
+    if shape.score_layers:
+        n = shape.score_classes
+        plan += [("cls.output.weight", Type.F32, n, width), bias("cls.output", n)]
     return plan if shape.tied else [*plan, matrix("output", shape.vocab_size, width)]
 
 
@@ -307,8 +315,11 @@ def _add_switches(writer: gguf.GGUFWriter, shape: Shape) -> None:
     arch = shape.architecture
     if arch in BERTS:
         writer.add_causal_attention(False)
-        writer.add_pooling_type(gguf.PoolingType.MEAN)
+        writer.add_pooling_type(gguf.PoolingType.RANK if shape.score_layers else gguf.PoolingType.MEAN)
         writer.add_token_type_count(2)
+    if shape.score_layers:  # what llama.cpp writes between and behind two texts
+        writer.add_add_eos_token(True)
+        writer.add_add_sep_token(False)
     if arch in ("stablelm", "starcoder2", "gpt2", *BERTS):
         writer.add_layer_norm_eps(1e-5)
     else:

@@ -41,6 +41,8 @@ CLASSES = {
     "nomic-bert": "NomicBertModel",
 }
 XLM_ROBERTA = "XLMRobertaModel"  # bert with a unigram vocabulary
+_SCORES = {"cls": "pooler.dense", "cls.output": "classifier"}  # of a model that scores pairs
+_XLM_SCORES = {"cls": "classifier.dense", "cls.output": "classifier.out_proj"}
 _XLM_PADDING = 1  # its padding token; positions begin behind it
 MIXTRAL = "MixtralForCausalLM"  # llama with experts
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -140,6 +142,8 @@ def write_directory(source: Path, directory: Path, shards: int = 1, dtype: str =
         config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
     name = MIXTRAL if arch == "llama" and f"{arch}.expert_count" in values else CLASSES[arch]
     name = XLM_ROBERTA if arch == "bert" and is_unigram else name
+    if f"{arch}.pooling_type" in values and values[f"{arch}.pooling_type"] == gguf.PoolingType.RANK:
+        name = name.replace("Model", "ForSequenceClassification")
     config |= {"architectures": [name], "tie_word_embeddings": "lm_head.weight" not in tensors}
     config["vocab_size"] = len(values["tokenizer.ggml.tokens"])
     write_json(directory / "config.json", config)
@@ -193,7 +197,8 @@ def _tensors(
             for number, expert in enumerate(array):
                 yield f"{prefix}{_expert_name(arch, own, number)}.{suffix}", (kind, expert)
             continue
-        yield f"{module_name(body, arch)}.{suffix}", (kind, array)
+        scores = _XLM_SCORES if values["tokenizer.ggml.model"] == "t5" else _SCORES
+        yield f"{scores.get(body) or module_name(body, arch)}.{suffix}", (kind, array)
 
 
 def _expert_name(arch: str, part: str, number: int) -> str:

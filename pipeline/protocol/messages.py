@@ -112,7 +112,8 @@ class Constraint(Frame):
     after: ReasoningPrefix | None = None  # the output may begin with reasoning, which need not match
 
 
-POOLINGS = ("mean", "last", "cls")  # of all positions, of the last one, of the first one
+# Of all positions, of the last one, of the first one; "rank": the score that the model makes of the first one.
+POOLINGS = ("mean", "last", "cls", "rank")
 CONSTRAINT_KINDS = ("json_schema", "regex", "choice", "lark", "gbnf")
 
 
@@ -208,6 +209,7 @@ class Described(Frame, tag="M"):
     fim_ends: tuple[int, ...] = ()  # tokens that end a text between a prompt and a `suffix`
     reasoning: tuple[str, ...] = ()  # marks before and after the model's reasoning; empty: it has none
     thinking_switches: tuple[str, ...] = ()  # variables by which its chat template turns reasoning on and off
+    pair_separator: tuple[int, ...] = ()  # with pooling "rank": tokens between the two texts of a pair
 
 
 class TokenizerFailed(Frame, tag="X"):

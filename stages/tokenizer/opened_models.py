@@ -142,13 +142,19 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         tool_format=template.tool_format if template is not None else "",
         pooling=index.pooling,
         width=index.hyper.width,
-        end_id=t.eos if index.adds_eos or t.model == WORDPIECE else -1,
+        end_id=t.eos if index.adds_eos or t.model == WORDPIECE or index.hyper.scores_pairs else -1,
         generates=index.hyper.is_causal,
         fim_ends=vocabulary.fill_in_middle.ends if vocabulary.fill_in_middle is not None else (),
         reasoning=_reasoning(source, template),
         thinking_switches=template.thinking_switches if template is not None else (),
+        pair_separator=_pair_separator(t) if index.hyper.scores_pairs else (),
     )
     return TokenizerModel(vocabulary, template, described)
+
+
+def _pair_separator(t: TokenizerData | TokenizerHead) -> tuple[int, ...]:
+    """The tokens between two texts: [SEP] of BERT's vocabularies, `</s></s>` of RoBERTa's."""
+    return ((t.eos,) if t.model == WORDPIECE else (t.eos, t.eos)) if t.eos >= 0 else ()
 
 
 def _reasoning(source: ModelSource, template: ChatTemplate | None) -> tuple[str, ...]:

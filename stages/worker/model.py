@@ -150,6 +150,10 @@ class Model:
         words[c.POSITIONS], words[c.POSITIONS_FORMAT] = self._matrix("position_embd.weight")
         words[c.EMBEDDING], words[c.EMBEDDING_FORMAT] = self._matrix("token_embd.weight")
         words[c.HEAD], words[c.HEAD_FORMAT] = self._matrix(self.index.head_name)
+        if h.scores_pairs:
+            words[c.DENSE], words[c.DENSE_FORMAT] = self._matrix("cls.weight")
+            words[c.SCORE], words[c.SCORE_FORMAT] = self._matrix("cls.output.weight")
+            words[c.DENSE_BIAS], words[c.SCORE_BIAS] = self._address("cls.bias"), self._address("cls.output.bias")
         return words
 
     @property

@@ -1,8 +1,9 @@
-"""Embeddings from llama.cpp (the wheel `xllamacpp`, `make peers`), in a child process.
+"""Embeddings and scores of pairs from llama.cpp (the wheel `xllamacpp`, `make peers`), in a child process.
 
     python -m tests.worker.peer_embeddings MODEL.gguf POOLING < inputs.json
 
-reads a list of inputs (lists of token ids) and writes a list of vectors of length 1.
+reads a list of inputs (lists of token ids) and writes a list of vectors of length 1; with the pooling `rank` it reads
+`{"query", "documents"}` and writes a score of each document.
 """
 
 from __future__ import annotations
@@ -11,17 +12,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 
 def peer_embeddings(model: Path, inputs: Sequence[Sequence[int]], pooling: str, python: str = "") -> np.ndarray:
     """(len(inputs), width) f64. `pooling`: mean, cls or last."""
+    return _ask(model, pooling, [[int(token) for token in one] for one in inputs], python)
+
+
+def peer_scores(model: Path, query: str, documents: Sequence[str]) -> np.ndarray:
+    """(len(documents),) f64: the scores of the model's head."""
+    return _ask(model, "rank", {"query": query, "documents": list(documents)})
+
+
+def _ask(model: Path, pooling: str, given: Any, python: str = "") -> np.ndarray:
     done = subprocess.run(
         [python or sys.executable, "-m", "tests.worker.peer_embeddings", str(model), pooling],
-        input=json.dumps([[int(token) for token in one] for one in inputs]),
+        input=json.dumps(given),
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -45,12 +56,19 @@ def main() -> None:
     params.cache_ram_mib = 0
     params.warmup = False
     server = xllamacpp.Server(params)
-    vectors = []
-    for given in json.load(sys.stdin):
-        answer = server.handle_embeddings({"input": given, "model": "m", "encoding_format": "float"})
-        answer = json.loads(answer) if isinstance(answer, str) else answer
-        vectors.append(answer["data"][0]["embedding"])
-    answers.write(json.dumps(vectors) + "\n")
+
+    def call(handle: Callable[[Any], Any], body: Any) -> Any:
+        answer = handle(body)
+        return json.loads(answer) if isinstance(answer, str) else answer
+
+    given = json.load(sys.stdin)
+    if sys.argv[2] == "rank":
+        results = sorted(call(server.handle_rerank, given)["results"], key=lambda result: result["index"])
+        found = [result["relevance_score"] for result in results]
+    else:
+        bodies = [{"input": one, "model": "m", "encoding_format": "float"} for one in given]
+        found = [call(server.handle_embeddings, body)["data"][0]["embedding"] for body in bodies]
+    answers.write(json.dumps(found) + "\n")
     answers.flush()
     os._exit(0)  # the library's own shutdown waits for its HTTP threads
 

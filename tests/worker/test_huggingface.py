@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -82,6 +83,17 @@ def test_xlm_roberta_has_positions_behind_the_padding(xlm_roberta: Path, tmp_pat
     assert (ours.bos, ours.eos, ours.unknown) == (theirs.bos, theirs.eos, theirs.unknown)
 
 
+def test_an_xlm_roberta_that_scores_pairs(tmp_path: Path) -> None:
+    """Its head is in other tensors than that of BERT."""
+    spec, folder = unigram_spec(True, True), folder_of(tmp_path)
+    shape = SHAPES["reranker"]._replace(vocab_size=len(spec.tokens))
+    source = write_model(tmp_path / "xlm.gguf", shape, "F16", add_vocabulary=partial(add_vocabulary, spec=spec))
+    directory = write_directory(source, tmp_path / "hf")
+    expected, found = prepare_source(source, folder), prepare_source(directory, folder)
+    assert found.hyper.scores_pairs and found.hyper == expected.hyper and found.pooling == "rank"
+    assert found.tensors == expected.tensors and written(folder, found) == written(folder, expected)
+
+
 def test_heads_are_not_needed_and_prefixes_do_not_matter(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     directory, folder = write_directory(tiny_gguf("bert", "F16"), tmp_path / "hf"), folder_of(tmp_path)
     expected = prepare_source(directory, folder, check_vocabulary=check_vocabulary)
@@ -103,7 +115,7 @@ def test_heads_are_not_needed_and_prefixes_do_not_matter(tiny_gguf, tmp_path: Pa
         ("bert", {"hidden_act": "relu"}, "hidden_act is 'relu', expected one of gelu"),
         ("nomic-bert", {"prenorm": True}, "prenorm is 'True', expected false"),
         ("nomic-bert", {"rotary_emb_fraction": 0.5}, "rotary_emb_fraction is '0.5', expected 1"),
-        ("nomic-bert", {"architectures": ["BertForSequenceClassification"]}, "expected one of Llama"),
+        ("nomic-bert", {"architectures": ["NomicBertForPreTraining"]}, "expected one of Llama"),
     ],
 )
 def test_models_of_embeddings_that_cannot_be_expressed_are_refused(

@@ -242,6 +242,14 @@ class ExactSequence:
         """Compute more positions: their final hidden states (len(tokens), width) f32."""
         return self.model.norm("output_norm", self._residual(tokens))
 
+    def score(self, tokens: Sequence[int] | np.ndarray) -> np.float32:
+        """Compute a pair of texts, and the score that the model's head makes of its first position."""
+        m, x = self.model, self.hidden(tokens)[:1]
+        if "cls.weight" in m.source:
+            x = soft_cap(m.linear("cls", x), np.float32(1))
+        score: np.float32 = m.linear("cls.output", x)[0, 0]
+        return score
+
     def _residual(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """The residual stream (len(tokens), width) f32 of more positions, after the last layer."""
         m, h = self.model, self.model.hyper

@@ -33,6 +33,13 @@ class FloatModel:
         y = self.hidden(tokens)
         return _capped(y @ source.values(source.head_name).T * h.logit_scale, h.logit_cap)
 
+    def score(self, tokens: Sequence[int] | np.ndarray) -> float:
+        """The score that the model's head makes of the first position of a pair of texts."""
+        x = self.hidden(tokens)[:1]
+        if "cls.weight" in self.source:
+            x = np.tanh(self._linear("cls", x))
+        return float(np.ravel(self._linear("cls.output", x))[0])
+
     def hidden(self, tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         """Final hidden states of all positions of one sequence: (len(tokens), width) f32."""
         source, h = self.source, self.source.hyper

@@ -7,7 +7,8 @@ All share one forward pass (kernels/forward.py), which is a llama graph with swi
                 x += residual_scale * after(W_down (act(W_gate before(x)) * (W_up before(x))))
     logits = cap(logit_scale * (W_head norm(x)))
 
-    with `norms_residual`: x = norm(embedding + token type 0 + position), then x = norm(x + ...) twice a layer
+    with `norms_residual`: x = norm(embedding + token type 0 + position), then x = norm(x + ...) twice a layer;
+    such a model may have a head that scores pairs: kernels/score_head.py
 
 In a mixture of experts the FFN is a sum over experts that a token is given to and a shared one: kernels/experts.py.
 
@@ -141,6 +142,7 @@ class Sizes(NamedTuple):
     experts: int = 0
     shared: int = 0  # values of the shared expert's FFN; 0: there is none
     token_types: int = 0  # kinds of texts that the embedding tells apart; 0: none
+    score: tuple[int, ...] = ()  # the shape in the file of the score's weights; (): the model scores no pairs
 
 
 class Needed(NamedTuple):
@@ -192,10 +194,21 @@ def tensors(arch: Architecture, s: Sizes, in_file: frozenset[str]) -> Iterator[N
             first = part.source.replace(f"blk.{layer}.", "blk.0.", 1)
             if not part.optional or first in in_file:
                 yield part._replace(optional=False)
+    if s.score:
+        yield from _score_head(s, in_file)
     if arch.norms_residual:
         return
     yield from _norm(arch, "output_norm", s.width)
     yield _whole("output.weight", (s.vocab, s.width))._replace(optional=True)
+
+
+def _score_head(s: Sizes, in_file: frozenset[str]) -> Iterator[Needed]:
+    """The weights that make a score of the first position: a dense layer, which may be missing, and the score's."""
+    if "cls.weight" in in_file:
+        yield _whole("cls.weight", (s.width, s.width))
+        yield _whole("cls.bias", (s.width,), optional=True)
+    yield _whole("cls.output.weight", (1, s.width))._replace(in_file=s.score)
+    yield _whole("cls.output.bias", (1,), optional=True)
 
 
 def _whole(name: str, shape: tuple[int, ...], optional: bool = False) -> Needed:

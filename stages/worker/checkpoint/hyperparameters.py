@@ -29,6 +29,7 @@ _MAX_DIMENSION = 1 << 24
 _MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
 _MAX_SCALE = 1e6
 _POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE_*
+_RANK = 4  # LLAMA_POOLING_TYPE_RANK
 _MAX_EXPERTS = 1024
 _SOFTMAX = 1  # llama.cpp's LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
 MAX_GROUP = 24  # query heads of a KV head: `ROWS` of kernels/attention.py, which would import numba
@@ -179,6 +180,7 @@ class HyperReader:
             normalizes_experts=mixture.n > 0 and row.experts is not None and row.experts.normalized,
             shared_ffn_width=mixture.shared_width,
             is_causal=self._is_causal(any(windows)),
+            scores_pairs=bool(self.score_shape()),
         )
 
     def _is_causal(self, has_windows: bool) -> bool:
@@ -220,7 +222,21 @@ class HyperReader:
 
     def pooling(self) -> str:
         """How the file says to pool hidden states into an embedding; "": it does not, or not in a way of the engine."""
-        return _POOLINGS.get(self._int("pooling_type", 0, 255, default=0), "")
+        return "rank" if self.score_shape() else _POOLINGS.get(self._pooling_type(), "")
+
+    def score_shape(self) -> tuple[int, ...]:
+        """The shape in the file of the weights of a pair's score; (): the model scores no pairs.
+
+        A file of an older converter has them and no pooling type.
+        """
+        head = self.file.tensors.get("cls.output.weight")
+        if head is None or not self.row.norms_residual or self._pooling_type() not in (0, _RANK):
+            return ()
+        width = self._int("embedding_length", 32)
+        return (width,) if head.shape == (width,) else (1, width)
+
+    def _pooling_type(self) -> int:
+        return self._int("pooling_type", 0, 255, default=0)
 
     def adds_eos(self) -> bool:
         """Whether a text to be embedded ends with the EOS token; by default with a unigram vocabulary."""

@@ -341,6 +341,7 @@ def _plan(file: Source, reader: HyperReader, h: Hyper) -> Iterator[Part]:
         h.n_experts,
         h.shared_ffn_width,
         reader.token_types(),
+        reader.score_shape(),
     )
     known = set(ROPE_TENSORS)
     for needed in tensors(reader.row, sizes, frozenset(file.tensors)):

@@ -71,7 +71,7 @@ class Requantized:
     def _converted(self, info: TensorInfo) -> TensorInfo:
         if (
             len(info.shape) < 2
-            or info.name.startswith(("position_embd", "token_types"))
+            or info.name.startswith(("position_embd", "token_types", "cls.output"))
             or ".ffn_gate_inp." in info.name
         ):
             return info

@@ -81,6 +81,9 @@ _BERT_TOP = {
     "embeddings.token_type_embeddings": "token_types",
     "embeddings.LayerNorm": "token_embd_norm",
 }
+# Of models that score pairs; `classifier` has one row.
+_BERT_SCORE = {"pooler.dense": "cls", "classifier": "cls.output"}
+_ROBERTA_SCORE = {"classifier.dense": "cls", "classifier.out_proj": "cls.output"}
 _NOMIC_BERT = {
     "attn.Wqkv": "attn_qkv",
     "attn.out_proj": "attn_output",
@@ -139,6 +142,7 @@ _BERT_FAMILY = Family(
     unused=_HEADS,
 )
 _XLM_ROBERTA = _BERT_FAMILY._replace(prefix="roberta.", skips_padding=True)
+_POSITION_IDS = r"embeddings\.position_ids"
 _LLAMA = Family("llama", permuted=("attn_q", "attn_k"))
 _GEMMA = Family(
     "gemma",
@@ -216,8 +220,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "BertModel": _BERT_FAMILY,
     "BertForMaskedLM": _BERT_FAMILY,
+    "BertForSequenceClassification": _BERT_FAMILY._replace(top=_BERT_TOP | _BERT_SCORE, unused=_POSITION_IDS),
     "XLMRobertaModel": _XLM_ROBERTA,
     "XLMRobertaForMaskedLM": _XLM_ROBERTA,
+    "XLMRobertaForSequenceClassification": _XLM_ROBERTA._replace(
+        top=_BERT_TOP | _ROBERTA_SCORE, unused=rf"pooler\..*|{_POSITION_IDS}"
+    ),
     "NomicBertModel": Family(
         "nomic-bert",
         _NOMIC_BERT,

@@ -23,6 +23,7 @@ from stages.worker.kernels import (
     matmul,
     rank_loop,
     sampler,
+    score_head,
     stored_code,
 )
 
@@ -39,6 +40,7 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "expand": (lambda kv_type: adapters.expand, adapters.EXPAND_ARGUMENTS),
     "find_adapter": (lambda kv_type: adapters.find_adapter, adapters.FIND_ARGUMENTS),
     "fit_k": (lambda kv_type: fit_k.fit_k, fit_k.ENTRY_ARGUMENTS),
+    "score_head": (lambda kv_type: score_head.score_pair, score_head.ENTRY_ARGUMENTS),
     "list_adapted": (lambda kv_type: adapters.list_adapted, adapters.LIST_ARGUMENTS),
 }
 assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIES.keys()

@@ -177,6 +177,17 @@ EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
     LIST_ADAPTED,
 ) = range(143, 153)
 
+# The head that scores pairs (score_head.py): the entry; weights of its dense layer and of the score, 0: none
+(
+    SCORE_HEAD,
+    DENSE,
+    DENSE_FORMAT,
+    DENSE_BIAS,
+    SCORE,
+    SCORE_FORMAT,
+    SCORE_BIAS,
+) = range(153, 160)
+
 WORDS = 160
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k

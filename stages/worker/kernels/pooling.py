@@ -1,7 +1,8 @@
 """Pooling: the final hidden states of an entry's positions, summed up as fixed-point numbers (docs/numerics.md).
 
 Sums of integers do not depend on their order: a prompt has the same sum in one step and in many, and a step that is
-repeated writes the same numbers.  Each rank pools whole entries.
+repeated writes the same numbers.  Each rank pools whole entries.  In a model that scores pairs, score_head.py makes a
+score of each pooled position first.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from numba import njit
 from shm import step_ring
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.entries import INNER, run_entry
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.projections import norm_row
 from stages.worker.kernels.simd import get_f32, get_i64, put_i32, put_i64
@@ -56,6 +57,8 @@ def _pool_entry(params, entry, slot):
             param(params, pb.FINAL_NORM_BIAS),
             y,
         )
+        if param(params, pb.SCORE_HEAD):
+            run_entry(param(params, pb.SCORE_HEAD), (params, y))
         if not _add_fixed(y, sums, width):
             state = NOT_FINITE
     put_i32(param(params, pb.POOL_STATES) + 4 * place, state)

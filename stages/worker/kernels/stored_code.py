@@ -28,13 +28,14 @@ _OF_ADAPTERS = {
     "list_adapted": pb.LIST_ADAPTED,
 }
 # Those that only some models need, and `fit_k`, which quantizes weights.
-EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS, "fit_k": -1}
+EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS, "fit_k": -1, "score_head": pb.SCORE_HEAD}
 
 
 def extra_entries(hyper: Hyper, has_adapters: bool = False) -> tuple[str, ...]:
     """The names in `EXTRA_ENTRIES` that a model needs."""
     adapters = tuple(_OF_ADAPTERS) if has_adapters else ()
-    return (*(("experts",) if hyper.n_experts else ()), *adapters)
+    experts = ("experts",) if hyper.n_experts else ()
+    return (*experts, *(("score_head",) if hyper.scores_pairs else ()), *adapters)
 
 
 def stored_type(name: str, kv_type: str) -> str:
