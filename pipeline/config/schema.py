@@ -104,7 +104,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     draft_model: str = ""  # name of a smaller model in `models` that proposes draft tokens; "": none
     pretokenizer: str = ""  # how a byte-level vocabulary splits text; "": as the file says in tokenizer.ggml.pre
     pooling: Literal["", "mean", "last", "cls", "none"] = (
-        ""  # of embeddings; "": as the file says, else last; none: refused
+        ""  # of embeddings; "": as the file says, else last; none: refused. Of a reranker ""
     )
     sampler_order: tuple[str, ...] = ()  # of requests that give none; empty: the default, see docs/api/parameters.md
     adapters: tuple[AdapterConfig, ...] = ()  # that requests may use instead of the model alone; at most 64

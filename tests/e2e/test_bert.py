@@ -1,4 +1,4 @@
-"""Models of embeddings alone behind a server: vectors are the reference's, and endpoints for text refuse by name."""
+"""Models of embeddings and of scores alone behind a server: both are the reference's; endpoints for text refuse."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     files = {name: write_model(directory / f"{name}.gguf", SHAPES[name], "Q4_0", seed=2) for name in MODELS[:2]}
     shape = SHAPES["bert"]._replace(vocab_size=len(UNIGRAM.tokens))
     add_keys = partial(add_vocabulary, spec=UNIGRAM)
+    files["reranker"] = write_model(directory / "reranker.gguf", SHAPES["reranker"], "Q4_0_M", seed=2)
     files["xlm-r"] = write_model(directory / "xlm-r.gguf", shape, "Q4_0", seed=2, add_vocabulary=add_keys)
     return files
 
@@ -80,6 +81,24 @@ def test_rerank_orders_by_the_vectors(server: Server) -> None:
     documents = ["the warm sun of the afternoon", "the quick fox", "one two three"]
     ranked = server.post("/v1/rerank", model="bert", query="the quick fox", documents=documents)["results"]
     assert (ranked[0]["index"], len(ranked)) == (1, 3)
+
+
+def test_a_reranker_gives_the_scores_that_the_reference_computes(server: Server, files: dict[str, Path]) -> None:
+    def ids(text: str) -> list[int]:
+        tokens: list[int] = server.post("/v1/tokenize", model="reranker", text=text)["tokens"]
+        return tokens[1:] if tokens[:1] == [CLS] else tokens
+
+    query, documents = "the quick fox", ["the warm sun of the afternoon", "the quick fox", "one two three"]
+    expected = []
+    for document in documents:
+        tokens = [CLS, *ids(query), SEP, *ids(document), SEP]
+        score = ExactSequence(ExactModel(files["reranker"])).score(tokens)
+        expected.append(float(np.float32(round(float(score) * 2.0**POOL_SCALE) / 2.0**POOL_SCALE)))
+    ranked = server.post("/v1/rerank", model="reranker", query=query, documents=documents)["results"]
+    assert [result["relevance_score"] for result in ranked] == sorted(expected, reverse=True)
+    assert [result["index"] for result in ranked] == np.argsort(expected)[::-1].tolist()
+    scored = server.post("/v1/score", model="reranker", text_1=query, text_2=documents)["data"]
+    assert [one["score"] for one in scored] == expected
 
 
 TEXTS: dict[str, dict[str, Any]] = {

@@ -37,6 +37,11 @@ class RerankRequest(msgspec.Struct, frozen=True):
         return [self.query, *self.documents]
 
     @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Indices in `texts` of the query and each document."""
+        return [(0, 1 + index) for index in range(len(self.documents))]
+
+    @property
     def names(self) -> list[str]:
         """The names of the texts, for error messages."""
         return ["query", *(f"documents[{index}]" for index in range(len(self.documents)))]

@@ -7,10 +7,11 @@ the same bytes; the death of every other stage is repaired here (requests/embedd
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
+import numpy as np
 from aiohttp import web
 
 from pipeline.api.json_body import to_json
@@ -20,10 +21,8 @@ from pipeline.api.requests.rerank import RerankRequest, ScoreRequest
 from pipeline.errors import InvalidRequest, StarlingError
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
-from shm.step_ring import MAX_POOLED_POSITIONS
-from stages.gateway.admission.lengths import CONTEXT_EXCEEDED
-from stages.gateway.admission.prompts import check_range
-from stages.gateway.endpoints.embedding_response import response_parts, unit_vector, with_end
+from stages.gateway.admission.pooled_prompts import PooledPrompts
+from stages.gateway.endpoints.embedding_response import response_parts, unit_vector
 from stages.gateway.endpoints.rerank_response import cosine, rerank_response, score_response
 from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, TIMELINE, TRACE
 from stages.gateway.http.request_body import read_body
@@ -31,8 +30,16 @@ from stages.gateway.http.whole_response import held_response, send_body, send_pa
 from stages.gateway.requests.embedder import EmbeddingCall
 from stages.gateway.service import Service
 
-ENCODED_AT_ONCE = 64  # inputs of a request at the tokenizer
+RANK = "rank"  # the pooling of models that score pairs
 DEFAULT_POOLING = "last"  # of models that generate text, whose last position has seen all others
+
+
+class _Found(NamedTuple):
+    """What was computed of the inputs of a request, or of its pairs."""
+
+    vectors: list[bytes]  # f32: pooled hidden states; of a model that scores pairs the score first
+    n_tokens: int
+    are_scores: bool
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
@@ -44,10 +51,10 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         model = _model(service, body.model)
         with _timeline(request, model, "embeddings"):
             names = input_names(body.inputs)
-            vectors, n_tokens = await _pool(request, model, body.inputs, names, body.keep_alive, body.dimensions)
+            found = await _pool(request, model, body.inputs, names, body.keep_alive, dimensions=body.dimensions)
             with held_response(request) as held:
                 parts = []
-                for part in response_parts(model, vectors, n_tokens, body):
+                for part in response_parts(model, found.vectors, found.n_tokens, body):
                     held.add(len(part))
                     parts.append(part)
                     await asyncio.sleep(0)  # let other requests run
@@ -62,8 +69,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
         body: RerankRequest = await read_body(request, service.config, "rerank")
         model = _model(service, body.model)
         with _timeline(request, model, "rerank"):
-            vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
-            scores = await _cosines(vectors, [(0, 1 + index) for index in range(len(body.documents))])
+            scores, n_tokens = await _scores(request, model, body)
             return await send_body(request, to_json(rerank_response(model, scores, n_tokens, body)))
 
 
@@ -75,8 +81,7 @@ async def score(request: web.Request) -> web.StreamResponse:
         body: ScoreRequest = await read_body(request, service.config, "score")
         model = _model(service, body.model)
         with _timeline(request, model, "score"):
-            vectors, n_tokens = await _pool(request, model, body.texts, body.names, body.keep_alive)
-            scores = await _cosines(vectors, body.pairs)
+            scores, n_tokens = await _scores(request, model, body)
             return await send_body(request, to_json(score_response(model, scores, n_tokens)))
 
 
@@ -105,6 +110,14 @@ def _timeline(request: web.Request, model: str, endpoint: str) -> Iterator[None]
         yield
 
 
+async def _scores(request: web.Request, model: str, body: RerankRequest | ScoreRequest) -> tuple[list[float], int]:
+    """Return the score of each pair, and the number of their tokens: the model's own scores, or cosines."""
+    found = await _pool(request, model, body.texts, body.names, body.keep_alive, body.pairs)
+    if found.are_scores:
+        return [float(np.frombuffer(vector, "<f4")[0]) for vector in found.vectors], found.n_tokens
+    return await _cosines(found.vectors, body.pairs), found.n_tokens
+
+
 async def _cosines(vectors: Sequence[bytes], pairs: Sequence[tuple[int, int]]) -> list[float]:
     units = []
     for vector in vectors:
@@ -123,12 +136,13 @@ async def _pool(
     inputs: Sequence[TextOrIds],
     names: Sequence[str],
     keep_alive: float | None,
+    pairs: Sequence[tuple[int, int]] = (),
     dimensions: int | None = None,
-) -> tuple[list[bytes], int]:
-    """Return the pooled hidden states (f32 bytes) of each input, and the number of their tokens. Charges the tenant.
+) -> _Found:
+    """Compute the vector of each input or, where the model scores pairs, of each of `pairs`. Charges the tenant.
 
-    `names`: of the inputs, for error messages. `keep_alive`: how long the model stays loaded (s).
-    Raises `StarlingError`.
+    `names`: of the inputs, for error messages. `pairs`: indices of inputs. `keep_alive`: how long the model stays
+    loaded (s). Raises `StarlingError`.
     """
     service, caller = request.app[SERVICE], request[CALLER]
     deadline = request[STARTED_AT] + service.config.server.request_timeout_ms / 1000
@@ -141,6 +155,13 @@ async def _pool(
         with service.admission.serving_version(model) as version, service.on_demand.using(model, caller, keep_alive):
             described = service.loaded.described[version.id]
             pooling = pooling_of(version, described)
+            is_scored = pooling == RANK
+            if is_scored and not pairs:
+                raise InvalidRequest(
+                    f"model {model!r} scores pairs of texts and has no embeddings: use /v1/rerank or /v1/score, or "
+                    f"another model",
+                    "model",
+                )
             if dimensions is not None and dimensions > described.width:
                 raise InvalidRequest(
                     f"dimensions is {dimensions}; the embeddings of model {model!r} have {described.width}: ask for at "
@@ -149,7 +170,12 @@ async def _pool(
                 )
             try:
                 async with asyncio.timeout(deadline - service.clock()):
-                    prompts = await _tokenize(service, version, described, inputs, names, request[CLIENT_ID])
+                    encoder = _encoder(service, version, described, request[CLIENT_ID])
+                    if is_scored:
+                        texts = [text for text in inputs if isinstance(text, str)]  # all: token ids have no pairs
+                        prompts = await encoder.pairs(texts, names, pairs)
+                    else:
+                        prompts = await encoder.alone(inputs, names)
             except TimeoutError:
                 raise StarlingError(
                     "TIMEOUT",
@@ -163,7 +189,13 @@ async def _pool(
             timelines.submitted(trace, version.id, len(prompts))
             vectors = await service.embedder.pool(call, prompts, trace.id if trace is not None else "")
             timelines.embedded(trace, n_tokens)
-            return vectors, n_tokens
+            return _Found(vectors, n_tokens, is_scored)
+
+
+def _encoder(service: Service, version: ModelVersion, described: m.Described, client_id: str) -> PooledPrompts:
+    in_one_step = max(service.config.scheduler.max_step_tokens, service.config.max_batch_size(version.settings))
+    bounds = service.loaded.bounds(version)
+    return PooledPrompts(service.tokenizer, version.id, described, bounds, in_one_step, client_id)
 
 
 def pooling_of(version: ModelVersion, described: m.Described) -> str:
@@ -174,54 +206,10 @@ def pooling_of(version: ModelVersion, described: m.Described) -> str:
             f"model {version.name!r} has no embeddings (its pooling is none in the configuration); use another model",
             "model",
         )
+    if described.pooling == RANK and pooling != RANK:
+        raise InvalidRequest(
+            f"model {version.name!r} scores pairs of texts; its pooling is {pooling!r} in the configuration, where it "
+            f'must be "" (models[].pooling)',
+            "model",
+        )
     return pooling
-
-
-async def _tokenize(
-    service: Service,
-    version: ModelVersion,
-    described: m.Described,
-    inputs: Sequence[TextOrIds],
-    names: Sequence[str],
-    client_id: str,
-) -> list[bytes]:
-    """The token ids of each input, i32 little-endian. A text begins and ends with the tokens that the model wants."""
-    bounds = service.loaded.bounds(version)
-    longest = min(bounds.context, bounds.max_prompt_tokens or bounds.context, MAX_POOLED_POSITIONS)
-    bound = "the model's context, or scheduler.max_prompt_tokens"
-    if not described.generates:
-        scheduler = service.config.scheduler
-        in_one_step = max(scheduler.max_step_tokens, service.config.max_batch_size(version.settings))
-        if in_one_step < longest:
-            longest, bound = in_one_step, "which the model computes in one step: scheduler.max_step_tokens"
-
-    def checked(tokens: Sequence[int], n: int, index: int, is_exact: bool = True) -> bytes:
-        name, field = names[index], names[index].partition("[")[0]
-        if n > longest:
-            count = n if is_exact else f"at least {n}"
-            raise InvalidRequest(
-                f"{name} has {count} tokens; at most {longest} are allowed ({bound}): shorten it",
-                field,
-                code=CONTEXT_EXCEEDED,
-            )
-        if not tokens:
-            raise InvalidRequest(f"{name} has no tokens; send some text", field)
-        check_range(tokens, name + "[{}]", field, described.vocab_size)
-        return array("i", tokens).tobytes()
-
-    async def encoded(text: str, index: int) -> bytes:
-        reply = await service.tokenizer.encode(version.id, text, token_limit=longest, request_id=client_id)
-        if reply.too_many:
-            return checked((), reply.too_many, index, reply.is_exact)
-        tokens = with_end(reply.tokens, described.end_id)
-        return checked(tokens, len(tokens), index)
-
-    prompts: list[bytes] = []
-    for begin in range(0, len(inputs), ENCODED_AT_ONCE):
-        some = inputs[begin : begin + ENCODED_AT_ONCE]
-        texts = [encoded(one, begin + i) for i, one in enumerate(some) if isinstance(one, str)]
-        replies = iter(await asyncio.gather(*texts))
-        prompts += [
-            next(replies) if isinstance(one, str) else checked(one, len(one), begin + i) for i, one in enumerate(some)
-        ]
-    return prompts

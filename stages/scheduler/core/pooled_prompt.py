@@ -33,7 +33,7 @@ class PooledPrompt:
         """Of the positions start .. start + count - 1: the first one to pool, from `start`, and how many; 0: none."""
         if self.kind == "mean":
             return 0, count
-        if self.kind == "cls":
+        if self.kind in ("cls", "rank"):
             return 0, int(start == 0)
         is_last = start + count == self.n_tokens
         return (count - 1, 1) if is_last else (0, 0)
