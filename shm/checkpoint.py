@@ -328,7 +328,7 @@ def load_tables(path: Path) -> dict[str, np.ndarray]:
         if any(file.padding):
             raise CheckpointError(f"{path}: the padding is not zero: the file is damaged; remove it to ingest again")
         return unpack(_checked(path, file.tables, file.tables_checksum))
-    except DECODE_ERRORS as error:
+    except (*DECODE_ERRORS, ValueError) as error:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
 
 

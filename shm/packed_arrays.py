@@ -18,7 +18,7 @@ import numpy as np
 from shm.arena import align
 
 _ALIGNMENT = 64
-_TYPES = {"|u1", "<u4", "<i4", "<i8", "<u8"}
+_TYPES = {"|u1", "<u4", "<i4", "<i8", "<u8", "<f4"}
 
 
 class _Entry(msgspec.Struct, array_like=True):
@@ -58,6 +58,9 @@ def unpack(data: memoryview) -> dict[str, np.ndarray]:
     for entry in entries:
         if entry.type not in _TYPES or entry.length < 0 or entry.offset < 0:
             raise ValueError(f"array {entry.name!r} is of type {entry.type!r}, length {entry.length}")
-        array = np.frombuffer(data, np.dtype(entry.type), entry.length, base + entry.offset)
+        begin, kind = base + entry.offset, np.dtype(entry.type)
+        if begin + entry.length * kind.itemsize > len(data):
+            raise ValueError(f"array {entry.name!r} has {entry.length} values at byte {begin} of {len(data)}")
+        array = np.frombuffer(data, kind, entry.length, begin)
         found[entry.name] = array if array.flags.aligned else array.copy()
     return found

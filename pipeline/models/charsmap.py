@@ -11,14 +11,21 @@ offset to its children (bits 10 to 31, times 256 if bit 9 is set): the child for
 XOR the offset, XOR `c`.  The child for 0 has the place of the replacement and bit 31 set.
 
 Unicode's table has 225,000 texts, nearly all of several characters: only single ones are listed, and others are looked
-up.
+up.  The lists are part of a compiled vocabulary (`vocabulary_tables.py`):
+
+    charsmap_trie   u32, the trie
+    charsmap_texts  u8, the replacements
+    charsmap_lists  msgpack of `_Lists`
 """
 
 from __future__ import annotations
 
 import struct
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any, Self
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,7 +34,15 @@ LONGEST = 32  # bytes of a replaced text that are looked up; the longest of Unic
 _MAX_REPLACEMENT = 256  # bytes; the longest of Unicode's has 33
 _MAX_LISTED = 1 << 18  # beginnings of replaced texts
 _GROUP = 4096  # units whose children are searched at once: some 20 MB
+_SPACES = " \t\n\r"  # of which texts have many
 _LABEL = 0x800000FF  # of a unit, with the bit that only replacements have
+
+
+class _Lists(msgspec.Struct, array_like=True):
+    single: dict[str, str]
+    starts: set[str]
+    seconds: set[str]
+    apart: set[str]
 
 
 class Charsmap:
@@ -41,7 +56,7 @@ class Charsmap:
         self.single: dict[str, str] = {}
         self.starts: set[str] = set()
         self.seconds: set[str] = set()
-        self._units: list[int] = [0]
+        self._units: Sequence[int] = [0]
         self._replacements = b"\0"
         if not data:
             return
@@ -58,6 +73,63 @@ class Charsmap:
             raise ValueError(f"a replacement is at byte {int(places.max()):,} of {len(self._replacements):,}")
         self._units = units.tolist()
         self._list(units)
+
+    @classmethod
+    def of_tables(cls, tables: Mapping[str, NDArray[Any]]) -> Self:
+        """The table of a compiled vocabulary. Raises `KeyError`, `ValueError` for other tables."""
+        made = cls(b"")
+        lists = msgspec.msgpack.decode(tables["charsmap_lists"].tobytes(), type=_Lists)
+        made.single, made.starts, made.seconds = lists.single, lists.starts, lists.seconds
+        made.__dict__["apart"] = lists.apart
+        made._units = tables["charsmap_trie"].data
+        made._replacements = tables["charsmap_texts"].tobytes()
+        if not len(made._units):
+            raise ValueError("the table of replacements has no trie")
+        return made
+
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """Compile it."""
+        lists = msgspec.msgpack.encode(_Lists(self.single, self.starts, self.seconds, self.apart))
+        return {
+            "charsmap_trie": np.array(self._units, np.uint32),
+            "charsmap_texts": np.frombuffer(self._replacements, np.uint8),
+            "charsmap_lists": np.frombuffer(lists, np.uint8),
+        }
+
+    @property
+    def written(self) -> str:
+        """All replacements one after the other."""
+        return self._replacements.decode("utf-8", "replace")
+
+    @cached_property
+    def apart(self) -> set[str]:
+        """White space that is in no text of several characters."""
+        units = np.array(self._units, np.uint32)
+        spaces = np.array([ord(space) for space in _SPACES])
+        found: set[int] = set()
+        is_new = np.ones(len(units), bool)  # unused units have labels as well: only those that are reached count
+        level, is_root = np.zeros(1, np.int64), True
+        while len(level):
+            below = [np.zeros(0, np.int64)]
+            for begin in range(0, len(level), _GROUP):
+                bases = _bases(units, level[begin : begin + _GROUP])
+                children = bases[:, None] ^ np.arange(1, 256)[None, :]
+                inside = children < len(units)
+                labels = units[np.where(inside, children, 0)] & np.uint32(_LABEL)
+                is_child = inside & (labels == np.arange(1, 256, dtype=np.uint32)[None, :])
+                has_child = is_child.any(axis=1)
+                if is_root:
+                    # A text of one space ends there, or goes on to other characters.
+                    first = [int(child) for child in children[0, spaces - 1][is_child[0, spaces - 1]]]
+                else:
+                    found |= set(spaces[is_child[:, spaces - 1].any(axis=0)].tolist())
+                    found |= {int(units[at]) & 0xFF for at in first if at in level[begin : begin + _GROUP][has_child]}
+                reached = np.unique(children[is_child])
+                reached = reached[is_new[reached]]
+                is_new[reached] = False
+                below.append(reached)
+            level, is_root = np.concatenate(below), False
+        return {space for space in _SPACES if ord(space) not in found}
 
     def _list(self, units: NDArray[np.uint32]) -> None:
         """Find the single characters, and the second ones: level by level from the root."""
@@ -148,7 +220,7 @@ def _check_replacements(data: bytes) -> None:
         raise ValueError(f"a replacement has {longest:,} bytes, expected at most {_MAX_REPLACEMENT}")
 
 
-def _base(units: list[int], at: int) -> int:
+def _base(units: Sequence[int], at: int) -> int:
     """Where the children of a unit are, before XOR with their bytes."""
     return at ^ (units[at] >> 10 << ((units[at] & 0x200) >> 6))
 

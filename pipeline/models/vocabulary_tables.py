@@ -14,9 +14,15 @@
     borders, border_slots  SentencePiece: neighbours in a token, one << 32 | other; no token crosses other places
     byte_ids               SentencePiece: i32 (256,), the token of each byte, -1: none
     n_characters           SentencePiece: i32, of each token's text
+    trie, trie_slots       unigram and WordPiece: the texts of the tokens that a text may become (`token_trie.py`)
+    trie_tokens            unigram and WordPiece: i32, the token of each node
+    scores                 unigram: f32, of each token
+    borders, border_slots  unigram: as of SentencePiece
+    inner_spaces           unigram: u64, those of `borders` that have a space behind another character
+    charsmap_...           unigram: replacements of characters (`charsmap.py`)
 
-A symbol is a token id, or stands for what no token has.  Other kinds of vocabularies have no tables.  The tables depend
-on the file alone: not on its pre-tokenizer, nor on a Unicode version.
+A symbol is a token id, or stands for what no token has.  Unigram and WordPiece have neither pairs nor symbols.  The
+tables depend on the file alone: not on its pre-tokenizer, nor on a Unicode version.
 """
 
 from __future__ import annotations
@@ -30,7 +36,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from pipeline.models.charsmap import read_charsmap
 from pipeline.models.key_table import make_slots
+from pipeline.models.token_trie import make_trie
 from pipeline.models.vocabularies import (
     BYTE,
     BYTE_LEVEL,
@@ -38,8 +46,10 @@ from pipeline.models.vocabularies import (
     NORMAL,
     SENTENCEPIECE,
     SPACE,
+    UNIGRAM,
     UNKNOWN,
     USER_DEFINED,
+    WORDPIECE,
     byte_name,
 )
 
@@ -61,6 +71,8 @@ class VocabularyLists(Protocol):
     def merges(self) -> Sequence[str]: ...  # noqa: D102
     @property
     def scores(self) -> Sequence[float]: ...  # noqa: D102
+    @property
+    def charsmap(self) -> bytes: ...  # noqa: D102
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -80,10 +92,9 @@ def byte_weights(tokens: Sequence[bytes], holes: Sequence[int] = ()) -> NDArray[
 
 
 def make_tables(data: VocabularyLists) -> dict[str, NDArray[Any]]:
-    """Compile a vocabulary; no tables for a kind that has none."""
-    if data.model == BYTE_LEVEL:
-        return _byte_level(data)
-    return _sentencepiece(data) if data.model == SENTENCEPIECE else {}
+    """Compile a vocabulary; no tables for a kind that is not known."""
+    compilers = {BYTE_LEVEL: _byte_level, SENTENCEPIECE: _sentencepiece, UNIGRAM: _unigram, WORDPIECE: _wordpiece}
+    return compilers[data.model](data) if data.model in compilers else {}
 
 
 def _common(data: VocabularyLists, types: Sequence[int], token_bytes: list[bytes]) -> dict[str, NDArray[Any]]:
@@ -209,3 +220,44 @@ def _sentencepiece(data: VocabularyLists) -> dict[str, NDArray[Any]]:
         "byte_ids": np.array(byte_ids, np.int32),
         "n_characters": np.fromiter(map(len, data.tokens), np.int32, n),
     }
+
+
+def _trie(data: VocabularyLists, ids: Mapping[str, int]) -> dict[str, NDArray[Any]]:
+    """What unigram and WordPiece have in common. `ids`: of the tokens that a text may become."""
+    types = data.types or [NORMAL] * len(data.tokens)
+    token_bytes = [
+        (text if kind in NAMED else text.replace(SPACE, " ")).encode() for text, kind in zip(data.tokens, types)
+    ]
+    keys, slots, tokens = make_trie(ids)
+    # A part of a text, however long, can be one unknown token: bytes weigh nothing.
+    weights = np.zeros(256, np.int64)
+    tables = _common(data, types, token_bytes)
+    return tables | {"weights": weights, "trie": keys, "trie_slots": slots, "trie_tokens": tokens}
+
+
+def _unigram(data: VocabularyLists) -> dict[str, NDArray[Any]]:
+    types = data.types or [NORMAL] * len(data.tokens)
+    # Text must not become a control token, nor a byte by its name.
+    hidden = (CONTROL, UNKNOWN, BYTE)
+    ids = {text: i for i, (text, kind) in enumerate(zip(data.tokens, types)) if text and kind not in hidden}
+    scores = np.array(data.scores, np.float32)
+    scores[np.array(types) == USER_DEFINED] = 0
+    codes = np.frombuffer("".join(ids).encode("utf-32-le"), "<u4").astype(np.uint64)
+    neighbours = codes[:-1] << np.uint64(32) | codes[1:]
+    is_inside = np.ones(len(codes), bool)
+    is_inside[np.cumsum(np.fromiter(map(len, ids), np.int64, len(ids))) - 1] = False  # behind each text
+    borders = np.unique(neighbours[is_inside[:-1]])
+    return (
+        _trie(data, ids)
+        | {
+            "scores": scores,
+            "borders": borders,
+            "border_slots": make_slots(borders),
+            "inner_spaces": borders[borders & np.uint64(0xFFFFFFFF) == ord(SPACE)],
+        }
+        | read_charsmap(data.charsmap).tables()
+    )
+
+
+def _wordpiece(data: VocabularyLists) -> dict[str, NDArray[Any]]:
+    return _trie(data, {text: i for i, text in enumerate(data.tokens) if text})

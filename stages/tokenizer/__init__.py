@@ -7,11 +7,14 @@ encode_queue.py        the queue of long texts, encoded by one thread
 vocabulary.py          a model's vocabulary
 byte_level.py          byte-level BPE (`gpt2`)
 sentencepiece.py       SentencePiece BPE with scores (`llama`)
-word_encoder.py        ids of words, cached, for both
+word_encoder.py        ids of words by merges, for both
+word_cache.py          ids of words, computed once, for all kinds
 pair_merger.py         merges of symbols, over mapped tables
 piece_pattern.py       the patterns of pre-tokenizers
 unicode_classes.py     the classes of characters that they distinguish
 token_table.py         the bytes of tokens, mapped
+borders.py             places in a text that no token crosses
+token_lattice.py       the best tokens of words, by their scores
 unigram.py, wordpiece.py, normalizer.py, covered.py  the other kinds
 fill_in_middle.py      the tokens to fill in the middle of a text
 chunked_encode.py      long texts chunk by chunk

@@ -7,7 +7,8 @@ the end of a part is certain before the next one is there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from pipeline.models.charsmap import LONGEST, Charsmap
 from pipeline.models.vocabularies import SPACE
@@ -25,11 +26,33 @@ class Normalizer:
         self._single = str.maketrans(charsmap.single)
         self.adds_space, self.merges_spaces = adds_space, merges_spaces
         self.has_prefix = adds_space or merges_spaces  # before the first word
-        # Where one of several characters may begin: two characters of which few texts have any.
-        first, second = ("".join(map(re.escape, sorted(some))) for some in (charsmap.starts, charsmap.seconds))
-        self._candidate = re.compile(f"[{first}](?=[{second}])") if first else None
-        self._second = re.compile(f"[{second}]") if first else None
-        self.longest = LONGEST if first else 1  # characters that are replaced together
+        self.longest = LONGEST if charsmap.starts else 1  # characters that are replaced together
+        # Whether each word is normalized on its own, and with spaces merged has one before it.
+        self.keeps_words = merges_spaces and " " in charsmap.apart and SPACE not in charsmap.written
+        self._spaces = [c for c in charsmap.apart if charsmap.single.get(c) == " "]  # which mean the same
+
+    @cached_property
+    def _second(self) -> re.Pattern[str] | None:
+        """Finds the second of several characters: few texts have any."""
+        return re.compile(_one_of(self._charsmap.seconds)) if self._charsmap.starts else None
+
+    @cached_property
+    def _candidate(self) -> re.Pattern[str]:
+        """Finds where one of several characters may begin: two characters of which few texts have any."""
+        return re.compile(f"{_one_of(self._charsmap.starts)}(?={_one_of(self._charsmap.seconds)})")
+
+    def words(self, text: str) -> list[str]:
+        """Return the words of a text, as they are written; some may be empty. Where the rules keep words."""
+        for character in self._spaces:
+            text = text.replace(character, " ")
+        return text.split(" ")
+
+    def written(self, words: list[str]) -> list[str]:
+        """Return words normalized, their spaces and the one before each as U+2581. Where the rules keep words."""
+        normalized = self.replaced("\0".join(words), True)[0].split("\0")  # which no rule replaces
+        if len(normalized) != len(words):
+            normalized = [self.replaced(word, True)[0] for word in words]
+        return ["".join([SPACE + part for part in text.split(" ") if part]) for text in normalized]
 
     def replaced(self, text: str, is_end: bool) -> tuple[str, int]:
         """Return the beginning of a text with its characters replaced, and how many characters of it that is.
@@ -52,7 +75,6 @@ class Normalizer:
 
     def _matches(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Yield (begin, end, replacement) of each match of several characters, from left to right."""
-        assert self._candidate is not None
         at = 0
         while (candidate := self._candidate.search(text, at)) is not None:
             begin = candidate.start()
@@ -65,13 +87,18 @@ class Normalizer:
     def aligned(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Yield (begin, end, replacement) of each character, or of several that are replaced together."""
         at = 0
-        matches = self._matches(text) if self._candidate is not None else iter(())
+        matches = self._matches(text) if self.longest > 1 else iter(())
         for begin, end, to in [*matches, (len(text), len(text), "")]:
             for place in range(at, begin):
                 yield place, place + 1, text[place].translate(self._single)
             if end > begin:
                 yield begin, end, to
             at = end
+
+
+def _one_of(characters: Iterable[str]) -> str:
+    """Return the pattern for one of some characters."""
+    return "[" + "".join(map(re.escape, sorted(characters))) + "]"
 
 
 class Spaces:
@@ -81,6 +108,11 @@ class Spaces:
         self._merges = rules.merges_spaces
         self._needs_prefix = rules.adds_space  # before the first character that is no space
         self._in_word = False
+
+    @property
+    def is_in_word(self) -> bool:
+        """Whether the text so far ends within a word, where spaces are merged."""
+        return self._in_word
 
     def push(self, text: str) -> str:
         """Return the next part with its spaces written."""

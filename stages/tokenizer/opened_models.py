@@ -90,7 +90,8 @@ def build_model(source: ModelSource) -> TokenizerModel:
     except OSError:
         raise
     except Exception as error:  # of the library: the file is not trusted
-        reason = f"{path}: its vocabulary cannot be used ({type(error).__name__}: {error})"
+        what = f"{type(error).__name__}: {error}"
+        reason = f"{path}: its vocabulary cannot be used ({what}); remove it to ingest again"
         raise UnusableModel(reason, param="model") from None
 
 

@@ -2,7 +2,8 @@ r"""The patterns of a pre-tokenizer, run on classes of characters.
 
 The patterns of `pipeline/models/pretokenizers.py` distinguish few classes of characters.  Each character of a text is
 replaced by the number of its class, one byte, and the patterns by ones over bytes: Python's `re` then needs no tables
-of Unicode and does not depend on its version.  The syntax is what the patterns use: alternatives, groups without a
+of Unicode and does not depend on its version.  Each pattern cuts all pieces of the one before at once: behind each is a
+byte that no pattern matches.  The syntax is what the patterns use: alternatives, groups without a
 number, lookahead, counts, possessive `*+`, classes with ranges and `&&`, `\p{L}`, `\s`, `\x{...}`, `\z`.  Both engines
 take the first alternative that matches, so that the pieces are those of the `tokenizers` library: a test compares them.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +22,8 @@ from pipeline.models.pretokenizers import PreTokenizer
 from stages.tokenizer.unicode_classes import CLASSES, CODE_POINTS, runs
 
 _PROPERTIES = {"L", "M", "N", "P", "S"}
+_END = b"\xff"  # the class of no character: behind each piece
+_SHORT = 32  # characters of a piece, on average: below it most are known
 _KNOWN_CHARACTERS = 32  # of a piece that is remembered
 _MAX_KNOWN = 1 << 14  # such pieces; some MB
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
@@ -88,7 +92,7 @@ class _Reader:
         kind = self._pattern[self._at + 1]
         self._at += 2
         if kind == "z":
-            return r"\Z"
+            return f"(?={re.escape(_END.decode('latin-1'))})"
         if kind in "pP":
             name = self._braces()
             if name not in _PROPERTIES:
@@ -157,38 +161,60 @@ class PiecePattern:
         # Stretches are of one class if they are in the same sets.
         numbers: dict[bytes, int] = {}
         of_stretch = [numbers.setdefault(row.tobytes(), len(numbers)) for row in np.packbits(members, axis=0).T]
-        if len(numbers) > 256:
-            raise ValueError(f"{len(numbers)} classes of characters, expected at most 256")
+        if len(numbers) >= ord(_END):
+            raise ValueError(f"{len(numbers)} classes of characters, expected at most {ord(_END)}")
         lengths = np.diff(np.append(all_begins, CODE_POINTS))
         self._classes = np.repeat(np.array(of_stretch, np.uint8), lengths)  # (CODE_POINTS,)
         bytes_of = iter([_byte_class(sorted({of_stretch[i] for i in np.flatnonzero(row)})) for row in members])
         self._patterns = [
-            re.compile(b"(%b)" % b"".join(part.encode() if isinstance(part, str) else next(bytes_of) for part in parts))
+            re.compile(
+                b"(%b)"
+                % b"".join(part.encode("latin-1") if isinstance(part, str) else next(bytes_of) for part in parts)
+            )
             for parts in read
         ]
-        # How short pieces are cut further: what they are cut into depends on their classes alone.
-        self._known: list[dict[bytes, list[bytes]]] = [{} for _ in pre.patterns[1:]]
+        # What the patterns from each one on cut short pieces into: that depends on their classes alone.
+        self._known: list[dict[bytes, list[int]]] = [{} for _ in pre.patterns]
 
     def lengths(self, text: str) -> list[int]:
         """Return the characters of each piece of a text, which has no lone surrogates."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        pieces = _cut(self._patterns[0], self._classes[codes].tobytes())
-        for pattern, known in zip(self._patterns[1:], self._known):
-            if len(known) > _MAX_KNOWN:
-                known.clear()
-            smaller: list[bytes] = []
-            for piece in pieces:
-                if len(piece) == 1:
-                    smaller.append(piece)
-                elif len(piece) > _KNOWN_CHARACTERS:
-                    smaller += _cut(pattern, piece)
-                else:
-                    found = known.get(piece)
-                    if found is None:
-                        found = known[piece] = _cut(pattern, piece)
-                    smaller += found
-            pieces = smaller
+        pieces, n_patterns = [self._classes[codes].tobytes()], len(self._patterns)
+        for first in range(n_patterns):
+            if first and _SHORT * len(pieces) > len(text):
+                return self._known_lengths(pieces, first)
+            pieces = self._cut(pieces, first)
         return list(map(len, pieces))
+
+    def _cut(self, pieces: list[bytes], first: int) -> list[bytes]:
+        """Cut all pieces by one pattern."""
+        # The matches, and what is between them.
+        parts = self._patterns[first].split(_END.join(pieces) + _END)
+        if len(pieces) == 1:
+            parts[-1] = parts[-1][:-1]
+            return list(filter(None, parts))
+        return list(filter(None, _END.join(parts).split(_END)))
+
+    def _known_lengths(self, pieces: list[bytes], first: int) -> list[int]:
+        """Return the characters of the pieces that the patterns from `first` on cut short pieces into."""
+        known = self._known[first]
+        missing = set(pieces).difference(known)
+        if missing:
+            found: dict[bytes, list[int]] = {}
+            for piece in missing:
+                smaller = [piece]
+                for i in range(first, len(self._patterns)):
+                    smaller = self._cut(smaller, i)
+                found[piece] = list(map(len, smaller))
+            short = {piece: lengths for piece, lengths in found.items() if len(piece) <= _KNOWN_CHARACTERS}
+            if len(known) + len(short) > _MAX_KNOWN:
+                self._known[first] = {}  # another thread may be reading the old one
+                known = {piece: known[piece] for piece in pieces if piece in known} | found
+            else:
+                known |= short
+                if len(short) < len(found):
+                    known = {piece: found[piece] if piece in found else known[piece] for piece in pieces}
+        return list(chain.from_iterable(map(known.__getitem__, pieces)))
 
 
 def _byte_class(numbers: list[int]) -> bytes:
@@ -196,11 +222,6 @@ def _byte_class(numbers: list[int]) -> bytes:
     if not numbers:
         return rb"[^\x00-\xff]"
     return b"[" + b"".join(rb"\x%02x" % number for number in numbers) + b"]"
-
-
-def _cut(pattern: re.Pattern[bytes], classes: bytes) -> list[bytes]:
-    """Return matches and what is between them."""
-    return list(filter(None, pattern.split(classes)))
 
 
 @cache

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipeline.models.key_table import KeyTable
 from pipeline.models.vocabularies import SPACE
 from pipeline.models.vocabulary_tables import NAMED, Tables
+from stages.tokenizer.borders import Borders
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.token_table import TokenTable
@@ -50,7 +51,7 @@ class SentencePieceEncoder:
         is_no_token = self._code_symbols >= self._size
         no_tokens = zip(self._code_symbols[is_no_token].tolist(), self._codes[is_no_token].tolist())
         self._texts = {symbol: chr(code) for symbol, code in no_tokens}
-        self._borders = KeyTable(tables["borders"], tables["border_slots"])
+        self._borders = Borders(KeyTable(tables["borders"], tables["border_slots"]))
         merger = PairMerger(KeyTable(tables["pairs"], tables["pair_slots"]), tables["merged"], tables["ranks"])
         self._encoder = WordEncoder(self, merger)
 
@@ -135,10 +136,8 @@ class SentencePieceEncoder:
     def _cut(self, parts: list[str], ids_after: list[int]) -> tuple[list[str], list[str]]:
         """Return what is between the places that no merge crosses, with the names; that of the last part on its own."""
         text = "".join(parts).replace(" ", SPACE)
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4").astype(np.uint64)
-        neighbours = codes[:-1] << np.uint64(32) | codes[1:]
-        is_border = np.ones(len(codes) + 1, bool)
-        is_border[1:-1] = self._borders.find(neighbours) < 0
+        is_border = np.ones(len(text) + 1, bool)
+        is_border[1:-1] = self._borders.find(text)
         part_ends = np.cumsum([len(part) for part in parts])
         is_border[part_ends] = True
         ends = np.flatnonzero(is_border)

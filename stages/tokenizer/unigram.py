@@ -5,33 +5,38 @@ the highest sum; of equal sums the one whose last token is longer.  A character 
 unknown; unknown ones side by side are one token.  User-defined tokens score 0.
 
 No token crosses a place whose two characters are neighbours in no token, and sums of scores (f32, added as f64) are
-exact, so that the text between such places is cut on its own.  The parts are, as a rule, words; ids of short ones are
-cached.
+exact, so that the text between such places is cut on its own.  Where spaces are merged, a word with the space before it
+is such a text as a rule: then ids of words are cached as they are written, before they are normalized.
 
 Normalization loses characters, so that the text of some tokens is not the text that they were made of.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Generator, Iterable, Iterator
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.models.charsmap import read_charsmap
-from pipeline.models.vocabularies import BYTE, CONTROL, NORMAL, SPACE, UNKNOWN, USER_DEFINED
+from pipeline.models.charsmap import Charsmap
+from pipeline.models.key_table import KeyTable
+from pipeline.models.token_trie import TokenTrie
+from pipeline.models.vocabularies import NORMAL, SPACE
+from pipeline.models.vocabulary_tables import NAMED, Tables
+from stages.tokenizer.borders import Borders
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
 from stages.tokenizer.normalizer import Normalizer, Spaces
+from stages.tokenizer.token_lattice import TokenLattice
+from stages.tokenizer.token_table import TokenTable
+from stages.tokenizer.word_cache import Ids, WordCache
 
 MAX_RUN = 1 << 18  # normalized characters without a place that no token crosses
-STEP = 4096  # characters of a long run that are cut at once: about 20 ms
-CACHED_CHARACTERS = 32  # of a part whose ids are cached
-MAX_CACHED = 1 << 16  # parts; some 20 MB
 _UNKNOWN_PENALTY = np.float32(10)  # below the lowest score of a token
-_WINDOW = 8192  # characters: about 15 ms if no part is cached
+_WINDOW = 16_384  # characters: some ms
+_SHORT = 48  # characters of a normalized word that is cut as a whole: its parts are rarely cached
+T = TypeVar("T")
 
 
 class UnigramEncoder:
@@ -40,53 +45,30 @@ class UnigramEncoder:
     adds_bos = False
     may_drop = True
 
-    def __init__(
-        self,
-        tokens: Sequence[str],
-        types: Sequence[int],
-        scores: Sequence[float],
-        unknown: int,
-        rules: Normalizer,
-    ) -> None:
-        self._rules, self._unknown = rules, unknown
-        hidden = (CONTROL, UNKNOWN, BYTE)
-        self._ids: dict[str, int] = {}
-        self._scores: list[float] = np.asarray(scores, np.float32).tolist()
-        # By the first two characters of tokens, the characters of the longest; so few texts have to be looked up.
-        self._longest: dict[str, int] = {}
-        lowest = np.float32(np.inf)
-        self._pairs: set[str] = set()
-        for i, (text, kind) in enumerate(zip(tokens, types)):
-            if kind == NORMAL:
-                lowest = min(lowest, np.float32(scores[i]))
-            if kind == USER_DEFINED:
-                self._scores[i] = 0.0
-            if text and kind not in hidden:
-                self._ids[text] = i
-                if len(text) > 1:
-                    self._longest[text[:2]] = max(len(text), self._longest.get(text[:2], 0))
-                    self._pairs.update(map("".join, pairwise(text)))
-        self._unknown_score = float(lowest - _UNKNOWN_PENALTY)
-        raw = (CONTROL, UNKNOWN, USER_DEFINED)
-        self.token_bytes = [
-            (text if kind in raw else text.replace(SPACE, " ")).encode() for text, kind in zip(tokens, types)
-        ]
-        self._is_special = [kind in raw for kind in types]
+    def __init__(self, tables: Tables, unknown: int, adds_space: bool, merges_spaces: bool) -> None:
+        """Raises `KeyError`, `ValueError` for tables of another kind."""
+        self._rules = Normalizer(Charsmap.of_tables(tables), adds_space, merges_spaces)
+        self._unknown = unknown
+        self.token_bytes = TokenTable(tables)
+        self._is_special = np.isin(tables["types"], NAMED)
         self.holes: frozenset[int] = frozenset()
-        lead = f"{SPACE}*" if SPACE * 2 in self._pairs else f"{SPACE}?"
-        before = "".join(re.escape(pair[0]) for pair in self._pairs if pair[1] == SPACE and pair[0] != SPACE)
-        word = f"[^{SPACE}]+"
-        if before:
-            word = f"(?:[^{SPACE}]+(?:(?<=[{before}]){SPACE}+)?)+"
-        self._parts = re.compile(f"{lead}{word}|{lead[:-1]}{'+' if lead.endswith('*') else ''}")
-        self._cache: dict[str, list[int]] = {}
+        scores = tables["scores"]
+        lowest = scores[tables["types"] == NORMAL].min(initial=np.float32(np.inf))
+        trie = TokenTrie(tables["trie"], tables["trie_slots"], tables["trie_tokens"])
+        longest = int(self.token_bytes.lengths.max(initial=1))
+        self._lattice = TokenLattice(trie, longest, scores, unknown, float(lowest - _UNKNOWN_PENALTY))
+        self._borders = Borders(KeyTable(tables["borders"], tables["border_slots"]))
+        # Whether a word ends at every space: no token goes on behind one.
+        self._has_words = self._rules.keeps_words and not len(tables["inner_spaces"])
+        self._words = WordCache(self._encode_words)  # as they are written
+        self._runs = WordCache(self._cut)  # what no token crosses the ends of, normalized
 
     # ---------------------------------------------------------------- encoding
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
-        """As `Encoder.chunks`. A chunk may be empty: no place was found that no token crosses.
+        """As `Encoder.chunks`. Ids of the end of a window come with the next one.
 
-        Ids of the end of a window come with the next one.
+        A chunk may be empty: no place was found that no token crosses, or the text takes several steps.
         """
         window = min(window, _WINDOW)
         at, rest = 0, ""  # `rest`: normalized, and not yet cut
@@ -94,89 +76,58 @@ class UnigramEncoder:
         while at < len(text):
             end = min(at + max(window, self._rules.longest), len(text))
             name = names.find(text, at, end)
-            is_end = name is not None or end == len(text)
-            replaced, n = self._rules.replaced(text[at : name[0] if name is not None else end], is_end)
-            at += n
-            n_old = len(rest)
-            rest += spaces.push(replaced)
-            border = len(rest) if is_end else self._last_border(rest, max(n_old - 1, 0))
-            if len(rest) - border > MAX_RUN:
-                raise RunTooLong(
-                    f"{len(rest) - border} characters without a border, more than the tokenizer can process"
-                )
-            ids: list[int] = []
-            for part in self._parts.findall(rest[:border]):
-                cached = self._cache.get(part)
-                new = cached if cached is not None else (yield from self._encode(part, at))
-                ids += new[1:] if new[0] == last == self._unknown else new
-                last = new[-1]
-            rest = rest[border:]
+            end = name[0] if name is not None else end
+            is_whole = name is not None or end == len(text)  # nothing behind the end belongs to a word before it
+            if not is_whole and self._has_words and (space := text.rfind(" ", at, end)) >= 0:
+                end, is_whole = space + 1, True
+            if is_whole and self._has_words and not (rest or spaces.is_in_word or SPACE in text[at:end]):
+                steps = self._words.encode(self._rules.words(text[at:end]))
+                at = end
+            else:
+                replaced, n = self._rules.replaced(text[at:end], is_whole)
+                at += n
+                begin = max(len(rest) - 1, 0)  # no place before it: `rest` would have been cut there
+                rest += spaces.push(replaced)
+                ends = (np.flatnonzero(self._borders.find(rest[begin:])) + begin + 1).tolist() + [len(rest)] * is_whole
+                runs = list(map(rest.__getitem__, map(slice, [0, *ends], ends)))
+                rest = rest[ends[-1] :] if ends else rest
+                if len(rest) > MAX_RUN:
+                    raise RunTooLong(f"{len(rest)} characters without a border, more than the tokenizer can process")
+                steps = self._runs.encode(list(filter(None, runs)))
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    ids: list[int] = done.value
+                    break
+                yield at, []
+            if self._unknown in ids:
+                ids = [i for before, i in zip([last, *ids], ids) if not before == i == self._unknown]
+            last = ids[-1] if ids else last
             if name is not None:
                 at, spaces, last = name[1], Spaces(self._rules), -1
                 ids.append(name[2])
             yield at, ids
 
-    def _last_border(self, text: str, begin: int) -> int:
-        """Return the last place after `begin` that no token crosses; 0 if there is none."""
-        pairs = self._pairs
-        for at in range(len(text) - 1, begin, -1):
-            if text[at - 1 : at + 1] not in pairs:
-                return at
-        return 0
+    def _encode_words(self, words: list[str]) -> Generator[None, None, dict[str, Ids]]:
+        """Return the ids of words as they are written."""
+        written = self._rules.written(words)
+        whole = {text for text in written if len(text) <= _SHORT}
+        found = yield from self._cut(list(whole))
+        runs: dict[str, list[str]] = {}  # of the others
+        for text in written:
+            if text not in whole:
+                ends = [*(np.flatnonzero(self._borders.find(text)) + 1).tolist(), len(text)]
+                runs[text] = list(map(text.__getitem__, map(slice, [0, *ends], ends)))
+        if runs:
+            ids_of = yield from self._runs.find([run for some in runs.values() for run in some])
+            found |= {text: tuple([i for run in some for i in ids_of[run]]) for text, some in runs.items()}
+        return {word: found[text] for word, text in zip(words, written)}
 
-    def _runs(self, part: str) -> Iterator[str]:
-        """Yield the stretches of a part that have no place which no token crosses; all of a short one."""
-        if len(part) <= CACHED_CHARACTERS:
-            yield part
-            return
-        begin, pairs = 0, self._pairs
-        for end, pair in enumerate(map("".join, pairwise(part)), 1):
-            if pair not in pairs:
-                yield part[begin:end]
-                begin = end
-        yield part[begin:]
-
-    def _encode(self, part: str, at: int) -> Generator[tuple[int, list[int]], None, list[int]]:
-        """Return the ids of a part. Yields an empty chunk at `at` between the steps of a long one."""
-        ids: list[int] = []
-        for run in self._runs(part):
-            for token, _ in (yield from self._cut(run, at)):
-                if not (ids and ids[-1] == token == self._unknown):
-                    ids.append(token)
-        if len(part) <= CACHED_CHARACTERS:
-            if len(self._cache) >= MAX_CACHED:
-                self._cache.clear()
-            self._cache[part] = ids
-        return ids
-
-    def _cut(self, part: str, at: int) -> Generator[tuple[int, list[int]], None, list[tuple[int, int]]]:
-        """Return the ids of a part and their ends in it. Yields as `_encode`."""
-        n, ids, scores = len(part), self._ids, self._scores
-        best = [-np.inf] * (n + 1)  # the sum of scores of the best tokens up to each place
-        best[0] = 0.0
-        tokens, begins = [0] * (n + 1), [0] * (n + 1)  # the last of these tokens
-        for begin in range(n):
-            if begin % STEP == STEP - 1:
-                yield at, []
-            score = best[begin]
-            token = ids.get(part[begin])
-            total = score + (scores[token] if token is not None else self._unknown_score)
-            if total > best[begin + 1]:
-                best[begin + 1], begins[begin + 1] = total, begin
-                tokens[begin + 1] = token if token is not None else self._unknown
-            for end in range(begin + 2, min(begin + self._longest.get(part[begin : begin + 2], 0), n) + 1):
-                token = ids.get(part[begin:end])
-                if token is not None and score + scores[token] > best[end]:
-                    best[end], tokens[end], begins[end] = score + scores[token], token, begin
-        found: list[tuple[int, int]] = []
-        end = n
-        while end:
-            # Of unknown tokens side by side the last one stays, which ends where all of them do.
-            if not (found and found[-1][0] == tokens[end] == self._unknown):
-                found.append((tokens[end], end))
-            end = begins[end]
-        found.reverse()
-        return found
+    def _cut(self, texts: list[str]) -> Generator[None, None, dict[str, Ids]]:
+        """Return the ids of normalized texts."""
+        cuts = yield from self._lattice.cut(texts)
+        return {text: tuple([i for i, _ in cut]) for text, cut in zip(texts, cuts)}
 
     # ---------------------------------------------------------------- offsets
 
@@ -195,17 +146,8 @@ class UnigramEncoder:
             # A space that was added belongs to what is before the text.
             n_added = max(0, len(new) - len(to))
             source += [begin] * n_added + [end] * (len(new) - n_added)
-        ends: list[int] = []
-        at, last = 0, -1
-        for part in self._parts.findall("".join(parts)):
-            for run in self._runs(part):
-                for token, end in _result(self._cut(run, 0)):
-                    if token == last == self._unknown:
-                        ends.pop()
-                    ends.append(source[at + end - 1])
-                    last = token
-                at += len(run)
-        return ends
+        (cut,) = _result(self._lattice.cut(["".join(parts)]))
+        return [source[end - 1] for _, end in cut]
 
     # ---------------------------------------------------------------- decoding
 
@@ -225,15 +167,11 @@ class UnigramEncoder:
         return parts, is_first
 
 
-def make_rules(charsmap: bytes, adds_space: bool, merges_spaces: bool) -> Normalizer:
-    """The normalization that a file describes. Raises `ValueError` for a damaged table."""
-    return Normalizer(read_charsmap(charsmap), adds_space, merges_spaces)
-
-
-def _result(steps: Generator[object, None, list[tuple[int, int]]]) -> list[tuple[int, int]]:
+def _result(steps: Generator[object, None, T]) -> T:
     """Run a generator to its end, and return its result."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            return list(end.value)
+            result: T = end.value
+            return result

@@ -22,7 +22,6 @@ from pipeline.models.pretokenizers import PRETOKENIZERS
 from pipeline.models.vocabularies import (
     BYTE_LEVEL,
     CONTROL,
-    NORMAL,
     SENTENCEPIECE,
     UNIGRAM,
     UNKNOWN,
@@ -40,7 +39,7 @@ from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.token_table import TokenTable
-from stages.tokenizer.unigram import UnigramEncoder, make_rules
+from stages.tokenizer.unigram import UnigramEncoder
 from stages.tokenizer.wordpiece import WordPieceEncoder
 
 
@@ -82,7 +81,7 @@ class Encoder(Protocol):
     may_drop: bool  # a part of a text may be in no token: white space, control characters
 
     @property
-    def token_bytes(self) -> Sequence[bytes] | TokenTable:
+    def token_bytes(self) -> TokenTable:
         """The bytes of each id; the name of a special token."""
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
@@ -112,15 +111,11 @@ class Vocabulary:
             raise ModelUnavailable(problem)
         if tables is None:
             tables = make_tables(spec)
-        types = tables["types"] if tables else np.array(spec.types or [NORMAL] * len(spec.tokens), np.int64)
+        types = tables["types"]
         self.size = len(types)
         self.control = frozenset(np.flatnonzero(np.isin(types, (CONTROL, UNKNOWN, UNUSED))).tolist())
         named = np.flatnonzero(np.isin(types, NAMED)).tolist()
-        names = (
-            msgspec.msgpack.decode(tables["names"].tobytes(), type=list[str])
-            if tables
-            else [spec.tokens[i] for i in named]
-        )
+        names = msgspec.msgpack.decode(tables["names"].tobytes(), type=list[str])
         specials: dict[str, int] = {}  # control tokens by name
         always: dict[str, int] = {}
         marks: dict[str, int] = {}  # control and user-defined tokens; of one name the last
@@ -131,10 +126,9 @@ class Vocabulary:
                     marks[text] = i
         self._encoder: Encoder
         if spec.model == WORDPIECE:
-            self._encoder = WordPieceEncoder(spec.tokens, types.tolist(), spec.unknown)
+            self._encoder = WordPieceEncoder(tables, spec.unknown)
         elif spec.model == UNIGRAM:
-            rules = make_rules(spec.charsmap, bool(spec.add_space_prefix), bool(spec.merges_spaces))
-            self._encoder = UnigramEncoder(spec.tokens, types.tolist(), spec.scores, spec.unknown, rules)
+            self._encoder = UnigramEncoder(tables, spec.unknown, bool(spec.add_space_prefix), bool(spec.merges_spaces))
         elif spec.model == SENTENCEPIECE:
             self._encoder = SentencePieceEncoder(tables, spec.unknown, spec.add_space_prefix is not False)
         else:
@@ -148,8 +142,7 @@ class Vocabulary:
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
         self._named_always, self._named = always, always | specials
         self.control_names = {text: i for text, i in specials.items() if text not in always}
-        # Of other kinds any part of a text can be one unknown token.
-        self._lower_bound = TokenLowerBound(tables["weights"] if tables else np.zeros(256, np.int64))
+        self._lower_bound = TokenLowerBound(tables["weights"])
 
     @cached_property
     def _always(self) -> SpecialTokenFinder:
@@ -166,11 +159,7 @@ class Vocabulary:
     @property
     def pieces(self) -> tuple[bytes, bytes]:
         """The bytes of all tokens concatenated, and the end of each (u32 little-endian)."""
-        pieces = self._bytes
-        if isinstance(pieces, TokenTable):
-            return pieces.data, pieces.ends.tobytes()
-        lengths = np.fromiter(map(len, pieces), np.int64, len(pieces))
-        return b"".join(pieces), np.cumsum(lengths).astype("<u4").tobytes()
+        return self._bytes.data, self._bytes.ends.tobytes()
 
     # ---------------------------------------------------------------- encoding
 

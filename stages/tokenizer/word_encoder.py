@@ -1,4 +1,4 @@
-"""Token ids of words, which are cached: what byte-level and SentencePiece vocabularies have in common.
+"""Token ids of words, which are cached: what byte-level and SentencePiece BPE have in common.
 
 A word is a text that no merge crosses the ends of.  Words that are not cached are merged all at once.
 """
@@ -6,17 +6,14 @@ A word is a text that no merge crosses the ends of.  Words that are not cached a
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stages.tokenizer.pair_merger import PairMerger
+from stages.tokenizer.word_cache import WordCache
 
-CACHED_CHARACTERS = 256  # of a word whose ids are cached
-MAX_CACHED = 1 << 16  # words
-MAX_CACHED_IDS = 1 << 18  # of all cached words; with the words some 20 MB
 _ONE_BY_ONE = 256  # symbols up to which merging words one by one is faster
 _FEW = 48  # symbols of a word up to which a search of all pairs is faster than a heap
 _LONG = 512  # symbols above which a heap is faster than a step for each merge
@@ -40,26 +37,11 @@ class WordEncoder:
 
     def __init__(self, symbols: Symbols, merger: PairMerger) -> None:
         self._symbols, self._merger = symbols, merger
-        self._cache: dict[str, tuple[int, ...]] = {}
-        self._n_ids = 0
+        self._cache = WordCache(self._encode)
 
     def encode(self, words: list[str]) -> Generator[None, None, list[int]]:
         """Return the ids of words one after the other. Yields between the steps of long ones."""
-        cache = self._cache
-        missing = set(words).difference(cache)
-        if missing:
-            found = yield from self._encode(list(missing))
-            n_ids = sum(map(len, found.values()))
-            if len(cache) + len(found) > MAX_CACHED or self._n_ids + n_ids > MAX_CACHED_IDS:
-                # Another thread may be reading the old one.
-                cache, self._cache, self._n_ids = {word: cache[word] for word in words if word in cache}, {}, 0
-                cache |= found
-            elif max(map(len, found)) > CACHED_CHARACTERS:
-                cache = cache | found
-            else:
-                self._n_ids += n_ids
-                cache |= found
-        return list(chain.from_iterable(map(cache.__getitem__, words)))
+        return self._cache.encode(words)
 
     def _encode(self, words: list[str]) -> Generator[None, None, dict[str, tuple[int, ...]]]:
         found = {word: ids for word in words if (ids := self._symbols.whole(word)) is not None}

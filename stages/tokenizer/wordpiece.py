@@ -11,22 +11,27 @@ Normalization loses characters, so that the text of some tokens is not the text 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.models.vocabularies import CONTROL, SPACE, UNKNOWN, USER_DEFINED
+from pipeline.models.token_trie import END, TokenTrie
+from pipeline.models.vocabularies import SPACE
+from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
+from stages.tokenizer.token_table import TokenTable
+from stages.tokenizer.word_cache import Ids, WordCache
 
 MAX_WORD = 1 << 18  # characters
-CACHED_CHARACTERS = 32  # of a word whose ids are cached
-MAX_CACHED = 1 << 16  # words; some 20 MB
-_WINDOW = 8192  # characters: some ms
+_WINDOW = 16_384  # characters: some ms
+_BETWEEN = "\ud800"  # between parts of a text: no text has it
 _WHITE_SPACE = frozenset(
     "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 )
+_DROPPED = "\x1c\x1d\x1e\x1f"  # control characters that Python takes for white space
 # Blocks of Chinese characters, as llama.cpp and Hugging Face's `tokenizers` have them.
 _CHINESE = (
     (0x4E00, 0x9FFF),
@@ -69,18 +74,16 @@ class WordPieceEncoder:
     adds_bos = True
     may_drop = True
 
-    def __init__(self, tokens: Sequence[str], types: Sequence[int], unknown: int) -> None:
+    def __init__(self, tables: Tables, unknown: int) -> None:
+        """Raises `KeyError`, `ValueError` for tables of another kind."""
         self._unknown = unknown
-        self._ids = {text: i for i, text in enumerate(tokens) if text}
-        self._longest = max(map(len, self._ids))
-        raw = (CONTROL, UNKNOWN, USER_DEFINED)
-        self.token_bytes = [
-            (text if kind in raw else text.replace(SPACE, " ")).encode() for text, kind in zip(tokens, types)
-        ]
-        self._is_special = np.array([kind in raw for kind in types], bool)
+        self.token_bytes = TokenTable(tables)
+        self._trie = TokenTrie(tables["trie"], tables["trie_slots"], tables["trie_tokens"])
+        self._is_special = np.isin(tables["types"], NAMED)
         self.holes: frozenset[int] = frozenset()
-        self._normalizer = _Normalizer()
-        self._cache: dict[str, list[int]] = {}
+        self._normalizer = _Normalizer({ord(_BETWEEN): _BETWEEN})
+        self._written = WordCache(self._encode_written)  # what is between white space
+        self._words = WordCache(self._encode_words)  # normalized
 
     # ---------------------------------------------------------------- encoding
 
@@ -101,37 +104,70 @@ class WordPieceEncoder:
                     size *= 2
                     yield at, []
                     continue
-            ids = [i for word in text[at:end].translate(self._normalizer).split(" ") if word for i in self._word(word)]
+            part = text[at:end]
+            for character in _DROPPED:
+                part = part.replace(character, "")
+            steps = self._written.encode(part.split())
             at, size = end, window
+            while True:
+                try:
+                    next(steps)
+                except StopIteration as done:
+                    ids: list[int] = done.value
+                    break
+                yield at, []
             if name is not None:
                 at = name[1]
                 ids.append(name[2])
             yield at, ids
 
-    def _word(self, word: str) -> list[int]:
-        """Return the ids of a normalized word."""
-        found = self._cache.get(word)
-        if found is None:
-            found = [i for i, _ in self._cut(SPACE + word)] or [self._unknown]
-            if len(word) <= CACHED_CHARACTERS:
-                if len(self._cache) >= MAX_CACHED:
-                    self._cache.clear()
-                self._cache[word] = found
+    def _encode_written(self, parts: list[str]) -> Generator[None, None, dict[str, Ids]]:
+        """Return the ids of parts of a text without white space."""
+        normalized = _BETWEEN.join(parts).translate(self._normalizer).split(_BETWEEN)
+        words = [text.split() for text in normalized]
+        found = yield from self._words.find(list(chain.from_iterable(words)))
+        return {part: tuple(chain.from_iterable(map(found.__getitem__, some))) for part, some in zip(parts, words)}
+
+    def _encode_words(self, words: list[str]) -> Generator[None, None, dict[str, Ids]]:
+        """Return the ids of normalized words."""
+        unknown = (self._unknown,)
+        found: dict[str, Ids] = {}
+        begin = 0
+        while begin < len(words):
+            size, end = 0, begin
+            while end < len(words) and size < _WINDOW:
+                size += len(words[end])
+                end += 1
+            cuts = self._cut(words[begin:end])
+            found |= {word: tuple([i for i, _ in cut]) or unknown for word, cut in zip(words[begin:end], cuts)}
+            begin = end
+            if begin < len(words):
+                yield
         return found
 
-    def _cut(self, word: str) -> list[tuple[int, int]]:
-        """Return the ids of the longest tokens one after the other, and their ends; empty where one is missing."""
-        ids, found, at = self._ids, [], 0
-        while at < len(word):
-            for end in range(min(len(word), at + self._longest), at, -1):
-                token = ids.get(word[at:end])
-                if token is not None:
-                    found.append((token, end))
-                    at = end
-                    break
-            else:
-                return []
-        return found
+    def _cut(self, words: Sequence[str]) -> list[list[tuple[int, int]]]:
+        """Return the longest tokens of each word one after the other, and their ends in it, with U+2581 in front.
+
+        A word of which a part is no token has none.
+        """
+        if not words:
+            return []
+        codes = np.frombuffer((SPACE + f"\n{SPACE}".join(words) + "\n").encode("utf-32-le"), "<u4").astype(np.uint64)
+        ends = np.cumsum(np.fromiter(map(len, words), np.int64, len(words)) + 2) - 1
+        codes[ends] = END
+        lengths, ids = np.zeros(len(codes), np.int64), np.zeros(len(codes), np.int64)  # of the longest at each place
+        for places, length, found in self._trie.matches(codes):
+            lengths[places], ids[places] = length, found
+        longest, tokens, begin = lengths.tolist(), ids.tolist(), 0
+        cuts = []
+        for end in ends.tolist():
+            cut, at = [], begin
+            while at < end and longest[at]:
+                cut.append((tokens[at], at + longest[at] - begin))
+                at += longest[at]
+            cuts.append(cut if at == end else [])
+            begin = end + 1
+        return cuts
 
     # ---------------------------------------------------------------- offsets
 
@@ -147,7 +183,7 @@ class WordPieceEncoder:
 
         def finish() -> None:
             if letters:
-                cut = self._cut(SPACE + "".join(letters))
+                (cut,) = self._cut(["".join(letters)])
                 # The token of U+2581 alone ends where the word begins.
                 ends.extend([word[end - 2] if end > 1 else word[0] - 1 for _, end in cut] or [word[-1]])
             word.clear()

@@ -14,6 +14,7 @@ ARRAYS = {
     "keys": np.array([1 << 63, 5], np.uint64),
     "weights": np.array([-1, 1 << 40], np.int64),
     "ends": np.array([3, 4], "<u4"),
+    "scores": np.array([-0.5, 2.0], "<f4"),
 }
 
 

@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from pipeline.models.pretokenizers import PRETOKENIZERS
+from pipeline.models.vocabularies import SPACE
 from pipeline.models.vocabulary_tables import byte_alphabet, make_tables
-from shm import checkpoint
+from shm import checkpoint, packed_arrays
 from shm.checkpoint import VERSION, VERSION_WITHOUT_TABLES, CheckpointError, Index, TokenizerData, load_tables
 from stages.tokenizer.opened_models import ModelSource, UnusableModel, build_model
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 from stages.worker.checkpoint.verify import migrate
-from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec
+from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec, wordpiece_spec
 
 SPECS: dict[str, Callable[[], TokenizerSpec]] = {
     "gpt2": byte_level_spec,
     "llama": sentencepiece_spec,
     "t5": unigram_spec,
+    "bert": wordpiece_spec,
 }
 TEXT = "Grüße, <s>naïve  日本語 12345 \t'll [INST]\n\n" * 30
 
@@ -67,8 +72,7 @@ def write_index(path: Path, spec: TokenizerSpec, *, version: int = VERSION) -> I
 def test_an_index_gives_the_ids_of_its_lists(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.idx"
     write_index(path, SPECS[kind]())
-    if kind in ("gpt2", "llama"):  # their lists are not read
-        monkeypatch.setattr(Index, "tokenizer", property(lambda index: pytest.fail("the lists are decoded")))
+    monkeypatch.setattr(Index, "tokenizer", property(lambda index: pytest.fail("the lists are decoded")))
     opened, expected = build_model(ModelSource(path)).vocabulary, Vocabulary(SPECS[kind]())
     for parse in (False, True):
         ids = opened.encode(TEXT, parse)
@@ -94,12 +98,13 @@ def test_an_index_of_the_release_before_is_opened_and_migrated(kind: str, tmp_pa
     assert load_tables(path).keys() == make_tables(SPECS[kind]()).keys()
 
 
-def test_damaged_tables_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", SPECS)
+def test_damaged_tables_are_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "m.idx"
-    write_index(path, byte_level_spec())
+    write_index(path, SPECS[kind]())
     raw = path.read_bytes()
     begin = raw.index(load_tables(path)["pieces"].tobytes())
-    for at in range(begin, len(raw), len(raw) // 20):
+    for at in range(begin, len(raw), len(raw) // 10):
         damaged = bytearray(raw)
         damaged[at] ^= 1
         path.write_bytes(damaged)
@@ -107,6 +112,52 @@ def test_damaged_tables_are_refused(tmp_path: Path) -> None:
             load_tables(path)
         with pytest.raises(UnusableModel, match="is damaged"):
             build_model(ModelSource(path))
+    for end in (begin, len(raw) - 1):
+        path.write_bytes(raw[:end])
+        with pytest.raises(UnusableModel, match="not a checkpoint index .* remove it to ingest again"):
+            build_model(ModelSource(path))
+
+
+def without_an_array(arrays: dict[str, NDArray[Any]], name: str) -> dict[str, NDArray[Any]]:
+    return {other: array for other, array in arrays.items() if other != name}
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_tables_that_do_not_fit_are_refused(kind: str, tmp_path: Path) -> None:
+    """With a correct checksum: another program wrote them."""
+    path = tmp_path / "m.idx"
+    index, tables = write_index(path, SPECS[kind]()), make_tables(SPECS[kind]())
+    slots = next(name for name in ("pair_slots", "trie_slots") if name in tables)
+    wrong = {
+        "another kind": make_tables(SPECS["gpt2" if kind != "gpt2" else "llama"]()),
+        "an end behind all bytes": tables | {"ends": tables["ends"] + np.uint32(1 << 20)},
+        "a slot behind all keys": tables | {slots: tables[slots] + np.int32(1 << 30)},
+        "no slots": tables | {slots: tables[slots][:0]},
+        "fewer types than names": tables | {"types": tables["types"][:1]},
+        "no types": without_an_array(tables, "types"),
+    }
+    if kind == "t5":
+        wrong |= {
+            "a score of no number": tables | {"scores": tables["scores"] * np.float32("nan")},
+            "fewer nodes than keys": tables | {"trie_tokens": tables["trie_tokens"][:-1]},
+            "no trie of replacements": tables | {"charsmap_trie": tables["charsmap_trie"][:0]},
+        }
+    for arrays in wrong.values():
+        checkpoint.write_index(path, index, arrays)
+        with pytest.raises(UnusableModel, match="its vocabulary cannot be used .* remove it to ingest again"):
+            build_model(ModelSource(path))
+
+
+@pytest.mark.parametrize("length", [1 << 40, -1])
+def test_an_array_of_an_absurd_length_is_refused(length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "m.idx"
+    index = write_index(path, wordpiece_spec())
+    entry = packed_arrays._Entry
+    monkeypatch.setattr(packed_arrays, "_Entry", lambda name, kind, n, offset: entry(name, kind, length, offset))
+    checkpoint.write_index(path, index, make_tables(wordpiece_spec()))
+    monkeypatch.undo()
+    with pytest.raises(UnusableModel, match="array 'pieces' .* remove it to ingest again"):
+        build_model(ModelSource(path))
 
 
 def test_arrays_are_mapped_where_they_are_aligned(tmp_path: Path) -> None:
@@ -128,6 +179,34 @@ def library(pre: str) -> tuple[Tokenizer, Vocabulary]:
     splits = [Split(Regex(pattern), "isolated") for pattern in PRETOKENIZERS[pre].patterns]
     tokenizer.pre_tokenizer = Sequence([*splits, ByteLevel(add_prefix_space=False, use_regex=False)])
     return tokenizer, Vocabulary(spec._replace(types=[1 if kind == 4 else kind for kind in spec.types]))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@settings(deadline=None, max_examples=40)
+@given(st.text(max_size=60), st.lists(st.integers(0, 60), max_size=4))
+def test_any_text_keeps_its_contracts_in_the_compiled_form(kind: str, text: str, cuts: list[int]) -> None:
+    """Offsets are bytes and cover the text, streams decode as the whole, and nothing is lost that is not normalized."""
+    opened = compiled(kind)
+    ids = opened.encode(text, False)
+    ends = [0, *(int(end) for _, end in opened.offsets(text, ids))]
+    assert [int(begin) for begin, _ in opened.offsets(text, ids)] == ends[:-1]
+    assert ends[-1] == (len(text.encode()) if ids else 0)
+    decoder, parts, begin = opened.decoder(), [], 0
+    for cut in [*sorted(cuts), len(ids)]:
+        parts += decoder.push(ids[begin:cut])
+        begin = max(begin, cut)
+    assert b"".join(parts).decode("utf-8", "replace") == opened.decode(ids)
+    if kind == "gpt2":
+        assert opened.decode(ids) == text
+    elif kind == "llama":
+        assert opened.decode(ids) == text.replace(SPACE, " ")
+
+
+@cache
+def compiled(kind: str) -> Vocabulary:
+    """As a model's vocabulary is opened: of packed tables, without lists."""
+    tables = packed_arrays.unpack(memoryview(packed_arrays.pack(make_tables(SPECS[kind]()))))
+    return Vocabulary(SPECS[kind]()._replace(tokens=(), types=(), merges=(), scores=(), charsmap=b""), tables)
 
 
 @settings(deadline=None, max_examples=80)

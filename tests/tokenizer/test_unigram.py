@@ -6,6 +6,7 @@ import re
 import struct
 import unicodedata
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -185,6 +186,38 @@ def test_text_never_becomes_a_control_token(text: str) -> None:
     assert not (vocabulary.control - allowed) & set(vocabulary.encode(text, True, marks=frozenset()))
 
 
+def test_words_are_encoded_as_they_are_written_only_where_they_end_at_spaces() -> None:
+    cases = {
+        (True, True): REPLACED,
+        (True, False): REPLACED | {" x": "y"},
+        (False, False): REPLACED | {"a b": "y"},
+        (False, True): REPLACED | {"x": SPACE},
+    }
+    for (parted, pure), table in cases.items():
+        spec = SPECS[KINDS[0]]._replace(charsmap=write_charsmap(table))
+        assert Vocabulary(spec)._encoder._has_words == (parted and pure), table  # type: ignore[attr-defined]
+    for kind in KINDS[1:]:
+        assert not VOCABULARIES[kind]._encoder._has_words  # type: ignore[attr-defined]
+
+
+@cache
+def with_replacement(key: str) -> Vocabulary:
+    return Vocabulary(SPECS[KINDS[0]]._replace(charsmap=write_charsmap(REPLACED | {key: "e"})))
+
+
+@settings(deadline=None, max_examples=50)
+@given(texts, st.sampled_from([" x", "a b", "x\n", "\ta"]))
+def test_replacements_with_spaces_count_across_words(text: str, key: str) -> None:
+    text = f"{text}a{key}b {text}".translate({ord(c): "" for c in "<>[]"})
+    replaced, at, table = "", 0, REPLACED | {key: "e"}
+    while at < len(text):
+        found = max((other for other in table if text.startswith(other, at)), key=len, default=text[at])
+        replaced += table.get(found, found)
+        at += len(found)
+    expected = by_definition(SPECS[KINDS[0]]._replace(charsmap=b""), replaced)
+    assert with_replacement(key).encode(text, False) == expected
+
+
 # ------------------------------------------------------------------ the table of replacements
 
 
@@ -204,7 +237,11 @@ def test_a_text_is_normalized_part_by_part(text: str, cuts: list[int]) -> None:
         assert "".join(to for _, _, to in rules.aligned(text)) == rules.replaced(text, True)[0]
 
 
-replaceable = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), min_size=1, max_size=7)
+replaceable = st.text(
+    st.characters(exclude_categories=("Cs",), exclude_characters="\0") | st.sampled_from(" \n\t"),
+    min_size=1,
+    max_size=7,
+)
 
 
 @settings(deadline=None)
@@ -214,6 +251,8 @@ def test_a_table_is_read_as_it_was_written(table: dict[str, str], text: str) -> 
     assert charsmap.single == {key: to for key, to in table.items() if len(key) == 1}
     several = {key: to for key, to in table.items() if len(key) > 1}
     assert charsmap.starts == {key[0] for key in several} and charsmap.seconds == {key[1] for key in several}
+    assert charsmap.apart == {space for space in " \t\n\r" if not any(space in key for key in several)}
+    charsmap = Charsmap.of_tables(charsmap.tables())
     for searched in (text, *table, "".join(table)):
         for at in range(len(searched)):
             longest = max((key for key in several if searched.startswith(key, at)), key=len, default="")

@@ -10,17 +10,14 @@ from pipeline.errors import ModelUnavailable
 from pipeline.models.vocabularies import SPACE
 from stages.tokenizer import wordpiece
 from stages.tokenizer.chunked_encode import RunTooLong
-from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
+from stages.tokenizer.vocabulary import Vocabulary
 from tests.tokenizer.lines import make_lines
+from tests.tokenizer.trained import wordpiece_spec
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
-from tools.tiny_gguf import WORDPIECE_SPECIALS, wordpiece_tokens
 from tools.vocabulary_gguf import write_vocabulary
 
-N_SPECIALS = len(WORDPIECE_SPECIALS)
-TOKENS = wordpiece_tokens(290)
-SPEC = TokenizerSpec(
-    "bert", "", TOKENS, [3] * N_SPECIALS + [1] * (len(TOKENS) - N_SPECIALS), (), bos=2, eos=3, unknown=1
-)
+SPEC = wordpiece_spec()
+TOKENS = list(SPEC.tokens)
 VOCABULARY = Vocabulary(SPEC)
 known_parts = [*"aZé ßI\u0130日本!-$\t\n\u200b\u0301\ufffd\u00c5\u1e9b", "the ", "quick", "[CLS]", SPACE]
 known_text = st.lists(st.sampled_from(known_parts), max_size=30).map("".join)

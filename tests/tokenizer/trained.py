@@ -16,6 +16,7 @@ from pipeline.models.vocabulary_tables import byte_alphabet
 from stages.tokenizer.vocabulary import TokenizerSpec
 from tests.tokenizer.lines import written
 from tools.charsmap_writer import write_charsmap
+from tools.tiny_gguf import WORDPIECE_SPECIALS, wordpiece_tokens
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 USER_DEFINED = ("<tool>", "[INST]")
@@ -158,3 +159,11 @@ def unigram_spec(
         charsmap=write_charsmap(REPLACED) if charsmap else b"",
         merges_spaces=merges_spaces,
     )
+
+
+@cache
+def wordpiece_spec() -> TokenizerSpec:
+    """A WordPiece vocabulary of some words and most ASCII characters."""
+    tokens = wordpiece_tokens(290)
+    types = [3] * len(WORDPIECE_SPECIALS) + [1] * (len(tokens) - len(WORDPIECE_SPECIALS))
+    return TokenizerSpec("bert", "", tokens, types, (), bos=2, eos=3, unknown=1)

@@ -17,6 +17,7 @@ from pipeline.models.vocabulary_tables import make_tables
 from shm.checkpoint import (
     VERSION,
     VERSION_WITHOUT_PIECES,
+    VOCABULARY_REVISION,
     CheckpointError,
     Hyper,
     Index,
@@ -28,6 +29,7 @@ from shm.checkpoint import (
 from shm.packed_arrays import pack
 from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.opened_models import ModelSource, build_model
+from tools.charsmap_writer import write_charsmap
 from tools.fuzz.parts import join, split, written
 from tools.fuzz.target import Target
 
@@ -64,7 +66,7 @@ def _index(tokenizer: TokenizerData) -> Index:
 
 
 def seeds() -> Iterator[bytes]:
-    """A small vocabulary, as a whole file and as parts."""
+    """Small vocabularies, as whole files and as parts."""
     words = ["<s>", "</s>", "<|x|>", "a", "b", "c", "ab", "abc"]
     for model, pre, template in (("gpt2", "gpt-2", ""), ("gpt2", "llama-bpe", "{{ messages[0].content }}<|x|>")):
         types, merges = [3, 3, 3, 1, 1, 1, 1, 1], ["a b", "ab c"]
@@ -78,12 +80,36 @@ def seeds() -> Iterator[bytes]:
                 yield bytes([1 | flags | 4]) + join([msgspec.msgpack.encode(one), packed])
             fields = [msgspec.msgpack.encode(getattr(one, name)) for name in Index.__struct_fields__]
             yield bytes([flags]) + join([b"".join(fields[:8]), fields[8], b"".join(fields[9:])])
+    pieces = ["<unk>", "</s>", "<|x|>", "\u2581", "\u2581a", "b", "bc", "\u65e5"]
+    types, scores = [2, 3, 3, 1, 1, 1, 1, 1], [0.0, 0.0, 0.0, -3.0, -1.0, -2.0, -2.5, -4.0]
+    for model in ("llama", "t5", "bert"):
+        charsmap = write_charsmap({"A": "a", "a\u0301": "b", "\n": " "}) if model == "t5" else b""
+        tokenizer = TokenizerData(
+            *(model, "", pieces, types, [], scores, -1, 1, -1, 0, -1, False, True, "", VOCABULARY_REVISION),
+            charsmap=charsmap,
+            merges_spaces=model == "t5",
+        )
+        packed = pack(make_tables(tokenizer))
+        yield bytes([1 | 2 | 4]) + join([msgspec.msgpack.encode(_index(tokenizer)), packed])
 
 
 TARGET = Target(
     run,
     seeds,
     errors=(CheckpointError, StarlingError),
-    modules=("shm.checkpoint", "stages.tokenizer.vocabulary", "stages.tokenizer.template_marks"),
+    modules=(
+        "shm.checkpoint",
+        "shm.packed_arrays",
+        "pipeline.models.charsmap",
+        "pipeline.models.key_table",
+        "pipeline.models.token_trie",
+        "stages.tokenizer.normalizer",
+        "stages.tokenizer.sentencepiece",
+        "stages.tokenizer.template_marks",
+        "stages.tokenizer.token_lattice",
+        "stages.tokenizer.unigram",
+        "stages.tokenizer.vocabulary",
+        "stages.tokenizer.wordpiece",
+    ),
     memory_mb=64,
 )
