@@ -53,6 +53,13 @@ class SpecialTokenFinder:
             )
             for beginning, some in lengths.items()
         }
+        # Runs of one character, such as line breaks: the length of the longest, where there is one of each length.
+        others = {name[:_BEGINNING] for name in ids if name.strip(name[:1])}
+        self._runs = {
+            beginning: max(some)
+            for beginning, some in lengths.items()
+            if beginning not in others and all(beginning[:1] * n in self._ids for n in range(1, max(some) + 1))
+        }
 
     def find(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
         """Return (begin, end, token id) of the first name that starts in `text[begin:end]`; it may end after `end`."""
@@ -62,6 +69,11 @@ class SpecialTokenFinder:
             begin = found.start()
             if begin >= end:
                 return None
+            longest = self._runs.get(found.group())
+            if longest is not None:
+                run = text[begin : begin + longest]
+                name = run[: len(run) - len(run.lstrip(run[0]))]
+                return begin, begin + len(name), self._ids[name]
             for length in self._lengths_by_beginning[found.group()]:
                 name = text[begin : begin + length]  # shorter at the text's end
                 if name in self._ids:
@@ -74,7 +86,7 @@ class MarkedTokenFinder(SpecialTokenFinder):
     """Finds the same names, but those of control tokens only where the first and the last character are marked."""
 
     def __init__(self, names: SpecialTokenFinder, control_names: Collection[str], marks: Collection[int]) -> None:
-        self._ids, self._pattern = names._ids, names._pattern
+        self._ids, self._pattern, self._runs = names._ids, names._pattern, names._runs
         self._lengths_by_beginning = names._lengths_by_beginning
         self._control_names, self._marks = control_names, marks
         self.lengths = names.lengths

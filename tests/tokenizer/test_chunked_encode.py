@@ -72,6 +72,20 @@ def test_chunks_equal_the_whole(pre: str, text: str, window: int) -> None:
     assert end == len(text)
 
 
+RUNS = ["\n" * n for n in range(1, 8)] + [" " * n for n in range(2, 9)] + ["\t" * n for n in range(1, 6)]
+NAMES = {name: i for i, name in enumerate([*RUNS, "\t\t\t\tx", "aaaa", "aaaaaa", "<s>"])}
+
+
+@given(st.lists(st.sampled_from([*"\n \tax", "\n\n\n", "    ", "\t\t\t\t", "aaaa", "<s>"]), max_size=20).map("".join))
+def test_the_first_and_longest_name_is_found(text: str) -> None:
+    found = [(at, name) for at in range(len(text)) for name in NAMES if text.startswith(name, at)]
+    first = min(found, key=lambda one: (one[0], -len(one[1])), default=None)
+    expected = (first[0], first[0] + len(first[1]), NAMES[first[1]]) if first else None
+    finder = SpecialTokenFinder(NAMES)
+    assert finder.find(text, 0, len(text)) == expected
+    assert "\n\n\n\n" in finder._runs and "\t\t\t\t" not in finder._runs and "aaaa" not in finder._runs
+
+
 def test_a_text_with_borders_has_many_chunks() -> None:
     vocabulary = VOCABULARIES["llama3"]
     ends = [end for end, _ in vocabulary._encoder.chunks(vocabulary._always, "ab 12! " * 100, 64)]
