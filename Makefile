@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers fleet-ray api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -91,6 +91,10 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 
 fleet-ray: $(VENV)/.locked-dev ## Ray, for the tests of its launcher; 250 MB
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-ray.lock
+
+fleet-hosts: $(VENV)/.locked-dev ## hosts of a fleet are cut off, and its store dies; root, etcd, minutes
+	@$(BIN)/starling prepare
+	@STARLING_HOSTS=all $(BIN)/python -m pytest -q -s tests/fleet/test_hosts.py $(ARGS)
 
 test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pydantic-ai and others against the demo model; minutes
 	@$(BIN)/starling prepare

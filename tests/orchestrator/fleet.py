@@ -53,6 +53,7 @@ class TestAgent:
         self.memory = 1000  # models for which there is memory
         self.is_silent = False
         self.is_extended = False  # the last poll asked it to serve on without the store
+        self.polls = 0
         agent = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -88,6 +89,7 @@ class TestAgent:
     def answer(self, path: str, body: bytes) -> bytes:
         if path == "/heartbeat":
             self.is_extended = msgspec.json.decode(body, type=bodies.HeartbeatRequest).extend_lease
+            self.polls += 1
             return msgspec.json.encode(self.heartbeat())
         if path == "/unload_model":
             unload = msgspec.json.decode(body, type=bodies.UnloadModelRequest)

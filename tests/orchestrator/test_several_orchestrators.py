@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.fleet import token
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
 from tests.orchestrator.streams import BODY, MINE, hold, plain, step
@@ -155,3 +158,66 @@ def test_streams_and_routing_go_on_without_the_store(pair: Pair, engines: list[S
     assert not any(event["kind"] == "agent-left" for event in first.fleet_events()[events_before:])
     while sum(one.state()["leader"] for one in pair) != 1:
         pass
+
+
+JUMPING_CLOCK = """
+import os, time
+
+_time, _time_ns = time.time, time.time_ns
+
+
+def _offset():
+    with open(os.environ["CLOCK_OFFSET"]) as file:
+        return int(file.read())
+
+
+time.time = lambda: _time() + _offset()
+time.time_ns = lambda: _time_ns() + 10**9 * _offset()
+"""
+
+
+def test_jumps_of_the_clock_change_nothing(
+    homes: Callable[[], Path], engines: list[Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("CLOCK_OFFSET", str(offset))
+    undisturbed = engines[0].post("/v1/generate", STREAM).body
+    jumping = Fleet(homes(), {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}, silent_ms=5000)
+    try:
+        for name, engine in zip(("one", "two"), engines):
+            jumping.add_agent(name, engine)
+        known = jumping.fleet_events()
+        for engine in engines:
+            hold(engine)
+        connection = begin(jumping, STREAM)
+        engine = serving(jumping, engines)
+        step(engine, 4)
+        for jump_s in (86_400, -86_400):
+            offset.write_text(str(jump_s))
+            operator = token.authorization(jumping.secret)
+            assert jumping.post("/v1/fleet/cordon", {"agent": "one", "cordoned": False}, operator).status == 200
+            assert abs(jumping.fleet_events()[-1]["at"] - time.time() - jump_s) < 3600  # it has jumped
+            polls = [agent.polls for agent in jumping.agents.values()]
+            while any(agent.polls < n + 3 for agent, n in zip(jumping.agents.values(), polls)):
+                pass
+            state = jumping.state()
+            assert [one["health"] for one in state["agents"]] == ["READY", "READY"]
+            assert (state["store"], state["leader"]) == ("up", True)
+            step(engine, 4)
+        events_since = jumping.fleet_events()[len(known) :]
+        assert not [event for event in events_since if event["kind"].startswith("agent-")]
+        for one in engines:
+            hold(one, False)
+        response = connection.getresponse()
+        assert events(response.read()) == events(undisturbed)
+        name = response.headers["X-Starling-Request"]
+        connection.close()
+        assert jumping.get(f"/v1/requests/{name}", MINE).status == 200
+        assert jumping.post("/v1/generate", BODY, MINE).status == 200
+        submitted = [frame for one in engines for frame in one.peers.generator.submitted if frame.request == name]
+        assert len(submitted) == 1  # it was not moved
+    finally:
+        assert jumping.close() == 0, "".join(jumping.lines)

@@ -1,5 +1,7 @@
 """SIGKILL of an agent, an engine or the orchestrator under a stream: how long it pauses, and whether a byte differs.
 
+`drain` kills nothing: the agent of the stream is drained.
+
 The pause is the longest time between two events after the kill, for an orchestrator until the client has continued the
 stream at the other one.  Events are compared byte by byte, after an orchestrator's death the text.  The checks of the
 instrument: the longest such time of a stream that nothing disturbs, and that two of those are equal.
@@ -24,7 +26,7 @@ from tools.bench.fleet.fleet_under_test import START_S, FleetUnderTest
 from tools.bench.fleet.overhead import body, percentile
 from tools.bench.http.server_under_test import ROOT, free_port
 
-KINDS = ("engine", "agent", "orchestrator")
+KINDS = ("engine", "agent", "orchestrator", "drain")
 TOKENS = 200
 KILL_AFTER = 40  # events
 PROMPT = "The old lighthouse keeper climbed the spiral stairs and"
@@ -101,12 +103,15 @@ def victims(fleet: FleetUnderTest, kind: str, agent: str) -> list[int]:
 
 
 def once(fleet: FleetUnderTest, kind: str, request: dict[str, Any], other: tuple[str, int]) -> tuple[list[str], float]:
-    """The events of a stream under which a process dies, and its longest pause, s."""
+    """The events of a stream under which a process dies, or that is moved, and its longest pause, s."""
     stream = Stream(fleet.address, "/v1/completions", request)
     events = [stream.event() for _ in range(KILL_AFTER)]
     agent = fleet.why(stream.name)
-    for pid in victims(fleet, kind, agent):
-        os.kill(pid, signal.SIGKILL)
+    if kind == "drain":
+        fleet.drain(agent)
+    else:
+        for pid in victims(fleet, kind, agent):
+            os.kill(pid, signal.SIGKILL)
     pause_s, last = 0.0, time.perf_counter()
     while True:
         event = stream.event()
@@ -123,6 +128,10 @@ def once(fleet: FleetUnderTest, kind: str, request: dict[str, Any], other: tuple
         pause_s, last = max(pause_s, now - last), now
         events.append(event)
     stream.close()
+    if kind == "drain":
+        if fleet.why(stream.name) == agent:
+            raise RuntimeError(f"the stream has stayed on {agent}, which drains")
+        fleet.uncordon(agent)
     return events, pause_s
 
 

@@ -133,11 +133,20 @@ class FleetUnderTest:
             found.append(Engine(agent["agent_id"], (host, int(port)), model["engine_key"]))
         return found
 
-    def _call(self, address: tuple[str, int], method: str, path: str) -> Any:
+    def drain(self, agent: str) -> None:
+        """Move the agent's streams elsewhere, until `uncordon`."""
+        self._call(self.address, "POST", "/v1/fleet/cordon", {"agent": agent, "cordoned": True, "drain": True})
+
+    def uncordon(self, agent: str) -> None:
+        """Let the agent get requests again."""
+        self._call(self.address, "POST", "/v1/fleet/cordon", {"agent": agent, "cordoned": False})
+        self.wait_ready(lambda state: not any(one["cordoned"] for one in state["agents"]))
+
+    def _call(self, address: tuple[str, int], method: str, path: str, content: Any = ()) -> Any:
         connection = http.client.HTTPConnection(*address, timeout=10.0)
         try:
             secret = (self.home / "fleet-token").read_text().strip()
-            body = b"{}" if method == "POST" else None
+            body = json.dumps(content or {}).encode() if method == "POST" else None
             headers = {"Content-Type": "application/json", **token.authorization(secret)}
             connection.request(method, path, body, headers)
             response = connection.getresponse()
