@@ -1,8 +1,8 @@
 """JSON bodies: a strict parser for requests and the encoder for responses.
 
-A request body is one object in UTF-8.  RFC 8259 leaves duplicate names, NaN and lone surrogates to the parser;
-`parse_object` rejects each of them and names its position.  Depth and number of values are counted before the body is
-decoded, so that time and memory are bounded.  Independent of any endpoint.
+A request body is one object in UTF-8, of one endpoint an array.  RFC 8259 leaves duplicate names, NaN and lone
+surrogates to the parser; `parse_object` and `parse_array` reject each of them and name its position.  Depth and number
+of values are counted before the body is decoded, so that time and memory are bounded.  Independent of any endpoint.
 """
 
 from __future__ import annotations
@@ -39,6 +39,21 @@ class _RejectedError(ValueError):
 
 def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any]:
     """Return the object in `body`. Raises `InvalidRequest` with the fault and its position."""
+    value = _parse(body, content_type)
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"the body is {kind_of(value)}; send a JSON object")
+    return value
+
+
+def parse_array(body: bytes, content_type: str = CONTENT_TYPE) -> list[Any]:
+    """Return the array in `body`. Raises `InvalidRequest` with the fault and its position."""
+    value = _parse(body, content_type)
+    if not isinstance(value, list):
+        raise InvalidRequest(f"the body is {kind_of(value)}; send a JSON array")
+    return value
+
+
+def _parse(body: bytes, content_type: str) -> Any:
     kind = content_type.partition(";")[0].strip().lower()
     if kind != CONTENT_TYPE:
         raise InvalidRequest(
@@ -51,7 +66,7 @@ def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any
     if text.startswith("\ufeff"):
         raise InvalidRequest("the body begins with a byte order mark; send JSON without one")
     if not text.strip(" \t\r\n"):
-        raise InvalidRequest("the body is empty; send a JSON object")
+        raise InvalidRequest("the body is empty; send JSON")
     _check_size(body)
     try:
         value = _decoder.decode(text)
@@ -62,9 +77,7 @@ def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any
         ) from None
     except _RejectedError as error:
         raise InvalidRequest(str(error)) from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"the body is {kind_of(value)}; send a JSON object")
-    if _SURROGATE_ESCAPE.search(body):
+    if isinstance(value, dict | list) and _SURROGATE_ESCAPE.search(body):
         _reject_lone_surrogates(value)
     return value
 
@@ -148,10 +161,10 @@ _decoder = json.JSONDecoder(
 )
 
 
-def _reject_lone_surrogates(body: dict[str, Any]) -> None:
+def _reject_lone_surrogates(body: dict[str, Any] | list[Any]) -> None:
     """Raise `InvalidRequest` for the first lone surrogate. Not recursive: independent of the interpreter's limit."""
     path: list[str | int] = []  # names and indices of the containers that are being read
-    levels: list[Iterator[tuple[str | int, Any]]] = [iter(body.items())]
+    levels = [_items(body)]
     while levels:
         for name, item in levels[-1]:
             if isinstance(name, str):
@@ -160,12 +173,16 @@ def _reject_lone_surrogates(body: dict[str, Any]) -> None:
                 _check_text(item, [*path, name])
             elif isinstance(item, list | dict):
                 path.append(name)
-                levels.append(iter(item.items()) if isinstance(item, dict) else enumerate(item))
+                levels.append(_items(item))
                 break
         else:
             levels.pop()
             if path:
                 path.pop()
+
+
+def _items(container: dict[str, Any] | list[Any]) -> Iterator[tuple[str | int, Any]]:
+    return iter(container.items()) if isinstance(container, dict) else enumerate(container)
 
 
 def _check_text(text: str, path: list[str | int]) -> None:

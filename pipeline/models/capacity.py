@@ -1,12 +1,13 @@
 """Capacity check: whether the machine has memory for another model version, before any part of it starts.
 
-check        its arenas, and weights that are read into memory
+check        its arenas, its adapters, and weights that are read into memory
 check_plan   its mapped weights too: a load on demand must fit beside those of the loaded models
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import cgroup, procfs
@@ -17,6 +18,7 @@ from pipeline.models import arena_sizes, store
 from shm.arena import unreserved_bytes
 from shm.checkpoint import CheckpointError, load_index
 
+PEFT_WEIGHTS = "adapter_model.safetensors"  # of an adapter's directory
 UNPREPARED_MB = 64  # of step and activation arenas, assumed for a model whose checkpoint does not exist yet
 
 
@@ -33,6 +35,7 @@ class MemoryPlan(NamedTuple):
     weights: int
     kv: int
     steps_and_activations: int
+    adapters: int = 0
 
     @property
     def arenas(self) -> int:
@@ -61,14 +64,14 @@ def plan(config: Config, model: ModelConfig) -> MemoryPlan:
         if index_path is not None:
             index = load_index(index_path)
             sizes = arena_sizes.arena_sizes(config, model, index.hyper)
-            return MemoryPlan(index.bin_bytes, sizes.kv, sizes.steps + sizes.activations)
+            return MemoryPlan(index.bin_bytes, sizes.kv, sizes.steps + sizes.activations, adapters_need(model))
     except (OSError, CheckpointError):
         pass  # it will be prepared again
     try:
         weights = store.gguf_path(model, models_dir).stat().st_size
     except OSError:
         weights = 0
-    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20)
+    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20, adapters_need(model))
 
 
 def need(config: Config, model: ModelConfig) -> int:
@@ -89,15 +92,37 @@ def weights_need(config: Config, model: ModelConfig) -> int:
         return 0
 
 
+def adapters_need(model: ModelConfig) -> int:
+    """Bytes of memory for a version's adapters: as many as their files have. A file that is missing counts as nothing.
+
+    The worker group that loads them refuses more than `adapters_mb` (stages/worker/checkpoint/prepare.py).
+    """
+    return min(sum(_adapter_bytes(Path(one.path).expanduser()) for one in model.adapters), model.adapters_mb << 20)
+
+
+def _adapter_bytes(path: Path) -> int:
+    try:
+        return (path / PEFT_WEIGHTS if path.is_dir() else path).stat().st_size
+    except OSError:
+        return 0
+
+
 def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
     """Raise `ResourceError` with the numbers unless the version fits."""
-    needed, weights = need(config, model), weights_need(config, model)
-    if needed <= free.arenas and needed + weights > free.memory and weights:
+    needed, weights, adapters = need(config, model), weights_need(config, model), adapters_need(model)
+    if needed <= free.arenas and needed + adapters + weights > free.memory and weights:
         raise ResourceError(
-            f"model {model.name!r} needs {weights:,} bytes for its weights and {needed:,} for its arenas in addition "
-            f"to the loaded models, and the machine has {free.memory:,} available: set performance.use_mmap: true, "
-            f"lower kv_cache_mb, or unload a model first",
+            f"model {model.name!r} needs {weights:,} bytes for its weights and {needed + adapters:,} for its arenas "
+            f"and adapters in addition to the loaded models, and the machine has {free.memory:,} available: set "
+            f"performance.use_mmap: true, lower kv_cache_mb, or unload a model first",
             param="performance.use_mmap",
+        )
+    if needed <= free.arenas and needed <= free.memory < needed + adapters:
+        raise ResourceError(
+            f"model {model.name!r} needs {adapters:,} bytes for its adapters and {needed:,} for its arenas in addition "
+            f"to the loaded models, and the machine has {free.memory:,} available: use fewer adapters or some of a "
+            f"smaller rank, lower kv_cache_mb, or unload a model first",
+            param="models.adapters",
         )
     available = min(free)
     if needed <= available:
@@ -115,7 +140,7 @@ def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, 
 
     mapped: bytes of available memory that the mapped weights of other loaded models use.
     """
-    needed = wanted.arenas + wanted.weights
+    needed = wanted.arenas + wanted.weights + wanted.adapters
     left = max(0, free.memory - mapped)
     if wanted.arenas <= free.arenas and needed <= left:
         return
@@ -124,7 +149,8 @@ def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, 
     if wanted.arenas <= free.arenas:
         where = f"the machine has {left:,} bytes available beside the weights of the loaded models"
     raise ResourceError(
-        f"model {name!r} needs {needed:,} bytes ({wanted.weights:,} of weights, {wanted.kv:,} of KV pages and "
-        f"{wanted.steps_and_activations:,} of other arenas), and {where}: lower kv_cache_mb, or unload a model first",
+        f"model {name!r} needs {needed:,} bytes ({wanted.weights:,} of weights, {wanted.kv:,} of KV pages, "
+        f"{wanted.steps_and_activations:,} of other arenas and {wanted.adapters:,} of adapters), and {where}: lower "
+        f"kv_cache_mb, or unload a model first",
         param="model",
     )

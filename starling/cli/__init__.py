@@ -26,6 +26,7 @@ from starling.cli.run_command import run_command  # noqa: E402
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 COMMANDS = (
+    "adapter",
     "agent",
     "bench",
     "catalog",
@@ -75,6 +76,10 @@ def load_command(name: str) -> click.Command | None:
     The imports stand here, one per command, so that `starling stage` imports no module of another command.
     """
     match name:
+        case "adapter":
+            from starling.cli.adapter import adapter
+
+            return adapter
         case "agent":
             from starling.cli.agent import agent
 

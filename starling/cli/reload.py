@@ -58,7 +58,7 @@ def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> 
 
     MODEL:ADAPTER replaces one adapter; the model's file and other adapters stay as they are.
     """
-    return _run("reload", model, timeout, as_json, wait, path=_absolute(path))
+    return run("reload", model, timeout, as_json, wait, path=absolute(path))
 
 
 @click.command(epilog=CODES)
@@ -81,7 +81,7 @@ def load(model: str, path: str, kv_cache_mb: int | None, timeout: float, as_json
 
     MODEL:ADAPTER adds an adapter to a loaded model: a GGUF file, or a directory of the PEFT library.
     """
-    return _run("load", model, timeout, as_json, path=_absolute(path), kv_cache_mb=kv_cache_mb or 0)
+    return run("load", model, timeout, as_json, path=absolute(path), kv_cache_mb=kv_cache_mb or 0)
 
 
 @click.command(
@@ -104,14 +104,16 @@ def unload(model: str, timeout: float, as_json: bool) -> int:
 
     MODEL:ADAPTER removes an adapter: new requests for it get 404, those in flight finish.
     """
-    return _run("unload", model, timeout, as_json)
+    return run("unload", model, timeout, as_json)
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """The path as the server takes it; "" for ""."""
     return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
-def _run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False, **fields: Any) -> int:
+def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False, **fields: Any) -> int:
+    """Make a change, report it on the terminal and return the exit code. `fields`: as for `change`."""
     config = load_config()
     run_dir = paths.run_dir(config)
     phase = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -229,3 +230,65 @@ def test_adapters_are_loaded_and_unloaded_while_the_server_runs(server: Server, 
     assert server.request("POST", "/v1/generate", {"model": "tiny:third", "prompt": "x"})[0] == 404
     starling(server, "unload", "tiny:third", code=2)
     assert generate(server, "tiny:second")["choices"] == kept
+
+
+def listed(server: Server, *words: str) -> dict[str, dict[str, Any]]:
+    return {one["name"]: one for one in json.loads(starling(server, "adapter", "list", *words, "--json"))}
+
+
+def test_the_commands_for_adapters(server: Server, files: Files, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "third.gguf", files.model, rank=6, seed=11)
+    before = listed(server)
+    assert set(before) == {"tiny:first", "tiny:second", "tiny:peft"}
+    assert {one["state"] for one in before.values()} == {"loaded"}
+    done = json.loads(starling(server, "adapter", "load", "tiny:third", str(path), "--json"))
+    assert done["ok"] and done["model"] == "tiny"
+    third = listed(server, "tiny")["tiny:third"]
+    assert (third["state"], third["rank"], third["path"]) == ("loaded", 6, str(path))
+    shown = server.request("GET", "/v1/models/tiny:third")[1]
+    assert third["digest"] == shown["adapter_digest"]
+    prepared = server.home / "models" / "adapters" / f"{third['digest']}.lora"
+    assert 0 < prepared.stat().st_size - third["bytes"] < 65536
+    failed = json.loads(starling(server, "adapter", "load", "tiny:third", str(path), "--json", code=1))
+    assert failed["error"]["code"] == "CONFLICT"
+    write_adapter(path, files.model, rank=7, seed=11)
+    starling(server, "adapter", "load", "tiny:third", str(path), "--replace")
+    assert listed(server)["tiny:third"]["rank"] == 7
+    starling(server, "adapter", "load", "tiny:fourth", str(tmp_path / "missing"), code=78)
+    starling(server, "adapter", "list", "none", code=2)
+    starling(server, "adapter", "unload", "tiny", code=2)
+    starling(server, "adapter", "unload", "tiny:third")
+    starling(server, "adapter", "unload", "tiny:third", code=2)
+    assert listed(server) == before
+
+
+def test_adapters_by_the_requests_of_other_servers(server: Server, files: Files, tmp_path: Path) -> None:
+    """The last test of this server: with the key that it makes, every request needs one."""
+    path = write_peft(tmp_path / "third", files.model, rank=6, seed=11)
+    made = starling(server, "keys", "add", "operator", "--scope", "admin", "--scope", "models")
+    key = {"Authorization": f"Bearer {made.split()[0]}"}
+
+    def ask(method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        return server.request(method, path, body, key)[:2]
+
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    status, text = ask("POST", "/v1/load_lora_adapter", {"lora_name": "third", "lora_path": str(path)})
+    assert (status, text) == (200, "Success: LoRA adapter 'third' added successfully.")
+    answers = [ask("POST", "/v1/generate", {**body, "model": name})[1] for name in ("third", "tiny:third")]
+    assert [one["model"] for one in answers] == ["tiny:third"] * 2
+    gguf = write_adapter(tmp_path / "third.gguf", files.model, rank=6, seed=11)
+    assert answers[0]["choices"][0]["tokens"] == answers[1]["choices"][0]["tokens"] == greedy(files, gguf, 12)
+    names = ["tiny:first", "tiny:second", "tiny:peft", "tiny:third"]
+    found = ask("GET", "/lora-adapters")[1]
+    assert [(one["id"], one["model"], one["scale"]) for one in found] == [(n, name, 0) for n, name in enumerate(names)]
+    assert found[3]["path"] == str(path)
+    assert ask("POST", "/lora-adapters", [{"id": n, "scale": 0} for n in range(4)]) == (200, {"success": True})
+    assert ask("POST", "/lora-adapters", [{"id": 3, "scale": 1.0}])[1]["error"]["param"] == "[0].scale"
+    loaded_twice = ask("POST", "/v1/load_lora_adapter", {"lora_name": "third", "lora_path": str(path)})
+    assert (loaded_twice[0], loaded_twice[1]["error"]["code"]) == (409, "CONFLICT")
+    replacing = {"lora_name": "third", "lora_path": str(files.second_gguf), "load_inplace": True}
+    assert ask("POST", "/v1/load_lora_adapter", replacing)[0] == 200
+    replaced = ask("POST", "/v1/generate", {**body, "model": "third"})[1]
+    assert replaced["choices"][0]["tokens"] == greedy(files, files.second_gguf, 12)
+    assert ask("POST", "/v1/unload_lora_adapter", {"lora_name": "third"})[0] == 200
+    assert [ask("POST", "/v1/generate", {**body, "model": name})[0] for name in ("third", "tiny:third")] == [404, 404]

@@ -20,6 +20,7 @@ SCOPED = (
     ("models", "/v1/models"),
     ("models", "/v1/requests/req-none"),
     ("admin", "/v1/admin/state"),
+    ("admin", "/lora-adapters"),
     ("metrics", "/metrics"),
 )
 

@@ -13,6 +13,8 @@ from pipeline.api.requests import chat, completions, generate, messages, session
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest
 from stages.gateway.admin import Admin
+from stages.gateway.endpoints import lora_adapters
+from stages.gateway.http.administration import is_administration
 from stages.gateway.http.app import make_app
 from stages.gateway.http.web_endpoints import routes
 from stages.gateway.openapi.document import make_document
@@ -31,6 +33,8 @@ BODIES = {
     "/v1/session/close": session_close.BODY,
     "/v1/tokenize": tokenize.TOKENIZE_BODY,
     "/v1/detokenize": tokenize.DETOKENIZE_BODY,
+    "/v1/load_lora_adapter": lora_adapters.LOAD_BODY,
+    "/v1/unload_lora_adapter": lora_adapters.UNLOAD_BODY,
 }
 
 
@@ -43,6 +47,8 @@ READERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "/v1/tokenize": tokenize.read_tokenize,
     "/v1/detokenize": tokenize.read_detokenize,
     "/v1/session/close": session_close.read_close,
+    "/v1/load_lora_adapter": lora_adapters.read_load,
+    "/v1/unload_lora_adapter": lora_adapters.read_unload,
 }
 
 
@@ -215,7 +221,7 @@ def test_a_server_sends_its_document_and_answers_as_it_says(server: Server) -> N
         jsonschema.Draft202012Validator({**schemas, **schema}).validate(got.json)
     of_server = {("GET", path) for path in ("/v1/models", "/health", "/ready")}
     for (method, path), example in EXAMPLES.items():
-        is_alone = method == "POST" and "{" not in path and not path.startswith(("/v1/admin", "/v1/session"))
+        is_alone = method == "POST" and "{" not in path and not is_administration(path) and "session" not in path
         if not is_alone and (method, path) not in of_server:
             continue
         more = {} if method == "GET" or "conversations" in path else {"model": MODEL}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from pipeline.api.adapter_salt import with_adapter, without_adapter
 from pipeline.api.keys import Caller
 from pipeline.config.load import resolve
-from pipeline.errors import ConfigError, ModelNotFound
-from pipeline.models import versions
+from pipeline.errors import ConfigError, ModelNotFound, ResourceError
+from pipeline.models import capacity, versions
+from pipeline.models.capacity import FreeMemory, MemoryPlan
 from pipeline.models.collect import collect
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.kv.pool.root_owners import owner_of
@@ -92,3 +93,28 @@ def test_prepared_adapters_that_no_version_uses_are_removed(tmp_path: Path) -> N
     assert used.exists()
     assert not unused.exists()
     assert collect(tmp_path, (), is_dry=False, with_downloads=False) == []
+
+
+def test_capacity_checks_count_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    gguf, peft = tmp_path / "a.gguf", tmp_path / "b"
+    peft.mkdir()
+    gguf.write_bytes(bytes(3 << 20))
+    (peft / "adapter_model.safetensors").write_bytes(bytes(2 << 20))
+    (peft / "README.md").write_bytes(bytes(100))
+    paths = [{"name": one.stem, "path": str(one)} for one in (gguf, peft, tmp_path / "missing")]
+    config = config_of(adapters=paths)
+    model = config.models[0]
+    assert capacity.adapters_need(model) == capacity.plan(config, model).adapters == 5 << 20
+    small = config_of(adapters=paths, adapters_mb=4)
+    assert capacity.adapters_need(small.models[0]) == 4 << 20, "workers refuse more"
+    arenas = capacity.need(config, model)
+    assert arenas == capacity.need(config_of(), config_of().models[0]), "adapters are in no arena"
+    capacity.check(config, model, FreeMemory(arenas, arenas + (5 << 20)))
+    with pytest.raises(ResourceError, match="needs 5,242,880 bytes for its adapters") as raised:
+        capacity.check(config, model, FreeMemory(arenas, arenas + (5 << 20) - 1))
+    assert raised.value.param == "models.adapters"
+    wanted = MemoryPlan(100, 50, 10, adapters=7)
+    capacity.check_plan(config, "m", wanted, FreeMemory(60, 167), 0)
+    with pytest.raises(ResourceError, match="needs 167 bytes .* and 7 of adapters"):
+        capacity.check_plan(config, "m", wanted, FreeMemory(60, 166), 0)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline.api.content_coding import decompress
-from pipeline.api.json_body import parse_object
+from pipeline.api.json_body import parse_array, parse_object
 from pipeline.api.requests.readers import READERS, BodyReader
 from stages.gateway.endpoints import conversations, responses
+from stages.gateway.endpoints.lora_adapters import read_load, read_scales, read_unload
 
 BODY_READERS: dict[str, BodyReader] = {
     **READERS,
@@ -15,15 +17,18 @@ BODY_READERS: dict[str, BodyReader] = {
     "conversation": conversations.read_create,
     "conversation_update": conversations.read_update,
     "conversation_items": conversations.read_items,
+    "load_adapter": read_load,
+    "unload_adapter": read_unload,
     "object": lambda body: body,
 }
+ARRAY_READERS: dict[str, Callable[[list[Any]], Any]] = {"adapter_scales": read_scales}
 
 
 class Body(NamedTuple):
     """A request's body as it was received."""
 
     data: bytes | bytearray
-    reader: str  # a key of BODY_READERS
+    reader: str  # a key of BODY_READERS or ARRAY_READERS
     content_type: str
     coding: str  # Content-Encoding
     max_bytes: int  # without its coding
@@ -32,4 +37,6 @@ class Body(NamedTuple):
 def read_request_body(body: Body) -> Any:
     """Return the result of the body's reader. Raises `StarlingError`."""
     plain = decompress(bytes(body.data), body.coding, body.max_bytes)
+    if body.reader in ARRAY_READERS:
+        return ARRAY_READERS[body.reader](parse_array(plain, body.content_type))
     return BODY_READERS[body.reader](parse_object(plain, body.content_type))

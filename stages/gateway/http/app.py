@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from pipeline.config.schema import Config
-from pipeline.errors import Forbidden
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
 from stages.gateway.http import (
+    adapter_endpoints,
     conversation_endpoints,
     embedding_endpoint,
     model_endpoints,
@@ -21,6 +21,7 @@ from stages.gateway.http import (
     token_endpoints,
     web_endpoints,
 )
+from stages.gateway.http.administration import require_admin
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.context import (
     BACKLOGS,
@@ -92,6 +93,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
         app.router.add_get("/v1/admin/state", _admin_handler("state", config, admin))
         for op in ("drain", "resume", "load", "reload", "unload"):
             app.router.add_post(f"/v1/admin/{op}", _admin_handler(op, config, admin))
+        adapter_endpoints.add_routes(app, config, admin)
     if config.metrics.enabled:
         app.router.add_get(config.metrics.endpoint, probes.metrics)
     web_endpoints.add_routes(app, config)
@@ -129,8 +131,7 @@ def _admin_handler(op: str, config: Config, admin: Admin) -> Handler:
     """Return the handler of /v1/admin/`op`."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        if not request[CALLER].is_admin:
-            raise Forbidden("this needs an API key with `admin: true`; on the server's machine, use `starling`")
+        require_admin(request)
         body = await read_body(request, config, "object", is_counted=False) if request.method == "POST" else {}
         return json_response(await admin.answer({**body, "op": op}))
 

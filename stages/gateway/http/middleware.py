@@ -23,6 +23,7 @@ from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden, Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
+from stages.gateway.http.administration import is_administration, needs_key
 from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
     CALLER,
@@ -83,7 +84,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
             if has_cors and request.method == "OPTIONS":
                 response: web.StreamResponse = web.Response(status=204)
             else:
-                if request.path.startswith("/v1/"):
+                if needs_key(request.path):
                     await keys.follower.refresh()
                     request[CALLER] = keys.caller(
                         request.headers.get("Authorization"), request.headers.get("X-Api-Key")
@@ -91,7 +92,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                     if (relay := request.headers.get(RELAY)) is not None:
                         request[CALLER] = _relayed(request[CALLER], relay, has_keys=bool(keys))
                     request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(client)
-                    if not request.path.startswith("/v1/admin/"):  # whose handlers require an administrator's key
+                    if not is_administration(request.path):  # whose handlers require an administrator's key
                         request[CALLER].require(MODELS)
                     if request.app[GATE].is_reserved(request.protocol):
                         _check_reserved(request, service)
@@ -166,7 +167,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
 
 def _check_reserved(request: web.Request, service: Service) -> None:
     """Raises `Overloaded` for a request that the reserve of connections is not for."""
-    if request.path.startswith("/v1/admin/") and request[CALLER].is_admin:
+    if is_administration(request.path) and request[CALLER].is_admin:
         return
     if service.in_flight.bounds.held_by(request[PRINCIPAL]):
         raise Overloaded("the server has reached its connection limit; close other connections", retry_after_s=1.0)

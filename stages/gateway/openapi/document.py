@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pipeline.api.json_schema import Schema
+from stages.gateway.http.administration import needs_key
 from stages.gateway.openapi.examples import EXAMPLES, Example
 from stages.gateway.openapi.field_texts import FIELD_TEXTS
 from stages.gateway.openapi.operations import METRICS, OPERATIONS, STATUSES, Operation
@@ -27,6 +28,13 @@ HEADERS: dict[str, Schema] = {
     "Anthropic-Version": {
         "description": "The version of Anthropic's API, a date.",
         "schema": {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"},
+    },
+}
+
+QUERY: dict[str, Schema] = {
+    "model": {
+        "description": "The name of a model; the default is the first one.",
+        "schema": {"type": "string", "maxLength": 256},
     },
 }
 
@@ -79,18 +87,19 @@ def _operation(method: str, path: str, operation: Operation) -> dict[str, Any]:
         for name in _PARAMETER.findall(path)
     ]
     parameters += [{"name": name, "in": "header", **HEADERS[name]} for name in operation.headers]
+    parameters += [{"name": name, "in": "query", **QUERY[name]} for name in operation.query]
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:
         schema = _with_texts(operation.body)
         content = {"schema": schema} if example.request is None else {"schema": schema, "example": example.request}
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if not path.startswith("/v1/"):
+    if not needs_key(path):
         described["security"] = []
     return described
 
 
-def _responses(operation: Operation, example: dict[str, Any] | None) -> dict[str, Any]:
+def _responses(operation: Operation, example: dict[str, Any] | list[Any] | None) -> dict[str, Any]:
     error = json_content(operation.error)
     responses: dict[str, Any] = {}
     for status in sorted({*([200] if operation.content else []), *operation.statuses}):

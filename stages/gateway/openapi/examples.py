@@ -72,13 +72,14 @@ _STATE = {
     "readiness": _READINESS,
 }
 _CHANGED = {**_STATE, "change": {"id": "load-1", "done": True}}
+_ADAPTER = {"id": 0, "path": "/data/support-lora", "scale": 0.0, "model": f"{MODEL}:support"}
 
 
 class Example(NamedTuple):
     """The body of a request, and of its answer with status 200; None: there is none, or it is not JSON."""
 
-    request: dict[str, Any] | None = None
-    answer: dict[str, Any] | None = None
+    request: dict[str, Any] | list[Any] | None = None
+    answer: dict[str, Any] | list[Any] | None = None
 
 
 EXAMPLES: dict[tuple[str, str], Example] = {
@@ -220,4 +221,8 @@ EXAMPLES: dict[tuple[str, str], Example] = {
     ("POST", "/v1/admin/load"): Example({"target": "my-model", "path": "/data/my-model.gguf"}, _CHANGED),
     ("POST", "/v1/admin/reload"): Example({"target": MODEL, "timeout_s": 600}, _CHANGED),
     ("POST", "/v1/admin/unload"): Example({"target": "my-model"}, _CHANGED),
+    ("POST", "/v1/load_lora_adapter"): Example({"lora_name": "support", "lora_path": "/data/support-lora"}),
+    ("POST", "/v1/unload_lora_adapter"): Example({"lora_name": "support"}),
+    ("GET", "/lora-adapters"): Example(None, [_ADAPTER]),
+    ("POST", "/lora-adapters"): Example([{"id": 0, "scale": 0}], {"success": True}),
 }

@@ -13,7 +13,7 @@ from pipeline.api.json_schema import Schema
 from pipeline.api.requests import chat, completions, embeddings, generate, messages, rerank, session_close
 from pipeline.api.requests.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
 from stages.gateway import admin
-from stages.gateway.endpoints import conversations, responses
+from stages.gateway.endpoints import conversations, lora_adapters, responses
 from stages.gateway.openapi.responses import json_content
 
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}
@@ -53,6 +53,7 @@ class Operation(NamedTuple):
     statuses: tuple[int, ...] = (500, 503)
     headers: tuple[str, ...] = ()
     error: str = "Error"  # name of the schema of errors
+    query: tuple[str, ...] = ()  # names in `document.QUERY`
 
 
 def _text(summary: str, table: FieldTable, answer: str) -> Operation:
@@ -224,6 +225,28 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/admin/load"): _admin("load", "Loads a model."),
     ("POST", "/v1/admin/reload"): _admin("reload", "Replaces a model by another version of it."),
     ("POST", "/v1/admin/unload"): _admin("unload", "Unloads a model."),
+    ("POST", "/v1/load_lora_adapter"): Operation(
+        "Loads an adapter, as vLLM does.", "Administration", TEXT, lora_adapters.LOAD_BODY.schema(), _ADMIN
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Operation(
+        "Unloads an adapter, as vLLM does.", "Administration", TEXT, lora_adapters.UNLOAD_BODY.schema(), _ADMIN
+    ),
+    ("GET", "/lora-adapters"): Operation(
+        "The adapters of a model, as llama-server lists them.",
+        "Administration",
+        json_content("Adapters"),
+        None,
+        (*_KEYED, 400, 404),
+        query=("model",),
+    ),
+    ("POST", "/lora-adapters"): Operation(
+        "Accepts scales of 0, in llama-server's format.",
+        "Administration",
+        json_content("AdapterScales"),
+        lora_adapters.scales_schema(),
+        (*_WITH_BODY, 404),
+        query=("model",),
+    ),
 }
 
 METRICS = Operation("Metrics in Prometheus' text format.", "State", TEXT, None, (401, 403, 500, 503))

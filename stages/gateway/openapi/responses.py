@@ -176,6 +176,8 @@ SCHEMAS: dict[str, Schema] = {
         draining={"type": ["array", "object"]},
         readiness=ref("Readiness"),
     ),
+    "Adapters": array_of(_object(id=_COUNT, path=_STRING, scale={"const": 0}, model=_STRING)),
+    "AdapterScales": _object(success={"const": True}),
 }
 
 

@@ -77,10 +77,17 @@ class VersionCatalog:
         return found
 
     def resolve_adapter(self, name: str) -> tuple[str, str]:
-        """The model and the adapter that a request asks for as NAME:ADAPTER; "" without one. Raises `ModelNotFound`."""
+        """The model and the adapter that a request asks for; "" without one. Raises `ModelNotFound`.
+
+        A request names NAME:ADAPTER, or the adapter alone, if no model has that name and one loaded model has it.
+        """
         base, separator, adapter = name.partition(":")
         if not separator:
-            return self.resolve(name), ""
+            of = [] if self.versions(name) or self.may_load(name) else self.models_with(name)
+            if len(of) > 1:
+                listed = " and ".join(f"{model}:{name}" for model in of)
+                raise ModelNotFound(f"adapter {name!r} belongs to several models; ask for one of {listed}", "model")
+            return (of[0], name) if of else (self.resolve(name), "")
         model = self.resolve(base) if base else self.resolve(name)
         known = self.adapters(model)
         if adapter not in known:
@@ -93,6 +100,10 @@ class VersionCatalog:
         mine = self.versions(name)
         settings = mine[0].settings if mine else self.loadable.settings(name)
         return [adapter.name for adapter in settings.adapters] if settings is not None else []
+
+    def models_with(self, adapter: str) -> list[str]:
+        """The loaded models that have an adapter of that name."""
+        return [name for name in self.names if adapter in self.adapters(name)]
 
     def _first(self) -> str:
         """The model of requests that name none: the first configured one that can be used, or else the first loaded."""

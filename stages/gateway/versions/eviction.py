@@ -100,12 +100,13 @@ class Eviction:
         plans = {one.id: capacity.plan(self._config, one.model) for one in self._catalog.all}
         free = self._measure(self._config)
         freed = sum(plans[one].arenas for one in gone)
+        freed_adapters = sum(plans[one].adapters for one in gone)
         mapped = sum(plan.weights for version, plan in plans.items() if version not in gone)
         if not self._config.performance.use_mmap:  # they are in memory, which is not available
             freed_weights, mapped = sum(plans[one].weights for one in gone), 0
         else:
             freed_weights = 0
-        free = capacity.FreeMemory(free.arenas + freed, free.memory + freed + freed_weights)
+        free = capacity.FreeMemory(free.arenas + freed, free.memory + freed + freed_adapters + freed_weights)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
 
     def _check_gain(self, settings: ModelConfig, victims: list[ModelVersion], problem: ResourceError) -> None:

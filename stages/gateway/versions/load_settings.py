@@ -61,8 +61,7 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
         raise ModelNotFound(f"model {model!r} is not loaded; load it first", "target")
     if reason := check_adapter_name(adapter):
         raise InvalidRequest(f"the adapter's name {adapter[:100]!r} cannot be used: {reason}", "target")
-    settings = load_settings(catalog, model, "")
-    known = {one.name: one for one in settings.adapters}
+    known = {one.name: one for one in catalog.settings(model).adapters}
     if op == "load" and adapter in known:
         raise Conflict(f"{name} is loaded already; `starling reload {name}` replaces it", "target")
     if op != "load" and adapter not in known:
@@ -81,7 +80,7 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
         known[adapter] = AdapterConfig(name=adapter, path=os.path.normpath(path))
     if len(known) > MAX_ADAPTERS:
         raise InvalidRequest(f"model {model!r} has {MAX_ADAPTERS} adapters, the most that it can have", "target")
-    return msgspec.structs.replace(settings, adapters=tuple(known.values()))
+    return msgspec.structs.replace(load_settings(catalog, model, ""), adapters=tuple(known.values()))
 
 
 def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
