@@ -14,7 +14,7 @@ The arena:  [page headers: n_pages x PAGE_HEADER bytes] [pages, 4096-aligned].  
 page, only while the page is leased to a sequence of a published step.  A header:
 
     offset  size  field       writer: the kv stage
-    0       16    root        root hash: model, geometry, kv type, salt (stages/kv/pool/prefix_hash.py)
+    0       16    root        root hash: model, geometry, kv type, salt (shm/prefix_hash.py)
     16      16    parent      hash of the previous page; `root` for the first page of a prefix
     32      16    hash        hash of all tokens up to the end of this page
     48      8     checksum    XXH3-64 of the page's bytes

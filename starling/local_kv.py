@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pipeline.protocol import messages as m
 from shm.pages import KvGeometry
+from shm.prefix_hash import root_hasher
 from stages.kv.manager import Grant, Manager
 from stages.kv.pool.arena import open_arena
 from stages.kv.pool.page_pool import PagePool
-from stages.kv.pool.prefix_hash import root_hasher
 from stages.kv.pool.token_rows import TokenRows
 
 

@@ -12,4 +12,5 @@ quotas.py              limits per minute, per day and in all, of tenants and key
 fair_shares.py         bounds in total and for each tenant or address
 quota_file.py          what of them is used, on disk
 sse.py                 encoding of server-sent events
+page_names.py          how engines name the KV pages of a prompt to orchestrators
 """

@@ -52,11 +52,20 @@ class UnloadModelRequest(Request, frozen=True, kw_only=True):
     only_idle: bool = False  # refuse with 409 while the model has requests
 
 
+class PrefixCursor(Request, frozen=True, kw_only=True):
+    """How far an orchestrator knows the prefixes of one start of an engine."""
+
+    incarnation: Annotated[str, Meta(max_length=128)]  # of the engine
+    number: Annotated[int, Meta(ge=0)] = 0  # of the last change; 0: it knows none
+
+
 class HeartbeatRequest(Request, frozen=True, kw_only=True):
     """Sent by an orchestrator, periodically."""
 
     orchestrator_id: Annotated[str, Meta(max_length=128)] = ""
     extend_lease: bool = False  # serve on for another lease while the agent cannot reach the store
+    # Which models' prefixes to publish, from where. Sent to agents that say that they publish them.
+    prefixes_after: Annotated[dict[ModelId, PrefixCursor], Meta(max_length=64)] = {}
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,6 +104,15 @@ class UnloadModelResponse(msgspec.Struct, frozen=True, kw_only=True):
     cache_level: CacheLevel = "REMOTE"  # what is left
 
 
+class PrefixUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes of the pages that an engine's KV cache holds. A page's name is in pipeline/api/page_names.py."""
+
+    after: int  # the change that these follow; 0: everything that was known is replaced
+    number: int  # the last one
+    added: bytes = b""  # names, u64 little-endian
+    removed: bytes = b""  # likewise; applied first
+
+
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that has an engine, or is getting one."""
 
@@ -120,6 +138,9 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
     error: str = ""  # why it failed last
     requests: int = 0  # sequences that the engine has taken since it started
+    publishes_prefixes: bool = False  # the agent can say which pages the engine's KV cache holds
+    held_pages: int = 0  # of which it has published the names
+    prefixes: PrefixUpdate | None = None  # if they were asked for
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ http_api.py    the calls of orchestrators
 models.py      which models are placed here
 placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports
+held_prefixes.py  the pages that its engines hold, and how that changes
 metrics.py     the same as Prometheus text
 engines/       the programs that compute
 downloads/     pieces of published models, from several sources at once

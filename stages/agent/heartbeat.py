@@ -6,14 +6,23 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from pipeline import procfs
 from pipeline.catalog import pulled
 from pipeline.config.schema import Config
-from pipeline.fleet.bodies import AgentState, CachedModel, CacheLevel, HeartbeatResponse, LoadedModel
+from pipeline.fleet.bodies import (
+    AgentState,
+    CachedModel,
+    CacheLevel,
+    HeartbeatResponse,
+    LoadedModel,
+    PrefixCursor,
+    PrefixUpdate,
+)
 from stages.agent.cache.page_cache import resident_fraction
+from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.lease import AgentLease
 from stages.agent.models import MEGABYTE, Models, Stored
 from stages.agent.placement import Placement
@@ -21,7 +30,8 @@ from stages.agent.placement import Placement
 CHAT_PATH = "/v1/chat/completions"
 IN_MEMORY = 0.9  # of a file's pages: then it counts as in memory
 CACHE_AGE_S = 5.0  # of what was found out about files
-QUEUE_AGE_S = 0.5  # of what engines have answered
+QUEUE_AGE_S = 0.5  # of what engines have answered, and hold
+NO_CURSORS: Mapping[str, PrefixCursor] = {}
 
 
 class Reporter:
@@ -45,17 +55,19 @@ class Reporter:
         self._cached: tuple[CachedModel, ...] = ()
         self._disk_free = 0
         self._disk_problem = ""
+        self._prefixes: dict[str, PrefixLog] = {}  # by model
 
-    async def report(self) -> HeartbeatResponse:
-        """The state now."""
+    async def report(self, prefixes_after: Mapping[str, PrefixCursor] = NO_CURSORS) -> HeartbeatResponse:
+        """The state now. `prefixes_after`: models of which an orchestrator wants the prefixes, and what it has."""
         async with self._asking:
             if self._clock() >= self._asked + QUEUE_AGE_S:
                 await asyncio.gather(*(one.measure() for one in self._models.placed))
+                await self._look_at_prefixes(prefixes_after)
                 self._asked = self._clock()
             if self._clock() >= self._looked + CACHE_AGE_S:
                 await asyncio.to_thread(self._look)
                 self._looked = self._clock()
-        loaded = tuple(self.loaded(one) for one in self._models.placed)
+        loaded = tuple(self.loaded(one, prefixes_after.get(one.model_id)) for one in self._models.placed)
         reasons = tuple(self.reasons())
         return HeartbeatResponse(
             agent_id=self._stored.agent_id,
@@ -91,8 +103,35 @@ class Reporter:
         found += [problem for problem in (self._models.disk_error, self._disk_problem) if problem]
         return found
 
-    def loaded(self, placement: Placement) -> LoadedModel:
-        """A placed model."""
+    async def _look_at_prefixes(self, models: Collection[str]) -> None:
+        """Look at what the engines of these models hold."""
+        placed = {one.model_id: one for one in self._models.placed if one.state == "READY"}
+        self._prefixes = {name: log for name, log in self._prefixes.items() if name in placed}
+        for name in models:
+            one = placed.get(name)
+            folder = one.engine.kv_arenas if one is not None and one.engine is not None else None
+            if one is None or folder is None:
+                continue
+            incarnation = self._incarnation_of(one)
+            held = await asyncio.to_thread(read_names, folder)
+            log = self._prefixes.get(name)
+            if log is None or log.incarnation != incarnation:
+                log = self._prefixes[name] = PrefixLog(incarnation)
+            log.observe(held)
+
+    def _incarnation_of(self, placement: Placement) -> str:
+        return f"{self._stored.incarnation}-{placement.incarnation}"
+
+    def _published(self, placement: Placement, cursor: PrefixCursor | None) -> PrefixUpdate | None:
+        """The changes since then; None if the engine has another incarnation, or was not looked at yet."""
+        log = self._prefixes.get(placement.model_id)
+        incarnation = self._incarnation_of(placement)
+        if cursor is None or log is None or not log.incarnation == cursor.incarnation == incarnation:
+            return None
+        return log.since(cursor.number)
+
+    def loaded(self, placement: Placement, cursor: PrefixCursor | None = None) -> LoadedModel:
+        """A placed model. `cursor`: what is known of its prefixes; None: they are not asked for."""
         engine, entry, promises = placement.engine, placement.entry, placement.capabilities
         is_ready = placement.state == "READY" and engine is not None
         problem = placement.error.message if placement.error is not None else placement.last_death
@@ -104,7 +143,7 @@ class Reporter:
             inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
             engine_url=engine.url if engine is not None and is_ready else "",
             engine_key=engine.key if engine is not None and is_ready else "",
-            engine_incarnation=f"{self._stored.incarnation}-{placement.incarnation}" if is_ready else "",
+            engine_incarnation=self._incarnation_of(placement) if is_ready else "",
             digest=entry.digest,
             kv_type=promises.kv_type,
             numerics=promises.numerics,
@@ -118,6 +157,9 @@ class Reporter:
             progress=placement.progress,
             error=problem,
             requests=placement.queue.submitted,
+            publishes_prefixes=is_ready and engine is not None and engine.kv_arenas is not None,
+            held_pages=len(self._prefixes.get(placement.model_id, ())) if is_ready else 0,
+            prefixes=self._published(placement, cursor) if is_ready else None,
         )
 
     def level(self, digest: str) -> CacheLevel:

@@ -117,7 +117,7 @@ class AgentApi:
         body = decode_request(HeartbeatRequest, await self._read(request), request.content_type)
         if body.extend_lease:
             self._lease.extend()
-        return _json(await self._reporter.report())
+        return _json(await self._reporter.report(body.prefixes_after))
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
         """POST /infer: the engine's answer, streamed."""

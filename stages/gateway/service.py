@@ -18,6 +18,7 @@
     timelines   what happened to each request                               tracing/recorder.py
     tracer      spans for OpenTelemetry; None: off                          tracing/tracer.py
     resumer     finds a request and attaches a reader to it                 requests/resume.py
+    page_namer  names the pages of a prompt to orchestrators                requests/page_namer.py
     loader      loads, reloads and unloads models                           versions/loader.py
     use         when models were used last                                  versions/model_use.py
     on_demand   requests that wait for models that are not loaded           versions/on_demand.py
@@ -53,6 +54,7 @@ from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.requests.embedder import WINDOW, Embedder
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.lifecycle import RequestLifecycle
+from stages.gateway.requests.page_namer import PageNamer
 from stages.gateway.requests.readers import Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
@@ -142,6 +144,7 @@ class Service:
         self.responses.waiting = self.recovery.waiting
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
+        self.page_namer = PageNamer(paths.arena_dir(config), self.catalog)
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)
         most, share = config.server.max_concurrent_requests, config.concurrent_per_tenant()

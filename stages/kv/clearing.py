@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
+from shm.prefix_hash import PageHash
 from stages.kv.model import ModelPages
 from stages.kv.pool.page_headers import unpack_identity
 from stages.kv.pool.page_table import CACHED, LEASED
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.threaded_store import ThreadedPageStore
 
 STEP_PAGES = 1024  # looked at in one step: about 1 ms

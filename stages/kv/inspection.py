@@ -25,9 +25,9 @@ from pipeline.runtime.steady_clock import clock_path, read_ns
 from shm.arena import ArenaError
 from shm.decoding import DECODE_ERRORS
 from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
+from shm.prefix_hash import PageHash
 from stages.kv.audit import PageAudit
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum, count_states
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.report import DiskReport, ModelReport, Report, Run, SessionReport
 from stages.kv.sessions.session_files import SUFFIX, parse
 from stages.kv.storage.page_file import PageFile

@@ -36,10 +36,10 @@ from typing import NamedTuple
 import numpy as np
 
 from shm.pages import first_read
+from shm.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.pool.page_headers import PageCounts, PageIdentity, checksum
 from stages.kv.pool.page_pool import NO_PAGE, Hit, PagePool
 from stages.kv.pool.page_table import UNCLAIMED
-from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.pool.root_owners import RootOwners
 
 # (row, serial, begin, end) -> tokens (end - begin,) int32; None when the row belongs to another sequence.

@@ -18,11 +18,11 @@ from pipeline.faults import points
 from shm.arena import Arena
 from shm.checkpoint import Index, load_index
 from shm.pages import KvGeometry
+from shm.prefix_hash import PageHash, root_hasher
 from stages.kv.manager import Manager
 from stages.kv.pool.arena import OpenedArena, open_arena
 from stages.kv.pool.older_version import OlderVersion
 from stages.kv.pool.page_pool import PagePool
-from stages.kv.pool.prefix_hash import PageHash, root_hasher
 from stages.kv.pool.token_rows import TokenRows
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds

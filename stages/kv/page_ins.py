@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.protocol import messages as m
+from shm.prefix_hash import PageHash
 from stages.kv.model import ModelPages
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.threaded_store import ThreadedPageStore
 
 WAIT_S = 1.0  # at most; computing a page takes about 100 times as long as reading it from a disk that works

@@ -5,6 +5,7 @@ registry.py     the agents, and how they are
 score.py        the estimate by which agents are compared
 rates.py        the measured speeds behind it
 prefixes.py     which prompts each engine was sent
+held_prefixes.py  which of their prefixes it holds, as agents publish it
 router.py       the choice of an agent
 decisions.py    why each choice was made
 

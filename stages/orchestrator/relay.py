@@ -27,6 +27,7 @@ import msgspec
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
 from pipeline.api.output_tokens import OUTPUT, RELAY
+from pipeline.api.page_names import HEADER as PAGES
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
@@ -142,6 +143,7 @@ class Relay:
             with self._watched(route, forward, answer):
                 await self._check(answer)
                 tries.n_accepted += 1
+                self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
                 if not out.is_begun:
                     await out.begin(200, answer.headers)
                 is_first = tries.count == 1 and not cutter.last_id
@@ -218,6 +220,7 @@ class Relay:
             with self._watched(route, forward, answer):
                 await self._check(answer)
                 tries.n_accepted += 1
+                self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
                 body = await read_whole(answer)
                 return answer.status, dict(answer.headers), body
 

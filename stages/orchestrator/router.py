@@ -11,6 +11,7 @@ Requests under way are counted here, because agents report their queues only now
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from typing import NamedTuple
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
+from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
-from stages.orchestrator.prefixes import PrefixMemory
 from stages.orchestrator.rates import Rates
 from stages.orchestrator.score import Weights, loaded, residence, terms, version_of
 
@@ -47,7 +48,7 @@ class Route(NamedTuple):
 
 
 class ScoreRouter(RequestRouter):
-    """One per orchestrator. `wall`: s since 1970. `published`: the catalog's entry of a model, or None."""
+    """One per orchestrator. `wall`: s since 1970; `clock`: monotonic, s. `published`: a model's entry, or None."""
 
     def __init__(
         self,
@@ -55,8 +56,9 @@ class ScoreRouter(RequestRouter):
         max_per_agent: int,
         published: Callable[[str], Published | None],
         wall: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.prefixes = PrefixMemory()
+        self.prefixes = HeldPrefixes(clock)
         self.rates = Rates()
         self.decisions = DecisionLog()
         self._weights = weights
@@ -75,9 +77,8 @@ class ScoreRouter(RequestRouter):
         """Route by this table from now on. Forgets what was measured of agents that have left."""
         self._table = {view.agent_id: view for view in table}
         self.rates.keep_only(set(self._table))
-        self.prefixes.keep_only(
-            {_engine_name(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation}
-        )
+        running = [(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation]
+        self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
         self._last_turn = {name: turn for name, turn in self._last_turn.items() if name in self._table}
         self._last_used = {key: turn for key, turn in self._last_used.items() if key[0] in self._table}
 
@@ -152,7 +153,7 @@ class ScoreRouter(RequestRouter):
         published = self._published(model)
         where = residence(details, model, *(published or Published("", 0)))
         ahead = self._ahead(view.agent_id, running)
-        matched = self.prefixes.matched_bytes(_engine_name(view, running), request.blocks) if running else 0
+        matched = self.prefixes.matched_bytes(engine_name(view.agent_id, running), request.blocks) if running else 0
         rates = self.rates.of(view.agent_id, model)
         found = terms(details, where, rates, ahead=ahead, matched_bytes=min(matched, request.prompt_bytes))
         reason = self._objection(request, view, running)
@@ -254,7 +255,7 @@ class ScoreRouter(RequestRouter):
         self._last_used[key] = next(self._turns)
         view = self._table.get(route.agent_id)
         if view is not None and route.engine is not None:
-            self.prefixes.remember(_engine_name(view, route.engine), request.blocks)
+            self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
 
     def first_token(self, route: Route, request: RoutedRequest, seconds: float) -> None:
         """Its first byte came after `seconds`."""
@@ -270,6 +271,10 @@ class ScoreRouter(RequestRouter):
         if decision is not None and not decision.first_token_s:
             decision.first_token_s = seconds
 
+    def name_pages(self, request: RoutedRequest, header: str) -> None:
+        """An engine's answer names the pages of its prompt."""
+        self.prefixes.learn(request.blocks, request.prompt_bytes, header)
+
     def end(self, route: Route, request: RoutedRequest) -> None:
         """It has ended there, or was moved."""
         key = (route.agent_id, request.model)
@@ -280,8 +285,3 @@ class ScoreRouter(RequestRouter):
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""
         return sum(n for (name, one), n in self._under_way.items() if name == agent_id and model in ("", one))
-
-
-def _engine_name(view: NodeView, model: LoadedModel | None) -> str:
-    """A name that changes when the engine starts anew, with an empty KV cache."""
-    return f"{view.agent_id}/{model.model_id}/{model.engine_incarnation}" if model is not None else ""

@@ -316,10 +316,11 @@ class OrchestratorStage:
                 await self._changed.wait()
 
     async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
-        body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=not self.fleet.is_store_up)
+        cursors, is_down = self.router.prefixes.cursors(record.agent_id), not self.fleet.is_store_up
+        body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=is_down, prefixes_after=cursors)
         raw = await self._call(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
-            return msgspec.json.decode(raw, type=HeartbeatResponse)
+            return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
         except DECODE_ERRORS as error:
             raise ModelUnavailable(f"{record.url}/heartbeat: {error}; run the same release everywhere") from None
 

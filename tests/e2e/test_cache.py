@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.api import page_names
+from pipeline.api.output_tokens import RELAY
+from pipeline.api.page_names import decode
 from pipeline.config.schema import DEMO_MODEL
 from shm.pages import HEADER, PAGE_FULL, attach_kv
+from stages.agent.held_prefixes import read_names
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
@@ -49,6 +53,20 @@ def test_a_shared_prefix_is_computed_once(demo_server: Server) -> None:
         again, same = ask(demo_server, tokens)
         assert again == full_pages(tokens)
         assert same == text
+
+
+def test_the_pages_of_a_prompt_are_named_to_an_orchestrator(demo_server: Server) -> None:
+    """By the names that an agent reads in the arena."""
+    tokens = prompt(30, 3 * PAGE_TOKENS + 5)
+    body = {"prompt": tokens, "max_tokens": 1}
+    _, _, headers = demo_server.request("POST", "/v1/generate", body, {RELAY: "1"})
+    named = decode(headers[page_names.HEADER])
+    assert named is not None and named.n_tokens == len(tokens)
+    assert [end for end, _ in named.pages] == [PAGE_TOKENS, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS]
+    (arena,) = demo_server.arenas.rglob("*.kv")
+    assert {name for _, name in named.pages} <= read_names(arena.parent)
+    _, _, headers = demo_server.request("POST", "/v1/generate", body)
+    assert page_names.HEADER not in headers
 
 
 def test_page_table_and_headers_agree_under_load(demo_server: Server) -> None:

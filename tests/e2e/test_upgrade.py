@@ -28,8 +28,8 @@ from pipeline.config.schema import ModelConfig, RateLimitsConfig
 from pipeline.errors import RateLimited
 from pipeline.models import store
 from shm.checkpoint import VERSION, load_index
+from shm.prefix_hash import PageHash
 from stages.gateway.requests.journal import Journal
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_store import SessionStore

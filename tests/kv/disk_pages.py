@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from shm.pages import PAGE_FULL, PAGE_HEADER
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS
 

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from pipeline.config import paths
 from pipeline.observe.metrics import Metrics
+from shm import prefix_hash
 from shm.pages import KvGeometry, create_kv
 from stages.kv.cache_metrics import measure
 from stages.kv.inspection import inspect
 from stages.kv.manager import Grant, Manager
 from stages.kv.model import ModelPages
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.report import Report
 from stages.kv.storage import disk_store, persist

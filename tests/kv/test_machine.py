@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
+from shm import prefix_hash
 from shm.arena import HEADER_BYTES
 from shm.pages import KvArena, attach_kv, create_kv, kv_arena_bytes, pages_offset
+from shm.prefix_hash import PageHash
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import scan
 from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.pool.page_pool import PageUse
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK
 from tests.kv.plain import Name, Page, Plain

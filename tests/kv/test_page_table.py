@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shm.pages import PAGE_FREE, PAGE_FULL, PAGE_LEASED
+from shm.prefix_hash import PageHash
 from stages.kv.pool.arena import scan
 from stages.kv.pool.page_headers import PageIdentity, checksum
 from stages.kv.pool.page_table import CACHED, FREE, LEASED, UNCLAIMED, PageTable
-from stages.kv.pool.prefix_hash import PageHash
 from tests.kv.world import small_arena
 
 TOTAL = 6

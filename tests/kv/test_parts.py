@@ -14,13 +14,12 @@ import pytest
 import xxhash
 
 from pipeline.eviction_order import EvictionOrder
-from shm import pages
+from shm import pages, prefix_hash
 from shm.pages import HEADER, PAGE_FULL, PAGE_HEADER, PAGE_LEASED
+from shm.prefix_hash import PageHash
 from shm.step_ring import SERIAL, StepsGeometry, create_steps
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import open_arena, scan
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.pool.token_rows import TokenRows
 from stages.kv.storage.page_file import BLOCK, PageFile, encode_head
 from tests.kv.world import DIGEST, GEOMETRY
@@ -105,7 +104,7 @@ def test_hashes_are_as_defined() -> None:
 
 def test_hashes_are_the_same_in_another_process() -> None:
     code = (
-        "import numpy as np; from stages.kv.pool.prefix_hash import *; from tests.kv.world import *;"
+        "import numpy as np; from shm.prefix_hash import *; from tests.kv.world import *;"
         "print(page_hashes(root_hash(DIGEST, GEOMETRY, 'x'), np.arange(32, dtype='i4'), 16)[-1].hex())"
     )
     seen = {

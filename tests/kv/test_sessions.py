@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
+from shm import prefix_hash
 from stages.kv.manager import Grant
-from stages.kv.pool import prefix_hash
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
 from stages.kv.sessions.session_store import EMPTY_S, SessionStore

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pipeline.faults import points
-from stages.kv.pool.prefix_hash import PageHash
+from shm.prefix_hash import PageHash
 from stages.kv.storage import threaded_store
 from stages.kv.storage.threaded_store import ThreadedPageStore
 from tests.kv.disk_pages import PAGE_BYTES, open_store, page

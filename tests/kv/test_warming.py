@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm import prefix_hash
 from shm.pages import HEADER, PAGE_FULL
+from shm.prefix_hash import PageHash
 from stages.kv.manager import Grant, Manager
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.older_version import OlderVersion
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
 from stages.kv.storage.page_file import BLOCK

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from shm import prefix_hash
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
 from stages.kv.manager import Manager
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.page_pool import PagePool
 
 GEOMETRY = KvGeometry(n_layers=1, n_kv_heads=1, head_dim=32, page_tokens=16, kv_type="f16")

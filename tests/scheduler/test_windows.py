@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.protocol import messages as m
+from shm import prefix_hash
 from shm.pages import KV_SPLIT, PAGE_HEADER, KvArena, first_read
 from shm.step_ring import SERIAL, Steps
 from stages.kv.manager import Denial, LeaseClaim, Manager
-from stages.kv.pool import prefix_hash
 from stages.kv.pool.arena import scan
 from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.pool.page_pool import PagePool

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import InferenceError
@@ -49,6 +50,7 @@ class Engine(ABC):
     capabilities: Capabilities
     url: str = ""  # http://HOST:PORT, once it is started
     key: str = ""  # API key that it requires
+    kv_arenas: Path | None = None  # the directory of its KV arenas (shm/pages.py); None: it has none
 
     @abstractmethod
     async def start(self) -> None:

@@ -75,6 +75,7 @@ class StarlingEngine(Engine):
         self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
         self._home = home
         self._run_dir = engine_run_dir(home, env)
+        self.kv_arenas = engine_arena_dir(config, self._run_dir)
         self._models_dir = models_dir
         self._session = session
         self._free_port = free_port

@@ -38,6 +38,7 @@ TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
 CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer
 STATE = web.RequestKey("state", RequestState)
+PAGES = web.RequestKey("pages", str)  # names of the pages of its prompt, for who forwards the answer
 CLAIM = web.RequestKey("claim", Claim)  # of its conversation
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -17,6 +17,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from pipeline.api import page_names
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.output_tokens import RELAY, read_relay
@@ -30,6 +31,7 @@ from stages.gateway.http.context import (
     CLIENT,
     CLIENT_ID,
     GATE,
+    PAGES,
     PRINCIPAL,
     SCHEME,
     SERVICE,
@@ -194,6 +196,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
         state = request.get(STATE)
         if state is not None:
             response.headers["X-Starling-Request"] = state.id
+            if pages := request.get(PAGES):
+                response.headers[page_names.HEADER] = pages
             if state.response_cache:
                 response.headers["X-Starling-Cache"] = state.response_cache
         if has_cors:

@@ -37,6 +37,7 @@ from stages.gateway.http.context import (
     CLAIM,
     CLIENT_ID,
     CONTINUED,
+    PAGES,
     PRINCIPAL,
     SERVICE,
     STARTED_AT,
@@ -221,6 +222,8 @@ async def _serve(
     """Start an admitted request and send its response. `opening`: of a stream that has to wait for a load."""
     request[STATE] = state
     state.is_relayed = RELAY in request.headers
+    if state.is_relayed and _is_trusted(request, service):
+        request[PAGES] = service.page_namer.header(state.spec)
     formatter = _formatter(service, state)
     if state.spec.generation.is_in_background and not state.spec.generation.stream:
         state.sink = FanOutSink()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.page_pool import PagePool
-from stages.kv.pool.prefix_hash import PageHash
 
 
 class OlderVersion:

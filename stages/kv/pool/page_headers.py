@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from shm.pages import HEADER, IDENTITY, PAGE_FREE, PAGE_FULL, PAGE_HEADER, PAGE_LEASED, PAGE_RECORD
-from stages.kv.pool.prefix_hash import PageHash
+from shm.prefix_hash import PageHash
 
 _FREE = PAGE_FREE.to_bytes(4, "little")
 _LEASED = PAGE_LEASED.to_bytes(4, "little")

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 from pipeline.faults.points import FaultPoint
 from shm.pages import KvArena
+from shm.prefix_hash import PageHash
 from stages.kv.pool.extents import PageMemory
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.page_source import PageSource, PageStore
 from stages.kv.pool.page_table import CACHED, PageTable
-from stages.kv.pool.prefix_hash import PageHash
 
 _NO_ROOT = PageHash(bytes(16))
 

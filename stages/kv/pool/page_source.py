@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity
-from stages.kv.pool.prefix_hash import PageHash
 
 
 class PageSource(Protocol):

@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 
 from pipeline.eviction_order import EvictionOrder
 from shm.pages import PAGE_FREE, KvArena
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageCounts, PageHeaders, PageIdentity
-from stages.kv.pool.prefix_hash import PageHash
 
 FREE, LEASED, CACHED, UNCLAIMED = range(4)
 _FREE_STATE = bytes([FREE])

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 
 from pipeline.api.adapter_salt import without_adapter
-from stages.kv.pool.prefix_hash import PageHash, RootHasher
+from shm.prefix_hash import PageHash, RootHasher
 
 MAX_ROOTS = 16_384
 

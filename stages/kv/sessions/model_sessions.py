@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.files import DiskErrors
 from pipeline.protocol import messages as m
-from stages.kv.pool.prefix_hash import PageHash, RootHasher
+from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
 from stages.kv.sessions.session_store import SessionStore

@@ -30,7 +30,7 @@ from pipeline.faults import points
 from pipeline.files import DiskErrors, make_directory
 from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
 from shm.decoding import DECODE_ERRORS
-from stages.kv.pool.prefix_hash import PageHash
+from shm.prefix_hash import PageHash
 
 log = logging.getLogger("starling.kv")
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, ResourceError
 from pipeline.protocol.messages import MAX_SESSION_ID
-from stages.kv.pool.prefix_hash import PageHash, RootHasher, page_hashes
+from shm.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import Session, SessionFiles
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from pipeline.errors import Overloaded, StarlingError
 from pipeline.protocol import messages as m
-from stages.kv.pool.prefix_hash import PageHash, RootHasher
+from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.model_sessions import ModelSessions, answer
 from stages.kv.sessions.session_bounds import SessionBounds
 

@@ -26,8 +26,8 @@ import numpy as np
 
 from pipeline.faults import points
 from pipeline.files import make_directory, sync_directory
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, EXTENT_CELLS, CellLayout
 from stages.kv.storage.page_file_writer import PageFileWriter
 from stages.kv.storage.page_ranking import RankedPage, most_used

@@ -12,8 +12,8 @@ import numpy as np
 
 from pipeline.files import write_all
 from shm.pages import PAGE_RECORD
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, RECORD, CellLayout, encode_head, is_in_use, last_use_ns, with_uses
 
 

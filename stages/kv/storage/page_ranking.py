@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from shm.pages import PAGE_FULL
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_pool import PageUse
-from stages.kv.pool.prefix_hash import PageHash
 
 DAY_NS = 86_400 * 10**9
 

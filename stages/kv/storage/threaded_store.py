@@ -21,8 +21,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.disk_store import DiskPageStore, StoreCounters
 from stages.kv.storage.page_ranking import RankedPage
 

@@ -30,7 +30,7 @@ SECTIONS = ("forwarding", "overhead", "deaths", "routing")
 @click.option("--deaths", "n_deaths", type=click.IntRange(1), default=20, show_default=True, help="Of each kind.")
 @click.option("--kind", "kinds", type=click.Choice(deaths.KINDS), multiple=True, help="What dies; default: all.")
 @click.option("--requests", type=click.IntRange(1), default=120, show_default=True, help="Of each routing policy.")
-@click.option("--agents", type=click.IntRange(2, 8), default=3, show_default=True, help="That requests are routed to.")
+@click.option("--agents", type=click.IntRange(2, 8), default=4, show_default=True, help="That requests are routed to.")
 def run(
     sections: tuple[str, ...], rounds: int, n_deaths: int, kinds: tuple[str, ...], requests: int, agents: int
 ) -> None:

@@ -97,6 +97,13 @@ def drive_all(by_target: dict[tuple[tuple[str, int], str], list[list[ClientReque
     return responses
 
 
+def estimates(report: dict[str, Any]) -> dict[str, float]:
+    """How far the score was from what happened, per request, ms; both are until the first byte of the answer."""
+    count = max(1, report["count"])
+    means = {name: round(1000 * report[f"{name}_s"] / count, 1) for name in ("predicted", "actual", "error")}
+    return {"requests": report["count"], **{f"{name}_ms": value for name, value in means.items()}}
+
+
 def measure(n_requests: int, n_agents: int) -> dict[str, Any]:
     """Figures by policy."""
     found: dict[str, Any] = {}
@@ -112,6 +119,8 @@ def measure(n_requests: int, n_agents: int) -> dict[str, Any]:
                 "hit_rate": round(sum(response.cached_tokens for response in responses) / prompts, 3),
                 "prompt_tokens": round(prompts / len(responses)),
             }
+            if name == "score":
+                found[name]["estimates"] = estimates(fleet.state()["estimates"])
             print(name, found[name], flush=True)
     repeats = round(1 - len(set(groups)) / n_requests, 3)
     return {"agents": n_agents, "requests": n_requests, "groups": GROUPS, "repeats": repeats, "policies": found}

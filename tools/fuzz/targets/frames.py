@@ -23,8 +23,8 @@ from pipeline.ipc.endpoint import Hub
 from pipeline.models.vocabulary_tables import byte_alphabet
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
+from shm.prefix_hash import PageHash
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.sessions.model_sessions import answer
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles

@@ -18,8 +18,8 @@ import xxhash
 
 from shm.pages import IDENTITY as RECORD_IDENTITY
 from shm.pages import PAGE_FULL, PAGE_RECORD
+from shm.prefix_hash import PageHash
 from stages.kv.pool.page_headers import PageIdentity
-from stages.kv.pool.prefix_hash import PageHash
 from stages.kv.storage.page_file import BLOCK, CellLayout, PageFile, encode_head
 from stages.kv.storage.page_file_writer import PageFileWriter
 from tools.fuzz.parts import written

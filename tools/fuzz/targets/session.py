@@ -13,7 +13,7 @@ import msgspec
 
 from pipeline.errors import Conflict, StarlingError
 from pipeline.record_file import PAYLOAD_CHECKED
-from stages.kv.pool.prefix_hash import PageHash
+from shm.prefix_hash import PageHash
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import Opened, SessionFiles, parse
 from stages.kv.sessions.session_store import SessionStore
