@@ -41,6 +41,8 @@ from stages.worker.kernels.simd import (
 )
 from stages.worker.kernels.unpack import unpack
 
+# Without AVX-512 the 16 registers hold the integer sums of a block; the f32 sums are in `out` between blocks.
+IN_REGISTERS = VNNI
 TOKENS_BYTES = 640 << 10  # activations that a pass over the weights keeps in the second-level cache
 
 
@@ -63,8 +65,10 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
         halves, minimums, largest = trait(kind, HAS_HALVES), trait(kind, HAS_MINIMUMS), trait(kind, LARGEST)
         second = start + 4 if start != ZERO else start
         acc = f32_tile(vectors)
-        if not begin:
+        if IN_REGISTERS and not begin:
             acc = tile_load(acc, out, out_stride, gap, 2)
+        if begin and not IN_REGISTERS:
+            tile_store(acc, out, out_stride, gap, 2)
         for _ in range(blocks):
             for _ in range(lines):
                 prefetch(next_u)
@@ -75,6 +79,8 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
             if halves:
                 second_u, second_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
                 dots = tiles.dots_first(dots, u, v, x, stride)
+                if not IN_REGISTERS:
+                    acc = tile_load(acc, out, out_stride, gap, 2)
                 acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
                 if minimums:
                     m_u, m_v = load_f32(u + CODE_BYTES + 128), load_f32(v + CODE_BYTES + 128)
@@ -94,12 +100,17 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
                     dots = tiles.dots_u4(dots, u, v, x, stride)
                 else:
                     dots = tiles.dots(dots, u, v, x, stride)
+                if not IN_REGISTERS:
+                    acc = tile_load(acc, out, out_stride, gap, 2)
                 acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
                 if minimums:
                     m_u, m_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
                     acc = tiles.fma(acc, m_u, m_v, x + SSUM, stride)
+            if not IN_REGISTERS:
+                tile_store(acc, out, out_stride, gap, 2)
             u, v, x = u + size, v + size, x + RECORD
-        tile_store(acc, out, out_stride, gap, 2)
+        if IN_REGISTERS:
+            tile_store(acc, out, out_stride, gap, 2)
 
     @njit(**INNER)
     def dense(u, v, values, x, stride, out, out_stride, gap, begin):
