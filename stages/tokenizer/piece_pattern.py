@@ -23,7 +23,7 @@ from stages.tokenizer.unicode_classes import CLASSES, CODE_POINTS, runs
 
 _PROPERTIES = {"L", "M", "N", "P", "S"}
 _END = b"\xff"  # the class of no character: behind each piece
-_SHORT = 32  # characters of a piece, on average: below it most are known
+_SHORT = 12  # characters of a piece, on average: below it most are known
 _KNOWN_CHARACTERS = 32  # of a piece that is remembered
 _MAX_KNOWN = 1 << 14  # such pieces; some MB
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t"}
@@ -179,11 +179,14 @@ class PiecePattern:
     def lengths(self, text: str) -> list[int]:
         """Return the characters of each piece of a text, which has no lone surrogates."""
         codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        pieces, n_patterns = [self._classes[codes].tobytes()], len(self._patterns)
-        for first in range(n_patterns):
-            if first and _SHORT * len(pieces) > len(text):
-                return self._known_lengths(pieces, first)
-            pieces = self._cut(pieces, first)
+        return self._lengths([self._classes[codes].tobytes()], 0)
+
+    def _lengths(self, pieces: list[bytes], first: int) -> list[int]:
+        """Return the characters of the pieces that the patterns from `first` on cut pieces into."""
+        for i in range(first, len(self._patterns)):
+            if i > first and _SHORT * len(pieces) > sum(map(len, pieces)):
+                return self._known_lengths(pieces, i)
+            pieces = self._cut(pieces, i)
         return list(map(len, pieces))
 
     def _cut(self, pieces: list[bytes], first: int) -> list[bytes]:
@@ -196,16 +199,11 @@ class PiecePattern:
         return list(filter(None, _END.join(parts).split(_END)))
 
     def _known_lengths(self, pieces: list[bytes], first: int) -> list[int]:
-        """Return the characters of the pieces that the patterns from `first` on cut short pieces into."""
+        """As `_lengths`, and remember what short pieces are cut into."""
         known = self._known[first]
         missing = set(pieces).difference(known)
         if missing:
-            found: dict[bytes, list[int]] = {}
-            for piece in missing:
-                smaller = [piece]
-                for i in range(first, len(self._patterns)):
-                    smaller = self._cut(smaller, i)
-                found[piece] = list(map(len, smaller))
+            found = {piece: self._lengths([piece], first) for piece in missing}
             short = {piece: lengths for piece, lengths in found.items() if len(piece) <= _KNOWN_CHARACTERS}
             if len(known) + len(short) > _MAX_KNOWN:
                 self._known[first] = {}  # another thread may be reading the old one
