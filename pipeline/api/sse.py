@@ -27,7 +27,10 @@ def event(data: bytes, event_id: bytes = b"", name: bytes = b"") -> bytes:
 
 
 def retry_field(delay_ms: int = RETRY_MS) -> bytes:
-    """Return the `retry` field; it belongs to the event that follows, or to none after one more newline."""
+    """Return the `retry` field, a line of the event that follows.
+
+    Alone it would be an event without data, which the clients of OpenAI and Anthropic take for damaged JSON.
+    """
     return b"retry: %d\n" % delay_ms
 
 

@@ -22,6 +22,7 @@ END = b"\n\n"
 DONE = b"data: [DONE]"  # the last event of OpenAI's API
 MESSAGE_STOP = b'data: {"type":"message_stop"'  # and of Anthropic's
 ERRORS = (b'data: {"error":', b'data: {"type":"error"')
+RETRY = b"retry: "  # the reconnection delay, before the first event of a stream, also of a resumed one
 MAX_EVENT_BYTES = 16 << 20  # of one event that is not complete
 
 Place = tuple[int, int, float]  # tokens, level, units
@@ -90,6 +91,9 @@ class EventCutter:
             return b""
         if at < 0 or (at and block[at - 1] != 10):
             return block if block.startswith(b":") or not self.has_begun else b""
+        if self.has_begun and block.startswith(RETRY):
+            line, _, block = block.partition(b"\n")
+            at -= len(line) + 1
         if block.startswith(ERRORS, at):
             self.error = block + END
             return b""

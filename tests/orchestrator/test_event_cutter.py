@@ -99,7 +99,7 @@ def test_a_stream_that_an_engine_continues_has_no_second_delay() -> None:
     assert cutter.feed(first + b"id: r:3\nda") == first
     cutter.restart(is_replay=False)
     rest = b'id: r:4\ndata: {"a":34}\n\ndata: [DONE]\n\n'
-    assert cutter.feed(b"retry: 1000\n\n" + rest) == rest
+    assert cutter.feed(b"retry: 1000\n" + rest) == rest
     assert cutter.is_over
 
 

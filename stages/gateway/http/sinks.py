@@ -175,7 +175,7 @@ class StreamSink(abc.ABC):
         """
         if places:
             self._is_open = True
-            self._pending.append(sse.retry_field() + b"\n")
+            self._pending.append(sse.retry_field())
             self.begun.set_result(None)
         for sequence in request.sequences:
             if not places:
