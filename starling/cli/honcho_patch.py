@@ -6,8 +6,8 @@ It reads the output of its processes itself. honcho forks a reader for each, whi
 It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
 that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
 
-It discards its output once the reader has closed the pipe. honcho would fail, and end the server. A reader that is slow
-delays its prints, and its end, but not the stages.
+It discards its output once the reader has closed the pipe, and drops lines while the reader does not read
+(bounded_output.py). honcho would fail at the one and wait at the other, and then not end on SIGTERM.
 
 It starts a process again that a signal has killed (SIGKILL, for instance by the kernel when memory is short). Such a
 process is the supervisor of a stage, and the stage has died with it: honcho sees the end of a process only when all
@@ -22,14 +22,15 @@ import datetime
 import queue
 import random
 import signal
+import sys
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from honcho import command, manager, printer
 
 from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli import forked_supervisor
-from starling.cli.broken_pipe import silence
+from starling.cli.bounded_output import BoundedOutput
 from starling.cli.honcho_outputs import Outputs
 
 HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
@@ -132,14 +133,10 @@ class Manager(manager.Manager):
 
 
 class Printer(printer.Printer):
-    """honcho's printer that goes on after its reader has closed the pipe."""
+    """honcho's printer that goes on when its reader has closed the pipe or does not read."""
 
-    def write(self, message: printer.Message) -> None:
-        """Write one message; a closed pipe is ignored."""
-        try:
-            super().write(message)
-        except OSError:
-            silence(self.output)
+    def __init__(self, output: TextIO = sys.stdout, **options: Any) -> None:
+        super().__init__(BoundedOutput(output), **options)
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from pipeline.runtime.directory_lock import ServerLocks
 from pipeline.runtime.process import EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
-from starling.cli.broken_pipe import silence
+from starling.cli.bounded_output import BoundedOutput
 from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
@@ -230,10 +230,7 @@ class _Watcher:
 
 
 def _print(text: str) -> None:
-    try:
-        click.echo(text)
-    except OSError:
-        silence(sys.stdout)
+    print(text, file=BoundedOutput(sys.stdout), flush=True)
 
 
 def _answers_ready(config: Config) -> bool:
