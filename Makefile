@@ -102,7 +102,7 @@ test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pyda
 
 test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, containers, as far as installed
 	@$(BIN)/starling prepare
-	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py $(ARGS)
+	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py tests/docs/test_container.py $(ARGS)
 
 leaving-clients: $(VENV)/.locked-dev ## 500 slow readers, 1,000 clients that leave in a stream; fails at a leak; minutes
 	@$(BIN)/starling prepare

@@ -24,13 +24,14 @@ from typing import Any
 from pipeline.config.schema import DEMO_MODEL
 from tests.docs import system_copy
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server, free_port
+from tests.e2e.server import ROOT, START_S, Server, free_port
 from tests.e2e.up_server import Up
 from tools.checks import markdown
 from tools.tiny_gguf import SHAPES, write_model
 from tools.tiny_hf import write_directory
 
 TIMEOUT_S = 240
+DEPLOY_S = 3000  # installation, download and compilation before a block tagged `deploy` serves, beside other work
 # An error answer; the API's description also has properties of this name.
 ERROR = re.compile(r'"error":\s*\{\s*"(?:message|type|code)":\s*"(?!object")')
 # Servers of the page: small, because a page may start several of them.
@@ -57,13 +58,15 @@ DATA: Mapping[str, Callable[[Path], None]] = {
 class ServeBlock(Up):
     """A server, an agent or an orchestrator that a shell block starts, in a shell of its own."""
 
+    start_s: float = START_S  # time limit of everything before it is ready
+
     def __init__(self, home: Path, text: str, config: Mapping[str, Any], folder: Path) -> None:
         super().__init__(home, config)
         self.command = ["bash", "-euc", translated(text, self.port, folder)]
         self.environment["HOME"] = str(folder)
 
     def wait_ready(self) -> ServeBlock:
-        self.wait_for(r"\bis ready at \S+")
+        self.wait_for(r"\bis ready at \S+", self.start_s)
         return self
 
 

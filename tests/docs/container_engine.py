@@ -1,0 +1,146 @@
+"""A podman for tests: its own storage, and the settings that this machine needs.
+
+    with Engine(folder) as engine:      # raises Unavailable
+        ... run `podman` with the variables `engine.environment`
+
+It never sees the user's images, volumes and containers. Where no registry answers, mmdebstrap makes the base image of
+the Containerfile from Debian's packages, under the same name. The machine may lack what engines assume:
+
+- the capability to raise limits (CAP_SYS_RESOURCE): containers get this process's limits, and builds run in a chroot;
+- one hierarchy of control groups: crun gets cgroup2 alone in a mount namespace of its own, and makes no groups;
+- a package index without further settings: containers get the settings of pip and the certificates of this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from tests.e2e.server import ROOT
+
+CONTAINERFILE = ROOT / "configs/container/Containerfile"
+CGROUPS = Path("/sys/fs/cgroup")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # the same file in Debian's images
+CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
+PODMAN_NPROC = 32768
+MINUTES = 60
+# The official image has Python at this path.
+_BASE = """FROM {packages}
+RUN ln -s /usr/bin/python3 /usr/local/bin/python
+ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin
+"""
+_CRUN = """#!/bin/sh
+exec unshare --mount sh -c 'umount -R {cgroups} && mount -t cgroup2 none {cgroups} && exec {crun} "$@"' crun "$@"
+"""
+
+
+class Unavailable(Exception):
+    """This machine cannot build or run containers; the message says why."""
+
+
+class Engine:
+    """The settings and the storage of a podman below one folder, whose path must be short: sockets are made there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        settings, storage = folder / "containers.conf", folder / "storage.conf"
+        self.environment = {
+            "CONTAINERS_CONF": str(settings),
+            "CONTAINERS_STORAGE_CONF": str(storage),
+            "TMPDIR": str(folder),
+        }
+        storage.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/images"\nrunroot = "{folder}/run"\n')
+        lines = ["[containers]", f"volumes = {self._volumes()}"]
+        if not _has(CAP_SYS_RESOURCE):
+            limits = _limits()
+            lines.append(f"default_ulimits = {[f'{name}={value}:{value}' for name, value in limits.items()]}")
+            self.environment["BUILDAH_ISOLATION"] = "chroot"
+        if is_hybrid := (CGROUPS / "unified" / "cgroup.controllers").exists():
+            lines.append('cgroups = "disabled"')
+        lines += ["[engine]", 'cgroup_manager = "cgroupfs"', 'events_logger = "file"']
+        if is_hybrid:
+            lines += ['runtime = "crun"', "[engine.runtimes]", f'crun = ["{self._crun()}"]']
+        settings.write_text("\n".join(lines) + "\n")
+
+    def _volumes(self) -> list[str]:
+        """pip's settings, the folders that they name, and the certificates, mounted where they are here."""
+        listed = subprocess.run(
+            [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+        )
+        pairs = re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE)
+        settings = self.folder / "pip.conf"
+        settings.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in dict(pairs).items()))
+        named = {Path(path) for _, value in pairs for path in re.findall(r"(?:file://|^|\s)(/[^\s]+)", value)}
+        here = sorted(str(path) for path in {*named, CERTIFICATES} if path.exists())
+        return [f"{settings}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in here)]
+
+    def _crun(self) -> Path:
+        crun = shutil.which("crun")
+        if crun is None:
+            raise Unavailable("control groups are hybrid, and crun is not installed")
+        program = self.folder / "crun"
+        program.write_text(_CRUN.format(cgroups=CGROUPS, crun=crun))
+        program.chmod(0o755)
+        return program
+
+    def __enter__(self) -> Engine:
+        base = re.findall(r"^FROM (\S+)", CONTAINERFILE.read_text(), re.MULTILINE)[0]
+        if self.podman("pull", "--quiet", base, is_checked=False).returncode:
+            self._make(base)
+        if (done := self.podman("run", "--rm", base, "true", is_checked=False)).returncode:
+            raise Unavailable(f"podman cannot run containers: {done.stderr[-300:]}")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.podman("rm", "--all", "--force", is_checked=False)
+        self.podman("system", "reset", "--force", is_checked=False)
+
+    def _make(self, name: str) -> None:
+        """The base image `name`, from the packages of Debian."""
+        if not shutil.which("mmdebstrap"):
+            raise Unavailable(f"no registry has {name}, and mmdebstrap is not installed")
+        packages = self.folder / "packages.tar"
+        include = "--include=python3,python3-venv,ca-certificates"
+        command = ["mmdebstrap", "--quiet", "--variant=minbase", include, "bookworm", str(packages)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=15 * MINUTES, check=False)
+        if done.returncode:
+            raise Unavailable(f"no registry has {name}, and mmdebstrap failed: {done.stderr[-300:]}")
+        self.podman("import", str(packages), "packages")
+        packages.unlink()
+        context = self.folder / "base"
+        context.mkdir()
+        (context / "Containerfile").write_text(_BASE.format(packages="localhost/packages"))
+        self.podman("build", "--tag", name, str(context))
+
+    def podman(self, *arguments: str, is_checked: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a command of podman; without `is_checked` it may fail."""
+        done = subprocess.run(
+            ["podman", *arguments],
+            env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=15 * MINUTES,
+            check=False,
+        )
+        assert not is_checked or done.returncode == 0, f"podman {arguments}: {done.stderr[-1000:]}"
+        return done
+
+
+def _limits() -> dict[str, int]:
+    """Limits that a process of podman may set; podman lowers its own number of processes to `PODMAN_NPROC` first."""
+    n_files, n_processes = (resource.getrlimit(name)[1] for name in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    return {"nofile": n_files, "nproc": min(n_processes, PODMAN_NPROC)}
+
+
+def _has(capability: int) -> bool:
+    held = re.search(r"^CapEff:\s*(\w+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return held is not None and bool(int(held[1], 16) & capability)
