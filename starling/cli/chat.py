@@ -15,7 +15,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.errors import InvalidRequest, ModelNotFound, StarlingError
 from pipeline.runtime.process import EXIT_USAGE
-from starling.cli import terminal
+from starling.cli import completion, terminal
 from starling.cli.conversation import (
     ALIASES,
     HELP,
@@ -47,7 +47,7 @@ PROMPT, CONTINUED = ">>> ", "... "
 
 
 @click.command(epilog=CODES)
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completion.model_names)
 @generation_options
 @click.option("--stats", is_flag=True, help="Print token counts and speed after each answer.")
 @click.option("--no-history", is_flag=True, help="Neither read nor write STARLING_HOME/chat-history.")

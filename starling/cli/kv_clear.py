@@ -16,6 +16,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option, timeout_option
 from starling.cli.terminal import print_wrapped
 
@@ -32,7 +33,7 @@ POLL_S = 0.05
         }
     )
 )
-@click.option("--model", default="", metavar="MODEL", help="Only this model.")
+@click.option("--model", default="", metavar="MODEL", help="Only this model.", shell_complete=completion.model_names)
 @click.option("--tenant", default="", metavar="TENANT", help="Only what may be this tenant's.")
 @timeout_option(TIMEOUT_S, "How long it may take.")
 @json_option()

@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import store
 from shm.checkpoint import load_index
 from starling import model_list
+from starling.cli import completion
 from starling.cli.options import exit_codes
 from starling.cli.progress import shown
 
@@ -29,7 +30,7 @@ CODES = exit_codes(
 
 
 @click.command(epilog=CODES)
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.model_names)
 def prepare(name: str | None) -> None:
     """Fetch, ingest and compile the models before a start.
 

@@ -23,6 +23,7 @@ from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, Starli
 from pipeline.ipc import control
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option, timeout_option
 
 LOAD_TIMEOUT_S = 600.0
@@ -44,7 +45,7 @@ _JSON = json_option("Print the result as JSON; `error` holds the reason of a fai
 
 
 @click.command(epilog=CODES)
-@click.argument("model")
+@click.argument("model", shell_complete=completion.model_names)
 @click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the model's present file.")
 @timeout_option(LOAD_TIMEOUT_S, "How long the new version may take to be ready; after that the old one stays.")
 @click.option("--wait", is_flag=True, help="Return only after the old version has been unloaded.")
@@ -62,7 +63,7 @@ def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> 
 
 
 @click.command(epilog=CODES)
-@click.argument("model")
+@click.argument("model", shell_complete=completion.model_names)
 @click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the configured one.")
 @click.option(
     "--kv-cache-mb",
@@ -93,7 +94,7 @@ def load(model: str, path: str, kv_cache_mb: int | None, timeout: float, as_json
         }
     )
 )
-@click.argument("model")
+@click.argument("model", shell_complete=completion.model_names)
 @timeout_option(UNLOAD_TIMEOUT_S, "How long requests in flight may take to finish; after that they are ended.")
 @_JSON
 def unload(model: str, timeout: float, as_json: bool) -> int:

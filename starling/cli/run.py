@@ -11,7 +11,7 @@ import click
 from pipeline.config.load import load
 from pipeline.errors import InvalidRequest
 from pipeline.runtime.process import EXIT_USAGE
-from starling.cli import terminal
+from starling.cli import completion, terminal
 from starling.cli.generation_options import (
     CODES,
     Choice,
@@ -30,7 +30,7 @@ MAX_INPUT = 64 << 20  # bytes of standard input; server.max_body_mb decides what
 
 
 @click.command(epilog=CODES)
-@click.argument("model")
+@click.argument("model", shell_complete=completion.model_names)
 @click.argument("prompt", nargs=-1)
 @generation_options
 @click.option("--raw", is_flag=True, help="Continue PROMPT itself, without the model's chat template.")

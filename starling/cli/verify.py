@@ -18,6 +18,7 @@ from pipeline.models import digests, store
 from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError
 from starling import model_list
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.progress import shown
@@ -33,7 +34,7 @@ from starling.cli.terminal import print_wrapped
         }
     )
 )
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=completion.model_names)
 @json_option()
 def verify(name: str | None, as_json: bool) -> int:
     """Verify the files of models, GGUF and prepared.

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from pipeline.models import pull, registry
@@ -152,6 +154,24 @@ def test_completion(folder: Path, shell: str) -> None:
     code = "from starling.cli import main; import sys; sys.argv[0] = 'starling'; main()"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert "one" in done.stdout and "org/alias" in done.stdout and "two" not in done.stdout
+
+
+@pytest.mark.parametrize("line", ["chat", "kv clear --model", "load", "prepare", "reload", "run", "show", "verify"])
+def test_every_command_completes_names_of_models(folder: Path, line: str) -> None:
+    found = ShellComplete(cli, {}, "starling", "_STARLING_COMPLETE").get_completions(line.split(), "o")
+    assert {item.value for item in found} == {"one", "org/alias"}
+
+
+@pytest.mark.slow
+def test_completion_in_fish_itself(folder: Path) -> None:
+    if not shutil.which("fish"):
+        pytest.skip("not installed: fish")
+    script = 'starling completion fish | source; complete -C "starling run o"'
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path}
+    command = ["fish", "--no-config", "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout.split() == ["one", "org/alias"], done
 
 
 def test_the_list_needs_no_compiler(folder: Path) -> None:
