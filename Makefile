@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos alerts fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -73,6 +73,9 @@ bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 
 chaos: $(VENV)/.locked ## ten minutes of faults against the running server; fails at a wrong byte
 	@$(BIN)/starling chaos --scenario mixed --duration 10m $(ARGS)
+
+alerts: $(VENV)/.locked-dev ## every alert fires when its fault is injected, and resolves; some minutes
+	@$(BIN)/python -m tools.alerts $(ARGS)
 
 fuzz: $(VENV)/.locked-dev ## fuzz every parser, TIME=5m each, or one: TARGET=gguf; fails at a finding
 	@$(BIN)/python -m tools.fuzz run --time $(TIME) $(TARGET) $(ARGS)

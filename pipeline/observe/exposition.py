@@ -6,7 +6,7 @@ until its successor replaces the snapshot; its gauges are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -41,13 +41,15 @@ def render(
     shows_tenants: bool = True,
     exemplars: Exemplars | None = None,
     processes: ProcessTotals | None = None,
+    unready: Collection[str] = (),
 ) -> bytes:
     """Prometheus text of all stages' snapshots and of `own`; with `exemplars` in the format OpenMetrics.
 
     `shows_tenants`: one series for each tenant, not a sum.  `processes`: of `own`; without it the counters of processes
-    that do not measure themselves begin anew with each process.
+    that do not measure themselves begin anew with each process.  `unready`: stages that the caller finds not ready; the
+    record of a process that hangs still says that it is.
     """
-    stages = _stage_families(paths.run_dir(config), processes)
+    stages = _stage_families(paths.run_dir(config), processes, unready)
     snapshots = list(read_snapshots(paths.arena_dir(config), skip=own.stage if own else ""))
     if own is not None:
         own.publish()
@@ -110,13 +112,14 @@ def _hide_tenants(snapshot: Snapshot) -> None:
         ]
 
 
-def _stage_families(run_dir: Path, processes: ProcessTotals | None) -> Snapshot:
+def _stage_families(run_dir: Path, processes: ProcessTotals | None, unready: Collection[str]) -> Snapshot:
     """Families about the stages themselves, from their status records, and about their other processes."""
     up = Metrics("", None)
     (processes or ProcessTotals(up)).measure(run_dir, up)
     for record in status.read_all(run_dir):
+        is_ready = record.alive and record.ready and record.stage not in unready
         up.set("starling_stage_up", float(record.alive), record.stage)
-        up.set("starling_stage_ready", float(record.alive and record.ready), record.stage)
+        up.set("starling_stage_ready", float(is_ready), record.stage)
         up.set("starling_stage_restarts_total", record.restarts, record.stage)
     return up.snapshot()
 

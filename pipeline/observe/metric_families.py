@@ -209,7 +209,7 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_state_file_errors_total",
             "counter",
-            "Failed operations on files of sessions, the journal, the quotas and the API keys.",
+            "Failed operations on files of sessions, the journal, the quotas, stored responses and the API keys.",
             ("files",),
         ),
         Family("starling_kv_cache_spilled_pages_total", "counter", "Evicted pages written to the disk."),

@@ -316,7 +316,9 @@ class Service:
         self.metrics.sample_keys(self.recovery.keys)
         if self.tracer is not None:
             self.metrics.sample_traces(self.tracer.exporter)
-        self.metrics.numbers.set("starling_state_file_errors_total", self.api_keys.errors, "keys")
+        errors = {"keys": self.api_keys.errors, "responses": self.responses.store.errors, **journal.errors}
+        for files, count in errors.items():
+            self.metrics.numbers.set("starling_state_file_errors_total", count, files)
         if self.response_cache.is_enabled:
             self.metrics.sample_responses(self.response_cache, [model.name for model in self.config.models])
 

@@ -5,83 +5,51 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-import subprocess
 import threading
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
-import yaml
 
+from pipeline.config.schema import Config
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import free_port, wait_gone
+from tests.e2e.server import wait_gone
 from tests.e2e.up_server import Up
+from tools.alerts.faults import ServerFaults
+from tools.alerts.prometheus import MISSING, Prometheus, is_installed
+from tools.alerts.rules import shortened
+from tools.alerts.watch import AlertError, Watch
 from tools.dashboards import DIRECTORY
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: prometheus)"),
+    pytest.mark.skipif(not is_installed(), reason=MISSING),
 ]
 
-RULES = Path(__file__).parents[2] / "configs" / "prometheus" / "rules.yml"
 VALUES = {"$instance": ".+", "$model": ".+", "$__rate_interval": "5m"}
+ALERTS_FACTOR = 20.0
 WAIT_S = 120.0
 BODY = {"model": "tiny", "prompt": list(range(3, 90)), "max_tokens": 20, "ignore_eos": True}
 
 
-class Prometheus:
-    """A process that scrapes one server every 2 s."""
-
-    def __init__(self, home: Path, target: int) -> None:
-        self.port = free_port()
-        home.mkdir()
-        shutil.copy(RULES, home / "rules.yml")
-        config = {
-            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
-            "rule_files": ["rules.yml"],
-            "scrape_configs": [{"job_name": "starling", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
-        }
-        (home / "prometheus.yml").write_text(yaml.safe_dump(config))
-        self.log = (home / "log").open("wb")
-        self.process = subprocess.Popen(
-            [
-                *("prometheus", f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
-                *(f"--web.listen-address=127.0.0.1:{self.port}", "--enable-feature=exemplar-storage"),
-            ],
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
-
-    def get(self, path: str, **query: str) -> Any:
-        url = f"http://127.0.0.1:{self.port}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return json.load(answer)["data"]
-
-    def query(self, expression: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
-        return found
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-        self.log.close()
-
-
 @pytest.fixture(scope="module")
-def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """It has scraped a server whose tenants sent requests while its stages were killed."""
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     home = tmp_path_factory.mktemp("dash")
     share_caches(home)
     model = {"name": "tiny", "path": str(write_model(home / "tiny.gguf", SHAPES["small"])), "kv_cache_mb": 16}
     with Up(home, {"models": [model], "logging": {"format": "json"}}) as server:
-        one = Prometheus(home / "prometheus", server.port)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: Up) -> Iterator[Prometheus]:
+    """It has scraped a server whose tenants sent requests while its stages were killed."""
+    recording, _ = shortened(1)["groups"]
+    _, alerts = shortened(ALERTS_FACTOR)["groups"]
+    with Prometheus(server.home / "prometheus", server.port, {"groups": [recording, alerts]}) as one:
         over = threading.Event()
         clients = [threading.Thread(target=_load, args=(server, over)) for _ in range(2)]
         try:
@@ -100,7 +68,6 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
             over.set()
             for client in clients:
                 client.join()
-            one.close()
 
 
 def _load(server: Up, over: threading.Event) -> None:
@@ -161,3 +128,21 @@ def test_load_and_faults_are_in_the_data(prometheus: Prometheus) -> None:
     name = "starling_time_to_first_token_seconds_bucket"
     (series,) = prometheus.get("query_exemplars", query=name, start=str(now - 600), end=str(now + 60))[:1]
     assert re.fullmatch(r"req-[0-9a-f]+", series["exemplars"][0]["labels"]["request_id"])
+
+
+def test_an_alert_fires_while_its_fault_lasts(server: Up, prometheus: Prometheus) -> None:
+    """One of those that `make alerts` checks: a stage that hangs, and that its supervisor does not end."""
+    watch = Watch(prometheus)
+    with pytest.raises(AlertError, match="did not fire"):  # nothing is wrong
+        watch.wait_firing(["StarlingStageNotReady"], 3)
+    config = msgspec.convert({"server": {"run_dir": str(server.home / "run")}}, Config)
+    faults = ServerFaults(server.port, server.home / "run", config)
+    watch.due.add("StarlingErrors")  # of the requests that find no tokenizer
+    try:
+        faults.freeze("tokenizer")
+        watch.wait_firing(["StarlingStageNotReady"], WAIT_S)
+        with pytest.raises(AlertError, match="without a fault"):
+            Watch(prometheus).wait_resolved([], 0)
+    finally:
+        faults.close()
+    watch.wait_resolved(["StarlingStageNotReady"], WAIT_S)

@@ -259,6 +259,9 @@ def test_stages_report_readiness_and_resource_use(config: Config) -> None:
     kv = ("stage", "kv")
     assert found["starling_stage_up", (kv,)] == 1
     assert found["starling_stage_ready", (kv,)] == 1
+    hung = exposition.render(config, unready={"kv"}).decode()
+    assert 'starling_stage_up{stage="kv"} 1.0' in hung
+    assert 'starling_stage_ready{stage="kv"} 0.0' in hung
     assert found["starling_process_resident_bytes", (kv,)] > 1e6
     assert found["starling_process_open_fds", (kv,)] > 3
     assert found["starling_process_private_bytes", (kv,)] > 1e6

@@ -126,6 +126,14 @@ class ServerReadiness:
                 return f"{health.stage}: {problem}"
         return self.plugin_problem()
 
+    def unready_stages(self) -> set[str]:
+        """The stages that send no heartbeats or say that they are not ready, and workers that the scheduler lacks."""
+        found = {one.stage for one in (self.tokenizer, self.scheduler, self.kv) if one.problem}
+        if not found & {"scheduler", "kv"}:  # without which no model is ready
+            serving = filter(None, map(self._catalog.serving, self._catalog.names))
+            found |= {version.stage for version in serving if not self._model(version)["ready"]}
+        return found
+
     def _model(self, serving: ModelVersion) -> dict[str, Any]:
         """The fields of a model in /ready. A worker group that cannot start has recorded the reason."""
         state = self._loaded.states.get(serving.id)

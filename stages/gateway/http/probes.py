@@ -33,13 +33,13 @@ async def metrics(request: web.Request) -> web.Response:
     shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
     service.metrics.sample_network(*request.app[GATE].network.total())
-    own = service.metrics.numbers
+    own, processes, unready = service.metrics.numbers, service.metrics.processes, service.readiness.unready_stages()
     if accepts_open_metrics(", ".join(request.headers.getall("Accept", ()))):
         # Ids of requests are for those who may see tenants.
         exemplars = service.metrics.exemplars if shows_tenants else Exemplars(service.wall)
-        body = exposition.render(service.config, own, shows_tenants, exemplars, service.metrics.processes)
+        body = exposition.render(service.config, own, shows_tenants, exemplars, processes, unready)
         return web.Response(body=body, headers={"Content-Type": exposition.OPEN_METRICS_TYPE})
-    body = exposition.render(service.config, own, shows_tenants, processes=service.metrics.processes)
+    body = exposition.render(service.config, own, shows_tenants, None, processes, unready)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
 
 

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.faults import points
-from pipeline.files import DurableFile, append_all, make_directory, replace_file
+from pipeline.files import DiskErrors, DurableFile, append_all, make_directory, replace_file
 from pipeline.record_file import HEAD_CHECKED
 from shm.decoding import DECODE_ERRORS
 from stages.gateway.requests.spec import RequestSpec
@@ -100,7 +100,8 @@ class Journal(DurableFile):
         self._pinned: dict[str, None] = {}  # the same, of answered requests with an idempotency key
         self._size = 0
         self._live = 0  # bytes that a rewritten file would have
-        self._has_complained = False
+        self.errors = DiskErrors(log, "requests continue without the journal")
+        self._has_complained = False  # of a journal that is full or closed
         self._is_closed = False
         self._next_reopen = 0.0  # s of the monotonic clock
         sound = 0
@@ -108,6 +109,7 @@ class Journal(DurableFile):
             sound = self._read()
         except OSError as error:
             self._is_unreadable = True
+            self.errors.count += 1
             log.error(
                 "%s cannot be read: %s; requests that were in flight are lost, and it is kept as %s",
                 *(self.path, error.strerror or error, UNREADABLE_FILE),
@@ -115,6 +117,7 @@ class Journal(DurableFile):
         try:
             self._rewrite()
         except OSError as error:
+            self.errors.count += 1
             log.error("%s cannot be rewritten: %s", self.path, error.strerror)
             self._continue_old(sound)
         if self._fd >= 0:
@@ -196,13 +199,17 @@ class Journal(DurableFile):
                 return self._leave_out("it is closed")
             if self._fd < 0:
                 if time.monotonic() < self._next_reopen:
-                    return self._leave_out("it cannot be opened")
+                    self.left_out += 1
+                    return False
                 self._next_reopen = time.monotonic() + REOPEN_S
                 self._rewrite()
             self._points.write.hit()
             append_all(self._fd, record, self._size)
         except OSError as error:
-            return self._leave_out(error.strerror or str(error))
+            self.left_out += 1
+            self.errors.failed("write", self.path, error)
+            return False
+        self.errors.worked("write")
         self._size += len(record)
         self._is_dirty = True
         self._has_complained = False

@@ -63,6 +63,12 @@ class StateWriter:
         """Journals that could not be read and were renamed."""
         return self._journal.unreadable if self._journal is not None else 0
 
+    @property
+    def errors(self) -> dict[str, int]:
+        """Failed operations on the files, by kind."""
+        files = {"journal": self._journal, "quotas": self._quotas}
+        return {name: file.errors.count for name, file in files.items() if file is not None}
+
     def take_entries(self) -> list[JournalEntry]:
         """The entries found at the start, in order. A second call returns none."""
         return self._journal.take_entries() if self._journal is not None else []
@@ -142,8 +148,8 @@ class StateWriter:
         try:
             for disk, file in ((self._journal_points, self._journal), (self._quota_points, self._quotas)):
                 fd = file.unsynced() if file is not None else None
-                if fd is not None:
-                    self._syncs.append(self._sync_thread.submit(_sync_and_close, disk, fd))
+                if file is not None and fd is not None:
+                    self._syncs.append(self._sync_thread.submit(_sync_and_close, disk, fd, file))
         finally:
             self._is_sync_queued = False
 
@@ -174,12 +180,14 @@ class StateWriter:
                 log.exception("a state file could not be written")
 
 
-def _sync_and_close(disk: points.DiskPoints, fd: int) -> None:
-    """Flush a file to the disk and close it, in a thread. An error is logged."""
+def _sync_and_close(disk: points.DiskPoints, fd: int, file: Journal | QuotaFile) -> None:
+    """Flush the descriptor `fd` of `file` to the disk and close it, in a thread. An error is counted and logged."""
     try:
         disk.sync.hit()
         os.fdatasync(fd)
     except OSError as error:
-        log.error("journal or quotas could not be synced: %s", error.strerror)
+        file.errors.failed("sync", file.path, error)
+    else:
+        file.errors.worked("sync")
     finally:
         os.close(fd)

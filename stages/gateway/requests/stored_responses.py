@@ -74,6 +74,7 @@ class StoredResponses:
         self._clock = clock
         self._db: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "responses")
+        self.errors = 0  # failed operations on the file
 
     # ---------------------------------------------------------------- from the event loop
 
@@ -92,6 +93,7 @@ class StoredResponses:
                     "conversation",
                 )
             except Exception as problem:
+                self.errors += 1
                 log.error("a response could not be stored: %s", problem)
                 error = StarlingError(
                     "INSUFFICIENT_RESOURCES",
@@ -149,6 +151,7 @@ class StoredResponses:
         try:
             return await self._run(run)
         except (OSError, sqlite3.Error) as problem:
+            self.errors += 1
             log.error("conversations cannot be used: %s", problem)
             raise StarlingError(
                 "INSUFFICIENT_RESOURCES",
