@@ -38,7 +38,8 @@ class KeyTable:
 
     def __init__(self, keys: Keys, slots: NDArray[np.int32]) -> None:
         """Raises `ValueError` for arrays that no table has."""
-        if not len(slots) or (len(slots) > 1 and int(slots[:-1].max()) >= len(keys)) or int(slots.min()) < -1:
+        lacks_seed = not len(slots) or slots[-1] < 0
+        if lacks_seed or (len(slots) > 1 and int(slots[:-1].max()) >= len(keys)) or int(slots.min()) < -1:
             raise ValueError(f"{len(slots)} slots for {len(keys)} keys")
         self._slots, self._size, self._seed = slots, len(slots) - 1, int(slots[-1])
         self._keys = keys

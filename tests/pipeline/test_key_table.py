@@ -31,7 +31,7 @@ def test_a_table_of_many_keys() -> None:
     assert (table.find(array + np.uint64(1)) == -1).all()
 
 
-@pytest.mark.parametrize("slots", [[], [5, 0], [-2, 0]])
+@pytest.mark.parametrize("slots", [[], [5, 0], [-2, 0], [1, -1]])
 def test_slots_of_other_keys_are_refused(slots: list[int]) -> None:
     with pytest.raises(ValueError, match="slots for 3 keys"):
         KeyTable(np.arange(3, dtype=np.uint64), np.array(slots, np.int32))
