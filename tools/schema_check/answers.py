@@ -17,6 +17,7 @@ class Kind(enum.Enum):
     VALID = "valid"
     CUT = "cut off by max_tokens"
     REFUSED = "refused by name"  # 400 that names a keyword of the schema, or one of its values
+    TOO_LARGE = "refused by size"  # 400 that names a bound which the schema exceeds
     UNCHECKED = "not checkable here"  # jsonschema cannot use the schema itself
     INVALID = "INVALID"
     UNNAMED = "REFUSED WITHOUT A NAME"
@@ -35,6 +36,11 @@ class Judgement(NamedTuple):
     reason: str = ""
 
 
+# What a refusal says of a bound: of bytes, depth, CPU time, memory, or the library's own limits.
+_BOUND = re.compile(
+    r"at most [0-9]|nested too deeply|recursion limit|takes longer than|takes too much memory|"
+    r"too (?:many|big|large|complex)|; max is [0-9]|limit (?:exceeded|of [0-9])"
+)
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 
 
@@ -42,9 +48,11 @@ def judge(schema: dict[str, Any], status: int, answer: Any) -> Judgement:
     """Judge the answer to a chat: its status, and its body as decoded JSON."""
     if status == 400:
         message = str(answer["error"]["message"])
-        is_named = str(answer["error"]["param"]).startswith("response_format") and any(
-            _names(message, word) for word in words(schema)
-        )
+        if not str(answer["error"]["param"]).startswith("response_format"):
+            return Judgement(Kind.UNNAMED, message)
+        if _BOUND.search(message):
+            return Judgement(Kind.TOO_LARGE, message)
+        is_named = any(_names(message, word) for word in words(schema))
         return Judgement(Kind.REFUSED if is_named else Kind.UNNAMED, message)
     if status != 200:
         return Judgement(Kind.FAILED, f"{status}: {str(answer)[:300]}")

@@ -84,7 +84,7 @@ def check(
             status, answer = send(body_of(model, schemas[name], seed, max_tokens))
             judgements.append(judge(schemas[name], status, answer))
             on_judged(name, judgements[-1])
-            if judgements[-1].kind in (Kind.REFUSED, Kind.UNNAMED):
+            if judgements[-1].kind in (Kind.REFUSED, Kind.TOO_LARGE, Kind.UNNAMED):
                 break
         return judgements
 
@@ -95,12 +95,15 @@ def check(
 def report(found: dict[str, list[Judgement]]) -> dict[str, Any]:
     """Counts of schemas and answers, and why schemas are refused."""
     answers = Counter(one.kind.value for judgements in found.values() for one in judgements)
-    refused = Counter(js[0].reason.partition(": ")[2][:90] for js in found.values() if js[0].kind is Kind.REFUSED)
+    is_refusal = (Kind.REFUSED, Kind.TOO_LARGE)
+    refused = Counter(
+        (js[0].reason.partition(": ")[2] or js[0].reason)[:90] for js in found.values() if js[0].kind in is_refusal
+    )
     by_schema: Counter[str] = Counter()
     for judgements in found.values():
         kinds = {one.kind for one in judgements}
         faults = [kind for kind in kinds if kind.is_fault]
-        for kind in (*faults, Kind.REFUSED, Kind.VALID, Kind.UNCHECKED, Kind.CUT):
+        for kind in (*faults, *is_refusal, Kind.VALID, Kind.UNCHECKED, Kind.CUT):
             if kind in kinds:
                 by_schema[kind.value] += 1
                 break
