@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -221,6 +222,32 @@ def test_a_message_that_demands_a_call_is_constrained(server: Server, choice: An
     }
     assert server.post("/v1/messages", body).json["stop_reason"] == "tool_use"
     assert submitted(server).constraint is not None
+
+
+def test_the_schemas_of_tools_are_bounded_as_other_constraints(make_server: Callable[..., Server]) -> None:
+    """The bound counts the grammar of all calls, not only a schema that the request has as its own."""
+    server = make_server(scheduler={"constraints": {"max_bytes": 400}})
+    server.wait_ready()
+    city = {"type": "object", "properties": {"city": {"enum": ["x" * 80]}}}
+    tools = [template_form(name, "", city) for name in ("a", "b")]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    assert server.post("/v1/chat/completions", body).status == 200
+    one = {"type": "function", "function": {"name": "a"}}
+    assert server.post("/v1/chat/completions", {**body, "tool_choice": one}).status == 200
+    refused = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert (refused.status, refused.json["error"]["param"]) == (400, "tool_choice")
+    assert "400 bytes (scheduler.constraints.max_bytes)" in refused.json["error"]["message"]
+
+
+def test_times_of_arguments_have_no_second_60_and_dates_no_year_0(tokenizer: Any) -> None:
+    """As those of an answer: many readers of these formats refuse them."""
+    at = {"type": "object", "properties": {"at": {"type": "string", "format": "date-time"}}, "required": ["at"]}
+    use = ToolUse(("note",), True, "hermes", "", "note")
+    matcher = new_matcher(tokenizer, call_constraint(use, [template_form("note", "", at)], "tool_choice"))
+    head = b'<tool_call>\n{"name": "note", "arguments": {"at": "'
+    for text, is_whole in (("2026-01-02T23:58:59Z", True), ("2026-01-02T23:58:60Z", False), ("0000-01-02T", False)):
+        tokens = [*head, *text.encode()]
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) is is_whole, text
 
 
 def test_a_schema_beside_a_demanded_call_has_no_effect(server: Server) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints import grammar
 from stages.tokenizer.reasoning_format import MARKS
@@ -191,6 +192,14 @@ def test_a_reference_to_itself_is_refused_with_the_reason(schema: str) -> None:
         allowed(matcher_of("json_schema", schema))
 
 
+def test_a_choice_may_have_any_character() -> None:
+    for text in [*map(chr, range(1, 160)), "\u2028", "\ufb00", "😀", '\\u0041"', "<[5]>", "/i", "%json", "//"]:
+        tokens = [*text.encode()]
+        matcher = matcher_of("choice", json.dumps([text, "other"], ensure_ascii=False))
+        assert matcher.try_consume_tokens(tokens) == len(tokens), repr(text)
+        assert matcher.is_accepting(), repr(text)
+
+
 @pytest.mark.parametrize("form", ["time", "date", "date-time"])
 def test_times_have_no_second_60_and_dates_no_year_0(form: str) -> None:
     schema = {"type": "string", "format": form, "allOf": [{"maxLength": 40}]}
@@ -212,9 +221,9 @@ def test_times_have_no_second_60_and_dates_no_year_0(form: str) -> None:
 
 def test_values_that_look_like_schemas_stay_as_they_are() -> None:
     schema = {"enum": [{"format": "time"}, "x"]}
-    assert grammar.plain_times(schema) == schema
+    assert plain_times(schema) == schema
     named = {"type": "object", "properties": {"format": {"type": "string"}, "default": {"format": "time"}}}
-    found = grammar.plain_times(named)
+    found = plain_times(named)
     assert found["properties"]["format"] == {"type": "string"}
     assert "allOf" in found["properties"]["default"]
 

@@ -334,12 +334,12 @@ class Admission:
             pid = -1 if stage == "gateway" else self._timelines.pid(stage)
             trace.add(now, name, {"ms": ms(now - began), **(facts or {})}, stage=stage, pid=pid)
 
-    def _check_constraint(self, generation: GenerationRequest) -> None:
+    def _check_constraint(self, generation: GenerationRequest, what: str = "") -> None:
         bound = self._config.scheduler.constraints.max_bytes
         if generation.constraint and len(generation.constraint.text.encode()) > bound:
             field = generation.constraint.field
             raise InvalidRequest(
-                f"{field} has more than {bound} bytes (scheduler.constraints.max_bytes): shorten it", field
+                f"{field} {what}has more than {bound} bytes (scheduler.constraints.max_bytes): shorten it", field
             )
 
     async def _check_breakers(self, sampling: m.Sampling, vocabulary_id: str) -> None:
@@ -391,6 +391,7 @@ class Admission:
             if definitions:
                 constraint = answer_constraint(tools, definitions, generation.constraint or None)
                 generation = msgspec.structs.replace(generation, constraint=constraint or msgspec.UNSET)
+                self._check_constraint(generation, "with the schemas of the tools ")
         if generation.messages is not None and described.reasoning:
             generation = self._with_reasoning(generation, described, version.id, prompts[0])
         spec = RequestSpec(

@@ -13,6 +13,7 @@ from typing import Any
 import llguidance
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints.frames import VocabularyFile
 
@@ -27,10 +28,6 @@ _LISTING = re.compile(r"<state>|\n +[0-9]+ \|")
 _POSITION = re.compile(r"^at [0-9]+\([0-9]+\): ")  # in the grammar: of use only to who wrote one
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regular expression of a grammar
 MAX_ERROR = 400  # characters of a message
-_SECONDS, _YEARS = "^[^:]*:[^:]*:[0-5]", "^(000[1-9]|00[1-9]|0[1-9]|[1-9])"
-_PLAIN = {"time": (_SECONDS,), "date": (_YEARS,), "date-time": (_SECONDS, _YEARS)}
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "examples", "example")  # keywords whose values are no schemas
 # What the library says of a reference that leads to itself without anything between.
 _ENDLESS, _ENDLESS_REASON = "NoExtensionBias", "a $ref leads back to itself, and no value is in between"
 
@@ -105,7 +102,7 @@ def to_lark(constraint: Constraint) -> str:
             options = {**_JSON_OPTIONS, **(given if isinstance(given, dict) else {}), "lenient": False}
             return f"start: %json {json.dumps({**plain_times(schema), 'x-guidance': options})}{_OPTIONS}"
         if kind == "choice":
-            return f"start: {' | '.join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))}{_OPTIONS}"
+            return f"start: {' | '.join(map(_literal, json.loads(text)))}{_OPTIONS}"
         if kind == "regex":
             return f"start: /{llguidance.regex_to_lark(text, 'dw')}/{_OPTIONS}"
         if kind == "gbnf":
@@ -121,27 +118,9 @@ def to_lark(constraint: Constraint) -> str:
     raise GrammarError(f"constraints of kind {kind[:40]!r} are unknown")
 
 
-def plain_times(schema: Any) -> Any:
-    """The schema, in which times have no second 60 and dates no year 0, which the library allows anywhere.
-
-    RFC 3339 has that second only where a leap second was inserted, and many calendars begin with the year 1.
-    """
-    if isinstance(schema, list):
-        return [plain_times(one) for one in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _BY_NAME and isinstance(value, dict):
-            made[key] = {name: plain_times(one) for name, one in value.items()}
-        else:
-            made[key] = value if key in _VALUES else plain_times(value)
-    form = made.get("format")
-    patterns = _PLAIN.get(form, ()) if isinstance(form, str) else ()
-    if patterns:
-        given = made.get("allOf", [])
-        made["allOf"] = [*(given if isinstance(given, list) else []), *({"pattern": one} for one in patterns)]
-    return made
+def _literal(text: str) -> str:
+    """The text in a Lark grammar: as in JSON, but the library wants U+007F escaped, too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def after_reasoning(prefix: ReasoningPrefix, answer: str) -> str:
@@ -149,7 +128,7 @@ def after_reasoning(prefix: ReasoningPrefix, answer: str) -> str:
 
     The reasoning ends with the first end mark, whatever the answer may contain.
     """
-    begin = json.dumps(prefix.begin, ensure_ascii=False) if prefix.begin_id < 0 else f"<[{prefix.begin_id}]>"
+    begin = _literal(prefix.begin) if prefix.begin_id < 0 else f"<[{prefix.begin_id}]>"
     if prefix.end_id < 0:
         rules = f"thinking: text\ntext[lazy]: /(?s:.*){_META.sub(_escaped, prefix.end)}/"
     else:  # the text before a control token ends by itself
