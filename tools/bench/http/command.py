@@ -29,6 +29,7 @@ from starling.bench.load import drive
 from tools.bench.disturbance import Watch
 from tools.bench.http import scenarios
 from tools.bench.http.baseline import FLASH_ATTENTION, BaselineMissing, BaselineServer
+from tools.bench.http.constrained import constrained
 from tools.bench.http.predictions import predictions
 from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.workload import TENANTS, WORKS, Outcome, Prompts, Row, ServerFigures, Work, body, outcome, table
@@ -36,7 +37,7 @@ from tools.bench.offline.results import machine
 
 SLOTS = 16
 SLOT_TOKENS = 1024  # of context for each of the baseline's slots
-SECTIONS = ("table", "steps", "long", "speculation", "prediction", "idle")
+SECTIONS = ("table", "steps", "long", "speculation", "prediction", "constrained", "idle")
 BATCHES = (1, 16, 32)  # streams of the runs that measure pauses between steps
 
 
@@ -148,6 +149,7 @@ def measure(
         section("long", lambda: [scenarios.long_prompt(server, prompts, batch) for batch in (1, 8, 16)])
         section("speculation", lambda: scenarios.speculation(server, prompts, max(3, rounds)))
         section("prediction", lambda: predictions(server, prompts, max(3, rounds)))
+        section("constrained", lambda: constrained(server, prompts, max(3, rounds)))
         if flat_s:
             report["memory"] = scenarios.flat_memory(server, prompts, flat_s)
             click.echo(f"memory: {json.dumps(report['memory'])}")

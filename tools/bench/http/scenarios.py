@@ -41,6 +41,7 @@ class StepWatch:
         self._before = (0, 0, 0)  # step, entries, end
         self.pauses: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its begin
         self.steps: list[tuple[int, int, float]] = []  # tokens, attention positions, us
+        self.periods: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its own
         self.missed = 0
 
     def look(self, _now: float = 0.0) -> None:
@@ -61,6 +62,7 @@ class StepWatch:
             before, n, end = self._before
             if before == number - 1 and n == entries:
                 self.pauses.append((entries, (begun - end) / 1e3))
+                self.periods.append((entries, (ended - end) / 1e3))
             self._before = (number, entries, ended)
         self._last = done
 
@@ -73,6 +75,11 @@ class StepWatch:
             "p95_us": round(percentile(found, 0.95), 1),
             "p99_us": round(percentile(found, 0.99), 1),
         }
+
+    def period_us(self, entries: int, quantile: float = 0.25) -> float:
+        """Time from step to step of `entries` sequences each, microseconds; 0.0 if there were none."""
+        found = [us for n, us in self.periods if n == entries]
+        return percentile(found, quantile) if found else 0.0
 
     def close(self) -> None:
         """Unmap the arena."""
