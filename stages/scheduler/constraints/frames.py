@@ -1,4 +1,4 @@
-"""Frames between the scheduler and its two helper processes, one of which vets grammars and one writes token masks.
+"""Frames between the scheduler and its helper processes: one vets grammars, two write token masks.
 
 A packet is a msgpack array of frames.  Tokens and masks stay in the step arena: frames say which row and how many.
 """
@@ -43,10 +43,11 @@ class Begun(Frame, tag="B"):
 
 
 class Vetted(Frame, tag="C"):
-    """`error`: why the constraint cannot be used; "": it can."""
+    """`error`: why the constraint cannot be used; "": it can. `is_slow`: compiling it takes long."""
 
     id: int
     error: str
+    is_slow: bool = False
 
 
 class Open(Frame, tag="o"):
@@ -87,6 +88,12 @@ class Failed(Frame, tag="F"):
     reason: str
 
 
+class Slow(Frame, tag="S"):
+    """The sequence's masks take long: the process has closed it, and the process for such ones must continue it."""
+
+    sequence: str
+
+
 class Close(Frame, tag="x"):
     """The sequence has ended."""
 
@@ -103,7 +110,7 @@ class VocabularyFile(msgspec.Struct, array_like=True):
 
 
 ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close
-FromHelper = Begun | Vetted | Kept | Failed
+FromHelper = Begun | Vetted | Kept | Failed | Slow
 
 _encoder = msgspec.msgpack.Encoder()
 decode_frames = msgspec.msgpack.Decoder(list[ToHelper]).decode  # a packet of the scheduler
