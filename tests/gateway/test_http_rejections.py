@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +303,17 @@ def test_a_valid_request_id_is_returned(server: Server) -> None:
     assert server.post("/v1/generate", body, {"X-Request-Id": "mine-1"}).headers["X-Request-Id"] == "mine-1"
     odd = server.post("/v1/generate", body, {"X-Request-Id": "a b"}).headers["X-Request-Id"]
     assert odd.startswith("req-")
+
+
+@pytest.mark.parametrize("value", [{"a": "zebraquartz"}, ["zebraquartz", 5], {"text": ["zebraquartz"]}])
+def test_the_log_of_a_refused_request_has_nothing_of_its_prompt(server: Server, value: object) -> None:
+    body = json.dumps({"model": MODEL, "prompt": value}).encode()
+    assert server.post("/v1/completions", body).status == 400
+    # The line of a request is written after its answer, in order.
+    path = server.home / "logs" / "gateway.log"
+    deadline = time.monotonic() + 60
+    while not (lines := [line for line in map(json.loads, path.read_text().splitlines()) if line.get("error")]):
+        assert time.monotonic() < deadline
+        server.post("/v1/completions", b"{")
+    assert "INVALID_REQUEST" in {line["error"] for line in lines}
+    assert "zebraquartz" not in path.read_text()

@@ -283,7 +283,10 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
             "session_id": state.spec.generation.turn.session if state.spec.generation.turn else None,
         }
     if error is not None:
-        fields |= {"error": error.code, "reason": error.message}
+        fields |= {"error": error.code, "param": error.param or None}
+        # Messages about a request's fields quote their values: prompts, schemas, names of sessions.
+        if status >= 500 or status == 429:
+            fields["reason"] = error.message
     # /ready is polled: stage.py logs the change of readiness, not each response.
     is_routine = (status < 400 and state is None) or endpoint == "/ready"
     level = logging.DEBUG if is_routine else logging.WARNING if status >= 500 else logging.INFO
