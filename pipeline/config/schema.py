@@ -129,7 +129,7 @@ class ConstraintsConfig(Section, frozen=True, kw_only=True):
 
     max_bytes: Annotated[int, Meta(ge=256, le=65_536)] = 65_536  # of one, as text
     compile_timeout_ms: Annotated[int, Meta(ge=100, le=600_000)] = 10_000  # of CPU time; one that takes more is refused
-    memory_mb: Annotated[int, Meta(ge=256, le=1 << 20)] = 2048  # of each of the processes that handle them
+    memory_mb: Annotated[int, Meta(ge=256, le=1 << 20)] = 2048  # of each of the two processes that handle them
     max_cached: Annotated[int, Meta(ge=0, le=100_000)] = 256  # compiled ones that no request uses, in all
     max_cached_per_tenant: Annotated[int, Meta(ge=0, le=100_000)] = 64
 

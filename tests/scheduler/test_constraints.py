@@ -21,7 +21,7 @@ from shm import step_ring as sh
 from shm.step_ring import StepsGeometry
 from stages.scheduler.constraints import constraints as constraints_module
 from stages.scheduler.constraints import frames as f
-from stages.scheduler.constraints import grammar, mask_writer
+from stages.scheduler.constraints import grammar
 from stages.scheduler.constraints.mask_writer import MaskWriter
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core import ring as ring_module
@@ -70,7 +70,7 @@ class ConstrainedWorld(World):
 
     def __init__(self, **settings: Any) -> None:
         self.vetting = Vetting(limit_s=10.0)
-        self.to_masks: deque[tuple[bool, Frame]] = deque()  # with whether it goes to the process for slow masks
+        self.to_masks: deque[Frame] = deque()
         self.from_masks: deque[Frame] = deque()
         super().__init__(vetting=self.vetting, mask_words=sh.mask_words(VOCAB), **settings)
         self.constraints = self.engine.constraints
@@ -79,41 +79,33 @@ class ConstrainedWorld(World):
         self.start_masks()
 
     def start_masks(self) -> None:
-        """New mask processes: they have lost everything, and all frames to and from the old ones."""
-        self.writers = [MaskWriter(at_once, 4, 4, threads=2), MaskWriter(at_once, 4, 4, is_slow=True)]
-        for writer in self.writers:
-            writer.set_vocabulary("m", vocabulary())
-            writer.set_rows("m", self.steps)
-            writer._tokenizers["m"] = tokenizer()
+        """A new mask process: it has lost everything, and all frames to and from the old one."""
+        self.writer = MaskWriter(at_once, 4, 4)
+        self.writer.set_vocabulary("m", vocabulary())
+        self.writer.set_rows("m", self.steps)
+        self.writer._tokenizers["m"] = tokenizer()
         self.to_masks.clear()
         self.from_masks.clear()
-        for is_slow in (False, True):
-            self.constraints.replay(self.now, is_slow)
+        self.constraints.replay(self.now)
         self.constraints.flush(self.now)
 
     def exchange_with_masks(self, most: int = 1 << 30) -> None:
-        """Deliver at most `most` frames to the mask processes, and their answers."""
-        for is_slow in (False, True):
-            frames = self.constraints.frames_for(is_slow)
-            self.to_masks.extend((is_slow, frame) for frame in frames)
-            frames.clear()
+        """Deliver at most `most` frames to the mask process, and its answers."""
+        self.to_masks.extend(self.constraints.frames)
+        self.constraints.frames.clear()
         while self.to_masks and most > 0:
-            is_slow, frame = self.to_masks.popleft()
+            frame = self.to_masks.popleft()
             if not isinstance(frame, f.Vocabulary | f.Rows):
-                self.writers[is_slow].handle(frame)  # type: ignore[arg-type]
+                self.writer.handle(frame)  # type: ignore[arg-type]
             most -= 1
-        for writer in self.writers:
-            writer.write()
-            self.from_masks.extend(writer.answers)
-            writer.answers.clear()
+        self.from_masks.extend(self.writer.answers)
+        self.writer.answers.clear()
         while self.from_masks:
             answer = self.from_masks.popleft()
             if isinstance(answer, f.Kept):
                 self.constraints.on_kept(answer)
             elif isinstance(answer, f.Failed):
                 self.constraints.on_failed(answer)
-            elif isinstance(answer, f.Slow):
-                self.constraints.on_slow(answer)
 
     def vet(self, error: str = "") -> None:
         """Answer all trials."""
@@ -174,17 +166,9 @@ def test_output_matches_the_constraint_and_ends_with_it() -> None:
 
 @pytest.mark.usefixtures("many_deaths")
 @settings(max_examples=15)
-@given(st.integers(0, 2**32), st.sampled_from([-1, 3, 16]), st.sampled_from([1, 3]), st.booleans())
-def test_tokens_do_not_depend_on_late_or_slow_masks_lost_processes_or_drafts(
-    seed: int, speculate: int, ahead: int, is_slow: bool
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mask_writer, "SLOW_S", 0.0 if is_slow else float("inf"))
-        check_disturbed(random.Random(seed), speculate, ahead)
-
-
-def check_disturbed(rng: random.Random, speculate: int, ahead: int) -> None:
-    """Whatever happens, every sequence has the tokens of an undisturbed run."""
+@given(st.integers(0, 2**32), st.sampled_from([-1, 3, 16]), st.sampled_from([1, 3]))
+def test_tokens_do_not_depend_on_late_masks_lost_processes_or_drafts(seed: int, speculate: int, ahead: int) -> None:
+    rng = random.Random(seed)
     world = ConstrainedWorld(batch=3, pages=24, context=96, period=2 if speculate > 0 else 0, speculate=speculate)
     frames = [constrained(name, i, [PATTERN, "[a-c]{9}", "(ab)+y|c{30}"][i % 3]) for i, name in enumerate("abcde")]
     plain = [submission("x", [1, 2, 3], 30, seed=7), submission("y", [4, 5], 30, seed=8)]
@@ -259,103 +243,6 @@ def test_a_late_mask_delays_its_own_sequence_only() -> None:
     assert 0 < world.worker.voids <= 2
     world.run_until_idle()
     assert world.tokens["a"] == alone(constrained("a", 1))[0]
-
-
-def test_no_step_waits_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sequence is computed only when its mask is there; others, and those of the quick process, go on."""
-    monkeypatch.setattr(mask_writer, "SLOW_S", 0.0)
-    world = ConstrainedWorld(speculate=-1)
-    voids: list[str] = []
-    mark_void = world.constraints.mark_void
-    monkeypatch.setattr(world.constraints, "mark_void", lambda one: (voids.append(one.id), mark_void(one)))
-    slow = constrained("a", 1, "[a-z]{50}")
-    world.submit(slow)
-    world.vet()
-    while not world.engine.table.live["a"].waits_for_mask:
-        world.run_round()
-        world.exchange_with_kv()
-        world.exchange_with_masks()
-        world.compute_step()
-        world.collect()
-    monkeypatch.setattr(mask_writer, "SLOW_S", float("inf"))
-    for frame in (submission("x", [1, 2, 3], 20, seed=7), constrained("b", 2, "[a-c]{9}"), constrained("c", 3)):
-        world.submit(frame)
-        world.vet()
-        held: list[Frame] = []
-        before = len(world.tokens["a"])
-        for _ in range(100):
-            world.run_round()
-            world.exchange_with_kv()
-            held += world.constraints.slow_frames
-            world.constraints.slow_frames.clear()
-            world.exchange_with_masks()
-            world.compute_step()
-            world.collect()
-            world.now += 0.001
-        assert frame.sequence in world.ends
-        assert len(world.tokens["a"]) <= before + 1
-        world.to_masks.extend((True, one) for one in held)
-        world.exchange_with_masks()
-    assert voids == ["a"]  # of the step that was published before it became slow
-    world.run_until_idle()
-    assert world.tokens["a"] == alone(slow)[0]
-
-
-def test_a_slow_constraint_is_slow_from_its_first_token_the_next_time() -> None:
-    world = ConstrainedWorld(speculate=-1)
-    first = constrained("a", 1)
-    world.submit(first)
-    world.vet()
-    world.vetting.mark_slow("m", first.constraint)
-    world.run_until_idle()
-    world.submit(constrained("b", 2))
-    assert world.engine.table.live["b"].waits_for_mask
-    world.run_until_idle()
-    assert world.tokens["b"] == alone(constrained("b", 2))[0]
-
-
-@pytest.mark.parametrize(
-    ("most_of_sequence", "words"), [(1500, "its masks take more than"), (1 << 40, "of all requests")]
-)
-def test_memory_of_masks_is_bounded_for_one_request_and_in_all(most_of_sequence: int, words: str) -> None:
-    """The request whose masks took the most memory fails; another one, and its masks, stay."""
-    used = {"a": 0, "b": 0}
-    geometry = StepsGeometry(2, 2, 2, 32, 2, mask_words=sh.mask_words(VOCAB))
-    steps = sh.blank_steps(geometry)
-    trims: list[int] = []
-
-    def trim() -> None:
-        trims.append(sum(used.values()))
-        for name in used.keys() - writer._sequences.keys():
-            used[name] = 0
-
-    memory = mask_writer.Memory(lambda: sum(used.values()), 4000, most_of_sequence, trim)
-    writer = MaskWriter(at_once, 4, 4, is_slow=True, memory=memory)
-    writer.set_vocabulary("m", vocabulary())
-    writer.set_rows("m", steps)
-    compute = mask_writer.write_mask
-
-    def grow(matcher: Any, steps: Any, row: int, known: int, epoch: int) -> None:
-        compute(matcher, steps, row, known, epoch)
-        used["ab"[row]] += (100, 1000)[row]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mask_writer, "write_mask", grow)
-        for name in "ab":
-            writer.handle(f.Open(name, "m", "tenant", Constraint("regex", "[a-c]{40}", "regex")))
-        failed = []
-        steps.tokens[:] = 65  # a
-        for length in range(1, 12):
-            for row, name in enumerate("ab"):
-                writer.handle(f.Mask(name, row, 1, length, 1))
-            writer.write()
-            failed += [answer for answer in writer.answers if isinstance(answer, f.Failed)]
-            writer.answers.clear()
-    [failure] = failed
-    assert failure.sequence == "b"
-    assert words in failure.reason
-    assert bool(trims) == (words == "of all requests")
-    assert steps.mask_ready[0, 11 % sh.MASK_SLOTS] == sh.mask_tag(1, 11)
 
 
 def test_a_continued_sequence_gets_the_rest_of_its_tokens() -> None:

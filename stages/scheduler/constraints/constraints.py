@@ -7,10 +7,7 @@ The mask process owns the automata; this side only counts.  A mask carries a tag
 accepted may be in the row.  A sample without its mask in time is void: its position is computed again when the mask is
 there, so a slow automaton delays its own sequence and no other.
 
-Sequences whose masks take long are *slow*: a second mask process, of low priority, computes their masks, and no step is
-published for one before its mask is there.  So no step waits for them, and they take no core from the others.
-
-Pure: frames for the two mask processes gather in `frames` and `slow_frames`.
+Pure: frames for the mask process gather in `frames`.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import msgspec
 
 from pipeline.protocol.messages import Frame, Submit
 from shm.step_ring import MASK_SLOTS
-from stages.scheduler.constraints.frames import Close, Failed, Kept, Mask, Open, Rows, Slow, Vocabulary
+from stages.scheduler.constraints.frames import Close, Failed, Kept, Mask, Open, Rows, Vocabulary
 from stages.scheduler.constraints.mask_state import Masks
 from stages.scheduler.constraints.vetting import Vetting, VettingFullError
 from stages.scheduler.core.sequence import SequenceState
@@ -32,7 +29,6 @@ from stages.scheduler.policy.admission import Refusal
 DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes without them
 POLL_S = 0.0005  # between two looks for a mask that came too late
 STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
-SLOW_STUCK_S = 300.0  # of the process for slow masks, which has what other processes leave of the cores
 MAX_DEATHS = 5  # of the mask process while it owed a sequence a mask: then the sequence fails
 MAX_HELD = 1024  # submissions whose constraints are being vetted
 
@@ -48,7 +44,6 @@ class Constraints:
 
     def __init__(self, model: str, worker: WorkerLink, vetting: Vetting | None) -> None:
         self.frames: list[Frame] = []  # for the mask process
-        self.slow_frames: list[Frame] = []  # for the one of slow sequences
         self.fail: Callable[[SequenceState, str, str], None] = lambda sequence, code, message: None
         self._model = model
         self._worker = worker
@@ -70,14 +65,6 @@ class Constraints:
     def is_used(self) -> bool:
         """Some sequence has a constraint."""
         return bool(self._open)
-
-    def uses(self, is_slow: bool) -> bool:
-        """Some sequence needs the mask process, or the one for slow masks."""
-        return any(sequence.waits_for_mask == is_slow for sequence in self._open.values())
-
-    def frames_for(self, is_slow: bool) -> list[Frame]:
-        """Frames for one of the two mask processes."""
-        return self.slow_frames if is_slow else self.frames
 
     # -------------------------------------------------------------- submissions
 
@@ -146,17 +133,16 @@ class Constraints:
     def open(self, sequence: SequenceState) -> None:
         """A sequence is live."""
         if sequence.constraint is not None:
-            is_slow = self._vetting is not None and self._vetting.is_slow(self._model, sequence.constraint)
-            sequence.masks, sequence.waits_for_mask = Masks(), is_slow
+            sequence.masks = Masks()
             self._open[sequence.id] = sequence
-            self.frames_for(is_slow).append(self._open_frame(sequence))
+            self.frames.append(self._open_frame(sequence))
 
     def close(self, sequence: SequenceState) -> None:
         """A sequence is not live any more."""
         if self._open.get(sequence.id) is sequence:
             del self._open[sequence.id]
             self._dirty.pop(sequence.id, None)
-            self.frames_for(sequence.waits_for_mask).append(Close(sequence.id))
+            self.frames.append(Close(sequence.id))
 
     def restart(self, sequence: SequenceState) -> None:
         """The row holds the known tokens, and no step computes it: it is new, preempted, or its steps are void."""
@@ -171,19 +157,12 @@ class Constraints:
             if masks.has_drafts:
                 self._renew(sequence)
             self._dirty[sequence.id] = sequence
-            if sequence.waits_for_mask:
-                self._pause(sequence)
-
-    def _pause(self, sequence: SequenceState) -> None:
-        """Compute the sequence no further before its mask is there."""
-        if not sequence.lacks_mask:
-            sequence.lacks_mask = True
-            self._void.append(sequence)
 
     def mark_void(self, sequence: SequenceState) -> None:
         """A sample had no mask. The sequence pauses until it is there."""
         if not sequence.lacks_mask and not sequence.is_done:
-            self._pause(sequence)
+            sequence.lacks_mask = True
+            self._void.append(sequence)
             self._renew(sequence)
 
     def _renew(self, sequence: SequenceState) -> None:
@@ -208,7 +187,7 @@ class Constraints:
         assert masks is not None
         masks.sent_length, masks.sent_at = run.length, now
         frame = Mask(sequence.id, run.row, sequence.prompt_len, run.length, masks.epoch, drafts)
-        self.frames_for(sequence.waits_for_mask).append(frame)
+        self.frames.append(frame)
 
     # -------------------------------------------------------------- draft tokens
 
@@ -217,7 +196,7 @@ class Constraints:
         masks, length = sequence.masks, sequence.run.length
         assert masks is not None
         drafts = drafts[: MASK_SLOTS - 1]
-        if not drafts or sequence.lacks_mask or sequence.waits_for_mask:
+        if not drafts or sequence.lacks_mask:
             return ()
         if masks.asked_at != length:
             self._renew(sequence)
@@ -247,19 +226,6 @@ class Constraints:
             sequence.masks.has_drafts = frame.count > 0
             self._wait_until = 0.0
 
-    def on_slow(self, frame: Slow) -> None:
-        """The mask process has closed a sequence whose masks take long: the other process continues it."""
-        sequence = self._open.get(frame.sequence)
-        if sequence is None or sequence.waits_for_mask:
-            return
-        assert sequence.constraint is not None
-        sequence.waits_for_mask = True
-        if self._vetting is not None:
-            self._vetting.mark_slow(self._model, sequence.constraint)
-        self.slow_frames.append(self._open_frame(sequence))
-        if self._is_owed(sequence):  # what is there is not written again, because a rank may be reading it
-            self._dirty[sequence.id] = sequence
-
     def on_failed(self, frame: Failed) -> None:
         """No mask can be computed."""
         sequence = self._open.get(frame.sequence)
@@ -277,8 +243,8 @@ class Constraints:
 
     def wait_s(self, now: float) -> float:
         """Seconds until a mask or an answer is looked for again; 0.0: nothing is waited for."""
-        if any(not sequence.waits_for_mask for sequence in self._void):
-            return POLL_S  # for a slow mask an answer comes
+        if self._void:
+            return POLL_S
         return max(0.0, self._wait_until - now)
 
     def _is_owed(self, sequence: SequenceState) -> bool:
@@ -292,52 +258,45 @@ class Constraints:
     def set_vocabulary(self, path: str) -> None:
         """The version's vocabulary is in this file."""
         self._vocabulary = path
-        for frames in (self.frames, self.slow_frames):
-            frames.append(Vocabulary(self._model, path))
+        self.frames.append(Vocabulary(self._model, path))
 
     def set_rows(self, path: str) -> None:
         """The version has a new step arena."""
         self._rows = path
-        for frames in (self.frames, self.slow_frames):
-            frames.append(Rows(self._model, path))
+        self.frames.append(Rows(self._model, path))
 
-    def replay(self, now: float, is_slow: bool = False) -> None:
-        """A mask process, or the one for slow masks, is new: it gets everything again."""
-        frames = self.frames_for(is_slow)
-        frames.clear()
-        if self._vocabulary:
-            frames.append(Vocabulary(self._model, self._vocabulary))
-        if self._rows:
-            frames.append(Rows(self._model, self._rows))
+    def replay(self, now: float) -> None:
+        """The mask process is new: it gets everything again."""
         for sequence in list(self._open.values()):
             masks = sequence.masks
             assert masks is not None
-            if sequence.waits_for_mask != is_slow:
-                continue
             if masks.sent_length == sequence.run.length and self._is_owed(sequence):
                 masks.deaths += 1
                 if masks.deaths > MAX_DEATHS:
                     self.fail(sequence, "INFERENCE", "the process that computes its token masks has died each time")
-                    continue
-            frames.append(self._open_frame(sequence))
-            self._dirty[sequence.id] = sequence
+        self.frames.clear()
+        if self._vocabulary:
+            self.set_vocabulary(self._vocabulary)
+        if self._rows:
+            self.set_rows(self._rows)
+        self.frames.extend(self._open_frame(sequence) for sequence in self._open.values())
+        self._dirty.update(self._open)
 
     def _open_frame(self, sequence: SequenceState) -> Open:
         assert sequence.constraint is not None
         return Open(sequence.id, self._model, sequence.tenant.name, sequence.constraint)
 
-    def is_stuck(self, now: float, is_slow: bool = False) -> bool:
-        """Some mask is overdue: the mask process, or the one for slow masks, must be killed."""
+    def is_stuck(self, now: float) -> bool:
+        """Some mask is overdue: the mask process must be killed."""
         return any(
             sequence.masks is not None
-            and sequence.waits_for_mask == is_slow
-            and sequence.masks.sent_at < now - (SLOW_STUCK_S if is_slow else STUCK_S)
+            and sequence.masks.sent_at < now - STUCK_S
             and sequence.masks.sent_length == sequence.run.length
             and self._is_owed(sequence)
             for sequence in self._open.values()
         )
 
 
-def any_stuck(all_constraints: Iterable[Constraints], now: float, is_slow: bool) -> bool:
-    """Whether one of the mask processes owes any engine a mask for too long."""
-    return any(constraints.is_stuck(now, is_slow) for constraints in all_constraints)
+def any_stuck(all_constraints: Iterable[Constraints], now: float) -> bool:
+    """Whether the mask process owes any engine a mask for too long."""
+    return any(constraints.is_stuck(now) for constraints in all_constraints)

@@ -1,4 +1,4 @@
-"""Frames between the scheduler and its helper processes: one vets grammars, two write token masks.
+"""Frames between the scheduler and its two helper processes, one of which vets grammars and one writes token masks.
 
 A packet is a msgpack array of frames.  Tokens and masks stay in the step arena: frames say which row and how many.
 """
@@ -43,11 +43,10 @@ class Begun(Frame, tag="B"):
 
 
 class Vetted(Frame, tag="C"):
-    """`error`: why the constraint cannot be used; "": it can. `is_slow`: compiling it takes long."""
+    """`error`: why the constraint cannot be used; "": it can."""
 
     id: int
     error: str
-    is_slow: bool = False
 
 
 class Open(Frame, tag="o"):
@@ -88,12 +87,6 @@ class Failed(Frame, tag="F"):
     reason: str
 
 
-class Slow(Frame, tag="S"):
-    """The sequence's masks take long: the process has closed it, and the process for such ones must continue it."""
-
-    sequence: str
-
-
 class Close(Frame, tag="x"):
     """The sequence has ended."""
 
@@ -110,7 +103,7 @@ class VocabularyFile(msgspec.Struct, array_like=True):
 
 
 ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close
-FromHelper = Begun | Vetted | Kept | Failed | Slow
+FromHelper = Begun | Vetted | Kept | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_frames = msgspec.msgpack.Decoder(list[ToHelper]).decode  # a packet of the scheduler

@@ -1,4 +1,4 @@
-"""The program of the helper processes: `vet` compiles constraints on trial, `mask` writes masks, `slow` slow ones.
+"""The program of both helper processes: `vet` compiles constraints on trial, `mask` writes masks.
 
     python -m stages.scheduler.constraints.helper_main PARENT_PID FD ROLE MEMORY_MB MAX_CACHED MAX_CACHED_PER_TENANT
 
@@ -13,32 +13,23 @@ import resource
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline import procfs
 from pipeline.protocol.messages import Frame
 from pipeline.runtime import process
-from pipeline.runtime.malloc_trim import trim
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
-from stages.scheduler.constraints.mask_writer import MaskWriter, Memory, read_vocabulary
+from stages.scheduler.constraints.mask_writer import MaskWriter, read_vocabulary
 
 RECEIVE_BYTES = 1 << 20  # more than a packet has
-NICENESS = 10  # of the trial process and of the one for slow masks: the cores are for others first
-MAX_THREADS = 4  # that compute masks
-SLOW_COMPILE_S = 0.1  # CPU time from which the process for slow masks compiles a constraint, too
-# Shares of the memory limit.  Beyond it the process ends: masks take at most the first share in all, at most the
-# second of one request; compilation takes the rest.
-MASKS_SHARE, REQUEST_SHARE = 0.75, 0.125
+NICENESS = 10  # of the trial process: what it does is not urgent
 
 
 def vet(tokenizer: Any, frame: f.Vet) -> f.Vetted:
     """Compile the constraint and compute its first mask."""
-    begun = time.process_time()
     try:
         matcher = grammar.new_matcher(tokenizer, frame.constraint)
         mask = matcher.compute_bitmask()
@@ -47,7 +38,7 @@ def vet(tokenizer: Any, frame: f.Vet) -> f.Vetted:
             raise grammar.GrammarError("no token of the vocabulary begins it")
     except grammar.GrammarError as error:
         return f.Vetted(frame.id, str(error))
-    return f.Vetted(frame.id, "", time.process_time() - begun > SLOW_COMPILE_S)
+    return f.Vetted(frame.id, "")
 
 
 def serve_vet(fd: int) -> None:
@@ -66,10 +57,9 @@ def serve_vet(fd: int) -> None:
                 _send(fd, [vet(tokenizers[frame.version], frame)])
 
 
-def serve_masks(fd: int, megabytes: int, max_grammars: int, max_tenant_grammars: int, is_slow: bool) -> None:
+def serve_masks(fd: int, max_grammars: int, max_tenant_grammars: int) -> None:
     """Write masks; grammars are compiled on a thread, and masks of others are written meanwhile."""
-    if not is_slow:
-        process.use_short_time_slice()
+    process.use_short_time_slice()
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     pool = ThreadPoolExecutor(1)
 
@@ -78,12 +68,7 @@ def serve_masks(fd: int, megabytes: int, max_grammars: int, max_tenant_grammars:
         future.add_done_callback(lambda _: os.eventfd_write(wake, 1))
         return future
 
-    threads = 1 if is_slow else min(MAX_THREADS, len(os.sched_getaffinity(0)))
-    limit = megabytes << 20
-    memory = (
-        Memory(procfs.anonymous_bytes, int(MASKS_SHARE * limit), int(REQUEST_SHARE * limit), trim) if limit else None
-    )
-    writer = MaskWriter(compile_later, max_grammars, max_tenant_grammars, threads, is_slow, memory)
+    writer = MaskWriter(compile_later, max_grammars, max_tenant_grammars)
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -98,7 +83,6 @@ def serve_masks(fd: int, megabytes: int, max_grammars: int, max_tenant_grammars:
                 os._exit(0)  # the thread may be in a long compilation
             for frame in f.decode_frames(packet):
                 writer.handle(frame)
-        writer.write()
         if writer.answers:
             _send(fd, writer.answers)
             writer.answers.clear()
@@ -126,13 +110,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the scheduler drains first, and closes the socket
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if role != "mask":
-        os.nice(NICENESS)
-    limit_memory(megabytes)
-    if role == "vet":
-        serve_vet(fd)
+    if role == "mask":
+        limit_memory(megabytes)
+        serve_masks(fd, max_grammars, max_tenant_grammars)
     else:
-        serve_masks(fd, megabytes, max_grammars, max_tenant_grammars, role == "slow")
+        os.nice(NICENESS)
+        limit_memory(megabytes)
+        serve_vet(fd)
 
 
 if __name__ == "__main__":

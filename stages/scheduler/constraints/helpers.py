@@ -1,9 +1,8 @@
-"""The scheduler's helper processes for constraints, and what connects them with the engines."""
+"""The scheduler's two helper processes for constraints, and what connects them with the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,14 +28,8 @@ class ConstraintHelpers:
         self._engines = engines
         self._vocabularies: dict[str, f.Vocabulary] = {}  # by version
         numbers = tuple(map(str, (bounds.memory_mb, bounds.max_cached, bounds.max_cached_per_tenant)))
-        self._masks = tuple(  # the second one: of slow sequences
-            HelperProcess(
-                _PROGRAM,
-                (role, *numbers),
-                loop,
-                Callbacks(self._on_mask_packet, on_started=partial(self._replay, is_slow)),
-            )
-            for is_slow, role in ((False, "mask"), (True, "slow"))
+        self._masks = HelperProcess(
+            _PROGRAM, ("mask", *numbers), loop, Callbacks(self._on_mask_packet, on_started=self._replay)
         )
         self._trial = HelperProcess(
             _PROGRAM,
@@ -67,35 +60,30 @@ class ConstraintHelpers:
             frames, self.vetting.frames = self.vetting.frames, []
             self._trial.send(f.packets(frames))
         for constraints in self._engines():
-            for is_slow, process in enumerate(self._masks):
-                frames = constraints.frames_for(bool(is_slow))
-                if not frames:
-                    continue
-                if not process.pid and not constraints.uses(bool(is_slow)):
-                    frames.clear()  # a new process gets everything from `replay`
-                elif process.ensure_started():
-                    process.send(f.packets(frames))
-                    frames.clear()
+            if not constraints.frames:
+                continue
+            if not self._masks.pid and not constraints.is_used:
+                constraints.frames.clear()  # a new process gets everything from `replay`
+            elif self._masks.ensure_started():
+                frames, constraints.frames = constraints.frames, []
+                self._masks.send(f.packets(frames))
 
     def tick(self, now: float) -> None:
         """Every 100 ms: helpers that hang, and those that have ended while there is something for them to do."""
+        self._masks.flush()
         self._trial.flush()
         if self.vetting.is_busy and self.vetting.is_late(now, self._trial_cpu_s()):
             self._trial.kill()
             self.vetting.on_late(now)
-        for number, process in enumerate(self._masks):
-            is_slow = bool(number)
-            process.flush()
-            if any_stuck(self._engines(), now, is_slow):
-                process.kill()
-            if not process.pid and any(constraints.uses(is_slow) for constraints in self._engines()):
-                process.ensure_started()
+        if any_stuck(self._engines(), now):
+            self._masks.kill()
+        if not self._masks.pid and any(constraints.is_used for constraints in self._engines()):
+            self._masks.ensure_started()
         self.send()
 
     def close(self) -> None:
-        """End all processes."""
-        for process in self._masks:
-            process.kill()
+        """End both processes."""
+        self._masks.kill()
         self._trial.kill()
 
     def _trial_cpu_s(self) -> float:
@@ -104,10 +92,10 @@ class ConstraintHelpers:
     def _describe(self) -> None:
         self._trial.send(f.packets(self._vocabularies.values()))
 
-    def _replay(self, is_slow: bool) -> None:
+    def _replay(self) -> None:
         now = self._clock()
         for constraints in self._engines():
-            constraints.replay(now, is_slow)
+            constraints.replay(now)
             constraints.flush(now)
 
     def _on_trial_packet(self, packet: bytes) -> None:
@@ -124,5 +112,3 @@ class ConstraintHelpers:
                     constraints.on_kept(frame)
                 elif isinstance(frame, f.Failed):
                     constraints.on_failed(frame)
-                elif isinstance(frame, f.Slow):
-                    constraints.on_slow(frame)

@@ -6,17 +6,7 @@ from __future__ import annotations
 class Masks:
     """The epoch of its masks, and its unanswered questions."""
 
-    __slots__ = (
-        "asked",
-        "asked_at",
-        "deadline",
-        "deaths",
-        "epoch",
-        "has_drafts",
-        "kept",
-        "sent_at",
-        "sent_length",
-    )
+    __slots__ = ("asked", "asked_at", "deadline", "deaths", "epoch", "has_drafts", "kept", "sent_at", "sent_length")
 
     def __init__(self) -> None:
         self.epoch = 0

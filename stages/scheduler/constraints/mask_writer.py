@@ -2,23 +2,17 @@
 
 An automaton's state is a function of the sequence's output tokens, which are read from the row.  A new process, or a
 sequence that continues after a recovery, therefore gets there by consuming them again.
-
-Masks of sequences that were quick so far are computed together, on several threads.  Those of others are computed one
-by one and timed; a sequence that stays slow is given up, and the process for slow masks continues it.
 """
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import llguidance
 import msgspec
-import numpy as np
 
 from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
 from shm.arena import Arena
@@ -29,35 +23,17 @@ from stages.scheduler.constraints import grammar
 GrammarKey = tuple[str, str, str, ReasoningPrefix | None]  # version, kind, text, what stands before it
 Compile = Callable[[Callable[[], Any]], "Future[Any]"]
 
-SLOW_S = 0.002  # CPU time of a mask that counts as slow
-STRIKES = 3  # slow masks, less the quick ones between, after which a sequence is slow
-VERY_SLOW_S = 0.02  # such a mask counts as so many at once
-TOGETHER_S = 0.004  # CPU time of masks computed together after which each is timed the next time
-GROWTH_BYTES = 1 << 20  # and growth of the process
-
-
-class Memory(NamedTuple):
-    """What the process and one sequence may add to what the process has at first. `used()`: bytes it has now."""
-
-    used: Callable[[], int]
-    most: int
-    most_of_sequence: int
-    trim: Callable[[], None] = lambda: None  # return what is free
-
 
 class _Sequence:
     """One open sequence."""
 
-    __slots__ = ("consumed", "grown", "is_timed", "key", "matcher", "name", "pending", "strikes")
+    __slots__ = ("consumed", "key", "matcher", "pending")
 
-    def __init__(self, name: str, key: GrammarKey) -> None:
-        self.name, self.key = name, key
+    def __init__(self, key: GrammarKey) -> None:
+        self.key = key
         self.matcher: Any = None
         self.consumed = 0  # output tokens
         self.pending: f.Mask | None = None  # until the grammar is compiled
-        self.is_timed = True  # its next mask is computed alone
-        self.strikes = 0
-        self.grown = 0  # bytes by which the process grew with its masks
 
 
 class _Grammar:
@@ -74,29 +50,14 @@ class _Grammar:
 class MaskWriter:
     """Handles frames; answers gather in `answers`."""
 
-    def __init__(
-        self,
-        compile_later: Compile,
-        max_grammars: int,
-        max_tenant_grammars: int,
-        threads: int = 1,
-        is_slow: bool = False,
-        memory: Memory | None = None,
-    ) -> None:
+    def __init__(self, compile_later: Compile, max_grammars: int, max_tenant_grammars: int) -> None:
         """`compile_later(function)` runs `function` on a thread.
 
         Grammars that no sequence uses are kept up to the two numbers, the latest ones.
-        threads: that compute masks together.
-        is_slow: of the process for slow masks; it keeps all sequences, and answers every `Mask`.
         """
         self.answers: list[Frame] = []
         self._compile_later = compile_later
         self._max_grammars, self._max_tenant_grammars = max_grammars, max_tenant_grammars
-        self._executor = llguidance.LLExecutor(threads) if threads > 1 else None
-        self._is_slow = is_slow
-        self._memory = memory
-        self._base = self._used = memory.used() if memory is not None else 0
-        self._due: dict[str, _Sequence] = {}  # a mask is to be written
         self._vocabularies: dict[str, f.VocabularyFile] = {}  # by version
         self._tokenizers: dict[str, Any] = {}
         self._arenas: dict[str, Arena] = {}
@@ -105,15 +66,12 @@ class MaskWriter:
         self._grammars: OrderedDict[GrammarKey, _Grammar] = OrderedDict()  # by last use
 
     def handle(self, frame: f.ToHelper) -> None:
-        """Process one frame of the scheduler; masks are written by `write`.
-
-        A frame about a sequence that is not open is late and has no effect.
-        """
+        """Process one frame of the scheduler. A frame about a sequence that is not open is late and has no effect."""
         if isinstance(frame, f.Mask):
             sequence = self._sequences.get(frame.sequence)
             if sequence is not None:
                 sequence.pending = frame
-                self._due[frame.sequence] = sequence
+                self._advance(frame.sequence, sequence)
         elif isinstance(frame, f.Open):
             self._open(frame)
         elif isinstance(frame, f.Close):
@@ -136,8 +94,10 @@ class MaskWriter:
         self._tokenizers.pop(version, None)
 
     def compiled(self) -> None:
-        """Some grammar is compiled: `write` the masks that wait for it."""
-        self._due.update((name, one) for name, one in self._sequences.items() if one.pending is not None)
+        """Some grammar is compiled: write the masks that wait for it."""
+        for name, sequence in list(self._sequences.items()):
+            if sequence.pending is not None:
+                self._advance(name, sequence)
 
     # -------------------------------------------------------------- sequences and grammars
 
@@ -150,7 +110,7 @@ class MaskWriter:
             known = self._grammars[key] = _Grammar(frame.tenant, constraint)
         known.users += 1
         self._grammars.move_to_end(key)
-        self._sequences[frame.sequence] = _Sequence(frame.sequence, key)
+        self._sequences[frame.sequence] = _Sequence(key)
 
     def _compile(self, version: str, constraint: Constraint, mask_words: int) -> Any:
         """On the compiling thread, which is the only one: it makes the tokenizer, too."""
@@ -162,7 +122,6 @@ class MaskWriter:
 
     def _close(self, name: str) -> None:
         sequence = self._sequences.pop(name, None)
-        self._due.pop(name, None)
         if sequence is not None:
             self._grammars[sequence.key].users -= 1
             self._evict()
@@ -184,108 +143,37 @@ class MaskWriter:
 
     # -------------------------------------------------------------- masks
 
-    def write(self) -> None:
-        """Write the masks that are due and whose grammars are compiled, those of quick sequences first."""
-        due, self._due = self._due, {}
-        ready = [sequence for sequence in due.values() if self._is_compiled(sequence)]
-        together: dict[str, list[_Sequence]] = {}
-        alone = []
-        for sequence in ready:
-            frame = sequence.pending
-            assert frame is not None
-            if sequence.is_timed or frame.drafts or self._executor is None:
-                alone.append(sequence)
-            else:
-                together.setdefault(sequence.key[0], []).append(sequence)
-        for version, sequences in together.items():
-            self._write_together(sequences, self._rows[version])
-        for sequence in sorted(alone, key=lambda one: one.strikes):
-            self._write_alone(sequence, self._rows[sequence.key[0]])
-
-    def _is_compiled(self, sequence: _Sequence) -> bool:
-        """Whether the mask that the sequence waits for can be computed. Begins to compile its grammar."""
-        known, version = self._grammars[sequence.key], sequence.key[0]
+    def _advance(self, name: str, sequence: _Sequence) -> None:
+        """Write the mask that the sequence waits for, as soon as its grammar is compiled."""
+        frame, known = sequence.pending, self._grammars[sequence.key]
+        version = sequence.key[0]
         steps = self._rows.get(version)
-        if sequence.pending is None or steps is None:
-            return False
+        if frame is None or steps is None:
+            return
         if known.compiled is None:
             words = steps.masks.shape[2]
             known.compiled = self._compile_later(lambda: self._compile(version, known.constraint, words))
-        return known.compiled.done()
-
-    def _fail(self, sequence: _Sequence, error: Exception | str) -> None:
-        self.answers.append(f.Failed(sequence.name, grammar.first_line(str(error))))
-        self._close(sequence.name)
-
-    def _consume(self, sequence: _Sequence, steps: Steps) -> f.Mask:
-        """Consume the tokens before the mask that the sequence waits for; returns its frame."""
-        frame = sequence.pending
-        assert frame is not None
-        sequence.pending = None
-        if sequence.matcher is None:
-            compiled = self._grammars[sequence.key].compiled
-            assert compiled is not None
-            sequence.matcher = compiled.result().deep_copy()
-        new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
-        if new and not sequence.matcher.consume_tokens(new):
-            raise grammar.GrammarError(sequence.matcher.get_error())
-        sequence.consumed = frame.length - frame.prompt_len
-        return frame
-
-    def _write_together(self, sequences: list[_Sequence], steps: Steps) -> None:
-        """Write the masks of sequences that were quick so far."""
-        begun = time.process_time()
-        jobs: list[tuple[_Sequence, f.Mask]] = []
-        for sequence in sequences:
-            try:
-                jobs.append((sequence, self._consume(sequence, steps)))
-            except Exception as error:
-                self._fail(sequence, error)
-        slots = [frame.length % MASK_SLOTS for _, frame in jobs]
-        for (_, frame), slot in zip(jobs, slots, strict=True):
-            steps.mask_ready[frame.row, slot] = 0
-        rows, _, words = steps.masks.shape
-        places = [
-            (sequence.matcher, frame.row * MASK_SLOTS + slot)
-            for (sequence, frame), slot in zip(jobs, slots, strict=True)
-        ]
-        assert self._executor is not None
-        self._executor.unsafe_compute_mask_ptr(places, steps.masks.ctypes.data, 4 * words, rows * MASK_SLOTS)
-        for sequence, frame in jobs:
-            try:
-                _publish(sequence.matcher, steps, frame.row, frame.length, frame.epoch)
-            except grammar.GrammarError as error:
-                self._fail(sequence, error)
-        if time.process_time() - begun > TOGETHER_S or self._grew() > GROWTH_BYTES:
-            for sequence in sequences:
-                sequence.is_timed = True
-
-    def _write_alone(self, sequence: _Sequence, steps: Steps) -> None:
-        """Write the mask of one sequence, and those after its draft tokens; give it up if it is slow or too large."""
-        begun = time.thread_time()
-        try:
-            frame = self._consume(sequence, steps)
-            write_mask(sequence.matcher, steps, frame.row, frame.length, frame.epoch)
-            if frame.drafts:
-                self._write_drafts(sequence, frame, steps)
-            elif self._is_slow:
-                self.answers.append(f.Kept(sequence.name, frame.epoch, 0))  # it is waited for
-            self._account(sequence)
-        except Exception as error:
-            self._fail(sequence, error)
+        if not known.compiled.done():
             return
-        took_s = (time.thread_time() - begun) / (1 + len(frame.drafts))
-        if took_s < SLOW_S:
-            sequence.strikes = max(0, sequence.strikes - 1)
-        else:
-            sequence.strikes += STRIKES if took_s > VERY_SLOW_S else 1
-        sequence.is_timed = sequence.strikes > 0
-        if sequence.strikes >= STRIKES and not self._is_slow:
-            self.answers.append(f.Slow(sequence.name))
-            self._close(sequence.name)
+        sequence.pending = None
+        try:
+            if sequence.matcher is None:
+                sequence.matcher = known.compiled.result().deep_copy()
+            self._write(sequence, frame, steps)
+        except Exception as error:
+            self.answers.append(f.Failed(name, grammar.first_line(str(error))))
+            self._close(name)
 
-    def _write_drafts(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
-        matcher, kept = sequence.matcher, 0
+    def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
+        matcher, outputs = sequence.matcher, frame.length - frame.prompt_len
+        new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
+        if new and not matcher.consume_tokens(new):
+            raise grammar.GrammarError(matcher.get_error())
+        sequence.consumed = outputs
+        write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
+        if not frame.drafts:
+            return
+        kept = 0
         for token in frame.drafts[: MASK_SLOTS - 1]:
             if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
                 break
@@ -295,35 +183,6 @@ class MaskWriter:
             raise grammar.GrammarError(matcher.get_error())
         self.answers.append(f.Kept(frame.sequence, frame.epoch, kept))
 
-    # -------------------------------------------------------------- memory
-
-    def _grew(self) -> int:
-        """Bytes by which the process has grown since the last call."""
-        if self._memory is None:
-            return 0
-        before, self._used = self._used, self._memory.used()
-        return self._used - before
-
-    def _account(self, sequence: _Sequence) -> None:
-        """Count how much memory its mask took. Raises `GrammarError` if the sequence has too much."""
-        memory, grown = self._memory, self._grew()
-        if memory is None or grown <= 0:
-            return
-        sequence.grown += grown
-        if sequence.grown > memory.most_of_sequence:
-            raise grammar.GrammarError(f"its masks take more than {memory.most_of_sequence >> 20} MB of memory")
-        if self._used - self._base <= memory.most:
-            return
-        memory.trim()
-        self._grew()
-        if self._used - self._base <= memory.most:
-            return
-        largest = max(self._sequences.values(), key=lambda one: one.grown)
-        error = f"the masks of all requests take more than {memory.most >> 20} MB of memory, and its own the most"
-        if largest is sequence:
-            raise grammar.GrammarError(error)
-        self._fail(largest, error)
-
 
 def write_mask(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> None:
     """Write the automaton's mask for the token after `known` tokens of the row. Raises `GrammarError`."""
@@ -331,14 +190,8 @@ def write_mask(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> 
     mask = steps.masks[row, slot]
     steps.mask_ready[row, slot] = 0
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-    _publish(matcher, steps, row, known, epoch)
-
-
-def _publish(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> None:
-    """The mask is computed: set its tag. Raises `GrammarError`."""
-    slot = known % MASK_SLOTS
     grammar.check(matcher)
-    if not np.any(steps.masks[row, slot]):
+    if not mask.any():
         raise grammar.GrammarError("no token of the vocabulary continues the text as the constraint demands")
     # After the mask: x86 keeps the order of stores.
     steps.mask_ready[row, slot] = mask_tag(epoch, known)

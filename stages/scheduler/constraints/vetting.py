@@ -36,7 +36,7 @@ class Vetting:
         """`limit_s`: most CPU time for one constraint."""
         self.frames: list[Frame] = []  # for the trial process
         self.limit_s = limit_s
-        self._passed: OrderedDict[Key, bool] = OrderedDict()  # whether masks or compilation take long
+        self._passed: OrderedDict[Key, None] = OrderedDict()
         self._waiting: dict[str, deque[Key]] = {}  # by tenant, in the order of turns
         self._callbacks: dict[Key, list[OnVetted]] = {}
         self._current: Key | None = None
@@ -56,14 +56,6 @@ class Vetting:
             return False
         self._passed.move_to_end(key)
         return True
-
-    def is_slow(self, version: str, constraint: Constraint) -> bool:
-        """Its masks, or its compilation, are known to take long."""
-        return self._passed.get((version, constraint), False)
-
-    def mark_slow(self, version: str, constraint: Constraint) -> None:
-        """Its masks take long."""
-        self._remember((version, constraint), True)
 
     def vet(self, version: str, constraint: Constraint, tenant: str, on_vetted: OnVetted, now: float) -> None:
         """Call `on_vetted` when the result is there. Raises `VettingFullError`."""
@@ -99,7 +91,7 @@ class Vetting:
     def on_vetted(self, frame: Vetted, now: float) -> None:
         """The trial process's answer."""
         if frame.id == self._id and self._current is not None:
-            self._end(frame.error, now, frame.is_slow)
+            self._end(frame.error, now)
 
     def on_died(self, now: float) -> None:
         """The trial process has ended."""
@@ -117,17 +109,13 @@ class Vetting:
         """The trial process was killed because `is_late`."""
         self._end(f"compiling it takes longer than {self.limit_s:g} s", now)
 
-    def _remember(self, key: Key, is_slow: bool) -> None:
-        self._passed[key] = is_slow
-        self._passed.move_to_end(key)
-        while len(self._passed) > MAX_PASSED:
-            self._passed.popitem(last=False)
-
-    def _end(self, error: str, now: float, is_slow: bool = False) -> None:
+    def _end(self, error: str, now: float) -> None:
         key, self._current = self._current, None
         assert key is not None
         if not error:
-            self._remember(key, is_slow)
+            self._passed[key] = None
+            while len(self._passed) > MAX_PASSED:
+                self._passed.popitem(last=False)
         callbacks = self._callbacks.pop(key)
         self._start_next(now)
         for callback in callbacks:

@@ -93,7 +93,6 @@ class SequenceState:
         "stop_ids",
         "suspect_count",
         "tenant",
-        "waits_for_mask",
     )
 
     def __init__(self, frame: Submit, gateway: bytes, tenant: Tenant, now: float, order: int) -> None:
@@ -117,7 +116,6 @@ class SequenceState:
         self.masks: Masks | None = None  # of a live sequence with a constraint
         self.acquired_at = now  # s: when pages were requested for its row
         self.lacks_mask = False  # it is not computed until its token mask is there
-        self.waits_for_mask = False  # its masks are slow: no sample of it is planned before its mask is there
         self.stop_ids = frozenset(frame.stop_ids)
         self.salt: str = frame.cache_salt
         self.adapter: str = frame.adapter

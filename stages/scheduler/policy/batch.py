@@ -75,8 +75,6 @@ def compose(
         if sequence.is_done or sequence.is_preempting or sequence.draft_tokens or sequence.lacks_mask:
             continue
         run = sequence.run
-        if sequence.waits_for_mask and run.ahead:
-            continue
         planned = run.planned
         known = run.length + run.ahead
         # Not beyond the last wanted token, nor beyond the pages.
