@@ -53,8 +53,7 @@ class Outputs:
 
     def get(self, timeout_s: float | None) -> Any:
         """The next event; None at the timeout (s; None: no limit), or early."""
-        if not self._events:
-            self._wait(timeout_s)
+        self._wait(0.0 if self._events else timeout_s)  # also while others add events without end
         return self._events.popleft() if self._events else None
 
     def _wait(self, timeout_s: float | None) -> None:

@@ -73,9 +73,16 @@ class Manager(manager.Manager):
         super().__init__(*arguments, **options)
         self.events.close()
         self.events = Events(self)
+        self._is_killed = False
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
+
+    def kill(self) -> None:
+        """Kill the remaining processes. honcho asks at every event once its patience is over; once is enough."""
+        if not self._is_killed:
+            self._is_killed = True
+            super().kill()
 
     def _start(self) -> None:
         for name in self._processes:

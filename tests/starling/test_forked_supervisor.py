@@ -116,3 +116,28 @@ def test_honcho_ends_while_its_output_waits_for_a_reader(tmp_path: Path) -> None
             os.close(release)
     assert honcho.returncode == 143
     assert "SIGTERM received" in text and "talker.1 stopped (rc=-15)" in text
+
+
+IMPATIENT = """
+import sys
+from honcho import manager
+from starling.cli import honcho_patch
+manager.KILL_WAIT = 0.2
+honcho_patch.main()
+"""
+
+
+def test_processes_that_do_not_end_are_killed_after_one_has_ended(tmp_path: Path) -> None:
+    lines = [f"stuck{i}: trap '' TERM; echo ready; while :; do sleep 1; done" for i in range(2)]
+    (tmp_path / "Procfile").write_text("\n".join([*lines, "gone: sleep 0.5; exit 3"]) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-c", IMPATIENT, "start", "-f", str(tmp_path / "Procfile")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 3, done.stderr
+    for i in range(2):
+        assert f"stuck{i}.1 stopped (rc=-9)" in done.stdout
+        assert done.stdout.count(f"sending SIGKILL to stuck{i}.1") == 1
