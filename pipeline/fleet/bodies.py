@@ -59,8 +59,8 @@ class PrefixCursor(Request, frozen=True, kw_only=True):
     number: Annotated[int, Meta(ge=0)] = 0  # of the last change; 0: it knows none
 
 
-class HeartbeatRequest(Request, frozen=True, kw_only=True):
-    """Sent by an orchestrator, periodically."""
+class HeartbeatRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Sent by an orchestrator, periodically. Fields at their defaults are left out: older agents refuse new ones."""
 
     orchestrator_id: Annotated[str, Meta(max_length=128)] = ""
     extend_lease: bool = False  # serve on for another lease while the agent cannot reach the store

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -102,6 +103,8 @@ class Models:
         self._downloads: DownloadQueue[Arrival] = DownloadQueue(DOWNLOADS_AT_ONCE)
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
+        # Of engines of all models: a model that is placed again must not look like its engine of before.
+        self._next_incarnation = itertools.count(1).__next__
         self.download_rate = 0.0  # bytes/s of the last download
         self.disk_error = ""  # of the last download; "": it had none
 
@@ -143,7 +146,9 @@ class Models:
                     "fleet.agent.max_models",
                 )
             self._check_memory(entry)
-            placement = Placement(entry, self._bring, self._engine, self._is_open)
+            placement = Placement(
+                entry, self._bring, self._engine, self._is_open, next_incarnation=self._next_incarnation
+            )
             self._placed[name] = placement
             self._placed.move_to_end(name)
             self._forget_failed()

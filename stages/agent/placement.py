@@ -9,6 +9,7 @@ One task owns the engine.  Callers that wait for the model wait for a change of 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -38,17 +39,22 @@ class Placement:
         make_engine: MakeEngine,
         is_open: Callable[[], bool],
         *,
+        next_incarnation: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        """bring: makes the model's files be here.  is_open: whether engines may take requests now."""
+        """bring: makes the model's files be here.  is_open: whether engines may take requests now.
+
+        next_incarnation: a number that no engine of this agent's process has had.
+        """
         self.model_id = entry.name
         self.entry = entry
         self.state: ModelState = "DOWNLOADING"
         self.progress: Progress | None = None
         self.engine: Engine | None = None
-        self.incarnation = 0  # of the engine
+        self.incarnation = 0  # of the engine; 0: none was ready yet
+        self._next_incarnation = next_incarnation or itertools.count(1).__next__
         self.restarts = 0
         self.load_s = 0.0
         self.error: StarlingError | None = None
@@ -165,7 +171,7 @@ class Placement:
                     await engine.suspend()
                 was_ready, ready_at, self.progress = True, self._clock(), None
                 self.load_s = ready_at - begun
-                self.incarnation += 1
+                self.incarnation = self._next_incarnation()
                 self._set("READY")
                 if is_suspended and self._is_open():  # since the question
                     await engine.resume()
