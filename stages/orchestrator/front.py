@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
+from pipeline.api.json_body import count_separators
 from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import Quotas
@@ -33,7 +34,9 @@ from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.upstream import Client, Unreachable
 
-PARSED_INLINE_BYTES = 64 << 10  # larger bodies are parsed on a thread
+# Bodies that are larger or have more values are read on a thread.
+INLINE_BYTES = 64 << 10
+INLINE_SEPARATORS = 2_000
 LOCATE_S = 10.0  # for engines to say whether they have a request
 MAX_SESSIONS = 100_000  # whose agent is remembered; of others, the agents are asked
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
@@ -232,7 +235,8 @@ class Front:
             self.config.server.max_body_mb << 20,
             caller.salt,
         )
-        if len(body) <= PARSED_INLINE_BYTES and not headers.get("Content-Encoding"):
+        is_small = len(body) <= INLINE_BYTES and count_separators(body) <= INLINE_SEPARATORS
+        if is_small and not headers.get("Content-Encoding"):
             read = read_body(*arguments)
         else:
             read = await asyncio.to_thread(read_body, *arguments)
