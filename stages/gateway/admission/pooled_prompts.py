@@ -80,18 +80,18 @@ class PooledPrompts:
                 *(self._encode(texts[i], names[i], add_bos=i in firsts) for i in some),
             )
         prompts, total = [], 0
+        end = (described.end_id,) if described.end_id >= 0 else ()
         for first, second in pairs:
-            tokens = (*parts[first], *described.pair_separator, *parts[second])
-            if described.end_id >= 0:
-                tokens = (*tokens, described.end_id)
-            total += len(tokens)
+            total += len(parts[first]) + len(described.pair_separator) + len(parts[second]) + len(end)
             if total > MAX_PAIR_TOKENS:
                 raise InvalidRequest(
                     f"the pairs up to {names[second]} have {total} tokens; at most {MAX_PAIR_TOKENS} are allowed: send "
                     f"several requests",
                     _field(names[second]),
                 )
+            tokens = (*parts[first], *described.pair_separator, *parts[second], *end)
             prompts.append(self._checked(tokens, f"{names[second]} after {names[first]}", _field(names[second])))
+            await asyncio.sleep(0)  # streams of others go on between two pairs
         return prompts
 
     async def _encode(self, text: str, name: str, add_bos: bool) -> tuple[int, ...]:
