@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from pipeline.config.schema import Config
-from pipeline.errors import InvalidRequest, ModelNotFound
+from pipeline.errors import InvalidRequest, ModelNotFound, StarlingError
 from stages.gateway.admin import Admin
 from stages.gateway.endpoints.lora_adapters import LoadAdapter
 from stages.gateway.http.administration import ADAPTERS, LOAD_ADAPTER, UNLOAD_ADAPTER, require_admin
@@ -61,8 +61,14 @@ async def _change(admin: Admin, request: dict[str, Any]) -> None:
     """Make a change of administrators; an error names the fields of these endpoints."""
     try:
         await admin.answer(request)
-    except InvalidRequest as error:
-        raise InvalidRequest(error.message, _FIELDS.get(error.param, "")) from None
+    except StarlingError as error:
+        raise StarlingError(
+            error.code,
+            error.message,
+            _FIELDS.get(error.param, ""),
+            status=error.status,
+            retry_after_s=error.retry_after_s,
+        ) from None
 
 
 def find_adapter(catalog: VersionCatalog, name: str, *, is_known: bool = False) -> tuple[str, str]:
