@@ -28,7 +28,8 @@ class Normalizer:
         self.has_prefix = adds_space or merges_spaces  # before the first word
         self.longest = LONGEST if charsmap.starts else 1  # characters that are replaced together
         # Whether each word is normalized on its own, and with spaces merged has one before it.
-        self.keeps_words = merges_spaces and " " in charsmap.apart and SPACE not in charsmap.written
+        is_plain = charsmap.single.get(" ", " ") == " " and " " in charsmap.apart
+        self.keeps_words = merges_spaces and is_plain and SPACE not in charsmap.written
         self._spaces = [c for c in charsmap.apart if charsmap.single.get(c) == " "]  # which mean the same
 
     @cached_property
