@@ -140,12 +140,18 @@ def write_directory(source: Path, directory: Path, shards: int = 1, dtype: str =
         write_json(directory / "1_Pooling" / "config.json", modes)
     else:
         config = _gpt2_config(values) if arch == "gpt2" else _config(values, arch, reader)
-    name = MIXTRAL if arch == "llama" and f"{arch}.expert_count" in values else CLASSES[arch]
+    name = CLASSES[arch]
+    if arch == "llama" and f"{arch}.expert_count" in values:
+        name = MIXTRAL
+    elif arch == "llama" and f"{arch}.attention.sliding_window" in values:
+        name = "MistralForCausalLM"
     name = XLM_ROBERTA if arch == "bert" and is_unigram else name
     if f"{arch}.pooling_type" in values and values[f"{arch}.pooling_type"] == gguf.PoolingType.RANK:
         name = name.replace("Model", "ForSequenceClassification")
     config |= {"architectures": [name], "tie_word_embeddings": "lm_head.weight" not in tensors}
     config["vocab_size"] = len(values["tokenizer.ggml.tokens"])
+    if arch == "stablelm":
+        config["use_qkv_bias"] = any(name.endswith("q_proj.bias") for name in tensors)
     write_json(directory / "config.json", config)
     write_vocabulary(directory, values)
     _write_weights(directory, tensors, shards)

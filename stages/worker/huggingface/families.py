@@ -100,6 +100,22 @@ _SILU = ("silu", "swish")
 _GELU = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 
 
+EVERY, SOME, PATTERN = "every layer", "some layers", "by a pattern"
+QKV, QKVO = ("attn_q", "attn_k", "attn_v"), ("attn_q", "attn_k", "attn_v", "attn_output")
+_FFN = ("ffn_gate", "ffn_up", "ffn_down")
+
+
+class BiasFlag(NamedTuple):
+    """A field that says which matrices have biases, and its default."""
+
+    parts: tuple[str, ...]
+    default: bool = False
+
+
+_ATTENTION_BIAS = {"attention_bias": BiasFlag(QKVO)}
+_BOTH_BIASES = _ATTENTION_BIAS | {"mlp_bias": BiasFlag(_FFN)}
+
+
 class Family(NamedTuple):
     """One model class. `layer` and `top`: names without layer number, `.weight` and `.bias`, to those of the GGUF."""
 
@@ -115,10 +131,18 @@ class Family(NamedTuple):
     plus_one: bool = False
     transposed: tuple[str, ...] = ()
     is_tied: bool = False  # the default of tie_word_embeddings
-    rotated_part: float = 1.0  # the default of partial_rotary_factor
-    context: int | None = None  # the defaults of sizes that published files leave out
-    kv_heads: int | None = None
-    head_dim: int | None = None
+    model_types: tuple[str, ...] = ()  # `model_type` of configurations of this class
+    # The class's defaults, for fields that a configuration leaves out. None: there is none, or it depends on others.
+    rotated_part: float | None = None  # partial_rotary_factor; None: the class rotates whole heads
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    context: int | None = None
+    kv_heads: int | None = None  # None: as many as query heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    window: int | None = None  # sliding_window
+    windows: str = ""  # which layers have it: EVERY, SOME (qwen), PATTERN (gemma), "": the class has no windows
+    biases: tuple[str, ...] = ()  # matrices that always have one
+    bias_flags: dict[str, BiasFlag] = {}
     # Of a mixture of experts: `experts_in` is what is before an expert's number, `experts` maps what is behind it.
     experts_in: str = ""
     experts: dict[str, str] = {}
@@ -140,18 +164,28 @@ _BERT_FAMILY = Family(
     norm_key="layer_norm_eps",
     is_tied=True,
     unused=_HEADS,
+    model_types=("bert",),
+    norm_eps=1e-12,
+    biases=(*QKVO, "ffn_up", "ffn_down"),
 )
-_XLM_ROBERTA = _BERT_FAMILY._replace(prefix="roberta.", skips_padding=True)
 _POSITION_IDS = r"embeddings\.position_ids"
-_LLAMA = Family("llama", permuted=("attn_q", "attn_k"))
+_XLM_ROBERTA = _BERT_FAMILY._replace(prefix="roberta.", skips_padding=True, model_types=("xlm-roberta",))
+_LLAMA = Family("llama", permuted=("attn_q", "attn_k"), model_types=("llama",), context=2048, bias_flags=_BOTH_BIASES)
+_MISTRAL = _LLAMA._replace(
+    model_types=("mistral",), context=131072, kv_heads=8, window=4096, windows=EVERY, bias_flags={}
+)
+_QWEN = Family("qwen2", context=32768, window=4096, windows=SOME)
 _GEMMA = Family(
     "gemma",
     activations=(*_GELU, "gelu"),
     activation_key="hidden_activation",
     plus_one=True,
     is_tied=True,
+    model_types=("gemma",),
     context=8192,
+    kv_heads=16,
     head_dim=256,
+    bias_flags=_ATTENTION_BIAS,
 )
 _GRANITE_EXPERTS = Family(
     "granitemoe",
@@ -162,49 +196,127 @@ _GRANITE_EXPERTS = Family(
         "shared_mlp.input_linear": ("ffn_gate_shexp", "ffn_up_shexp"),
     },
     experts_key="num_local_experts",
+    model_types=("granitemoe",),
+    context=2048,
+    bias_flags=_ATTENTION_BIAS,
 )
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "MixtralForCausalLM": _LLAMA._replace(
+    "MistralForCausalLM": _MISTRAL,
+    "MixtralForCausalLM": _MISTRAL._replace(
+        model_types=("mixtral",),
+        norm_eps=1e-5,
+        rope_theta=1e6,
+        window=None,
         layer=_MIXTRAL,
         experts_in="block_sparse_moe.experts.",
         experts={"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"},
         experts_key="num_local_experts",
     ),
-    "Qwen2ForCausalLM": Family("qwen2"),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2moe",
-        _QWEN2_MOE,
+    "Qwen2ForCausalLM": _QWEN._replace(model_types=("qwen2",), kv_heads=32, biases=QKV),
+    "Qwen2MoeForCausalLM": _QWEN._replace(
+        architecture="qwen2moe",
+        layer=_QWEN2_MOE,
         experts_in="mlp.experts.",
         experts=_EXPERTS,
         expert_width_key="moe_intermediate_size",
         normalizes=False,
+        model_types=("qwen2_moe",),
+        kv_heads=16,
+        bias_flags={"qkv_bias": BiasFlag(QKV, True)},
     ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3moe",
-        _MOE | _QK_NORMS,
+    "Qwen3MoeForCausalLM": _QWEN._replace(
+        architecture="qwen3moe",
+        layer=_MOE | _QK_NORMS,
         experts_in="mlp.experts.",
         experts=_EXPERTS,
         expert_width_key="moe_intermediate_size",
         normalizes=True,
+        model_types=("qwen3_moe",),
+        kv_heads=4,
+        bias_flags=_ATTENTION_BIAS,
     ),
     "OlmoeForCausalLM": Family(
-        "olmoe", _MOE | _QK_NORMS, experts_in="mlp.experts.", experts=_EXPERTS, normalizes=False
+        "olmoe",
+        _MOE | _QK_NORMS,
+        experts_in="mlp.experts.",
+        experts=_EXPERTS,
+        normalizes=False,
+        model_types=("olmoe",),
+        norm_eps=1e-5,
+        context=4096,
+        bias_flags=_ATTENTION_BIAS,
     ),
-    "Qwen3ForCausalLM": Family("qwen3", _LAYER | _QK_NORMS),
+    "Qwen3ForCausalLM": _QWEN._replace(
+        architecture="qwen3",
+        layer=_LAYER | _QK_NORMS,
+        model_types=("qwen3",),
+        kv_heads=32,
+        head_dim=128,
+        bias_flags=_ATTENTION_BIAS,
+    ),
     "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA._replace(architecture="gemma2", layer=_LAYER | _POST_NORMS),
-    "Gemma3ForCausalLM": _GEMMA._replace(architecture="gemma3", layer=_LAYER | _POST_NORMS | _QK_NORMS, context=131072),
-    "Phi3ForCausalLM": Family("phi3", _PHI3),
-    "GraniteForCausalLM": Family("granite", permuted=("attn_q", "attn_k")),
+    "Gemma2ForCausalLM": _GEMMA._replace(
+        architecture="gemma2",
+        layer=_LAYER | _POST_NORMS,
+        model_types=("gemma2",),
+        kv_heads=4,
+        window=4096,
+        windows=PATTERN,
+    ),
+    "Gemma3ForCausalLM": _GEMMA._replace(
+        architecture="gemma3",
+        layer=_LAYER | _POST_NORMS | _QK_NORMS,
+        model_types=("gemma3_text",),
+        context=131072,
+        kv_heads=4,
+        rope_theta=1e6,
+        window=4096,
+        windows=PATTERN,
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3", _PHI3, model_types=("phi3",), rotated_part=1.0, norm_eps=1e-5, context=4096, windows=EVERY
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        permuted=("attn_q", "attn_k"),
+        model_types=("granite",),
+        context=2048,
+        bias_flags=_BOTH_BIASES,
+    ),
     "GraniteMoeForCausalLM": _GRANITE_EXPERTS,
-    "GraniteMoeSharedForCausalLM": _GRANITE_EXPERTS,
-    "Olmo2ForCausalLM": Family("olmo2", _OLMO2 | _QK_NORMS),
-    "StableLmForCausalLM": Family("stablelm", norm_key="layer_norm_eps", rotated_part=0.25),
+    "GraniteMoeSharedForCausalLM": _GRANITE_EXPERTS._replace(model_types=("granitemoeshared",)),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        _OLMO2 | _QK_NORMS,
+        model_types=("olmo2",),
+        norm_eps=1e-5,
+        context=2048,
+        bias_flags=_ATTENTION_BIAS,
+    ),
+    "StableLmForCausalLM": Family(
+        "stablelm",
+        norm_key="layer_norm_eps",
+        model_types=("stablelm",),
+        rotated_part=0.25,
+        norm_eps=1e-5,
+        context=4096,
+        kv_heads=32,
+        bias_flags={"use_qkv_bias": BiasFlag(QKV)},
+    ),
     "Starcoder2ForCausalLM": Family(
-        "starcoder2", _STARCODER2, norm_key="norm_epsilon", activations=_GELU, is_tied=True
+        "starcoder2",
+        _STARCODER2,
+        norm_key="norm_epsilon",
+        activations=_GELU,
+        is_tied=True,
+        model_types=("starcoder2",),
+        norm_eps=1e-5,
+        context=4096,
+        kv_heads=2,
+        windows=EVERY,
+        bias_flags={"use_bias": BiasFlag((*QKVO, "ffn_up", "ffn_down"), True)},
     ),
     "GPT2LMHeadModel": Family(
         "gpt2",
@@ -217,6 +329,9 @@ FAMILIES: dict[str, Family] = {
         norm_key="layer_norm_epsilon",
         transposed=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
         is_tied=True,
+        model_types=("gpt2",),
+        norm_eps=1e-5,
+        biases=("attn_qkv", "attn_output", "ffn_up", "ffn_down"),
     ),
     "BertModel": _BERT_FAMILY,
     "BertForMaskedLM": _BERT_FAMILY,
@@ -241,6 +356,8 @@ FAMILIES: dict[str, Family] = {
         norm_key="layer_norm_epsilon",
         is_tied=True,
         unused=_HEADS,
+        model_types=("nomic_bert",),
+        norm_eps=1e-5,
     ),
 }
 

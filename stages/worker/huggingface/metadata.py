@@ -13,13 +13,26 @@ import numpy as np
 
 from stages.worker.checkpoint.architectures import ARCHITECTURES
 from stages.worker.huggingface.config import Config
-from stages.worker.huggingface.families import FAMILIES, Family
+from stages.worker.huggingface.families import FAMILIES, PATTERN, SOME, Family
 
 Metadata = dict[str, Any]
 _MAX_ROTATED = 4096  # values of a head; more than the graph allows
-_NOMIC_CONTEXT = 2048  # as llama.cpp's converter has it
+_NOMIC_CONTEXT = 2048  # the class's default of max_trained_positions
+# Switches of NomicBertModel, all of which have to be off, and the class's defaults.
+_NOMIC_FLAGS = {
+    "qkv_proj_bias": True,
+    "mlp_fc1_bias": True,
+    "mlp_fc2_bias": True,
+    "prenorm": False,
+    "causal": False,
+    "parallel_block": False,
+    "parallel_block_tied_norm": False,
+    "use_rms_norm": False,
+    "rotary_emb_interleaved": False,
+}
 
 
+_LONGROPE_CONTEXT = 4096  # Phi-3's default of original_max_position_embeddings
 _CAPPED, _SCALED = ("gemma2", "gemma3"), ("granite", "granitemoe")
 
 
@@ -59,7 +72,11 @@ def family_of(config: Config) -> tuple[str, Family]:
     name = str(names[0]) if names else ""
     if name not in FAMILIES:
         raise config.refuse("architectures", f"one of {', '.join(FAMILIES)}")
-    return name, FAMILIES[name]
+    family = FAMILIES[name]
+    if config.has("model_type") and config.text("model_type") not in family.model_types:
+        # `transformers` would take another class, by this name.
+        raise config.refuse("model_type", f"{' or '.join(family.model_types)} beside architectures [{name!r}]")
+    return name, family
 
 
 def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str, np.ndarray]]:
@@ -69,7 +86,15 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
         method = config.table("quantization_config").text("quant_method", "unknown")
         raise config.refuse("quantization_config", f"none (unquantized F32, F16 or BF16 weights), found {method!r}")
     _refuse_switches(config, arch)
-    activation = config.text(family.activation_key, "") or config.text("hidden_act", family.activations[0])
+    activation = config.text(family.activation_key, "")
+    if family.activation_key == "hidden_activation" and activation == "gelu":
+        raise config.refuse(
+            "hidden_activation", f"one of {', '.join(one for one in family.activations if one != 'gelu')}"
+        )
+    # Gemma's hidden_act means tanh's approximation, also where it is gelu.
+    activation = activation or config.text("hidden_act", family.activations[0])
+    if arch == "nomic-bert":
+        activation = config.text(family.activation_key)
     if activation not in family.activations:
         raise config.refuse(
             family.activation_key if config.has(family.activation_key) else "hidden_act",
@@ -77,7 +102,7 @@ def hyper_parameters(config: Config, family: Family) -> tuple[Metadata, dict[str
         )
     sizes = _gpt2_sizes(config) if arch in ("gpt2", "nomic-bert") else _sizes(config, family)
     norm = "attention.layer_norm_epsilon" if ARCHITECTURES[arch].norm == "layer" else "attention.layer_norm_rms_epsilon"
-    keys: Metadata = {**sizes, norm: config.number(family.norm_key, 1e-5 if arch == "starcoder2" else None)}
+    keys: Metadata = {**sizes, norm: config.number(family.norm_key, family.norm_eps)}
     tensors: dict[str, np.ndarray] = {}
     if not ARCHITECTURES[arch].is_causal:
         keys |= _bert(config, family)
@@ -111,13 +136,14 @@ def _sizes(config: Config, family: Family) -> Metadata:
     width, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
     default = family.head_dim or (width // heads if heads > 0 else None)
     head_dim = config.integer("head_dim", default)
+    kv_heads = heads if family.kv_heads is None or "num_key_value_heads" in config.fields else family.kv_heads
     return {
         "context_length": config.integer("max_position_embeddings", family.context),
         "embedding_length": width,
         "block_count": config.integer("num_hidden_layers"),
         "feed_forward_length": config.integer("intermediate_size"),
         "attention.head_count": heads,
-        "attention.head_count_kv": config.integer("num_key_value_heads", heads),
+        "attention.head_count_kv": config.integer("num_key_value_heads", kv_heads),
         "attention.key_length": head_dim,
         "attention.value_length": head_dim,
     }
@@ -150,30 +176,29 @@ def _bert(config: Config, family: Family) -> Metadata:
             raise config.refuse("position_embedding_type", "'absolute'")
         keys["context_length"] = config.integer("max_position_embeddings") - position_offset(config, family)
         return keys
-    for key, expected in (
-        *((key, False) for key in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "prenorm", "causal")),
-        ("rotary_emb_interleaved", False),
-    ):
-        if config.flag(key, expected) != expected:
-            raise config.refuse(key, str(expected).lower())
-    if config.number("rotary_emb_fraction", 1.0) != 1:
+    for key, default in _NOMIC_FLAGS.items():
+        if config.flag(key, default):
+            raise config.refuse(key, "false")
+    if config.number("rotary_emb_fraction", 0.0) != 1:
         raise config.refuse("rotary_emb_fraction", "1 (RoPE of all of a head)")
-    if config.has("rotary_emb_scale_base"):
-        raise config.refuse("rotary_emb_scale_base", "null")
+    for key in ("rotary_emb_scale_base", "rotary_scaling_factor"):
+        if config.has(key):
+            raise config.refuse(key, "null")
+    if config.integer("moe_every_n_layers", 0):
+        raise config.refuse("moe_every_n_layers", "0 (no experts)")
     keys["rope.freq_base"] = config.number("rotary_emb_base", 10000.0)
     # Published configurations have four times the positions that the model was trained with.
-    keys["context_length"] = min(config.integer("n_positions"), _NOMIC_CONTEXT)
+    trained = config.integer("max_trained_positions", _NOMIC_CONTEXT)
+    keys["context_length"] = min(config.integer("n_positions"), trained)
     return keys
 
 
 def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
     """What only some architectures have."""
     arch, keys = family.architecture, Metadata()
-    window = config.has("sliding_window") and config.flag("use_sliding_window", True)
-    if arch.startswith("qwen"):
-        window = window and config.flag("use_sliding_window", False)
+    window = _window(config, family, sizes["block_count"])
     if window:
-        keys["attention.sliding_window"] = config.integer("sliding_window")
+        keys["attention.sliding_window"] = window
     _check_layer_types(config, arch, bool(window))
     if arch in ("granite", "granitemoe"):
         keys["embedding_scale"] = config.number("embedding_multiplier", 1.0)
@@ -191,10 +216,32 @@ def _switches(config: Config, family: Family, sizes: Metadata) -> Metadata:
     return keys
 
 
+def _window(config: Config, family: Family, n_layers: int) -> int:
+    """The positions that layers with a window attend to; 0: no layer has one."""
+    given = config.fields.get("sliding_window", family.window)
+    window = config.integer("sliding_window", family.window) if given is not None else 0
+    if not family.windows:
+        if config.has("sliding_window"):
+            raise config.refuse("sliding_window", "null: the class has no windows")
+        return 0
+    if family.windows == PATTERN and not window:
+        raise config.refuse("sliding_window", "a number of positions")
+    if family.windows != SOME:
+        return window
+    if not config.flag("use_sliding_window", False):
+        return 0
+    if family.architecture == "qwen2moe":
+        raise config.refuse("use_sliding_window", "false")
+    first = config.integer("max_window_layers", 28) if family.architecture != "qwen3moe" else 0
+    if window and 0 < first < n_layers and not config.has("layer_types"):
+        raise config.refuse("max_window_layers", f"0 or at least {n_layers} (the same for all layers)")
+    return window if first < n_layers or config.has("layer_types") else 0
+
+
 def _mixture(config: Config, family: Family) -> Metadata:
     """The experts of each layer."""
     keys: Metadata = {
-        "expert_count": config.integer(family.experts_key),
+        "expert_count": config.integer(_experts_key(config, family)),
         "expert_used_count": config.integer("num_experts_per_tok"),
     }
     if family.expert_width_key != "intermediate_size":
@@ -214,6 +261,18 @@ def _mixture(config: Config, family: Family) -> Metadata:
     return keys
 
 
+def _experts_key(config: Config, family: Family) -> str:
+    """The field with the number of experts, which has two names in `transformers`."""
+    other = "num_experts" if family.experts_key == "num_local_experts" else "num_local_experts"
+    if (
+        config.has(family.experts_key)
+        and config.has(other)
+        and config.fields[other] != config.fields[family.experts_key]
+    ):
+        raise config.refuse(other, f"{config.fields[family.experts_key]}, as {family.experts_key}")
+    return other if config.has(other) else family.experts_key
+
+
 def _gemma(config: Config, family: Family, sizes: Metadata) -> Metadata:
     keys = Metadata()
     for key, to in (
@@ -222,14 +281,14 @@ def _gemma(config: Config, family: Family, sizes: Metadata) -> Metadata:
     ):
         if config.has(key):
             keys[to] = config.number(key)
-        elif family.architecture == "gemma2":
-            keys[to] = 0.0
+        elif family.architecture == "gemma2" and key in config.fields:
+            keys[to] = 0.0  # null: none. Without the field both the class and the graph have a cap.
     if family.architecture == "gemma3" and config.has("attn_logit_softcapping"):
         raise config.refuse("attn_logit_softcapping", "null")
     heads, head_dim = sizes["attention.head_count"], sizes["attention.key_length"]
     is_wide = sizes["block_count"] == ARCHITECTURES[family.architecture].wide_scale_layers
     expected = sizes["embedding_length"] // heads if is_wide else head_dim
-    if config.number("query_pre_attn_scalar", expected) != expected:
+    if config.number("query_pre_attn_scalar", 256) != expected:
         raise config.refuse("query_pre_attn_scalar", str(expected))
     if config.has("layer_types"):
         local = [kind == "sliding_attention" for kind in config.items("layer_types")]
@@ -245,11 +304,14 @@ def _gemma(config: Config, family: Family, sizes: Metadata) -> Metadata:
 def _positions(config: Config, family: Family, sizes: Metadata) -> tuple[Metadata, dict[str, np.ndarray]]:
     head_dim = sizes["attention.key_length"]
     rope, local = _rope_tables(config)
-    part = config.number("partial_rotary_factor", rope.number("partial_rotary_factor", family.rotated_part))
+    whole = family.rotated_part if family.rotated_part is not None else 1.0
+    part = config.number("partial_rotary_factor", rope.number("partial_rotary_factor", whole))
+    if family.rotated_part is None and part != 1:
+        raise (config if config.has("partial_rotary_factor") else rope).refuse("partial_rotary_factor", "1")
     n_rot = int(head_dim * part)
     if not 0 < n_rot <= _MAX_ROTATED:
         raise config.refuse("head_dim", f"1 to {_MAX_ROTATED} rotated values, found {n_rot}")
-    base = rope.number("rope_theta", config.number("rope_theta", 1e6 if family.architecture == "gemma3" else 10000.0))
+    base = rope.number("rope_theta", config.number("rope_theta", family.rope_theta))
     keys: Metadata = {"rope.dimension_count": n_rot, "rope.freq_base": base}
     if family.architecture == "gemma3":
         keys["rope.freq_base_swa"] = local.number("rope_theta", config.number("rope_local_base_freq", 10000.0))
@@ -267,7 +329,7 @@ def _positions(config: Config, family: Family, sizes: Metadata) -> tuple[Metadat
         case "longrope" | "su":
             original = config.integer(
                 "original_max_position_embeddings",
-                rope.integer("original_max_position_embeddings", sizes["context_length"]),
+                rope.integer("original_max_position_embeddings", _LONGROPE_CONTEXT),
             )
             tensors = {
                 f"rope_factors_{length}.weight": _factors(rope, f"{length}_factor", n_rot)

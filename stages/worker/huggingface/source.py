@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stages.worker.checkpoint.source import Rows, TensorInfo, dense_values
+from stages.worker.huggingface.biases import check_biases
 from stages.worker.huggingface.config import CheckpointDirectoryError
 from stages.worker.huggingface.directory import INDEX, Directory
 from stages.worker.huggingface.families import Family, Place, neighbours, part_of, places
@@ -70,6 +71,7 @@ class HuggingFaceSource:
         for to, found in experts.items():
             self._add_experts(to, found)
         self._tie()
+        check_biases(config, self._family, self.tensors)
         self.size = sum(file.size for file in self.directory.files)
         heads = keys.get(f"{self._family.architecture}.attention.head_count", 0)
         self._heads = {
@@ -79,6 +81,8 @@ class HuggingFaceSource:
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None or len(embedding.shape) != 2:
             raise CheckpointDirectoryError(f"{path}: tensor {self.label('token_embd.weight')} is missing, or no matrix")
+        if config.has("vocab_size") and config.integer("vocab_size") != embedding.shape[0]:
+            raise config.refuse("vocab_size", f"{embedding.shape[0]}, the rows of {self.label('token_embd.weight')}")
         self.metadata: dict[str, Any] = {
             "general.architecture": self._family.architecture,
             "general.name": path.resolve().name,
