@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -256,3 +257,16 @@ def test_values_of_metrics_are_added_up() -> None:
 @given(st.text())
 def test_any_text_has_values(text: str) -> None:
     assert all(isinstance(value, float) for value in values(text).values())
+
+
+async def test_an_engine_of_a_model_that_is_placed_again_has_its_own_number() -> None:
+    numbers = itertools.count(1).__next__
+
+    async def bring(placement: Placement) -> None:
+        return
+
+    for number in (1, 2):
+        placement = Placement(ENTRY, bring, lambda entry: Busy(), lambda: True, next_incarnation=numbers)
+        await placement.wait()
+        assert placement.incarnation == number
+        await placement.stop()

@@ -60,6 +60,11 @@ def test_a_request_is_decoded_with_its_defaults() -> None:
     assert bodies.decode_request(bodies.HeartbeatRequest, b"", "") == bodies.HeartbeatRequest()
 
 
+def test_a_heartbeat_has_no_field_that_an_older_agent_refuses() -> None:
+    assert msgspec.json.encode(bodies.HeartbeatRequest()) == b"{}"
+    assert msgspec.json.encode(bodies.HeartbeatRequest(extend_lease=True)) == b'{"extend_lease":true}'
+
+
 @pytest.mark.parametrize(("body", "field", "reason"), [
     (b"{}", "model_id", "missing required field"),
     (b'{"model_id": ""}', "model_id", "length >= 1"),

@@ -206,7 +206,7 @@ def with_replacement(key: str) -> Vocabulary:
 
 
 @settings(deadline=None, max_examples=50)
-@given(texts, st.sampled_from([" x", "a b", "x\n", "\ta"]))
+@given(texts, st.sampled_from([" ", " x", "a b", "x\n", "\ta"]))
 def test_replacements_with_spaces_count_across_words(text: str, key: str) -> None:
     text = f"{text}a{key}b {text}".translate({ord(c): "" for c in "<>[]"})
     replaced, at, table = "", 0, REPLACED | {key: "e"}
