@@ -429,7 +429,8 @@ def test_a_plan_counts_weights_arenas_and_the_weights_of_others(
         return
     with pytest.raises(ResourceError, match=reason) as error:
         check_plan(Config(), "m", plan, FreeMemory(arenas, memory), mapped)
-    assert "needs 100 bytes (50 of weights, 40 of KV pages and 10 of other arenas)" in error.value.message
+    needed = "needs 100 bytes (50 of weights, 40 of KV pages, 10 of other arenas and 0 of adapters)"
+    assert needed in error.value.message
 
 
 # ---------------------------------------------------------------- times

@@ -169,4 +169,4 @@ def test_parts_cover_what_a_kind_pools(kind: str, chunks: list[int]):
         first, pooled_positions = prompt.part(start, count)
         positions += range(start + first, start + first + pooled_positions)
         start += count
-    assert positions == {"mean": list(range(n)), "last": [n - 1], "cls": [0]}[kind]
+    assert positions == {"mean": list(range(n)), "last": [n - 1], "cls": [0], "rank": [0]}[kind]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import array
-import fcntl
 import json
 import os
-import signal
 import subprocess
 import sys
-import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -28,22 +23,6 @@ output = child.stdout.read().decode()
 session = os.getsid(child.pid)
 print(json.dumps([type(child).__name__, child.wait(), child.returncode, session == child.pid, output]))
 """
-
-
-PIPE_BYTES = 4096
-LINE_BYTES = 100  # less than a line of the talker takes with honcho's prefix
-
-
-def waiting_bytes(pipe: int) -> int:
-    """What a reader of the pipe could read."""
-    found = array.array("i", [0])
-    fcntl.ioctl(pipe, termios.FIONREAD, found)
-    return found[0]
-
-
-def sleeps(pid: int) -> bool:
-    """Whether the process waits, here for room in the pipe."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "S"
 
 
 def run(line: str, directory: Path) -> list[object]:
@@ -90,32 +69,6 @@ assert os.environ["AFTER"] == "unharmed" and b"AFTER=unharmed" in Path("/proc/se
         check=True,
     )
     assert done.stdout == "['python', '-m', 'starling', 'supervise', 'kv']\n"
-
-
-# Writes more than two pipes hold; ends at SIGTERM.
-TALKER = "import sys; [print('x' * 99, flush=True) for _ in range(5000)]; sys.stdin.read()"
-
-
-def test_honcho_ends_while_its_output_waits_for_a_reader(tmp_path: Path) -> None:
-    (tmp_path / "Procfile").write_text(f'talker: exec {sys.executable} -c "{TALKER}"\n')
-    command = [sys.executable, "-m", "starling.cli.honcho_patch", "start", "-f", str(tmp_path / "Procfile")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    held, release = os.pipe()  # the talker's stdin
-    with subprocess.Popen(command, env=environment, stdin=held, stdout=subprocess.PIPE) as honcho:
-        os.close(held)
-        assert honcho.stdout is not None
-        try:
-            fcntl.fcntl(honcho.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-            while waiting_bytes(honcho.stdout.fileno()) < PIPE_BYTES - LINE_BYTES or not sleeps(honcho.pid):
-                assert honcho.poll() is None
-                time.sleep(0.01)
-            honcho.send_signal(signal.SIGTERM)
-            text = honcho.stdout.read().decode()
-        finally:
-            honcho.kill()
-            os.close(release)
-    assert honcho.returncode == 143
-    assert "SIGTERM received" in text and "talker.1 stopped (rc=-15)" in text
 
 
 IMPATIENT = """
