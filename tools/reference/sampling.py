@@ -64,13 +64,17 @@ def uniform(seed: int, position: int, choice: int, stream: int = 0) -> float:
     return ((x0 << 21) + (x1 >> 11)) * 2.0**-53
 
 
-def _mask(c: Candidates, p: Parameters, position: int, allowed: np.ndarray | None) -> None:
-    where = {int(i): at for at, i in enumerate(c.ids)}
+def _forbid(c: Candidates, p: Parameters, position: int, allowed: np.ndarray | None) -> None:
+    """Of the whole vocabulary."""
     is_over = allowed is not None and set(np.flatnonzero(allowed).tolist()) <= set(p.mask_ids)
+    if allowed is not None:
+        c.values[~allowed] = -np.inf
     if (p.ignore_eos or position < p.min_tokens) and not is_over:
-        for token in p.mask_ids:
-            if token in where:
-                c.values[where[token]] = -np.inf
+        c.values[[token for token in p.mask_ids if 0 <= token < len(c.values)]] = -np.inf
+
+
+def _bias(c: Candidates, p: Parameters) -> None:
+    where = {int(i): at for at, i in enumerate(c.ids)}
     for token, bias in p.bias:
         if token in where:
             c.values[where[token]] += _F(bias)
@@ -125,11 +129,10 @@ def sample(
         return -1
     position = len(tokens) - output_start
     c = Candidates(np.arange(len(logits), dtype=np.int32), logits.astype(np.float32).copy())
-    if allowed is not None:
-        c.values[~allowed] = -np.inf
+    _forbid(c, p, position, allowed)
     for step in p.order:
         if step == "mask":
-            _mask(c, p, position, allowed)
+            _bias(c, p)
         elif step == "repetition":
             _repetition(c, p, tokens)
         elif step == "temperature" and p.temperature > 0:

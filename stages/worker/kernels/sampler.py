@@ -261,15 +261,15 @@ def sample(
         if n_stops and _allows_only(mask, vocab, mask_ids, n_stops):
             n_stops = 0  # the output is complete
     whole, n = True, vocab
+    # Whatever the order: a filter before this one could leave nothing but them.
+    for i in range(n_stops):
+        _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
     order = get_i64(ints + _ORDER)
     while order & 15:
         step = order & 15
         order = (order >> 4) & 0x0FFFFFFFFFFFFFFF
         changed = False
         if step == MASK:
-            for i in range(n_stops):
-                _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
-                changed = True
             for i in range(min(max(get_i64(ints + _N_BIAS), 0), _MAX_BIAS)):
                 _add_to(scratch, vocab, n, whole, get_i32(bias_ids + 4 * i), get_f32(bias + 4 * i), False)
                 changed = True
