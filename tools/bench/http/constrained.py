@@ -8,7 +8,7 @@ shows what the instrument makes of no difference.  Three figures, as ratios of p
     rate     tokens per second: what clients see, on a quiet machine
     period   from one step's end to the next one's; the lower quartile, which other programs disturb least
     cpu      CPU time of all processes per token; with `--cores 0`, one rank that never waits for another, this is the
-             throughput of a core that does everything, however busy the machine is
+             throughput of a core that does everything.  Other programs change it, too, through the caches
 """
 
 from __future__ import annotations
