@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
 REQUEST = "tree-request"
 # Commands that read, with what they are called with.
 READING: dict[str, tuple[str, ...]] = {
+    "adapter list": (),
     "catalog": (),
     "config": (),
     "doctor": (),
@@ -53,9 +54,9 @@ CHANGING = {
         "fleet drain",
         "fleet place",
     ),
-    *("keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),
+    *("adapter load", "adapter unload", "keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),
 }
-GROUPS = {"", "fleet", "keys"}  # they only have subcommands
+GROUPS = {"", "adapter", "fleet", "keys"}  # they only have subcommands
 LINES = {"logs"}  # one JSON object a line, because it may follow
 # Cursor movements and line ends separate what stands on one line; colours (m) do not.
 _SEGMENT = re.compile(r"\x1b\[[0-9;?]*[A-La-lN-Zn-z]|[\r\n]")
