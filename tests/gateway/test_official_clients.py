@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,9 +41,9 @@ class Keyed(NamedTuple):
 
     @contextmanager
     def occupied(self) -> Iterator[Stream]:
-        """The key `one` has a request in flight, whose stream stands still."""
-        peers = self.server.peers
-        stream = self.server.stream("/v1/generate", LONG, {"Authorization": f"Bearer {self.keys['one']}"})
+        """The key `one` has a request in flight, whose stream stands still; at the end it has none."""
+        peers, key = self.server.peers, {"Authorization": f"Bearer {self.keys['one']}"}
+        stream = self.server.stream("/v1/generate", LONG, key)
         next(stream.events())
         peers.do(lambda: setattr(peers, "is_stepping", False))
         try:
@@ -50,6 +51,9 @@ class Keyed(NamedTuple):
         finally:
             peers.do(lambda: setattr(peers, "is_stepping", True))
             stream.close()
+            # The gateway learns later than the client that the connection is closed.
+            while self.server.request("POST", "/v1/generate", {"prompt": "x", "max_tokens": 1}, key).status == 429:
+                time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
