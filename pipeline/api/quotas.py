@@ -10,7 +10,8 @@ with this key, and has a counter of its own.
 The cost of a request is only certain at its end, so its prompt is charged when it starts and its output when it ends.
 The level of a bucket may become negative, and a count may exceed its limit by the output of the requests in flight.  A
 prompt larger than one minute's worth is admitted when the bucket is full, so that every request can be admitted
-eventually.  With a `LevelStore` all counters survive a restart: buckets refill while the server is down.
+eventually.  With a `LevelStore` all counters survive a restart: buckets refill while the server is down.  With a
+`UseLog` several processes share the limits of a tenant or key.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ class Counter(Protocol):
     """What the counters of all periods have. Amounts are requests or tokens."""
 
     limit: int
+
+    @property
+    def day(self) -> int:
+        """The day that is counted, since 1970; 0 for other periods."""
+
+    def begin_day(self, day: int) -> None:
+        """Another process counts this day already: a daily counter that is behind starts again."""
 
     @property
     def remaining(self) -> float:
@@ -73,6 +81,14 @@ class Bucket:
         self._wall = wall
         self._level = float(limit)
         self._at = clock()
+
+    @property
+    def day(self) -> int:
+        """None is counted."""
+        return 0
+
+    def begin_day(self, day: int) -> None:
+        """Nothing changes."""
 
     @property
     def remaining(self) -> float:
@@ -120,13 +136,26 @@ class Count:
         self._is_daily = is_daily
         self._wall = wall
         self._used = 0.0
-        self._day = wall() // DAY_S
+        self._day = int(wall() // DAY_S)
+
+    @property
+    def day(self) -> int:
+        """The day that is counted."""
+        if not self._is_daily:
+            return 0
+        if (day := int(self._wall() // DAY_S)) > self._day:  # a clock that was set back gives nothing
+            self._day, self._used = day, 0.0
+        return self._day
+
+    def begin_day(self, day: int) -> None:
+        """Start again if the day is a later one."""
+        if self._is_daily and day > self.day:
+            self._day, self._used = day, 0.0
 
     @property
     def remaining(self) -> float:
         """What can be taken now."""
-        if self._is_daily and (day := self._wall() // DAY_S) > self._day:  # a clock that was set back gives nothing
-            self._day, self._used = day, 0.0
+        self.day  # noqa: B018  (yesterday's use is forgotten)
         return self.limit - self._used
 
     @property
@@ -173,6 +202,19 @@ class LevelStore(Protocol):
         """Store the level of a bucket. Never raises."""
 
 
+Name = tuple[str, str, str]  # of a counter: unit, period, and the tenant or ":KEY_ID"
+
+
+class UseLog(Protocol):
+    """What several processes use of the same limits."""
+
+    def restore(self, name: Name, counter: Counter) -> None:
+        """A new counter: take from it what is known to be used. From now on the log changes it, too."""
+
+    def taken(self, name: Name, counter: Counter, amount: float) -> None:
+        """This process has taken `amount` from it."""
+
+
 class Quotas:
     """The counters of all tenants and keys. A caller is a tenant and, of a key of the key file, the key's id."""
 
@@ -185,10 +227,11 @@ class Quotas:
         file: LevelStore | None = None,
         wall: Callable[[], float] = time.time,
         limits_of: Callable[[str], KeyLimits] = lambda key_id: NO_LIMITS,
+        log: UseLog | None = None,
     ) -> None:
         """`clock` is monotonic, `wall` is s since 1970. Without a file the levels are lost on a restart.
 
-        `limits_of` returns the limits of the key with that id.
+        `limits_of` returns the limits of the key with that id. `log`: shares the limits with other processes.
         """
         self._limits = {
             (REQUESTS, MINUTE): limits.requests_per_minute,
@@ -200,11 +243,12 @@ class Quotas:
         self._file = file
         self._wall = wall
         self._limits_of = limits_of
-        self._counters: dict[tuple[str, str, str], Counter] = {}  # by unit, period, and tenant or key
+        self._log = log
+        self._counters: dict[Name, Counter] = {}
 
     def take_request(self, tenant: str, key_id: str = "") -> None:
         """Charge one request. Raises `RateLimited` with the time to wait; then nothing is charged."""
-        found = list(self._of(REQUESTS, tenant, key_id))
+        found = self.counters(REQUESTS, tenant, key_id)
         for (_, period, _), counter in found:
             if wait := counter.wait_s(1):
                 raise _refusal(f"the quota of {counter.limit} requests {_PER[period]} is used up", wait)
@@ -212,7 +256,7 @@ class Quotas:
 
     def take_prompt(self, tenant: str, tokens: int, key_id: str = "") -> None:
         """Charge a prompt. Raises `RateLimited` with the time to wait; then nothing is charged."""
-        found = list(self._of(TOKENS, tenant, key_id))
+        found = self.counters(TOKENS, tenant, key_id)
         for (_, period, _), counter in found:
             if wait := counter.wait_s(tokens):
                 raise _refusal(
@@ -225,7 +269,7 @@ class Quotas:
     def charge_output(self, tenant: str, tokens: int, key_id: str = "") -> None:
         """Charge generated tokens; never fails."""
         if tokens:
-            self._take(list(self._of(TOKENS, tenant, key_id)), tokens)
+            self._take(self.counters(TOKENS, tenant, key_id), tokens)
 
     def headers(self, tenant: str, key_id: str = "") -> dict[str, str]:
         """Return `x-ratelimit-limit-UNIT`, `-remaining-UNIT` and `-reset-UNIT` of the limits that are nearest.
@@ -234,7 +278,7 @@ class Quotas:
         """
         headers = {}
         for unit in (REQUESTS, TOKENS):
-            counters = [counter for _, counter in self._of(unit, tenant, key_id)]
+            counters = [counter for _, counter in self.counters(unit, tenant, key_id)]
             if not counters:
                 continue
             nearest = min(counters, key=lambda counter: counter.remaining)
@@ -244,13 +288,19 @@ class Quotas:
                 headers[f"x-ratelimit-reset-{unit}"] = duration(reset)
         return headers
 
-    def _take(self, found: list[tuple[tuple[str, str, str], Counter]], amount: float) -> None:
+    def counters(self, unit: str, tenant: str, key_id: str = "") -> list[tuple[Name, Counter]]:
+        """The counters from which a request of the caller is taken."""
+        return list(self._of(unit, tenant, key_id))
+
+    def _take(self, found: list[tuple[Name, Counter]], amount: float) -> None:
         for name, counter in found:
             counter.take(amount)
             if self._file is not None:
                 self._file.put(_bucket_key(name), counter.stored())
+            if self._log is not None:
+                self._log.taken(name, counter, amount)
 
-    def _of(self, unit: str, tenant: str, key_id: str) -> Iterator[tuple[tuple[str, str, str], Counter]]:
+    def _of(self, unit: str, tenant: str, key_id: str) -> Iterator[tuple[Name, Counter]]:
         """The counters that apply, by period."""
         own = self._limits_of(key_id) if key_id else NO_LIMITS
         for period in PERIODS:
@@ -264,7 +314,7 @@ class Quotas:
                 name = (unit, period, whose)
                 yield name, self._counter(name, limit)
 
-    def _counter(self, name: tuple[str, str, str], limit: int) -> Counter:
+    def _counter(self, name: Name, limit: int) -> Counter:
         counter = self._counters.get(name)
         if counter is not None and counter.limit == limit:
             return counter
@@ -279,6 +329,8 @@ class Quotas:
         known = self._file.level_of(_bucket_key(name)) if self._file is not None else None
         if known is not None and math.isfinite(known.level):
             counter.restore(known)
+        if self._log is not None:
+            self._log.restore(name, counter)
         self._counters[name] = counter
         return counter
 
@@ -308,6 +360,6 @@ def _refusal(reason: str, wait_s: float) -> RateLimited:
     return RateLimited(f"{reason}; try again in {wait_s:.1f} s", retry_after_s=wait_s)
 
 
-def _bucket_key(name: tuple[str, str, str]) -> bytes:
+def _bucket_key(name: Name) -> bytes:
     unit, period, whose = name
     return bucket_key(unit if period == MINUTE else f"{unit}/{period}", whose)

@@ -19,7 +19,9 @@ output_record.py  the output tokens of a stream, from which another engine conti
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
 idle_models.py  models that have had no requests for a while
-store_follower.py  agents, cordons and placements as the store has them
+model_changes.py  loads and unloads on agents
+store_follower.py  agents, cordons, placements and quotas as the store has them
+quotas/         quotas that hold for all orchestrators together
 upstream.py     the interface of the HTTP client
 http_app.py     the routes
 fleet_api.py    the fleet for operators

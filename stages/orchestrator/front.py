@@ -21,13 +21,14 @@ from pipeline.api.fair_shares import Refusal as Bound
 from pipeline.api.json_body import count_separators
 from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
-from pipeline.api.quotas import Quotas
+from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
 from pipeline.fleet import token as fleet_token
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
+from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.read_body import ReadBody, read_body
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds
@@ -69,12 +70,15 @@ class Front:
         wall: Callable[[], float],
         learn: Callable[[str], Awaitable[None]],
         keys: Keys,
+        quotas: Quotas,
+        publisher: QuotaPublisher,
     ) -> None:
         """`learn(model)`: look whether an unknown model has been published."""
         self.config = config
         self._learn = learn
         self.keys = keys
-        self.quotas = Quotas(config.rate_limits, clock, limits_of=keys.limits)
+        self.quotas = quotas
+        self._publisher = publisher
         self.metrics = metrics
         self.clock = clock
         self._ids = RequestIds(secret, wall)
@@ -137,6 +141,11 @@ class Front:
 
     # ---------------------------------------------------------------- tickets
 
+    async def take_request(self, caller: Caller) -> None:
+        """Charge a request to the quotas. Raises `RateLimited`."""
+        await self._publisher.settle(self.quotas, REQUESTS, caller.tenant, caller.key_id, 1)
+        self.quotas.take_request(caller.tenant, caller.key_id)
+
     async def ticket(
         self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str], key: str | None, last_id: str
     ) -> Ticket:
@@ -147,7 +156,9 @@ class Front:
                 "Idempotency-Key",
             )
         read = await self._read(caller, path, body, headers)
-        self.quotas.take_prompt(caller.tenant, -(-read.prompt_bytes // CHARGED_BYTES), caller.key_id)
+        tokens = -(-read.prompt_bytes // CHARGED_BYTES)
+        await self._publisher.settle(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
+        self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
         agent = ""
         if last_id:
             request_id = self._ids.check(_request_of(last_id), caller.tenant)

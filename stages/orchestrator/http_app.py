@@ -219,7 +219,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
-        front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
+        await front.take_request(request[CALLER])
         ticket = await front.ticket(
             request[CALLER],
             request.path,
@@ -258,7 +258,7 @@ async def _convert(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
-        front.quotas.take_request(request[CALLER].tenant, request[CALLER].key_id)
+        await front.take_request(request[CALLER])
         ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
         return await _answer(request, front, ticket)
 

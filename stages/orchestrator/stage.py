@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import secrets
 import signal
 import socket
 import time
@@ -26,9 +27,9 @@ import msgspec
 import uvloop
 from aiohttp import web
 
-from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.key_file import KeyFile, key_path
 from pipeline.api.keys import Keys
+from pipeline.api.quotas import Quotas
 from pipeline.blobs.address import open_store as open_blobs
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents
@@ -37,26 +38,29 @@ from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
 from pipeline.coordination.election import Election, Term
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import ConfigError, Conflict, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import ConfigError, ModelUnavailable, StarlingError
 from pipeline.fleet import token
-from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse, LoadModelRequest, UnloadModelRequest
+from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
+from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
-from stages.orchestrator.forward import read_error
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
 from stages.orchestrator.idle_models import IdleModels
+from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.placement import missing_loads
+from stages.orchestrator.quotas.publisher import QuotaPublisher
+from stages.orchestrator.quotas.shared_use import SharedUse
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
-from stages.orchestrator.upstream import Answer, Unreachable, read_whole
+from stages.orchestrator.upstream import Answer, Unreachable
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -67,9 +71,7 @@ LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
 CATALOG_S = 30.0  # between two reads of the catalog
 CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
-STORE_RETRY_S = 0.5
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
-LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
 
 
 class _Answer:
@@ -158,7 +160,19 @@ class OrchestratorStage:
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
         self.router = ScoreRouter(weights, bounds.max_per_agent, self._published.get, time.time)
         self.idle = IdleModels(time.monotonic, self.router.under_way)
-        self.cold = ColdLoads(self._load, bounds.max_waiting, time.monotonic)
+        self._calls = AgentCalls(self.client, self._token)
+        self.changes = ModelChanges(
+            self._calls,
+            self.registry,
+            self.router,
+            self.events,
+            self._published,
+            bounds.load_timeout_ms,
+            lambda: self.fleet.is_store_up,
+            self._check_loaded,
+            time.monotonic,
+        )
+        self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
         self._changed = asyncio.Event()
         self.relay = Relay(
             self.client,
@@ -168,8 +182,12 @@ class OrchestratorStage:
             Bounds(bounds.wait_ms / 1000, bounds.move_timeout_ms / 1000),
             time.monotonic,
             self._next_change,
-            self._progress,
+            self.changes.progress,
         )
+        steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
+        use = SharedUse(secrets.token_hex(8), steady)
+        self.quotas = QuotaPublisher(self._store, use, time.monotonic)
+        keys = Keys(config, KeyFile(key_path(paths.state_dir(config))))
         self.front = Front(
             config,
             self._token,
@@ -180,7 +198,9 @@ class OrchestratorStage:
             time.monotonic,
             time.time,
             self._learn,
-            Keys(config, KeyFile(key_path(paths.state_dir(config)))),
+            keys,
+            Quotas(config.rate_limits, time.monotonic, None, steady, keys.limits, use),
+            self.quotas,
         )
         self.follower = StoreFollower(
             self._store,
@@ -190,6 +210,7 @@ class OrchestratorStage:
             self._lose_agent,
             self._start_poll,
             self._table_changed,
+            self.quotas.apply,
         )
         self.fleet = self.follower.fleet = FleetApi(
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
@@ -218,7 +239,7 @@ class OrchestratorStage:
             await runner.setup()
             server = await self._listen(runner)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
-            tasks = [loop.create_task(work) for work in works]
+            tasks = [loop.create_task(work) for work in (*works, self.quotas.run())]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             # Objects that live until the end are not traversed by later collections, which would delay streams.
             gc.collect()
@@ -237,6 +258,7 @@ class OrchestratorStage:
             await self.cold.close()
             await runner.cleanup()
             await self.relay.close()
+            await self.quotas.publish()
             await self.client.close()
             await self._store.close()
             await self._blobs.close()
@@ -298,6 +320,11 @@ class OrchestratorStage:
             log.info("agent %s is %s %s", agent_id, found.health, found.reason)
         self._table_changed()
 
+    async def _check_loaded(self, agent_id: str) -> None:
+        """The models of an agent have changed."""
+        await self.registry.check_node(agent_id)
+        self._table_changed()
+
     def _move_draining(self, agent_id: str) -> None:
         cordon = self.registry.cordon(agent_id)
         if cordon is not None and cordon.is_draining:
@@ -318,101 +345,13 @@ class OrchestratorStage:
     async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
         cursors, is_down = self.router.prefixes.cursors(record.agent_id), not self.fleet.is_store_up
         body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=is_down, prefixes_after=cursors)
-        raw = await self._call(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
+        raw = await self._calls.post(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
             return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
         except DECODE_ERRORS as error:
             raise ModelUnavailable(f"{record.url}/heartbeat: {error}; run the same release everywhere") from None
 
-    async def _call(self, url: str, body: bytes, timeout_s: float) -> bytes:
-        """POST to an agent. Raises `StarlingError`: the agent's, or `ModelUnavailable`."""
-        headers = {**token.authorization(self._token), "Content-Type": CONTENT_TYPE}
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self.client.open("POST", url, headers, body)
-                try:
-                    raw = await read_whole(answer)
-                finally:
-                    answer.close()
-        except TimeoutError:
-            raise ModelUnavailable(f"{url} has not answered within {timeout_s:g} s") from None
-        except Unreachable as error:
-            raise ModelUnavailable(f"{url}: {error}") from None
-        if answer.status not in (200, 202):
-            code, message = read_error(raw)
-            raise StarlingError(code or "INTERNAL", message or f"{url} answers with {answer.status}")
-        return raw
-
-    # ---------------------------------------------------------------- models
-
-    async def _load(self, agent_id: str, model: str, evict: str = "") -> None:
-        """Load a model on an agent, after another one has left. Raises `StarlingError`."""
-        record = self.registry.find(agent_id)
-        if record is None:
-            raise ModelUnavailable(f"agent {agent_id} has left")
-        if not self.fleet.is_store_up:
-            raise ModelUnavailable(
-                f"{model} is not loaded now: the coordination store (fleet.store) does not answer", retry_after_s=5.0
-            )
-        timeout_ms = self.config.fleet.orchestrator.load_timeout_ms
-        published = self._published.get(model)
-        begun = time.monotonic()
-        request = LoadModelRequest(model_id=model, digest=published.digest if published else "", timeout_ms=timeout_ms)
-        besides = {model}
-        try:
-            while True:
-                if evict:
-                    besides.add(evict)
-                    await self._unload(record, evict, f"makes room for {model}")
-                self.events.add("load", agent=agent_id, model=model)
-                try:
-                    await self._call(
-                        record.url + "/load_model", msgspec.json.encode(request), timeout_ms / 1000 + LOAD_MARGIN_S
-                    )
-                    break
-                except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
-                    evict = self.router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
-                    if not evict:
-                        raise
-        except StarlingError as error:
-            self.events.add("load-failed", agent=agent_id, model=model, text=error.message)
-            raise
-        self.events.add("loaded", agent=agent_id, model=model, text=f"{time.monotonic() - begun:.1f} s")
-        await self.registry.check_node(agent_id)
-        self._table_changed()
-
-    async def _unload(self, record: AgentRecord, model: str, why: str) -> None:
-        """Unload a model that has no requests. Raises `StarlingError`: it has, or the agent does not answer."""
-        self.events.add("unload", agent=record.agent_id, model=model, text=why)
-        body = msgspec.json.encode(UnloadModelRequest(model_id=model, only_idle=True))
-        timeout_s = self.config.fleet.orchestrator.load_timeout_ms / 1000
-        try:
-            await self._call(record.url + "/unload_model", body, timeout_s)
-        except StarlingError as error:
-            if error.code != Conflict.CODE:
-                raise
-            raise ModelUnavailable(f"{model} was not unloaded ({why}): {error.message}", retry_after_s=1.0) from None
-
-    async def _unload_idle(self, agent_id: str, model: str) -> None:
-        record = self.registry.find(agent_id)
-        if record is not None:
-            try:
-                await self._unload(record, model, "it had no requests for fleet.orchestrator.unload_idle_ms")
-            except StarlingError as error:
-                log.warning("model %s stays on %s: %s", model, agent_id, error.message)
-                self.events.add("unload-failed", agent=agent_id, model=model, text=error.message)
-            await self.registry.check_node(agent_id)
-            self._table_changed()
-
-    def _progress(self, model: str) -> str:
-        """How far the load of a model is, for the comments of streams that wait."""
-        for view in self.router.table:
-            for one in view.details.loaded_models:
-                if one.model_id == model and one.progress is not None and one.model_state != "READY":
-                    progress = one.progress
-                    share = f" {100 * progress.done // progress.total}%" if progress.total else ""
-                    return f"{progress.phase}{share} on {view.agent_id}"
-        return ""
+    # ---------------------------------------------------------------- the catalog
 
     async def _catalog(self) -> None:
         """Read the catalog now and then."""
@@ -463,13 +402,13 @@ class OrchestratorStage:
             placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
             wanted = [(one.model, one.replicas) for one in placements]
             for load in missing_loads(wanted, self.router.table):
-                self._start_placing(load.agent_id, partial(self._place, load.agent_id, load.model))
+                self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
             self.idle.observe(self.router.table)
             idle_ms = self.config.fleet.orchestrator.unload_idle_ms
             if idle_ms and self.fleet.is_store_up:
                 kept = {model for model, _ in wanted} | {load.model for load in self.cold.under_way}
                 for due in self.idle.due(self.router.table, idle_ms / 1000, kept):
-                    self._start_placing(due.agent_id, partial(self._unload_idle, due.agent_id, due.model))
+                    self._start_placing(due.agent_id, partial(self.changes.unload_idle, due.agent_id, due.model))
             await asyncio.sleep(PLACE_S)
 
     def _start_placing(self, agent_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -481,13 +420,6 @@ class OrchestratorStage:
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)
-
-    async def _place(self, agent_id: str, model: str) -> None:
-        try:
-            await self._load(agent_id, model)
-        except StarlingError as error:
-            log.warning("model %s was not placed on %s: %s", model, agent_id, error.message)
-            await asyncio.sleep(STORE_RETRY_S if isinstance(error, Conflict) else CATALOG_S)
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None) -> int:

@@ -1,4 +1,4 @@
-"""What the orchestrator knows from the coordination store: agents, cordons and placements, as they change.
+"""What the orchestrator knows from the coordination store: agents, cordons, placements, quotas, as they change.
 
     follow   applies the store's updates; while it is down, what is known stays
     probe    asks the store now and then: a watch alone does not notice one that takes no writes
@@ -23,6 +23,7 @@ from pipeline.fleet import records
 from pipeline.fleet.records import AGENTS
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
+from stages.orchestrator.quotas.use_record import QUOTAS
 from stages.orchestrator.registry import Cordon, Registry
 
 log = logging.getLogger("starling.orchestrator")
@@ -45,6 +46,7 @@ class StoreFollower:
         lose_agent: Callable[[str, str], object],
         on_joined: Callable[[str], object],
         on_change: Callable[[], object],
+        apply_quotas: Callable[[Update], object],
     ) -> None:
         """`lose_agent(id, reason)`: its requests go on elsewhere. `on_joined(id)`: it is new, or has started anew."""
         self.fleet: FleetApi  # which shows placements and the store's state
@@ -55,6 +57,7 @@ class StoreFollower:
         self._lose_agent = lose_agent
         self._on_joined = on_joined
         self._on_change = on_change
+        self._apply_quotas = apply_quotas
         self._cordons: dict[str, Cordon] = {}
         self._missing: dict[str, float] = {}  # agents that answer and are not in the store: when they are forgotten
         self._recovered_until = float("-inf")  # until when missing agents may be an outage's doing
@@ -104,6 +107,9 @@ class StoreFollower:
     # ---------------------------------------------------------------- updates
 
     async def _apply(self, update: Update) -> None:
+        self._apply_quotas(update)
+        if not update.is_snapshot and all(event.key.startswith(QUOTAS) for event in update.events):
+            return
         if update.is_snapshot:
             keys = {event.key for event in update.events}
             for record in await self._registry.discover_nodes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from pipeline.fleet import token
+from starling.cli import cli
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
 from tests.orchestrator.streams import BODY, MINE, hold, plain, step
@@ -111,6 +114,36 @@ def test_each_answers_for_the_other(pair: Pair, engines: list[Server]) -> None:
     assert answers[0].status == 200 and len({answer.body for answer in answers}) == 1
     while sum(one.state()["leader"] for one in pair) != 1:
         pass
+
+
+def used(orchestrator: Fleet) -> int:
+    """The requests of the one key with a quota, as the store has them."""
+    with contextlib.closing(sqlite3.connect(orchestrator.home / "fleet.db")) as database:
+        found = database.execute("SELECT value FROM items WHERE key LIKE 'quotas/%'").fetchall()
+    return sum(int(json.loads(value)["counters"]["requests/day"]["used"]) for (value,) in found)
+
+
+def test_a_quota_holds_for_both_and_survives_a_death(pair: Pair) -> None:
+    first, second = pair
+    environment = {"STARLING_HOME": str(first.home), "STARLING_CONFIG": str(first.home / "starling.yaml")}
+    words = ["keys", "add", "bob", "--tenant", "mine", "--requests-per-day", "5", "--json"]
+    made = json.loads(CliRunner().invoke(cli, words, env=environment).output)
+    mine = {"Authorization": f"Bearer {made['key']}"}
+    for count, orchestrator in enumerate((first, second, first, second, second), 1):
+        answer = orchestrator.post("/v1/generate", BODY, mine)
+        assert answer.status == 200, answer.body
+        while used(first) < count:
+            assert orchestrator.process.poll() is None
+    for orchestrator in pair:
+        while (refused := orchestrator.post("/v1/generate", BODY, mine)).status == 200:
+            pass  # at most once: the other one's use is on its way
+        assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
+        assert used(first) <= 6
+    first.process.kill()
+    first.process.wait()
+    first.restart()
+    first.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]) and len(state["agents"]) == 2)
+    assert first.post("/v1/generate", BODY, mine).status == 429
 
 
 @pytest.mark.parametrize("death", ["locked", "removed"])

@@ -1,0 +1,152 @@
+"""Loads and unloads models on agents, for requests, placements and idle models. Without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+import msgspec
+
+from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingError
+from pipeline.fleet import token
+from pipeline.fleet.bodies import LoadModelRequest, UnloadModelRequest
+from pipeline.fleet.records import AgentRecord
+from stages.orchestrator.fleet_api import EventLog
+from stages.orchestrator.forward import read_error
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.upstream import Client, Unreachable, read_whole
+
+log = logging.getLogger("starling.orchestrator")
+
+LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
+RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
+REFUSED_S = 30.0  # after another error
+
+
+class AgentCalls:
+    """Calls of the agents' API, with the fleet's token."""
+
+    def __init__(self, client: Client, secret: str) -> None:
+        self._client = client
+        self._headers = {**token.authorization(secret), "Content-Type": CONTENT_TYPE}
+
+    async def post(self, url: str, body: bytes, timeout_s: float) -> bytes:
+        """The answer's body. Raises `StarlingError`: the agent's, or `ModelUnavailable`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._client.open("POST", url, self._headers, body)
+                try:
+                    raw = await read_whole(answer)
+                finally:
+                    answer.close()
+        except TimeoutError:
+            raise ModelUnavailable(f"{url} has not answered within {timeout_s:g} s") from None
+        except Unreachable as error:
+            raise ModelUnavailable(f"{url}: {error}") from None
+        if answer.status not in (200, 202):
+            code, message = read_error(raw)
+            raise StarlingError(code or "INTERNAL", message or f"{url} answers with {answer.status}")
+        return raw
+
+
+class ModelChanges:
+    """One per orchestrator. `clock`: monotonic, s."""
+
+    def __init__(
+        self,
+        calls: AgentCalls,
+        registry: Registry,
+        router: ScoreRouter,
+        events: EventLog,
+        published: Mapping[str, Published],
+        timeout_ms: int,
+        is_store_up: Callable[[], bool],
+        check_agent: Callable[[str], Awaitable[object]],
+        clock: Callable[[], float],
+    ) -> None:
+        """`timeout_ms`: for a load. `check_agent(id)`: poll it, because its models have changed."""
+        self._calls = calls
+        self._registry = registry
+        self._router = router
+        self._events = events
+        self._published = published
+        self._timeout_ms = timeout_ms
+        self._is_store_up = is_store_up
+        self._check_agent = check_agent
+        self._clock = clock
+
+    async def load(self, agent_id: str, model: str, evict: str = "") -> None:
+        """Load a model on an agent, after another one has left. Raises `StarlingError`."""
+        record = self._registry.find(agent_id)
+        if record is None:
+            raise ModelUnavailable(f"agent {agent_id} has left")
+        if not self._is_store_up():
+            raise ModelUnavailable(
+                f"{model} is not loaded now: the coordination store (fleet.store) does not answer", retry_after_s=5.0
+            )
+        published = self._published.get(model)
+        begun = self._clock()
+        digest = published.digest if published else ""
+        body = msgspec.json.encode(LoadModelRequest(model_id=model, digest=digest, timeout_ms=self._timeout_ms))
+        besides = {model}
+        try:
+            while True:
+                if evict:
+                    besides.add(evict)
+                    await self._unload(record, evict, f"makes room for {model}")
+                self._events.add("load", agent=agent_id, model=model)
+                try:
+                    await self._calls.post(record.url + "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
+                    break
+                except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
+                    evict = self._router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
+                    if not evict:
+                        raise
+        except StarlingError as error:
+            self._events.add("load-failed", agent=agent_id, model=model, text=error.message)
+            raise
+        self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
+        await self._check_agent(agent_id)
+
+    async def place(self, agent_id: str, model: str) -> None:
+        """Load a model that is to be placed. After an error it waits: the next attempt comes later."""
+        try:
+            await self.load(agent_id, model)
+        except StarlingError as error:
+            log.warning("model %s was not placed on %s: %s", model, agent_id, error.message)
+            await asyncio.sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
+
+    async def unload_idle(self, agent_id: str, model: str) -> None:
+        """Unload a model that has had no requests for a while."""
+        record = self._registry.find(agent_id)
+        if record is not None:
+            try:
+                await self._unload(record, model, "it had no requests for fleet.orchestrator.unload_idle_ms")
+            except StarlingError as error:
+                log.warning("model %s stays on %s: %s", model, agent_id, error.message)
+                self._events.add("unload-failed", agent=agent_id, model=model, text=error.message)
+            await self._check_agent(agent_id)
+
+    async def _unload(self, record: AgentRecord, model: str, why: str) -> None:
+        """Unload a model that has no requests. Raises `StarlingError`: it has, or the agent does not answer."""
+        self._events.add("unload", agent=record.agent_id, model=model, text=why)
+        body = msgspec.json.encode(UnloadModelRequest(model_id=model, only_idle=True))
+        try:
+            await self._calls.post(record.url + "/unload_model", body, self._timeout_ms / 1000)
+        except StarlingError as error:
+            if error.code != Conflict.CODE:
+                raise
+            raise ModelUnavailable(f"{model} was not unloaded ({why}): {error.message}", retry_after_s=1.0) from None
+
+    def progress(self, model: str) -> str:
+        """How far the load of a model is, for the comments of streams that wait."""
+        for view in self._router.table:
+            for one in view.details.loaded_models:
+                if one.model_id == model and one.progress is not None and one.model_state != "READY":
+                    progress = one.progress
+                    share = f" {100 * progress.done // progress.total}%" if progress.total else ""
+                    return f"{progress.phase}{share} on {view.agent_id}"
+        return ""
