@@ -31,6 +31,7 @@ REQUESTS, TOKENS = "requests", "tokens"  # the units that are counted
 MINUTE, DAY, TOTAL = "minute", "day", "total"
 PERIODS = (MINUTE, DAY, TOTAL)
 MIN_MISSING = 1e-6  # less than this is a rounding error of the level
+MINUTE_S = 60.0  # in which an empty bucket refills
 DAY_S = 86_400.0
 
 
@@ -94,7 +95,7 @@ class Bucket:
     def remaining(self) -> float:
         """What can be taken now."""
         now = self._clock()
-        self._level = min(self.limit, self._level + (now - self._at) * self.limit / 60)
+        self._level = min(self.limit, self._level + (now - self._at) * self.limit / MINUTE_S)
         self._at = now
         return self._level
 
@@ -106,11 +107,11 @@ class Bucket:
     def wait_s(self, amount: float) -> float:
         """Return the seconds until `amount` can be taken, or until the bucket is full if `amount` is larger."""
         missing = min(amount, self.limit) - self.remaining
-        return missing * 60 / self.limit if missing > MIN_MISSING else 0.0
+        return missing * MINUTE_S / self.limit if missing > MIN_MISSING else 0.0
 
     def reset_s(self) -> float:
         """Return the seconds until the bucket is full."""
-        return max(0.0, (self.limit - self.remaining) * 60 / self.limit)
+        return max(0.0, (self.limit - self.remaining) * MINUTE_S / self.limit)
 
     def take(self, amount: float) -> None:
         """Lower the level by `amount`, below zero if necessary."""
@@ -123,7 +124,7 @@ class Bucket:
     def restore(self, level: Level) -> None:
         """Charge what was used up when the bucket was last stored, less what has refilled since."""
         passed_s = max(0.0, self._wall() - level.at)  # a clock that was set back refills nothing
-        self.take(max(0.0, level.per_minute - level.level - passed_s * level.per_minute / 60))
+        self.take(max(0.0, level.per_minute - level.level - passed_s * level.per_minute / MINUTE_S))
 
 
 class Count:

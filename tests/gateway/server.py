@@ -26,6 +26,9 @@ from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
 
 STEP_S = 0.002
+# A `preamble` for tests that use up quotas: their minutes and days last so long that none refills meanwhile.
+LONG_MINUTE_S, LONG_DAY_S = 600_000, 864_000_000
+LONG_MINUTE = f"import pipeline.api.quotas as q; q.MINUTE_S, q.DAY_S = {LONG_MINUTE_S}.0, {LONG_DAY_S}.0"
 
 
 class Peers(Threaded):

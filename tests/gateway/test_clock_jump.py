@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gateway.server import MakeServer, Server
+from tests.gateway.server import LONG_MINUTE, MakeServer, Server
 
 BODY = {"prompt": "abc", "max_tokens": 100, "seed": 1, "ignore_eos": True}
 # The system's clock of the process is off by the seconds in a file.
@@ -25,7 +25,8 @@ time.time_ns = lambda: _wall_ns() + _offset() * 10**9
 
 def make(make_server: MakeServer, tmp_path: Path) -> tuple[Server, Path]:
     offset = tmp_path / "offset"
-    server = make_server(preamble=PREAMBLE.format(path=str(offset)), rate_limits={"requests_per_minute": 3})
+    preamble = f"{LONG_MINUTE}\n{PREAMBLE.format(path=str(offset))}"
+    server = make_server(preamble=preamble, rate_limits={"requests_per_minute": 3})
     server.wait_ready()
     return server, offset
 

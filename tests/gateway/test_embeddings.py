@@ -24,7 +24,7 @@ from pipeline.protocol import messages as m
 from stages.gateway.endpoints.embedding_response import unit_vector, with_end
 from stages.gateway.requests.embedder import WINDOW
 from tests.gateway.peers import CONTEXT, MODEL, VOCAB_SIZE, WIDTH, hidden
-from tests.gateway.server import Peers, Server
+from tests.gateway.server import LONG_MINUTE, Peers, Server
 
 PATH = "/v1/embeddings"
 
@@ -212,7 +212,9 @@ def test_a_failed_input_ends_the_request_and_the_others(paused: Server) -> None:
 
 def test_tokens_are_charged_and_the_model_can_be_without_embeddings(make_server: Callable[..., Server]) -> None:
     server = make_server(
-        rate_limits={"tokens_per_minute": 52}, models=[{"name": MODEL, "path": "x", "pooling": "mean"}]
+        rate_limits={"tokens_per_minute": 52},
+        models=[{"name": MODEL, "path": "x", "pooling": "mean"}],
+        preamble=LONG_MINUTE,
     )
     server.wait_ready()
     answer = server.post(PATH, {"input": ["a" * 30, "b" * 20]})

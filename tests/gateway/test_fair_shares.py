@@ -20,7 +20,7 @@ from pipeline.api.fair_shares import FairShares, Refusal, address_principal
 from stages.kv.sessions.session_bounds import SessionBounds
 from tests.gateway.kv_peer import KvPeer
 from tests.gateway.peers import MODEL
-from tests.gateway.server import MakeServer, Server
+from tests.gateway.server import LONG_MINUTE, MakeServer, Server
 
 KEYS = {"api_keys": [{"key": "sk-a", "tenant": "a"}, {"key": "sk-b", "tenant": "b"}, {"key": "sk-o", "admin": True}]}
 BODY = {"prompt": "x", "max_tokens": 3}
@@ -221,7 +221,8 @@ def test_a_thousand_sessions_of_one_key_leave_room_for_another(make_server: Make
 
 
 def test_tokenizing_and_closing_sessions_are_charged(make_server: MakeServer) -> None:
-    server = make_server(auth=KEYS, rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100})
+    limits = {"requests_per_minute": 3, "tokens_per_minute": 100}
+    server = make_server(auth=KEYS, rate_limits=limits, preamble=LONG_MINUTE)
     server.wait_ready()
     one, other = bearer("sk-a"), bearer("sk-b")
     assert server.post("/v1/tokenize", {"text": "é" * 160}, one).status == 200  # 320 bytes: 80 tokens

@@ -12,7 +12,7 @@ import pytest
 
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL
-from tests.gateway.server import Server
+from tests.gateway.server import LONG_MINUTE, Server
 
 TOOL = {
     "name": "weather",
@@ -346,7 +346,9 @@ def test_errors_have_the_form_of_the_api(server: Server) -> None:
 
 def test_keys(make_server: Callable[..., Server]) -> None:
     server = make_server(
-        auth={"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}, rate_limits={"requests_per_minute": 2}
+        auth={"api_keys": [{"key": "sk-mine", "tenant": "mine"}]},
+        rate_limits={"requests_per_minute": 2},
+        preamble=LONG_MINUTE,
     )
     server.wait_ready()
     assert server.post(PATH, message("x"), {"X-Api-Key": "sk-mine"}).status == 200
