@@ -306,6 +306,7 @@ class SequenceTokens(Frame):
     score_start: int = 0  # index in the prompt of the first token in `scores`
     scores: bytes = b""  # of prompt tokens, as stages/gateway/requests/prompt_scores.py reads them
     revision: int = 0  # of the submission; the gateway ignores those of an earlier one
+    param: str = ""  # with finish "error": the request's field at fault
 
 
 class SequenceEvent(Frame):

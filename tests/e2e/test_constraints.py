@@ -145,6 +145,47 @@ def test_what_cannot_be_compiled_is_a_400_with_the_reason(
         assert message in answer["error"]["message"]
 
 
+# Constraints that are made to take time or memory, and whether they work: otherwise they are a 400, at once or later.
+WIDE = {f"p{i}": {"type": "string"} for i in range(400)}
+HOSTILE: dict[str, tuple[dict[str, Any], bool]] = {
+    "exponential pattern": ({"json_schema": {"type": "string", "pattern": "^.*a.{40}$"}}, True),
+    "exponential regex": ({"regex": "(a|e|i|o|u|.)*[aeiou](a|e|.){400}x"}, True),
+    "alternatives": ({"choice": [("ab" * (i % 40)) + str(i) for i in range(1000)]}, True),
+    "ambiguous": ({"grammar": 'root ::= ("a" | "b" | [a-z ])* "a" ([a-z ]){60}'}, False),
+    "many optional properties": (
+        {"json_schema": {"type": "object", "properties": WIDE, "minProperties": 1, "additionalProperties": False}},
+        False,
+    ),
+    "endless reference": ({"json_schema": {"$ref": "#"}}, False),
+}
+
+
+def test_hostile_constraints_end_or_fail_by_name_and_change_no_other_stream(demo_server: Server) -> None:
+    victims: list[dict[str, Any]] = [{"max_tokens": 40, "seed": 3}, {"json_schema": PERSON, "seed": 5}]
+    undisturbed = [generate(demo_server, **body) for body in victims]
+    answers: dict[str, tuple[int, Any]] = {}
+
+    def send(name: str) -> None:
+        body = {"prompt": "e e e a a a ", "max_tokens": 16, "seed": 1, **HOSTILE[name][0]}
+        answers[name] = demo_server.request("POST", "/v1/generate", body)[:2]
+
+    threads = [threading.Thread(target=send, args=(name,)) for name in HOSTILE]
+    for thread in threads:
+        thread.start()
+    assert at_once(demo_server, victims) == undisturbed
+    for thread in threads:
+        thread.join()
+    for name, (fields, works) in HOSTILE.items():
+        status, answer = answers[name]
+        if works:
+            assert status == 200, (name, answer)
+        else:
+            (field,) = fields
+            assert (status, answer["error"]["param"]) == (400, field), (name, answer)
+            assert field in answer["error"]["message"]
+    assert at_once(demo_server, victims) == undisturbed
+
+
 def helper(server: Server, role: str) -> int:
     """The pid of a helper process of the scheduler."""
     [pid] = [pid for pid, command in server.pids().items() if re.search(rf"helper_main \d+ \d+ {role} ", command)]

@@ -279,9 +279,9 @@ def test_an_automaton_that_fails_ends_its_sequence_alone() -> None:
     world.submit(constrained("b", 2))
     world.vet()
     world.run_round()
-    world.constraints.on_failed(f.Failed("a", "too complex"))
+    world.constraints.on_failed(f.Failed("a", "too complex", "INVALID_REQUEST"))
     world.run_until_idle()
-    assert world.errors["a"] == "INFERENCE"
+    assert world.errors["a"] == "INVALID_REQUEST"
     assert world.tokens["b"] == alone(constrained("b", 2))[0]
 
 

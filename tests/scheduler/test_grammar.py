@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from pipeline.api.constraint_fields import MAX_CHOICES
 from pipeline.api.plain_times import plain_times
 from pipeline.protocol.messages import Constraint, ReasoningPrefix
 from stages.scheduler.constraints import grammar
@@ -190,6 +191,18 @@ def test_a_reference_to_itself_is_refused_with_the_reason(schema: str) -> None:
     """When the first mask is computed, which is a part of vetting."""
     with pytest.raises(grammar.GrammarError, match=re.escape("a $ref leads back to itself")):
         allowed(matcher_of("json_schema", schema))
+
+
+def test_a_choice_may_have_as_many_texts_as_a_request() -> None:
+    """Also where they begin alike, so that all of them are possible for long."""
+    texts = ["ab" * (i % 40) + str(i) for i in range(MAX_CHOICES)]
+    matcher = matcher_of("choice", json.dumps(texts))
+    for text in (texts[0], texts[39], texts[-1]):
+        one = matcher.deep_copy()
+        for token in text.encode():
+            assert token in allowed(one)
+            assert one.consume_token(token)
+        assert END in allowed(one)
 
 
 def test_a_choice_may_have_any_character() -> None:

@@ -287,7 +287,7 @@ class Relay:
         message = new.message or {
             "cancelled": "the scheduler cancelled this request",
         }.get(new.finish, "the scheduler ended this request without giving a reason")
-        self.fail(sequence.request, StarlingError(new.error or "INTERNAL", message))
+        self.fail(sequence.request, StarlingError(new.error or "INTERNAL", message, new.param))
 
     def _end_late(self, request: RequestState) -> None:
         is_waiting = not any(sequence.tokens for sequence in request.sequences)

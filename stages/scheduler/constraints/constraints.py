@@ -44,7 +44,7 @@ class Constraints:
 
     def __init__(self, model: str, worker: WorkerLink, vetting: Vetting | None) -> None:
         self.frames: list[Frame] = []  # for the mask process
-        self.fail: Callable[[SequenceState, str, str], None] = lambda sequence, code, message: None
+        self.fail: Callable[[SequenceState, str, str, str], None] = lambda sequence, code, message, param: None
         self._model = model
         self._worker = worker
         self._vetting = vetting
@@ -231,7 +231,8 @@ class Constraints:
         sequence = self._open.get(frame.sequence)
         if sequence is not None:
             field = sequence.constraint.field if sequence.constraint is not None else ""
-            self.fail(sequence, "INFERENCE", f"the output cannot be continued within {field}: {frame.reason}")
+            message = f"the output cannot be continued within {field}: {frame.reason}"
+            self.fail(sequence, frame.code, message, field)
 
     def resume_void(self) -> None:
         """Sequences whose masks have come compute again."""
@@ -273,7 +274,9 @@ class Constraints:
             if masks.sent_length == sequence.run.length and self._is_owed(sequence):
                 masks.deaths += 1
                 if masks.deaths > MAX_DEATHS:
-                    self.fail(sequence, "INFERENCE", "the process that computes its token masks has died each time")
+                    field = sequence.constraint.field if sequence.constraint is not None else ""
+                    message = f"the process that computes the token masks of {field} has died each time"
+                    self.fail(sequence, "INFERENCE", message, field)
         self.frames.clear()
         if self._vocabulary:
             self.set_vocabulary(self._vocabulary)

@@ -81,10 +81,11 @@ class Kept(Frame, tag="K"):
 
 
 class Failed(Frame, tag="F"):
-    """No mask can be computed for the sequence."""
+    """No mask can be computed for the sequence. `code`: of pipeline/errors.py."""
 
     sequence: str
     reason: str
+    code: str
 
 
 class Close(Frame, tag="x"):

@@ -24,7 +24,7 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # at the end, so that errors 
 # model fill its whole output with it.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
 _OWN_OPTIONS = re.compile(r"(?m)^\s*%llguidance\b")
-_LISTING = re.compile(r"<state>|\n +[0-9]+ \|")
+_LISTING = re.compile(r"<state>|<non-verbose/>|\n +[0-9]+ \|")
 _POSITION = re.compile(r"^at [0-9]+\([0-9]+\): ")  # in the grammar: of use only to who wrote one
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regular expression of a grammar
 MAX_ERROR = 400  # characters of a message
@@ -102,7 +102,8 @@ def to_lark(constraint: Constraint) -> str:
             options = {**_JSON_OPTIONS, **(given if isinstance(given, dict) else {}), "lenient": False}
             return f"start: %json {json.dumps({**plain_times(schema), 'x-guidance': options})}{_OPTIONS}"
         if kind == "choice":
-            return f"start: {' | '.join(map(_literal, json.loads(text)))}{_OPTIONS}"
+            # A terminal: a rule would have as many items at a time as texts that begin alike, more than the limit.
+            return f"start: TEXT\nTEXT: {' | '.join(map(_literal, json.loads(text)))}{_OPTIONS}"
         if kind == "regex":
             return f"start: /{llguidance.regex_to_lark(text, 'dw')}/{_OPTIONS}"
         if kind == "gbnf":

@@ -57,7 +57,7 @@ def serve_vet(fd: int) -> None:
                 _send(fd, [vet(tokenizers[frame.version], frame)])
 
 
-def serve_masks(fd: int, max_grammars: int, max_tenant_grammars: int) -> None:
+def serve_masks(fd: int, megabytes: int, max_grammars: int, max_tenant_grammars: int) -> None:
     """Write masks; grammars are compiled on a thread, and masks of others are written meanwhile."""
     process.use_short_time_slice()
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -68,7 +68,7 @@ def serve_masks(fd: int, max_grammars: int, max_tenant_grammars: int) -> None:
         future.add_done_callback(lambda _: os.eventfd_write(wake, 1))
         return future
 
-    writer = MaskWriter(compile_later, max_grammars, max_tenant_grammars)
+    writer = MaskWriter(compile_later, max_grammars, max_tenant_grammars, (megabytes << 20) // 2)
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     poll.register(wake, select.POLLIN)
@@ -83,6 +83,7 @@ def serve_masks(fd: int, max_grammars: int, max_tenant_grammars: int) -> None:
                 os._exit(0)  # the thread may be in a long compilation
             for frame in f.decode_frames(packet):
                 writer.handle(frame)
+        writer.limit_memory()
         if writer.answers:
             _send(fd, writer.answers)
             writer.answers.clear()
@@ -112,7 +113,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if role == "mask":
         limit_memory(megabytes)
-        serve_masks(fd, max_grammars, max_tenant_grammars)
+        serve_masks(fd, megabytes, max_grammars, max_tenant_grammars)
     else:
         os.nice(NICENESS)
         limit_memory(megabytes)

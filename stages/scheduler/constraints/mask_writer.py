@@ -2,6 +2,11 @@
 
 An automaton's state is a function of the sequence's output tokens, which are read from the row.  A new process, or a
 sequence that continues after a recovery, therefore gets there by consuming them again.
+
+While masks are computed, a compiled grammar keeps what has been found out about texts, for all its sequences.  That
+makes masks quick, takes memory, and counts for the library's limits: constraints can be made to use up both.  So
+grammars are compiled again when they take too much memory, and, when a mask is beyond a limit, once for its sequence
+alone.  Whether a sequence fails does not depend on the masks before, on draft tokens, or on other sequences.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ from typing import Any
 
 import msgspec
 
+from pipeline.procfs import anonymous_bytes
 from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
+from pipeline.runtime.malloc_trim import trim
 from shm.arena import Arena
 from shm.step_ring import MASK_SLOTS, Steps, attach_steps, mask_tag
 from stages.scheduler.constraints import frames as f
@@ -27,13 +34,21 @@ Compile = Callable[[Callable[[], Any]], "Future[Any]"]
 class _Sequence:
     """One open sequence."""
 
-    __slots__ = ("consumed", "key", "matcher", "pending")
+    __slots__ = ("again", "consumed", "key", "matcher", "pending", "source")
 
     def __init__(self, key: GrammarKey) -> None:
         self.key = key
         self.matcher: Any = None
+        self.source: Future[Any] | None = None  # the compiled grammar that the automaton is of
+        self.again: Future[Any] | None = (
+            None  # the grammar, compiled for this sequence alone, after a limit was reached
+        )
         self.consumed = 0  # output tokens
         self.pending: f.Mask | None = None  # until the grammar is compiled
+
+    def forget_matcher(self) -> None:
+        """The next mask makes the automaton again."""
+        self.matcher, self.source, self.consumed = None, None, 0
 
 
 class _Grammar:
@@ -50,14 +65,24 @@ class _Grammar:
 class MaskWriter:
     """Handles frames; answers gather in `answers`."""
 
-    def __init__(self, compile_later: Compile, max_grammars: int, max_tenant_grammars: int) -> None:
+    def __init__(
+        self,
+        compile_later: Compile,
+        max_grammars: int,
+        max_tenant_grammars: int,
+        max_bytes: int = 0,
+        used_bytes: Callable[[], int] = anonymous_bytes,
+    ) -> None:
         """`compile_later(function)` runs `function` on a thread.
 
-        Grammars that no sequence uses are kept up to the two numbers, the latest ones.
+        Grammars that no sequence uses are kept up to the two numbers, the latest ones. When the process has come to use
+        `max_bytes` more than now, all compiled grammars and automata are dropped; 0: no bound.
         """
         self.answers: list[Frame] = []
         self._compile_later = compile_later
         self._max_grammars, self._max_tenant_grammars = max_grammars, max_tenant_grammars
+        self._max_bytes, self._used_bytes = max_bytes, used_bytes
+        self._floor = used_bytes() if max_bytes else 0  # least that was used since automata were dropped
         self._vocabularies: dict[str, f.VocabularyFile] = {}  # by version
         self._tokenizers: dict[str, Any] = {}
         self._arenas: dict[str, Arena] = {}
@@ -126,6 +151,24 @@ class MaskWriter:
             self._grammars[sequence.key].users -= 1
             self._evict()
 
+    def limit_memory(self) -> None:
+        """Call after each packet: drops automata and compiled grammars if they take too much memory."""
+        if not self._max_bytes:
+            return
+        used = self._used_bytes()
+        self._floor = min(self._floor, used)
+        if used - self._floor <= self._max_bytes:
+            return
+        for sequence in self._sequences.values():
+            sequence.forget_matcher()
+        for key, known in list(self._grammars.items()):
+            if not known.users:
+                del self._grammars[key]
+            elif known.compiled is not None and known.compiled.done():
+                known.compiled = None
+        trim()
+        self._floor = self._used_bytes()  # what else the process has come to use is not to be freed
+
     def _evict(self) -> None:
         """Drop unused grammars beyond the bounds, the least recently used ones first."""
         unused = [key for key, one in self._grammars.items() if not one.users]
@@ -150,37 +193,65 @@ class MaskWriter:
         steps = self._rows.get(version)
         if frame is None or steps is None:
             return
-        if known.compiled is None:
-            words = steps.masks.shape[2]
-            known.compiled = self._compile_later(lambda: self._compile(version, known.constraint, words))
-        if not known.compiled.done():
+        if sequence.again is None and known.compiled is None:
+            known.compiled = self._start_compiling(version, known, steps)
+        compiled = sequence.again or known.compiled
+        assert compiled is not None
+        if not compiled.done():
             return
-        sequence.pending = None
         try:
-            if sequence.matcher is None:
-                sequence.matcher = known.compiled.result().deep_copy()
-            self._write(sequence, frame, steps)
+            self._write(sequence, frame, steps, compiled)
+        except grammar.GrammarError as error:
+            source = sequence.source
+            sequence.forget_matcher()
+            if compiled is sequence.again:
+                self._fail(name, error, "INVALID_REQUEST")
+                return
+            if source is known.compiled or source is None:  # otherwise another sequence has had it compiled again
+                sequence.again = self._start_compiling(version, known, steps)
+            self._advance(name, sequence)
         except Exception as error:
-            self.answers.append(f.Failed(name, grammar.first_line(str(error))))
-            self._close(name)
+            self._fail(name, error, "INFERENCE")
+        else:
+            if sequence.again is not None:
+                known.compiled, sequence.again = sequence.again, None
+            sequence.pending = None
+            if frame.drafts:
+                self._write_after_drafts(sequence, frame, steps)
 
-    def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
-        matcher, outputs = sequence.matcher, frame.length - frame.prompt_len
+    def _start_compiling(self, version: str, known: _Grammar, steps: Steps) -> Future[Any]:
+        words = steps.masks.shape[2]
+        return self._compile_later(lambda: self._compile(version, known.constraint, words))
+
+    def _fail(self, name: str, error: Exception, code: str) -> None:
+        self.answers.append(f.Failed(name, grammar.first_line(str(error)), code))
+        self._close(name)
+
+    def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps, compiled: Future[Any]) -> None:
+        """Write the mask after the known tokens. Raises `GrammarError`."""
+        if sequence.matcher is None:
+            sequence.matcher, sequence.source = compiled.result().deep_copy(), compiled
+        matcher = sequence.matcher
         new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
         if new and not matcher.consume_tokens(new):
-            raise grammar.GrammarError(matcher.get_error())
-        sequence.consumed = outputs
+            raise grammar.GrammarError(grammar.first_line(matcher.get_error()))
+        sequence.consumed = frame.length - frame.prompt_len
         write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
-        if not frame.drafts:
-            return
-        kept = 0
-        for token in frame.drafts[: MASK_SLOTS - 1]:
-            if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
-                break
-            kept += 1
-            write_mask(matcher, steps, frame.row, frame.length + kept, frame.epoch)
-        if kept and not matcher.rollback(kept):
-            raise grammar.GrammarError(matcher.get_error())
+
+    def _write_after_drafts(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
+        """Write the masks after the draft tokens that the constraint allows, as far as the limits let it."""
+        matcher, kept, tried = sequence.matcher, 0, 0
+        try:
+            for token in frame.drafts[: MASK_SLOTS - 1]:
+                if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+                    break
+                tried += 1
+                write_mask(matcher, steps, frame.row, frame.length + tried, frame.epoch)
+                kept = tried
+        except grammar.GrammarError:
+            pass
+        if matcher.is_error() or (tried and not matcher.rollback(tried)):
+            sequence.forget_matcher()
         self.answers.append(f.Kept(frame.sequence, frame.epoch, kept))
 
 

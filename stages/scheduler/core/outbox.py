@@ -34,6 +34,7 @@ class Outbox:
         finish: str = "",
         error: str = "",
         message: str = "",
+        param: str = "",
     ) -> None:
         """Output tokens from output index `start`, and the finish reason if the sequence ends with them."""
         gateway = sequence.gateway
@@ -52,6 +53,7 @@ class Outbox:
             cached,
             sequence.accepted,
             revision=sequence.revision,
+            param=param,
         )
         parts = self.tokens.get(gateway)
         if parts is None:

@@ -96,6 +96,7 @@ class SequenceTable:
         *,
         error: str = "",
         message: str = "",
+        param: str = "",
         start: int = -1,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[Logprob, ...] = (),
@@ -105,7 +106,7 @@ class SequenceTable:
         Row and pages are returned as soon as no step computes the sequence.
         """
         self._outbox.add_tokens(
-            sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message
+            sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message, param
         )
         self._stats.record_finish(reason, sequence.outputs)
         self._remove(sequence, Phase.FAILED if error else Phase.FINISHED)
@@ -120,10 +121,10 @@ class SequenceTable:
         self._stats.record_pooled()
         self._remove(sequence, Phase.FINISHED)
 
-    def fail(self, sequence: SequenceState, code: str, message: str) -> None:
-        """End a live sequence with an error."""
+    def fail(self, sequence: SequenceState, code: str, message: str, param: str = "") -> None:
+        """End a live sequence with an error. `param`: the request's field at fault."""
         log.info("a sequence has failed", extra={**_ids(sequence), "code": code, "reason": message})
-        self.finish(sequence, "error", error=code, message=message)
+        self.finish(sequence, "error", error=code, message=message, param=param)
 
     def reject(self, sequence: SequenceState, refusal: Refusal) -> None:
         """End a live sequence that is not computed here and now."""

@@ -1,0 +1,164 @@
+"""Constraints that are made to take memory or work: bounds hold, and what fails does not depend on what came before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.protocol.messages import Constraint
+from shm import step_ring as sh
+from shm.step_ring import StepsGeometry
+from stages.scheduler.constraints import frames as f
+from stages.scheduler.constraints import grammar
+from stages.scheduler.constraints.mask_writer import MaskWriter
+
+from . import vocabularies
+from .vocabularies import SIZE
+
+HOSTILE = Constraint("regex", "[ab]*a[ab]{24}", "regex")  # a state for each combination of the last 24 letters
+PLAIN = Constraint("regex", "[a-z]{400}", "regex")
+ROWS = 4
+TEXT = list(random.Random(1).choices(b"ab", k=300))
+
+
+def at_once(function: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+class Masks:
+    """A mask writer with its rows, each of which has the tokens of `TEXT`."""
+
+    def __init__(self, *constraints: Constraint, **settings: Any) -> None:
+        self.steps = sh.blank_steps(StepsGeometry(2, ROWS, 2, len(TEXT) + 16, 2, mask_words=sh.mask_words(SIZE)))
+        self.n_compiled = 0
+
+        def compile_now(function: Callable[[], Any]) -> Future[Any]:
+            self.n_compiled += 1
+            return at_once(function)
+
+        self.writer = MaskWriter(compile_now, 4, 4, **settings)
+        self.writer.set_vocabulary("m", vocabularies.vocabulary())
+        self.writer.set_rows("m", self.steps)
+        self.failed: dict[str, f.Failed] = {}
+        self.kept: dict[str, int] = {}
+        for row, constraint in enumerate(constraints):
+            self.steps.tokens[row, : len(TEXT)] = TEXT
+            self.writer.handle(f.Open(str(row), "m", "tenant", constraint))
+
+    def at(self, row: int, length: int, drafts: tuple[int, ...] = ()) -> bytes | None:
+        """The mask after so many tokens; None: the sequence has failed."""
+        self.writer.handle(f.Mask(str(row), row, 0, length, 1, drafts))
+        self.writer.limit_memory()
+        for answer in self.writer.answers:
+            if isinstance(answer, f.Failed):
+                self.failed[answer.sequence] = answer
+            elif isinstance(answer, f.Kept):
+                self.kept[answer.sequence] = answer.count
+        self.writer.answers.clear()
+        if str(row) in self.failed:
+            return None
+        assert self.steps.mask_ready[row, length % sh.MASK_SLOTS] == sh.mask_tag(1, length)
+        return np.array(self.steps.masks[row, length % sh.MASK_SLOTS]).tobytes()
+
+
+def alone(constraint: Constraint, length: int) -> bytes | None:
+    """The mask of a new process, which has computed no other one."""
+    return Masks(constraint).at(0, length)
+
+
+@pytest.fixture
+def few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enough for the text and one mask, and used up by some masks."""
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 400)
+
+
+@pytest.mark.usefixtures("few_states")
+def test_what_the_masks_before_have_used_up_fails_no_sequence() -> None:
+    """Neither those of the sequence itself nor those of another one with the same constraint."""
+    masks = Masks(HOSTILE, HOSTILE)
+    for length in range(0, len(TEXT), 3):
+        for row in (0, 1):
+            assert masks.at(row, length - row * (length % 2)) is not None, (length, row, masks.failed)
+        if length % 30 == 0:
+            assert masks.at(0, length) == alone(HOSTILE, length)
+    assert masks.n_compiled > 1
+
+
+@pytest.mark.usefixtures("few_states")
+def test_draft_tokens_use_up_no_limit() -> None:
+    masks = Masks(HOSTILE)
+    for length in range(0, len(TEXT) - 16, 5):
+        assert masks.at(0, length, tuple(TEXT[length : length + 8])) is not None
+        assert 0 <= masks.kept["0"] <= 8
+        if length % 50 == 0:
+            assert masks.at(0, length) == alone(HOSTILE, length)
+    assert not masks.failed
+    assert masks.n_compiled > 1
+
+
+def test_what_is_beyond_the_limits_by_itself_fails_by_name_alone_and_at_the_same_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(grammar._LIMITS, "max_lexer_states", 200)
+    masks = Masks(HOSTILE, PLAIN)
+    masks.at(1, 0)
+    for length in range(0, 300, 4):
+        if masks.at(0, length) is None:
+            break
+    assert masks.failed["0"].code == "INVALID_REQUEST"
+    assert "too many states" in masks.failed["0"].reason and "<" not in masks.failed["0"].reason
+    assert (alone(HOSTILE, length - 4) is None, alone(HOSTILE, length) is None) == (False, True)
+    monkeypatch.undo()
+    assert all(masks.at(1, length) is not None for length in range(0, 300, 10))
+
+
+def test_automata_are_made_again_when_they_take_too_much_memory() -> None:
+    used = 0
+    masks = Masks(HOSTILE, PLAIN, max_bytes=1000, used_bytes=lambda: used)
+    made: list[int] = []
+    for length in range(0, 100, 5):
+        matchers = [one.matcher for one in masks.writer._sequences.values()]
+        made += [length for matcher in matchers if matcher is None]
+        used += 300
+        for row, constraint in enumerate((HOSTILE, PLAIN)):
+            assert masks.at(row, length) == alone(constraint, length)
+    assert 4 <= len(made) < 40
+
+
+def test_memory_that_grammars_in_use_take_drops_automata_once() -> None:
+    used = 0
+    masks = Masks(PLAIN, max_bytes=1000, used_bytes=lambda: used)
+    masks.at(0, 0)
+    used = 5000
+    masks.at(0, 1)
+    assert masks.writer._sequences["0"].matcher is None
+    masks.at(0, 2)
+    masks.at(0, 3)
+    assert masks.writer._sequences["0"].matcher is not None
+    used = 100  # they are gone
+    masks.at(0, 4)
+    used = 1200
+    masks.at(0, 5)
+    assert masks.writer._sequences["0"].matcher is None
+
+
+def test_grammars_that_no_sequence_uses_are_dropped_with_the_automata() -> None:
+    used = 0
+    masks = Masks(HOSTILE, PLAIN, max_bytes=1000, used_bytes=lambda: used)
+    for row in (0, 1):
+        masks.at(row, 0)
+    masks.writer.handle(f.Close("0"))
+    assert len(masks.writer._grammars) == 2
+    used = 2000
+    masks.at(1, 1)
+    assert [key[2] for key in masks.writer._grammars] == [PLAIN.text]
