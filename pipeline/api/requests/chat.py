@@ -38,6 +38,7 @@ from pipeline.api.requests.generation_request import (
 )
 from pipeline.api.requests.reasoning_fields import REASONING_FIELDS, thinking_of
 from pipeline.api.requests.template_fields import TEMPLATE_FIELDS, template_arguments
+from pipeline.api.requests.text_parts import text_parts
 from pipeline.api.requests.tool_fields import read_tool_choice, read_tool_fields, read_tools, tool_name
 from pipeline.api.requests.tool_history import call_id, check_results, ignored, read_tool_calls
 from pipeline.errors import InvalidRequest
@@ -57,30 +58,7 @@ def _read_role(value: Any, name: str) -> str:
     return value
 
 
-_PART: dict[str, Reader] = {"type": text(16), "text": text(1 << 30)}
-_PART_SCHEMA = object_schema(_PART, required=("type", "text"))
-_PART_SCHEMA["properties"]["type"] = {"const": "text"}
-
-
-@described(any_of({"type": "string"}, array_of(_PART_SCHEMA)))
-def _read_content(value: Any, name: str) -> str:
-    """Read a string, or an array of text parts, which are joined."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_value(name, value, 'a string or an array of {"type": "text", "text": ...}')
-    texts = []
-    for index, part in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(part, dict):
-            raise invalid_value(where, part, 'an object {"type": "text", "text": ...}')
-        if part.get("type") != "text":
-            raise InvalidRequest(
-                f"{where}.type is {repr(part.get('type'))[:80]}; this server accepts text only", f"{where}.type"
-            )
-        texts.append(read_fields(part, _PART, required=("text",), within=where)["text"])
-    return "".join(texts)
-
+_read_content = text_parts("text")
 
 _UNSUPPORTED_IN_MESSAGE = {
     "name": Unsupported(hint="write the name into the content"),

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.api.fields import Reader, Unsupported, invalid_value, object_schema, one_of, read_fields, show, text
 from pipeline.api.json_schema import any_of, array_of, described
 from pipeline.api.requests.chat import MAX_MESSAGES
+from pipeline.api.requests.text_parts import text_parts
 from pipeline.api.requests.tool_fields import tool_name
 from pipeline.api.requests.tool_history import call_id, ignored, read_arguments, template_call
 from pipeline.errors import InvalidRequest
@@ -59,49 +60,10 @@ def _read_message(value: dict[str, Any], name: str) -> dict[str, Any]:
     return {"role": role, "content": fields["content"]}
 
 
-_PART: dict[str, Reader] = {
-    "type": one_of("input_text", "output_text"),
-    "text": text(1 << 30),
-    "annotations": ignored,
-    "logprobs": ignored,
-    "parsed": ignored,  # of an answer that the official client has parsed
-}
-
-
-@described(any_of({"type": "string"}, array_of(object_schema(_PART, required=("type", "text")))))
-def read_content(value: Any, name: str) -> str:
-    """Read a string, or an array of text parts, which are joined."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise invalid_value(name, value, 'a string or an array of {"type": "input_text", "text": ...}')
-    texts = []
-    for index, part in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(part, dict):
-            raise invalid_value(where, part, 'an object {"type": "input_text", "text": ...}')
-        if part.get("type") not in ("input_text", "output_text"):
-            raise InvalidRequest(
-                f"{where}.type is {show(part.get('type'))}; this server accepts text only", f"{where}.type"
-            )
-        texts.append(read_fields(part, _PART, required=("text",), within=where)["text"])
-    return "".join(texts)
-
-
-_REASONING_PART: dict[str, Reader] = {"type": one_of("reasoning_text"), "text": text(1 << 30)}
-
-
-@described(array_of(object_schema(_REASONING_PART, required=("type", "text"))))
-def _read_reasoning_parts(value: Any, name: str) -> str:
-    if not isinstance(value, list):
-        raise invalid_value(name, value, 'an array of {"type": "reasoning_text", "text": ...}')
-    texts = []
-    for index, part in enumerate(value):
-        where = f"{name}[{index}]"
-        if not isinstance(part, dict):
-            raise invalid_value(where, part, 'an object {"type": "reasoning_text", "text": ...}')
-        texts.append(read_fields(part, _REASONING_PART, required=("type", "text"), within=where)["text"])
-    return "".join(texts)
+# An answer's parts come back with what the official client and other servers add to them.
+_ADDED: dict[str, Reader] = {"annotations": ignored, "logprobs": ignored, "parsed": ignored}
+read_content = text_parts("input_text", "output_text", more=_ADDED)
+_read_reasoning_parts = text_parts("reasoning_text", is_text_allowed=False)
 
 
 def _read_reasoning(value: dict[str, Any], name: str) -> dict[str, Any]:
