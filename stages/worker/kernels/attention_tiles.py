@@ -21,6 +21,7 @@ from shm.pages import KV_SPLIT
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import (
     LANES,
+    VNNI,
     Tile,
     f16x16,
     f32_tile,
@@ -36,7 +37,10 @@ from stages.worker.kernels.simd import (
 from stages.worker.kernels.simd.register_tiles import tile_operation
 from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
 
-VECTORS = 4  # of 16 positions (scores) or 16 dims (values) that a register tile spans
+VECTORS = 4  # of 16 positions whose K is fetched together
+# Vectors of 16 positions (scores) or 16 dims (values) that a register tile of so many rows spans.  Sums, K or V and a
+# factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
+COLUMNS = {n: VECTORS for n in (1, 2, 3, 4, 6)} if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
 NEXT, AFTER = 512, 544  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 
@@ -116,60 +120,63 @@ read_value = _reader(False)  # (kv, address of 16 codes, of their one scale): 16
 
 
 def _make_scores(rows: int) -> Any:
-    """Scores of `rows` rows at 64 positions."""
-    n_tile, columns, alone = rows * VECTORS, VECTORS, rows <= ALONE
+    """Scores of `rows` rows at 64 positions, COLUMNS of 16 at a time."""
+    columns, alone = COLUMNS[rows], rows <= ALONE
+    n_tile = rows * columns
+    two, four = columns >= 2, columns == 4
+
+    @numba.njit(**INNER)
+    def part(kv, q, s, table, group, ahead, head_dim, page_tokens, scale):
+        """Scores at groups of 16 positions from `group` on; `ahead`: what is prefetched is in TABLE from there on."""
+        acc = f32_tile(n_tile)
+        b = f32_tile(columns)
+        at = table + 8 * group
+        k0 = k1 = k2 = k3 = get_i64(at)
+        a0 = a1 = a2 = a3 = get_i64(ahead)
+        if two:
+            k1, a1 = get_i64(at + 8), get_i64(ahead + 8)
+        if four:
+            k2, a2 = get_i64(at + 16), get_i64(ahead + 16)
+            k3, a3 = get_i64(at + 24), get_i64(ahead + 24)
+        step = code_bytes(kv) * page_tokens
+        ahead_step = step if ahead < table + 256 else code_bytes(kv) * LANES
+        e0 = e1 = e2 = e3 = np.int64(0)
+        if scale_bytes(kv):
+            e0 = get_i64(at + 128)
+            if two:
+                e1 = get_i64(at + 136)
+            if four:
+                e2, e3 = get_i64(at + 144), get_i64(at + 152)
+        for d in range(head_dim):
+            e = np.int64(0)
+            if scale_bytes(kv):
+                e = d // 32 * 2 * page_tokens
+            if alone:
+                prefetch(a0 + d * ahead_step)
+            b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
+            if two:
+                if alone:
+                    prefetch(a1 + d * ahead_step)
+                b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
+            if four:
+                if alone:
+                    prefetch(a2 + d * ahead_step)
+                    prefetch(a3 + d * ahead_step)
+                b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
+                b = tile_put(b, 3, read_key(kv, k3 + d * step, e3 + e))
+            acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
 
     @numba.njit(**INNER)
     def scores(kv, q, s, table, group, head_dim, page_tokens, scale):
         """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE."""
-        acc = f32_tile(n_tile)
-        b = f32_tile(columns)
-        at = table + 8 * group
-        k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
-        step = code_bytes(kv) * page_tokens
-        # With so few rows memory is what takes time: ahead_step for what comes next, a little with each dim.
+        # With so few rows memory is what takes time: they prefetch what comes next, a little with each dim.
         # A place that repeats the first is past the end: V comes next.
-        a0 = a1 = a2 = a3 = ahead_step = np.int64(0)
-        if alone:
-            if group + VECTORS < KV_SPLIT // LANES and get_i64(at + 32) != get_i64(table):
-                a0, a1, a2, a3, ahead_step = (
-                    get_i64(at + 32),
-                    get_i64(at + 40),
-                    get_i64(at + 48),
-                    get_i64(at + 56),
-                    step,
-                )
-            else:
-                v = table + 256
-                a0, a1, a2, a3 = get_i64(v), get_i64(v + 8), get_i64(v + 16), get_i64(v + 24)
-                ahead_step = code_bytes(kv) * LANES
-        if scale_bytes(kv):
-            e0, e1, e2, e3 = get_i64(at + 128), get_i64(at + 136), get_i64(at + 144), get_i64(at + 152)
-            for d in range(head_dim):
-                e = d // 32 * 2 * page_tokens
-                if alone:
-                    prefetch(a0 + d * ahead_step)
-                    prefetch(a1 + d * ahead_step)
-                    prefetch(a2 + d * ahead_step)
-                    prefetch(a3 + d * ahead_step)
-                b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
-                b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
-                b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
-                b = tile_put(b, 3, read_key(kv, k3 + d * step, e3 + e))
-                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
-        else:
-            for d in range(head_dim):
-                if alone:
-                    prefetch(a0 + d * ahead_step)
-                    prefetch(a1 + d * ahead_step)
-                    prefetch(a2 + d * ahead_step)
-                    prefetch(a3 + d * ahead_step)
-                b = tile_put(b, 0, read_key(kv, k0 + d * step, 0))
-                b = tile_put(b, 1, read_key(kv, k1 + d * step, 0))
-                b = tile_put(b, 2, read_key(kv, k2 + d * step, 0))
-                b = tile_put(b, 3, read_key(kv, k3 + d * step, 0))
-                acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
-        tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
+        ahead = table + 256
+        if alone and group + VECTORS < KV_SPLIT // LANES and get_i64(table + 8 * group + 32) != get_i64(table):
+            ahead = table + 8 * group + 32
+        for i in range(0, VECTORS, columns):
+            part(kv, q, s, table, group + i, ahead + 8 * i, head_dim, page_tokens, scale)
 
     return scores
 
@@ -188,7 +195,7 @@ def prefetch_keys(table, i, head_dim, step):
 
 def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
-    n_tile, wide, alone = rows * columns, columns == VECTORS, rows <= ALONE
+    n_tile, two, four, alone = rows * columns, columns >= 2, columns == 4, rows <= ALONE
 
     @numba.njit(**INNER)
     def values(kv, s, o, table, dim, begin, end, head_dim, page_tokens):
@@ -221,8 +228,9 @@ def _make_values(rows: int, columns: int) -> Any:
                         prefetch_keys(table, i % (VECTORS * LANES), head_dim, width * page_tokens)
                 # A block of 32 dims has one scale.
                 b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
-                if wide:
+                if two:
                     b = tile_put(b, 1, read_value(kv, v + 16 * width, e + 2 * ((dim + 16) // 32)))
+                if four:
                     b = tile_put(b, 2, read_value(kv, v + 32 * width, e + 2 * ((dim + 32) // 32)))
                     b = tile_put(b, 3, read_value(kv, v + 48 * width, e + 2 * ((dim + 48) // 32)))
                 acc = outer_fma(acc, s + 4 * i, 4 * KV_SPLIT, b)
@@ -236,7 +244,8 @@ def _make_values(rows: int, columns: int) -> Any:
 
 
 scores_1, scores_2, scores_3, scores_4, scores_6 = (_make_scores(n) for n in (1, 2, 3, 4, 6))
-wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(n, VECTORS) for n in (1, 2, 3, 4, 6))
+wide_1, wide_2, wide_3, wide_4, wide_6 = (_make_values(n, COLUMNS[n]) for n in (1, 2, 3, 4, 6))
+WIDE_1, WIDE_2, WIDE_3, WIDE_4, WIDE_6 = (LANES * COLUMNS[n] for n in (1, 2, 3, 4, 6))  # dims of a tile
 thin_1, thin_3, thin_6 = (_make_values(n, 1) for n in (1, 3, 6))
 
 
@@ -275,15 +284,20 @@ def all_values(kv, s, o, table, rows, begin, end, head_dim, page_tokens):
         dim = 0
         while dim + 64 <= head_dim:
             if n == 6:
-                wide_6(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+                for d in range(dim, dim + 64, WIDE_6):
+                    wide_6(kv, at_s, at_o, table, d, begin, end, head_dim, page_tokens)
             elif n == 4:
-                wide_4(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+                for d in range(dim, dim + 64, WIDE_4):
+                    wide_4(kv, at_s, at_o, table, d, begin, end, head_dim, page_tokens)
             elif n == 3:
-                wide_3(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+                for d in range(dim, dim + 64, WIDE_3):
+                    wide_3(kv, at_s, at_o, table, d, begin, end, head_dim, page_tokens)
             elif n == 2:
-                wide_2(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+                for d in range(dim, dim + 64, WIDE_2):
+                    wide_2(kv, at_s, at_o, table, d, begin, end, head_dim, page_tokens)
             else:
-                wide_1(kv, at_s, at_o, table, dim, begin, end, head_dim, page_tokens)
+                for d in range(dim, dim + 64, WIDE_1):
+                    wide_1(kv, at_s, at_o, table, d, begin, end, head_dim, page_tokens)
             dim += 64
         while dim < head_dim:
             if n == 6:

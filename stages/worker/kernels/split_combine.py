@@ -36,15 +36,20 @@ def softmax_weights(s, n, state):
     """Scores of one row's first n positions to weights; m and l of the split go to state[2], state[3]."""
     low = np.float32(-np.inf)
     best = splat_f32(low)
-    end = (n + LANES - 1) // LANES * LANES
-    for i in range(0, end, LANES):
-        best = maximum(load_f32_part(s + 4 * i, min(n - i, LANES), low), best)
+    whole = s + 4 * (n // LANES * LANES)
+    for at in range(s, whole, 64):
+        best = maximum(load_f32(at), best)
+    if n % LANES:
+        rest = load_f32_part(whole, n % LANES, low)
+        store_f32(whole, rest)
+        best = maximum(rest, best)
+        whole += 64
     m = reduce_max(best)
     top = splat_f32(m)
     lanes = splat_f32(np.float32(0.0))
-    for i in range(0, end, LANES):
-        e = exp(load_f32_part(s + 4 * i, min(n - i, LANES), low) - top)
-        store_f32(s + 4 * i, e)
+    for at in range(s, whole, 64):
+        e = exp(load_f32(at) - top)
+        store_f32(at, e)
         lanes = lanes + e
     put_f32(state + 8, m)
     put_f32(state + 12, reduce_add(lanes))
