@@ -19,7 +19,7 @@ from starling.bench.figures import percentile
 from starling.bench.load import Run, drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench import disturbance
-from tools.bench.http import baseline
+from tools.bench.http import baseline, command
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
 from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
@@ -201,7 +201,8 @@ def test_it_runs_on_a_real_server_when_the_baseline_fails(
     broken.chmod(0o755)
     monkeypatch.setattr(baseline, "native_server", lambda: broken)
     monkeypatch.setattr(disturbance, "REPEATS", 0)  # the figures do not matter
-    arguments = ["--rounds", "1", "--quick", "--only", "table", "--slots", "4"]
+    monkeypatch.setattr(command, "WORKS", (Work(1, 20), Work(4, 20, shared=40, requests=2)))
+    arguments = ["--rounds", "1", "--only", "table", "--slots", "4"]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     value = json.loads(result.output.splitlines()[-1])["http"]["table"]
