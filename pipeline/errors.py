@@ -83,6 +83,7 @@ class StarlingError(Exception):
         self.status = status or known.status
         self.type = known.type
         self.retry_after_s = retry_after_s
+        self.names: tuple[str, str] = ("", "")  # the model and the session of a refused body, for the log
 
     def __repr__(self) -> str:
         where = f", param={self.param!r}" if self.param else ""

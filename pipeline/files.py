@@ -131,8 +131,8 @@ class DiskErrors:
         if operation not in self._failed:
             self._failed.add(operation)
             reason = error.strerror or str(error)
-            facts = {"path": str(path), "operation": operation, "error": reason}
-            self._log.error("a state file failed: %s: %s", self._consequence, reason, extra=facts)
+            facts = {"path": str(path), "operation": operation, "error": reason, "consequence": self._consequence}
+            self._log.error("a state file failed", extra=facts)
 
     def worked(self, operation: str) -> None:
         """An operation has succeeded."""

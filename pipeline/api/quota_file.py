@@ -73,7 +73,7 @@ class QuotaFile(DurableFile):
         raw = os.pread(self._fd, (MAX_RECORDS + 1) * RECORD_BYTES, 0)
         if raw[: len(MAGIC)] != MAGIC:
             if raw:
-                log.warning("%s is not a quota file and is replaced by an empty one", self.path)
+                log.warning("a quota file is damaged and is replaced by an empty one", extra={"path": str(self.path)})
             os.ftruncate(self._fd, 0)
             write_all(self._fd, MAGIC.ljust(RECORD_BYTES, b"\0"), 0)
             raw = b""

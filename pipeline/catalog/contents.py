@@ -49,7 +49,7 @@ async def entries(store: BlobStore) -> list[Entry]:
             except NotFound:  # removed since it was listed
                 return None
             except ConfigError as error:
-                log.warning("entry of the catalog is left out: %s", error)
+                log.warning("an entry of the catalog is left out", extra={"reason": str(error)})
                 return None
             return found if manifest_key(found.name) == key else None
 

@@ -136,7 +136,8 @@ class HandshakeMonitor:
         authenticator = _authenticators.get(self._context)
         if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH and authenticator is not None:
             facts["peer"] = authenticator.last_refused
-        log.warning("connection refused: %s", _REASONS.get(event, "the handshake failed"), extra=facts)
+        facts["reason"] = _REASONS.get(event, "the handshake failed")
+        log.warning("connection refused", extra=facts)
         self._unlogged = 0
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """A helper process of a stage: a module that runs on its own, started when it is needed, and again after its end.
 
 Packets go through a socket pair (SOCK_SEQPACKET), whose number is the helper's second argument, after the stage's pid.
-What the helper does not read at once waits here until the next `flush`.
+What the helper does not read at once waits here until the next `flush`.  What it prints becomes lines of the log.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
+
+from pipeline.observe.helper_output import HelperOutput
 
 log = logging.getLogger("starling.helper")
 
@@ -53,6 +55,7 @@ class HelperProcess:
         self._callbacks = callbacks
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._output: HelperOutput | None = None
         self._unsent: deque[bytes] = deque()
         self._start_after = float("-inf")
 
@@ -73,11 +76,18 @@ class HelperProcess:
         ours.setblocking(False)
         for one in (ours, theirs):
             one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        output = self._output = HelperOutput(log, self._facts())
         command = [sys.executable, "-m", self._module, str(os.getpid()), str(theirs.fileno()), *self._arguments]
         self._process = subprocess.Popen(
-            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=output.write_fd,
         )
         theirs.close()
+        output.started(self._process.pid)
+        self._loop.add_fd(output.fd, self._read_output)
         self._channel = ours
         self._loop.add_fd(ours.fileno(), self._receive)
         self._callbacks.on_started()
@@ -111,11 +121,24 @@ class HelperProcess:
         except BlockingIOError:
             return
         except OSError as error:
-            log.warning("%s cannot be read: %s", self._module, error)
+            log.warning("a helper process cannot be read", extra={**self._facts(), "reason": str(error)})
         self._died()
 
+    def _read_output(self) -> None:
+        if self._output is not None and not self._output.read():
+            self._close_output()
+
+    def _close_output(self) -> None:
+        if self._output is not None:
+            self._loop.remove_fd(self._output.fd)
+            self._output.close()
+            self._output = None
+
+    def _facts(self) -> dict[str, str]:
+        return {"helper": self._module, "task": self._arguments[0]}
+
     def _died(self) -> None:
-        log.warning("a helper process has ended: %s %s", self._module, self._arguments[0])
+        log.warning("a helper process has ended", extra=self._facts())
         self.kill()
         self._callbacks.on_died()
 
@@ -129,4 +152,5 @@ class HelperProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+        self._close_output()
         self._unsent.clear()

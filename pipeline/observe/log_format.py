@@ -1,9 +1,15 @@
-"""The form of a log line: JSON, or text for people."""
+"""The form of a log line: JSON, or text for people.
+
+`event` is a constant, so that lines can be counted and searched by it.  Libraries format their messages themselves:
+their lines have one event, `message of a library`, and the text in a field.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
+import os
 import time
 import traceback
 from typing import Any
@@ -11,20 +17,28 @@ from typing import Any
 MAX_VALUE_CHARS = 2_000  # longer strings are cut
 MAX_STACK_CHARS = 8_000  # the end of a stack trace, which shows where the error occurred
 
+LIBRARY_EVENT = "message of a library"
+OURS = "starling"  # the logger above all of this server's
+# What is left of a line that is too long.
+KEPT = ("ts", "level", "stage", "pid", "event", "request_id", "session_id", "model", "tenant")
+
 _NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "suppressed", "admitted"}
 
 
 def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
     """The line as a mapping: ts, level, stage, pid, event, then the fields of `extra`."""
+    is_ours = record.name.partition(".")[0] == OURS
     line: dict[str, Any] = {
         "ts": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
         "level": record.levelname.lower(),
         "stage": stage,
         "pid": record.process,
-        "event": _short(record.getMessage()),
+        "event": _short(record.getMessage()) if is_ours else LIBRARY_EVENT,
     }
+    if not is_ours:
+        line |= {"logger": record.name, "text": _short(record.getMessage())}
     for key, value in vars(record).items():
-        if key not in _NOT_EXTRA:
+        if key not in _NOT_EXTRA and key not in line:  # no field replaces the stage, the pid or the event
             line[key] = _short(value)
     suppressed = getattr(record, "suppressed", 0)
     if suppressed:
@@ -40,31 +54,52 @@ def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
 def _short(value: Any) -> Any:
     if isinstance(value, str) and len(value) > MAX_VALUE_CHARS:
         return value[:MAX_VALUE_CHARS] + f"... ({len(value)} characters)"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such numbers
     return value
 
 
-class JsonFormatter(logging.Formatter):
+def line_of(event: str, stage: str, **facts: Any) -> dict[str, Any]:
+    """A line about the log itself, which no record has."""
+    made = logging.makeLogRecord({"name": OURS, "levelno": logging.WARNING, "msg": event, **facts})
+    made.levelname, made.process = "WARNING", os.getpid()
+    return fields(made, stage)
+
+
+class LineFormatter(logging.Formatter):
+    """Of one stage."""
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def text(self, line: dict[str, Any]) -> str:
+        """The text of a line."""
+        raise NotImplementedError
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        return self.text(fields(record, self.stage))
+
+    def note(self, event: str, **facts: Any) -> str:
+        """A line about the log itself."""
+        return self.text(line_of(event, self.stage, **facts))
+
+
+class JsonFormatter(LineFormatter):
     """One JSON object per line."""
 
-    def __init__(self, stage: str) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
-        return json.dumps(fields(record, self.stage), ensure_ascii=False, default=repr)
+    def text(self, line: dict[str, Any]) -> str:
+        """The line as JSON."""
+        return json.dumps(line, ensure_ascii=False, default=repr)
 
 
-class PrettyFormatter(logging.Formatter):
+class PrettyFormatter(LineFormatter):
     """`12:00:01.123 INFO  kv  event  key=value ...`, followed by the lines of a stack trace."""
 
-    def __init__(self, stage: str) -> None:
-        super().__init__()
-        self.stage = stage
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record as a line."""
-        return pretty(fields(record, self.stage))
+    def text(self, line: dict[str, Any]) -> str:
+        """The line for people."""
+        return pretty(line)
 
 
 def pretty(line: dict[str, Any]) -> str:

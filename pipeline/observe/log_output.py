@@ -6,16 +6,20 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.faults import points
+
+LostLine = Callable[[int], bytes]  # the line that says how many lines were lost
 
 
 class Output:
     """A descriptor (stderr) that is written without blocking. `lost`: lines that did not fit."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, lost_line: LostLine) -> None:
         self.lost = 0
+        self._lost_line = lost_line
         self._rest = b""  # of a line that was written in part
         self._socket: socket.socket | None = None
         kind = os.fstat(fd).st_mode
@@ -39,7 +43,7 @@ class Output:
                 self.lost += 1
                 return
         if self.lost:
-            line = b'{"event": "log lines lost", "lines": %d}\n' % self.lost + line
+            line = self._lost_line(self.lost) + line
         sent = self._put(line)
         if sent == 0:
             self.lost += 1
@@ -68,12 +72,14 @@ class RotatingFile:
     """PATH, PATH.1, ...: `files` files of at most `max_bytes` each. Opened at the first line.
 
     One process writes to a path at a time (the stage's lock ensures it).  A full or failing disk
-    costs lines, which are counted in `lost`.
+    costs lines, which are counted in `lost`; the next line that is written follows one that says how many.
     """
 
-    def __init__(self, path: Path, max_bytes: int, files: int) -> None:
+    def __init__(self, path: Path, max_bytes: int, files: int, lost_line: LostLine | None = None) -> None:
         self.path = path
         self.lost = 0
+        self._reported = 0  # of `lost`
+        self._lost_line = lost_line
         self._max_bytes = max_bytes
         self._files = files
         self._fd = -1
@@ -88,7 +94,11 @@ class RotatingFile:
             if self._size and self._size + len(line) > self._max_bytes:
                 self._rotate()
             self._points.write.hit()
+            lost = self.lost - self._reported
+            if lost and self._lost_line is not None:
+                line = self._lost_line(lost) + line
             self._size += os.write(self._fd, line)
+            self._reported += lost
         except OSError:
             self.lost += 1
 

@@ -15,7 +15,6 @@ were suppressed; if none comes within `REPORT_S`, a line of its own does.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe.background_file import BackgroundFile
-from pipeline.observe.log_format import JsonFormatter, PrettyFormatter
+from pipeline.observe.log_format import KEPT, JsonFormatter, LineFormatter, PrettyFormatter, fields
 from pipeline.observe.log_levels import LEVELS
 from pipeline.observe.log_output import Output, RotatingFile
 
@@ -45,16 +44,16 @@ def setup(
     thread writes the file, for processes that must not wait for a disk.  `is_held`: it starts with `start_writing`, for
     a process that will be forked.
     """
-    shown: logging.Formatter = JsonFormatter(stage)
-    if config.logging.format == "pretty":
-        shown = PrettyFormatter(stage)
-    handlers: list[logging.Handler] = [LineHandler(Output(sys.stderr.fileno()), shown)]
+    stored = JsonFormatter(stage)
+    shown: LineFormatter = PrettyFormatter(stage) if config.logging.format == "pretty" else stored
+    handlers: list[logging.Handler] = [LineHandler(Output(sys.stderr.fileno(), _lost(shown)), shown)]
     file = RotatingFile(
         (directory or paths.logs_dir()) / f"{stage}.log",
         config.logging.max_size_mb << 20,
         config.logging.max_files,
+        _lost(stored),
     )
-    handlers.append(LineHandler(BackgroundFile(file, is_held=is_held) if in_background else file, JsonFormatter(stage)))
+    handlers.append(LineHandler(BackgroundFile(file, is_held=is_held) if in_background else file, stored))
     root = logging.getLogger()
     for old in [handler for handler in root.handlers if isinstance(handler, LineHandler)]:
         root.removeHandler(old)
@@ -67,6 +66,11 @@ def setup(
     root.setLevel(logging.WARNING)
     logging.getLogger("starling").setLevel(LEVELS[config.logging.level])
     logging.captureWarnings(True)
+
+
+def _lost(formatter: LineFormatter) -> Callable[[int], bytes]:
+    """The line that says how many lines had no place."""
+    return lambda lines: formatter.note("log lines lost", lines=lines).encode() + b"\n"
 
 
 def start_writing() -> None:
@@ -141,19 +145,23 @@ def tick() -> None:
 class LineHandler(logging.Handler):
     """Formats and writes; never blocks or raises."""
 
-    def __init__(self, output: Output | RotatingFile | BackgroundFile, formatter: logging.Formatter) -> None:
+    def __init__(self, output: Output | RotatingFile | BackgroundFile, formatter: LineFormatter) -> None:
         super().__init__()
         self._output = output
+        self._lines = formatter
         self.setFormatter(formatter)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, cut at `MAX_LINE_BYTES`."""
+        """Write the record; of one that makes more than `MAX_LINE_BYTES`, only what identifies it."""
         try:
             line = self.format(record).encode("utf-8", "replace")
+            if len(line) > MAX_LINE_BYTES:
+                found = fields(record, self._lines.stage)
+                kept = {key: found[key] for key in KEPT if key in found}
+                line = self._lines.text({**kept, "cut_bytes": len(line)}).encode("utf-8", "replace")
         except Exception:  # a value whose repr fails: still log that there was an event
-            line = json.dumps({"event": "log record could not be formatted", "logger": record.name}).encode()
-        if len(line) > MAX_LINE_BYTES:
-            line = line[:MAX_LINE_BYTES] + b"... (cut)"
+            text = self._lines.note("log record could not be formatted", logger=record.name, of=str(record.msg))
+            line = text.encode("utf-8", "replace")
         self._output.write(line + b"\n")
 
     def start_writing(self) -> None:

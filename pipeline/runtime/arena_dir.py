@@ -53,7 +53,10 @@ def _choose_another(config: Config, taken: Path, owner: int) -> None:
             return
         name = f"starling-{os.getuid()}-{secrets.token_hex(16)}"
         replace_file(run / paths.ARENA_NAME_FILE, name.encode())
-        log.warning("%s belongs to user %d; the arenas go to %s", taken, owner, taken.parent / name)
+        log.warning(
+            "the arena directory belongs to another user; the arenas go elsewhere",
+            extra={"path": str(taken), "owner": owner, "arenas": str(taken.parent / name)},
+        )
     except OSError as error:
         raise ConfigError(
             f"arena directory {taken} belongs to user {owner}, and no other name can be recorded in {run}: "

@@ -60,7 +60,10 @@ class DirectoryLock:
             except FileNotFoundError:
                 self._fd = _claim(directory, run_dir, key)
         except OSError as error:
-            log.warning("%s %s is used without a lock: %s", key, directory, error.strerror)
+            log.warning(
+                "a directory is used without a lock",
+                extra={"key": key, "path": str(directory), "reason": error.strerror},
+            )
 
     def release(self) -> None:
         """Idempotent. The file stays: unlinking a locked file would allow two holders."""
@@ -153,7 +156,7 @@ def _write(fd: int, holders: list[Holder]) -> None:
         os.pwrite(fd, content, 0)
         os.ftruncate(fd, len(content))
     except OSError as error:
-        log.warning("the holders of a lock cannot be recorded: %s", error.strerror)
+        log.warning("the holders of a lock cannot be recorded", extra={"reason": error.strerror})
 
 
 def _is_alive(holder: Holder) -> bool:

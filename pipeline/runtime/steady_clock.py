@@ -66,7 +66,7 @@ class SteadyClock:
             earliest = known.last_ns if known is not None else 0
             if wall < earliest:
                 log.warning(
-                    "the system's clock is behind the time of the last start; ages are measured from that",
+                    "the clock of the system is behind the time of the last start; ages are measured from that",
                     extra={"seconds": (earliest - wall) // 1_000_000_000},
                 )
             self._epoch_ns = max(wall, earliest) - since_boot
@@ -74,7 +74,10 @@ class SteadyClock:
             make_directory(path.parent)
             replace_file(path, msgspec.json.encode(_Record(boot, self._epoch_ns, self._epoch_ns + since_boot)))
         except OSError as error:
-            log.warning("%s cannot be written: after a restart ages follow the system's clock: %s", path, error)
+            log.warning(
+                "the steady clock cannot be stored: after a restart ages follow the clock of the system",
+                extra={"path": str(path), "reason": str(error)},
+            )
 
     def ns(self) -> int:
         """Nanoseconds since 1970."""

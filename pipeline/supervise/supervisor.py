@@ -29,7 +29,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline import procfs
 from pipeline.config import paths
@@ -159,13 +159,13 @@ def guarded(run: Callable[[], int]) -> int:
     try:
         return int(run() or 0)
     except (ConfigError, ResourceError) as error:
-        log.error("%s", error.message)
+        log.error("the stage cannot run: change the configuration or the machine", extra={"reason": error.message})
         return process.EXIT_CONFIG
     except StarlingError as error:
-        log.error("%s", error.message)
+        log.error("the stage cannot run", extra={"reason": error.message})
     except SystemExit as error:
         if isinstance(error.code, str):
-            log.error("%s", error.code)
+            log.error("the stage cannot run", extra={"reason": error.code})
             return process.EXIT_FATAL
         return int(error.code or 0)
     except KeyboardInterrupt:
@@ -207,19 +207,25 @@ class Supervisor(SupervisorBase):
             self._restarts += 1
             if self.restart_requested:
                 self.restart_requested = False
-                log.info("%s restarts on request", self.stage)
+                log.info("a stage restarts on request", extra={"supervised": self.stage})
                 continue
-            facts = {"code": ended.code, "ran_s": round(ended.ran_s, 3), "restarts": self._restarts}
+            facts: dict[str, Any] = {
+                "supervised": self.stage,
+                "reason": ended.reason,
+                "code": ended.code,
+                "ran_s": round(ended.ran_s, 3),
+                "restarts": self._restarts,
+            }
             # At a later start the same code may have a temporary cause, such as a full disk.
             if ended.code == process.EXIT_CONFIG and self._restarts == 1:
-                log.error("%s cannot run with this configuration, giving up", self.stage, extra=facts)
+                log.error("a stage cannot run with this configuration, giving up", extra=facts)
                 return process.EXIT_CONFIG
             wait_s = self._policy.after_death(ended.ran_s, ended.was_ready)
             if wait_s is None:
-                log.error("%s %s, too many restarts, giving up", self.stage, ended.reason, extra=facts)
+                log.error("a stage has ended, too many restarts, giving up", extra=facts)
                 return process.EXIT_FATAL
             facts["wait_s"] = round(wait_s, 3)
-            log.warning("%s %s, restarting it", self.stage, ended.reason, extra=facts)
+            log.warning("a stage has ended, restarting it", extra=facts)
             until = self._clock() + wait_s
             while (left := until - self._clock()) > 0:
                 self.wait(left)

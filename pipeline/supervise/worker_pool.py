@@ -267,7 +267,7 @@ class WorkerPool(SupervisorBase):
         # A concurrent `cleanup.sweep` holds the lock for a moment, too; the process named in it has ended then.
         holder = run_dir.lock_holder(self._run_dir, stage)
         if holder and procfs.exists(holder):
-            log.warning("%s runs outside this pool, its files stay", stage, extra={"holder": holder})
+            log.warning("a stage runs outside this pool, its files stay", extra={"supervised": stage, "holder": holder})
             return
         for path in (
             self._run_dir / f"{stage}.lock",

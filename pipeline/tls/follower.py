@@ -46,7 +46,10 @@ class CertificateFollower:
         self._kept = kept or KeptCertificate()
         self.certificate = first = self._first()
         if first.outdated:
-            log.error("the certificate %s: most clients refuse it", first.outdated, extra={"file": files.cert})
+            log.error(
+                "the certificate is outdated: most clients refuse it",
+                extra={"file": files.cert, "reason": first.outdated},
+            )
         on_change(first.leaf)
         self._kept.store(first.contents)
         self._next_look = clock() + LOOK_S
@@ -61,7 +64,7 @@ class CertificateFollower:
             if found is None:
                 raise
             self._refusal = error.message
-            log.error("the certificate in use stays: %s", error.message)
+            log.error("the certificate in use stays", extra={"reason": error.message})
         assert found is not None
         return found
 
@@ -99,7 +102,7 @@ class CertificateFollower:
                 raise ConfigError(f"server.tls_cert: {self._files.cert} {found.outdated}; the present one stays")
         except ConfigError as error:
             if error.message != self._refusal:
-                log.error("the certificate in use stays: %s", error.message)
+                log.error("the certificate in use stays", extra={"reason": error.message})
             self._refusal = error.message
             return None
         self._refusal = ""

@@ -28,7 +28,7 @@ def publish(config: Config, leaves: bytes) -> None:
     try:
         replace_file(paths.run_dir(config) / FILE_NAME, leaves)
     except OSError as error:
-        log.error("commands of this home may not trust the server: %s: %s", FILE_NAME, error.strerror)
+        log.error("commands of this home may not trust the server", extra={"file": FILE_NAME, "reason": error.strerror})
 
 
 def own_server(config: Config) -> ssl.SSLContext:

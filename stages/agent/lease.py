@@ -130,7 +130,10 @@ class AgentLease:
                 return
             if not is_own and not self.is_name_taken:
                 self.is_name_taken = True
-                log.error("another agent has the id %s; give one of them another fleet.agent.id", self._record.agent_id)
+                log.error(
+                    "another agent has the same id; give one of them another fleet.agent.id",
+                    extra={"agent": self._record.agent_id},
+                )
             await self._sleep(max(RETRY_S, self._ttl_s / RENEWALS))
 
     def _is_own(self, value: bytes) -> bool:

@@ -119,7 +119,7 @@ class Models:
             try:
                 await self.place(LoadModelRequest(model_id=name))
             except StarlingError as error:
-                log.error("a model of the last run is not loaded: %s", error.message, extra={"model": name})
+                log.error("a model of the last run is not loaded", extra={"model": name, "reason": error.message})
 
     async def place(self, request: LoadModelRequest) -> Placement:
         """The placement of a model, begun unless it is placed. Raises `StarlingError` with the reason of a refusal."""

@@ -126,7 +126,7 @@ class Placement:
         try:
             await (self.engine.resume() if is_open else self.engine.suspend())
         except EngineDied as error:
-            log.warning("an engine is ended: %s", error.message, extra={"model": self.model_id})
+            log.warning("an engine is ended", extra={"model": self.model_id, "reason": error.message})
             await self.engine.stop(at_once=True)
 
     def note_progress(self, phase: str, done: int, total: int) -> None:
@@ -146,7 +146,7 @@ class Placement:
         except StarlingError as error:
             self.error = error
             self._set("FAILED")
-            log.error("model failed: %s", error.message, extra={"model": self.model_id})
+            log.error("model failed", extra={"model": self.model_id, "reason": error.message})
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -185,7 +185,7 @@ class Placement:
                 await _finished(engine.stop(at_once=not is_cancelled))
         except EngineDied as error:
             self.last_death = error.message
-            log.warning("an engine has ended: %s", error.message, extra={"model": self.model_id})
+            log.warning("an engine has ended", extra={"model": self.model_id, "reason": error.message})
             delay = (
                 None
                 if error.is_final

@@ -165,7 +165,10 @@ class Admin:
         except FileNotFoundError:
             return {}
         except (OSError, *DECODE_ERRORS) as error:
-            log.error("stored drains cannot be read and are not in force: %s: %s", self._drains_file, error)
+            log.error(
+                "stored drains cannot be read and are not in force",
+                extra={"path": str(self._drains_file), "reason": str(error)},
+            )
             return {}
         names = {ALL, *self._names(), *self._service.catalog.known_names()}
         return {target: timeout_s for target, timeout_s in stored.items() if target in names}

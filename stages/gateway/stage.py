@@ -271,7 +271,7 @@ class GatewayStage:
         if is_ready and not self._was_ready:
             log.info("ready", extra={"url": listening.url(self.config, self.port)})
         elif self._was_ready and not is_ready:
-            log.warning("not ready: %s", state["reason"])
+            log.warning("not ready", extra={"reason": state["reason"]})
         self._was_ready = is_ready
 
     def _follow_expiry(self) -> None:
@@ -307,7 +307,7 @@ def _open_quotas(config: Config) -> QuotaFile | None:
     try:
         return QuotaFile(path)
     except OSError as error:
-        log.error("quotas are kept in memory only: %s: %s", path, error.strerror)
+        log.error("quotas are kept in memory only", extra={"path": str(path), "reason": error.strerror})
         return None
 
 

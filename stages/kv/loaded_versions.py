@@ -219,7 +219,7 @@ class LoadedVersions:
         except (ArenaError, CheckpointError, OSError) as error:
             loaded.error, loaded.is_opening = str(error), False
             if loaded.error != before:
-                log.error("%s", error, extra={"model": loaded.name})
+                log.error("a KV arena cannot be opened", extra={"model": loaded.name, "reason": str(error)})
         if loaded.error != before and (loaded.manager is not None or not loaded.is_opening):
             self._on_opened(loaded)
         self.update_readiness()

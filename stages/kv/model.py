@@ -205,7 +205,7 @@ class ModelPages:
 
         def open_file() -> DiskPageStore:
             for old in persist.remove_old_versions(directory, slug, path):
-                log.info("%s is of an older version of the model and was removed", old)
+                log.info("a file of an older version of the model was removed", extra={"path": str(old)})
             return DiskPageStore(path, identity, page_bytes, max_bytes, residency, wall_ns=self.clock_ns, name=name)
 
         self._unmarked.add(path)
@@ -219,7 +219,10 @@ class ModelPages:
         if store.error is not None:
             if path not in self.missing_stores:
                 self.missing_stores.add(path)
-                log.error("%s cannot be used, pages are not saved there: %s", path, store.error)
+                log.error(
+                    "a page file cannot be used: pages are not saved there",
+                    extra={"path": str(path), "reason": str(store.error)},
+                )
             if store is self.saved:
                 self.saved = None
             else:
@@ -229,7 +232,7 @@ class ModelPages:
             self._unmarked.discard(path)
             if path in self.missing_stores:
                 self.missing_stores.discard(path)
-                log.warning("%s can be used again", path)
+                log.warning("a page file can be used again", extra={"path": str(path)})
             if self.manager is not None:
                 persist.mark_copies(self.manager.pool, store)
 
@@ -355,6 +358,6 @@ def prune(models: list[ModelPages], now: float) -> None:
     old_sessions = prune_sessions(paths.state_dir(config) / "sessions", in_use, slugs, now)
     try:
         for path in (*old_pages, *old_sessions):
-            log.info("%s is of a model or version that is not served and was removed", path)
+            log.info("a file of a model or version that is not served was removed", extra={"path": str(path)})
     except OSError as error:
-        log.warning("old files cannot be removed: %s", error)
+        log.warning("old files cannot be removed", extra={"reason": str(error)})

@@ -43,9 +43,9 @@ CHORES_S = 1.0  # between two rounds of expiry, saving and compaction
 
 
 def _of(frame: m.Frame) -> dict[str, str]:
-    """Fields of a log line: the sequence that a frame is about, and its request."""
-    sequence = getattr(frame, "sequence", "")
-    return {"request_id": request_of(sequence), "sequence": sequence} if sequence else {}
+    """Fields of a log line: the sequence that a frame is about, its request and its model."""
+    sequence, model = getattr(frame, "sequence", ""), getattr(frame, "model", "")
+    return {"request_id": request_of(sequence), "sequence": sequence, "model": model} if sequence else {"model": model}
 
 
 class KvStage:
@@ -177,7 +177,7 @@ class KvStage:
             # The same scheduler with a new step arena: its rows have moved, its leases are unchanged.
             error = self._attach_rows(loaded, frame)
             if error:
-                log.error("the scheduler's rows cannot be read: %s", error)
+                log.error("rows of the scheduler cannot be read", extra={"model": loaded.name, "reason": str(error)})
         loaded.peer, loaded.frame = peer, frame
         self._answer_attach(loaded)
 
@@ -223,14 +223,22 @@ class KvStage:
         refused = manager.reconcile(LeaseClaim(*lease) for lease in frame.leases)
         for sequence in refused:
             log.warning(
-                "a lease of the scheduler is refused", extra={"request_id": request_of(sequence), "sequence": sequence}
+                "a lease of the scheduler is refused",
+                extra={"request_id": request_of(sequence), "sequence": sequence, "model": loaded.name},
             )
             pool = manager.pool
             self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, loaded.name))
         self.hub.send(peer, self._ready(loaded, manager, reconciled=True))
 
     def _grant(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> None:
-        self._answer(peer, frame, self._acquire(loaded, manager, frame))
+        began = time.monotonic()
+        answer = self._acquire(loaded, manager, frame)
+        self._answer(peer, frame, answer)
+        if log.isEnabledFor(logging.DEBUG):
+            took_ms = round((time.monotonic() - began) * 1000, 3)
+            granted = (len(answer.pages), answer.cached_tokens) if isinstance(answer, Grant) else (0, 0)
+            facts = {"pages": granted[0], "cached_tokens": granted[1], "duration_ms": took_ms}
+            log.debug("pages are requested", extra={**_of(frame), **facts})
         loaded.page_ins.end(frame.sequence)
 
     def _finish_page_ins(self) -> None:

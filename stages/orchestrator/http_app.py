@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,7 @@ CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)
 BEGUN = web.RequestKey("begun", bool)
+FORWARD = web.RequestKey("forward", Forward)
 
 BODY_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
@@ -116,7 +118,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
-        log.exception("internal error", extra={"path": request.path})
+        log.exception("internal error", extra={**_log_names(request, given), "path": request.path})
         status, code = 500, "INTERNAL"
         return _report(
             request, StarlingError("INTERNAL", "internal error of the orchestrator; its log has the details")
@@ -131,12 +133,31 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
                 logging.WARNING if status >= 500 else logging.INFO,
                 "request",
                 extra={
-                    "request_id": request[REQUEST_ID] or None,
+                    **_log_names(request, given),
                     "endpoint": endpoint,
                     "status": status,
                     "duration_ms": round(took_s * 1000, 1),
+                    "error": code or None,
                 },
             )
+
+
+def _log_names(request: web.Request, given: str) -> dict[str, str | None]:
+    """The ids and names that a log line about the request has. `given`: its X-Request-Id."""
+    forward, caller, name = request.get(FORWARD), request.get(CALLER), _own_id(request)
+    return {
+        "request_id": (forward.id if forward is not None else "") or name,
+        "client_request_id": name if name == given else None,
+        "tenant": caller.tenant if caller is not None else None,
+        "model": forward.routed.model if forward is not None else None,
+    }
+
+
+def _own_id(request: web.Request) -> str:
+    """The client's id, the request's, or a new one of a refusal: the response has it too."""
+    if not request[REQUEST_ID]:
+        request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
+    return request[REQUEST_ID]
 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
@@ -145,7 +166,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
             request.transport.abort()
         return web.Response(status=error.status)
     is_anthropic = request.path.startswith(message_version.PATH)
-    shown = error_response(error, is_anthropic=is_anthropic, request_id=request[REQUEST_ID])
+    shown = error_response(error, is_anthropic=is_anthropic, request_id=_own_id(request))
     return web.Response(body=shown.body, status=shown.status, headers=shown.headers, content_type=CONTENT_TYPE)
 
 
@@ -232,6 +253,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _answer(request: web.Request, front: Front, ticket: Ticket) -> web.StreamResponse:
+    request[FORWARD] = ticket.forward
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:

@@ -129,7 +129,7 @@ class Relay:
             if not out.is_begun:
                 raise
             shown = error if isinstance(error, StarlingError) else error.to_error()
-            log.warning("a stream ends with an error: %s", shown.message, extra={"request_id": forward.id})
+            log.warning("a stream ends with an error", extra={"request_id": forward.id, "reason": shown.message})
             await out.write(sse.event(error_event(shown, [0])))
             return cutter.n_events
         finally:
@@ -279,7 +279,10 @@ class Relay:
             load_failed_on = route.agent_id
             tries.unfit.add(load_failed_on)
             tries.failure = error
-            log.warning("model %s was not loaded on %s: %s", model, load_failed_on, error.message)
+            log.warning(
+                "a model was not loaded",
+                extra={"model": model, "agent": load_failed_on, "reason": error.message},
+            )
 
     @staticmethod
     async def _comment(out: Out, text: str) -> None:
@@ -298,10 +301,8 @@ class Relay:
         tries.was_lost = True
         tries.failed(route.agent_id, error)
         log.warning(
-            "agent %s lost a request: %s",
-            route.agent_id,
-            reason,
-            extra={"request_id": forward.id, "tries": tries.count},
+            "an agent lost a request",
+            extra={"request_id": forward.id, "agent": route.agent_id, "tries": tries.count, "reason": reason},
         )
         if tries.n_accepted > MAX_LOST:
             raise error

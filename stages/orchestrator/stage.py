@@ -317,7 +317,7 @@ class OrchestratorStage:
         if found is not None and self._health.get(agent_id) != found.health:
             self._health[agent_id] = found.health
             self.events.add(f"agent-{found.health.lower()}", agent=agent_id, text=found.reason)
-            log.info("agent %s is %s %s", agent_id, found.health, found.reason)
+            log.info("agent health", extra={"agent": agent_id, "health": found.health, "reason": found.reason})
         self._table_changed()
 
     async def _check_loaded(self, agent_id: str) -> None:
@@ -364,7 +364,7 @@ class OrchestratorStage:
         try:
             entries = await contents.entries(self._blobs)
         except StarlingError as error:
-            log.warning("the catalog cannot be read: %s", error.message)
+            log.warning("the catalog cannot be read", extra={"reason": error.message})
             return
         found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
         self._published.clear()
@@ -384,7 +384,7 @@ class OrchestratorStage:
             try:
                 term = await election.campaign()
             except ConfigError as error:
-                log.error("no leader can be elected: %s", error.message)
+                log.error("no leader can be elected", extra={"reason": error.message})
                 await asyncio.sleep(PLACE_S)
                 continue
             self.events.add("leader", text=self.identity)

@@ -98,7 +98,7 @@ class StoreFollower:
             log.info("the coordination store answers again")
         else:
             self._events.add("store-down", text=reason)
-            log.error("the coordination store is down: %s", reason)
+            log.error("the coordination store is down", extra={"reason": str(reason)})
 
     async def write(self, key: str, value: bytes | None) -> None:
         """Put a value into the store; None deletes it."""
@@ -121,7 +121,7 @@ class StoreFollower:
             try:
                 await self._apply_event(event)
             except (ConfigError, *DECODE_ERRORS) as error:
-                log.error("a value of the store is not used: %s: %s", event.key, error)
+                log.error("a value of the store is not used", extra={"key": event.key, "reason": str(error)})
         self._registry.set_cordons(dict(self._cordons))
         self._on_change()
 

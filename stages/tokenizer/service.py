@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import time
 from array import array
 from collections.abc import Callable, Collection, Generator
 from datetime import datetime
@@ -82,6 +83,15 @@ class TokenizerService:
 
     def reply_steps(self, frame: TextRequest) -> Generator[None, None, m.Frame]:
         """Make the reply in steps of some tens of ms: a generator that returns it. Does not raise, like `reply`."""
+        began = time.monotonic()
+        reply = yield from self._reply_steps(frame)
+        if log.isEnabledFor(logging.DEBUG):
+            made = len(reply.tokens) if isinstance(reply, m.Encoded) else None
+            took_ms = round((time.monotonic() - began) * 1000, 3)
+            log.debug("a text is converted", extra={**_of(frame), "tokens": made, "duration_ms": took_ms})
+        return reply
+
+    def _reply_steps(self, frame: TextRequest) -> Generator[None, None, m.Frame]:
         try:
             try:
                 match frame:
@@ -102,9 +112,7 @@ class TokenizerService:
             return m.TokenizerFailed(frame.id, error.code, error.message, error.param)
         except Exception as error:
             # Not fatal for the stage: the gateway would send the same request to each successor.
-            log.exception(
-                "cannot tokenize a text", extra={"request_id": getattr(frame, "request", ""), "model": frame.model}
-            )
+            log.exception("cannot tokenize a text", extra=_of(frame))
             failed = InternalError(f"cannot tokenize the text: {type(error).__name__}: {error}")
             return m.TokenizerFailed(frame.id, failed.code, failed.message)
 
@@ -200,6 +208,11 @@ class TokenizerService:
             )
         control = array("i", sorted(vocabulary.control)).tobytes()
         return msgspec.structs.replace(described, pieces=pieces, piece_ends=ends, control=control)
+
+
+def _of(frame: TextRequest) -> dict[str, str]:
+    """Fields of a log line about a frame."""
+    return {"request_id": getattr(frame, "request", ""), "model": frame.model}
 
 
 def _utf8(text: str, param: str) -> str:

@@ -272,6 +272,7 @@ class WorkerStage:
             self._steps += 1
             self._fault.trigger(self._steps)
         self._announced += 2
+        began = time.monotonic_ns()
         refused = compiled.run_steps(
             attachment.table.address,
             attachment.control,
@@ -290,6 +291,9 @@ class WorkerStage:
             log.error("entries of a step were refused", extra={"step": done, "entries": refused})
         self.loop.progress = int(control[sh.PROGRESS])
         now = time.monotonic_ns()
+        if log.isEnabledFor(logging.DEBUG):
+            facts = {"model": self.name, "first": step, "last": done, "duration_ms": (now - began) / 1e6}
+            log.debug("steps are computed", extra=facts)
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_NS
             self.loop.poll(0)

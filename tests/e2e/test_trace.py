@@ -6,7 +6,10 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import events, wait_answering
 from tests.e2e.server import Server, wait_gone
 from tests.e2e.up_server import Up
+from tests.log_events import all_events
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -218,7 +222,7 @@ def test_slow_requests_are_logged_with_where_the_time_went(server: Up) -> None:
     assert server.request("POST", "/v1/completions", body, headers)[0] == 200
     found = trace(server, "slow-one")
     logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
-    line = next(line for line in logged if line["event"] == "slow request" and line["request_id"] == "slow-one")
+    line = next(line for line in logged if line["event"] == "slow request" and line["client_request_id"] == "slow-one")
     assert (line["model"], line["finish"], line["completion_tokens"]) == ("tiny", "finished", 40)
     assert {name: line[f"{name}_ms"] for name in found["phases_ms"]} == found["phases_ms"]
     assert line["duration_ms"] == found["duration_ms"]
@@ -250,7 +254,7 @@ def test_requests_for_vectors_have_a_timeline(server: Up, path: str, body: dict[
     assert {event["stage"] for event in found["events"]} >= {"gateway", "scheduler"}
     assert sum(found["phases_ms"].values()) == pytest.approx(found["duration_ms"], abs=0.1)
     logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
-    assert any(line["event"] == "slow request" and line["request_id"] == name for line in logged)
+    assert any(line["event"] == "slow request" and line["client_request_id"] == name for line in logged)
 
 
 def test_log_levels_change_while_the_server_runs(server: Up) -> None:
@@ -272,8 +276,60 @@ def test_log_levels_change_while_the_server_runs(server: Up) -> None:
     assert levels("debug") == dict.fromkeys(stages, "debug")
     server.wait_for('"worker-pool".*"log level changed".*"debug"')
     assert server.request("GET", "/v1/models", headers={"X-Request-Id": "routine"})[0] == 200
-    server.wait_for('"request_id": ?"routine"')  # a line of level debug
+    server.wait_for('"client_request_id": ?"routine"')  # a line of level debug
     assert levels("worker", "error") == {"worker-tiny": "error"}
     assert levels("reset") == dict.fromkeys(stages, "info")
     starling(server, "log-level", "kvv", "debug", code=2)
     starling(server, "log-level", "kv", "loud", code=2)
+
+
+def test_every_line_of_the_log_is_an_object_that_names_its_request(server: Up) -> None:
+    """Of all processes, those that were killed before included: fixed keys, constant events, one id in all stages."""
+    starling(server, "log-level", "debug")
+    body = {"model": "tiny", "prompt": "a b c", "max_tokens": 3, "ignore_eos": True, "session_id": ""}
+    status, answer, headers = server.request("POST", "/v1/generate", body)
+    assert status == 200, answer
+    served = headers["X-Starling-Request"]
+    assert server.request("POST", "/v1/generate", {**body, "session_id": answer["session_id"], "top_p": 7})[0] == 400
+    status, _, headers = server.request("POST", "/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": -1})
+    assert status == 400
+    refused = headers["X-Request-Id"]
+    status, _, headers = server.request("POST", "/v1/completions", {"model": "no-model", "prompt": "x"})
+    assert status == 404
+    unknown = headers["X-Request-Id"]
+    deadline = time.monotonic() + 60
+    wanted = {"gateway", "tokenizer", "scheduler", "kv"}
+    while True:  # lines are written by threads
+        lines = logged(server.home)
+        seen = {line["stage"] for line in lines if line.get("request_id") == served}
+        requests = {line["request_id"]: line for line in lines if line["event"] == "request"}
+        steps = [line for line in lines if (line["stage"], line["event"]) == ("worker", "steps are computed")]
+        if seen >= wanted and {served, refused, unknown} <= requests.keys() and steps:
+            break
+        assert time.monotonic() < deadline, (seen, sorted(requests))
+    assert {line["event"] for line in lines} <= all_events()
+    keys = {"request_id", "client_request_id", "session_id", "model", "tenant", "duration_ms", "status", "endpoint"}
+    assert all(keys <= line.keys() and line["request_id"] for line in requests.values())
+    texts = [line for line in requests.values() if line["endpoint"] in ("/v1/completions", "/v1/generate")]
+    assert all(line["model"] and line["tenant"] for line in texts)
+    sessions = [line["session_id"] for line in texts if line["endpoint"] == "/v1/generate"]
+    assert sessions[-2:] == [answer["session_id"]] * 2
+    assert [requests[name]["model"] for name in (refused, unknown)] == ["tiny", "no-model"]
+    assert [requests[name]["error"] for name in (refused, unknown)] == ["INVALID_REQUEST", "MODEL_NOT_FOUND"]
+    starling(server, "log-level", "reset")
+
+
+def logged(home: Path) -> list[dict[str, Any]]:
+    """Every whole line of every process; each is one object with what all lines have."""
+    lines = []
+    for path in sorted((home / "logs").iterdir()):
+        for text in path.read_text().split("\n")[:-1]:
+            line = json.loads(text)
+            assert isinstance(line, dict)
+            assert {"ts", "level", "stage", "pid", "event"} <= line.keys(), text
+            assert line["stage"] == path.name.partition(".log")[0]
+            assert isinstance(line["pid"], int)
+            assert line["level"] in ("debug", "info", "warning", "error")
+            assert datetime.fromisoformat(line["ts"]).utcoffset() is not None
+            lines.append(line)
+    return lines

@@ -355,7 +355,7 @@ def test_an_unreadable_journal_is_renamed_as_soon_as_the_disk_permits(
     monkeypatch.setenv("STARLING_FAULTS", "disk:eio@journal_read, disk:erofs@journal_rename")
     target = open_journal(tmp_path)
     assert target.take_entries() == []
-    assert "cannot be read" in caplog.text
+    assert "the journal cannot be read" in caplog.text
     assert not target.open(make_spec("req-a"))
     assert target.path.read_bytes() == old
     monkeypatch.undo()

@@ -270,6 +270,8 @@ def test_a_plugin_that_hangs_or_cannot_be_started(homes: Callable[[], Path], tmp
         assert (frame.sampling.seed, frame.sampling.temperature) == (7, 0.5)
         assert bytes(frame.prompt[::4]).startswith(b"system: be kind\nuser: please say hello")
         assert 'starling_plugin_restarts_total{plugin="trouble"}' in server.get("/metrics").body.decode()
+        line = server.wait_log("output of a helper process")
+        assert (line["plugin"], line["text"]) == ("settings", "a plugin may print")
     finally:
         server.close()
 

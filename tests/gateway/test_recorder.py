@@ -86,4 +86,4 @@ def test_slow_requests_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         request.end(Outcome.FAILED)
         world.recorder.ended(request)
     (line,) = [record for record in caplog.records if record.message == "slow request"]
-    assert (line.id, line.duration_ms, line.admission_ms) == ("req-slow", 60_000, 60_000)  # type: ignore[attr-defined]
+    assert (line.request_id, line.duration_ms, line.admission_ms) == ("req-slow", 60_000, 60_000)  # type: ignore[attr-defined]

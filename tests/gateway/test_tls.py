@@ -207,7 +207,7 @@ def test_the_request_of_a_client_that_leaves_is_cancelled(server: Server, stream
 def test_answers_that_are_not_read_are_cut_off(bounded: Server) -> None:
     with connect(bounded, 4096) as sock:
         sock.sendall(raw_request("POST", "/v1/tokenize", {"text": "x" * 200_000}))  # an answer of 4 MB
-        wait_line(bounded, "wait for a client that does not read them")
+        wait_line(bounded, "the client does not read what waits for it")
     while not has_answered(bounded):
         pass
 

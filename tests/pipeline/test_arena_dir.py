@@ -80,7 +80,9 @@ def test_a_name_that_is_taken_again_is_given_up(config: Config, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         second = arena_dir.prepare(config)
     assert second.name not in (first.name, "")
-    assert f"{first} belongs to user {OTHER}; the arenas go to {second}" in caplog.text
+    line = vars(caplog.records[-1])
+    assert line["message"] == "the arena directory belongs to another user; the arenas go elsewhere"
+    assert (line["path"], line["owner"], line["arenas"]) == (str(first), OTHER, str(second))
 
 
 def test_a_link_of_another_user_is_not_followed(config: Config, tmp_path: Path) -> None:

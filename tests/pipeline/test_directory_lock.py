@@ -68,7 +68,8 @@ def test_a_disk_that_refuses_the_file_does_not_end_the_stage(
 ) -> None:
     (tmp_path / "file").write_text("")
     DirectoryLock(tmp_path / "file" / "state", runs[0], KEY).release()
-    assert "is used without a lock: Not a directory" in caplog.text
+    (line,) = [record for record in caplog.records if record.message == "a directory is used without a lock"]
+    assert vars(line)["reason"] == "Not a directory"
 
 
 def test_a_damaged_file_is_replaced(tmp_path: Path, runs: tuple[Path, Path]) -> None:

@@ -26,6 +26,10 @@ def record(message: str = "page dropped", level: int = logging.INFO, **extra: An
     return made
 
 
+def lost_line(lines: int) -> bytes:
+    return b"%d lost\n" % lines
+
+
 # ------------------------------------------------------------------ form
 
 
@@ -66,9 +70,29 @@ def test_values_and_lines_are_bounded(tmp_path: Path) -> None:
     line = json.loads(JsonFormatter("kv").format(record(text="x" * 1_000_000)))
     assert len(line["text"]) < 2_100
     file = RotatingFile(tmp_path / "kv.log", 1 << 20, 1)
-    LineHandler(file, JsonFormatter("kv")).emit(record(many=["y" * 100] * 1000))
+    LineHandler(file, JsonFormatter("kv")).emit(record(request_id="req-1", many=["y" * 100] * 1000))
     file.close()
-    assert len((tmp_path / "kv.log").read_bytes()) < logs.MAX_LINE_BYTES + 100
+    written = (tmp_path / "kv.log").read_bytes()
+    assert len(written) < logs.MAX_LINE_BYTES
+    cut = json.loads(written)  # a line stays one JSON object
+    assert (cut["event"], cut["request_id"]) == ("page dropped", "req-1")
+    assert cut["cut_bytes"] > 100_000
+
+
+def test_no_field_replaces_what_every_line_has() -> None:
+    line = json.loads(JsonFormatter("kv").format(record(stage="other", pid=1, event="other", number=float("nan"))))
+    assert (line["stage"], line["pid"], line["event"]) == ("kv", os.getpid(), "page dropped")
+    assert line["number"] == "nan"  # JSON has no such number
+
+
+def test_a_library_has_one_event_and_its_text_in_a_field() -> None:
+    made = record("Task %r failed at %s", name="asyncio", args=("t-1", "/tmp/x"))
+    line = json.loads(JsonFormatter("kv").format(made))
+    assert (line["event"], line["logger"], line["text"]) == (
+        "message of a library",
+        "asyncio",
+        "Task 't-1' failed at /tmp/x",
+    )
 
 
 def test_a_record_that_cannot_be_formatted_is_still_logged(tmp_path: Path) -> None:
@@ -79,7 +103,9 @@ def test_a_record_that_cannot_be_formatted_is_still_logged(tmp_path: Path) -> No
     file = RotatingFile(tmp_path / "kv.log", 1 << 20, 1)
     LineHandler(file, JsonFormatter("kv")).emit(record(value=Broken()))
     file.close()
-    assert b"could not be formatted" in (tmp_path / "kv.log").read_bytes()
+    line = json.loads((tmp_path / "kv.log").read_bytes())
+    assert (line["event"], line["of"]) == ("log record could not be formatted", "page dropped")
+    assert (line["stage"], line["pid"]) == ("kv", os.getpid())
 
 
 # ------------------------------------------------------------------ volume
@@ -143,7 +169,7 @@ def test_the_end_of_a_flood_is_reported(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_stopped_reader_costs_lines_and_no_time() -> None:
     read_end, write_end = os.pipe()
-    output = Output(write_end)
+    output = Output(write_end, lost_line)
     for i in range(20_000):
         output.write(b"%06d %s\n" % (i, b"x" * 90))
     assert output.lost > 0
@@ -155,7 +181,7 @@ def test_a_stopped_reader_costs_lines_and_no_time() -> None:
     got += os.read(read_end, 1 << 20)
     lines = got.decode().splitlines()
     assert lines[-1] == "awake again"
-    assert json.loads(lines[-2]) == {"event": "log lines lost", "lines": lost}
+    assert lines[-2] == f"{lost} lost"
     assert all(line.endswith("x" * 90) for line in lines[:-2])
     assert len(lines) - 2 + lost == 20_000
     assert os.get_blocking(write_end)  # the descriptor that others share is as it was
@@ -166,7 +192,7 @@ def test_a_stopped_reader_costs_lines_and_no_time() -> None:
 
 def test_a_closed_reader_is_no_error() -> None:
     read_end, write_end = os.pipe()
-    output = Output(write_end)
+    output = Output(write_end, lost_line)
     os.close(read_end)
     output.write(b"into the void\n")
     assert output.lost == 1
@@ -176,7 +202,7 @@ def test_a_closed_reader_is_no_error() -> None:
 
 def test_output_to_a_socket() -> None:
     journal, ours = socket.socketpair()
-    output = Output(ours.fileno())
+    output = Output(ours.fileno(), lost_line)
     for _ in range(100_000):
         output.write(b"x" * 100 + b"\n")
     assert output.lost > 0
@@ -189,7 +215,7 @@ def test_output_to_a_socket() -> None:
 def test_output_to_a_file_appends(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb", buffering=0) as file:
         file.write(b"before\n")
-        output = Output(file.fileno())
+        output = Output(file.fileno(), lost_line)
         output.write(b"line\n")
         file.write(b"after\n")
         output.close()
@@ -209,6 +235,19 @@ def test_files_are_rotated_and_bounded(tmp_path: Path) -> None:
     again.write(b"next\n")
     again.close()
     assert (tmp_path / "logs" / "kv.log").read_bytes() == b"next\n"
+
+
+def test_a_file_says_how_many_lines_it_lost(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file")
+    file = RotatingFile(tmp_path / "logs" / "kv.log", 1 << 20, 3, lost_line)
+    file.write(b"first\n")
+    file.write(b"second\n")
+    (tmp_path / "logs").unlink()
+    file.write(b"third\n")
+    file.write(b"fourth\n")
+    file.close()
+    assert (tmp_path / "logs" / "kv.log").read_bytes() == b"2 lost\nthird\nfourth\n"
+    assert file.lost == 2
 
 
 def test_a_single_file_is_replaced(tmp_path: Path) -> None:
@@ -250,7 +289,8 @@ def test_setup_twice_writes_each_line_once_under_the_new_name(root: logging.Logg
     logging.getLogger("some.library").info("not shown")
     logging.getLogger("some.library").warning("shown")
     lines = [json.loads(line) for line in (tmp_path / "kv.log").read_text().splitlines()]
-    assert [(line["stage"], line["event"]) for line in lines] == [("kv", "ready"), ("kv", "shown")]
+    shown = [(line["stage"], line["event"], line.get("text")) for line in lines]
+    assert shown == [("kv", "ready", None), ("kv", "message of a library", "shown")]
     assert not (tmp_path / "kv-supervisor.log").exists()
 
 

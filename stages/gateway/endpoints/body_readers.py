@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pipeline.api.body_names import names_of
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_array, parse_object
 from pipeline.api.requests.readers import READERS, BodyReader
+from pipeline.errors import StarlingError
 from stages.gateway.endpoints import conversations, responses
 from stages.gateway.endpoints.lora_adapters import read_load, read_scales, read_unload
 
@@ -35,8 +37,14 @@ class Body(NamedTuple):
 
 
 def read_request_body(body: Body) -> Any:
-    """Return the result of the body's reader. Raises `StarlingError`."""
+    """Return the result of the body's reader. Raises `StarlingError`, with the names in a body that is an object."""
     plain = decompress(bytes(body.data), body.coding, body.max_bytes)
     if body.reader in ARRAY_READERS:
         return ARRAY_READERS[body.reader](parse_array(plain, body.content_type))
-    return BODY_READERS[body.reader](parse_object(plain, body.content_type))
+    parsed = parse_object(plain, body.content_type)
+    names = names_of(parsed)
+    try:
+        return BODY_READERS[body.reader](parsed)
+    except StarlingError as error:
+        error.names = names
+        raise

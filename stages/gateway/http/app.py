@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from pipeline.api.body_names import names_of
 from pipeline.config.schema import Config
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
@@ -28,6 +29,7 @@ from stages.gateway.http.context import (
     BODY_TURN,
     CALLER,
     GATE,
+    NAMES,
     PARSERS,
     PRINCIPAL,
     SERVICE,
@@ -120,6 +122,7 @@ async def _close_session(request: web.Request) -> web.Response:
     with service.in_flight.counted(request[PRINCIPAL]):
         service.admission.charge_attempt(request[CALLER])
         name, session_id = await read_body(request, service.config, "session_close")
+        request[NAMES] = names_of({"model": name, "session_id": session_id})
         model = service.catalog.resolve_adapter(name)[0]
         left_s = service.config.server.request_timeout_ms / 1000
         await service.admission.ensure_loaded(model, request[CALLER], left_s, needs_serving=True)

@@ -105,7 +105,7 @@ class ConnectionWatch:
         state = self._state_of(transport)
         acknowledged = state.acknowledged if state is not None else -n_waiting  # rises as the waiting bytes are sent
         if before is not None and acknowledged - before.acknowledged < MIN_BYTES:
-            log.warning("dropping a connection: %d bytes wait for a client that does not read them", n_waiting)
+            log.warning("dropping a connection: the client does not read what waits for it", extra={"bytes": n_waiting})
             reset(transport)
             return
         self._waiting[connection] = _Waiting(now, acknowledged)

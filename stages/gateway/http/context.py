@@ -8,12 +8,14 @@ from typing import Any
 
 from aiohttp import web
 
+from pipeline.api.body_names import BodyNames
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
+from stages.gateway.requests.request_name import new_request_name
 from stages.gateway.requests.responses import Claim
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
@@ -33,6 +35,8 @@ CLIENT = web.RequestKey("client", str)  # the client's address, or uid:N on the 
 SCHEME = web.RequestKey("scheme", str)  # http or https, as a trusted proxy says; "": it does not
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
+OWN_ID = web.RequestKey("own_id", str)  # of a request without a request for text, for the log
+NAMES = web.RequestKey("names", BodyNames)  # of its body
 TIMELINE = web.RequestKey("timeline", RequestTrace)  # of a request for vectors
 TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
@@ -45,9 +49,20 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def request_id(request: web.Request) -> str:
-    """Return the client's `X-Request-Id`, or the id of the request for text, or ""."""
+    """Return the client's `X-Request-Id`, or the id of the request for text or of the refusal, or ""."""
     state = request.get(STATE)
-    return request.get(CLIENT_ID, "") or (state.id if state is not None else "")
+    return request.get(CLIENT_ID, "") or (state.id if state is not None else request.get(OWN_ID, ""))
+
+
+def log_id(request: web.Request) -> str:
+    """Return the server's id of the request, which the log lines of all stages have."""
+    if (state := request.get(STATE)) is not None:
+        return state.id
+    if (timeline := request.get(TIMELINE)) is not None:
+        return timeline.id
+    if OWN_ID not in request:
+        request[OWN_ID] = new_request_name().id
+    return request[OWN_ID]
 
 
 def is_anthropic(request: web.Request) -> bool:

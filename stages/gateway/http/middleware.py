@@ -12,12 +12,14 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from pipeline.api import page_names
+from pipeline.api.body_names import BodyNames
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.output_tokens import RELAY, read_relay
@@ -31,6 +33,7 @@ from stages.gateway.http.context import (
     CLIENT,
     CLIENT_ID,
     GATE,
+    NAMES,
     PAGES,
     PRINCIPAL,
     SCHEME,
@@ -41,6 +44,7 @@ from stages.gateway.http.context import (
     TRACE,
     Handler,
     is_anthropic,
+    log_id,
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
@@ -115,7 +119,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("internal error", extra={"path": request.path, "request_id": request_id(request)})
+            log.exception("internal error", extra={"path": request.path, "request_id": log_id(request)})
             error = StarlingError("INTERNAL", "internal error of the server; the server's log has the details")
             status = error.status
             return _report(request, error)
@@ -158,10 +162,11 @@ def _forwarded_client(request: web.Request, proxies: TrustedProxies, peer: str) 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
     """Return the response that reports `error`; abort the connection if another response has begun."""
+    name = log_id(request)
     begun = request.get(BEGUN)
     if begun is None:
         return to_response(request, error)
-    log.info("a response was cut off: %s", error.message, extra={"request_id": request_id(request)})
+    log.info("a response was cut off", extra={"request_id": name, "reason": error.message})
     if request.transport is not None:
         reset(request.transport)
     return begun  # aiohttp cannot write its end to the aborted connection, and closes it
@@ -256,15 +261,30 @@ def _endpoint(request: web.Request) -> str:
     return resource.canonical if resource is not None else "other"
 
 
+def _names(request: web.Request) -> BodyNames:
+    """The model and the session that a request names, if its body was read; the first model if it names none."""
+    names = request.get(NAMES)
+    if names is None:
+        return BodyNames()
+    if not names.model:
+        with suppress(StarlingError):
+            names = names._replace(model=request.app[SERVICE].catalog.resolve(""))
+    return names
+
+
 def _log_request(request: web.Request, endpoint: str, status: int, took: float, error: StarlingError | None) -> None:
     caller = request.get(CALLER)
+    model, session_id = _names(request)
     fields: dict[str, Any] = {
-        "request_id": request_id(request) or None,
+        "request_id": log_id(request),
+        "client_request_id": request[CLIENT_ID] or None,
         "method": request.method,
         "endpoint": endpoint,
         "status": status,
         "duration_ms": round(took * 1000, 1),
         "tenant": caller.tenant if caller else None,
+        "model": model or None,
+        "session_id": session_id or None,
         "client": request[CLIENT],
     }
     if scheme := request.get(SCHEME):
@@ -273,7 +293,6 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
     if state is not None:
         begun = state.first_token_at
         fields |= {
-            "id": state.id,
             "model": state.spec.model,
             "prompt_tokens": state.prompt_tokens,
             "cached_tokens": state.cached_tokens,

@@ -15,7 +15,7 @@ import sys
 from array import array
 from collections import deque
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,7 @@ from pipeline.api.requests.embeddings import EmbeddingRequest
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.tokenize import DetokenizeRequest
 from pipeline.errors import InternalError, StarlingError
+from pipeline.observe.helper_output import HelperOutput
 from stages.gateway.endpoints.body_readers import Body, read_request_body
 from stages.gateway.http.parser_process import HEAD, LENGTH
 
@@ -92,7 +93,7 @@ class ParserPool:
 
     async def _parse(self) -> None:
         """Parse bodies in a process, one after the other; start it again after a failure."""
-        process: asyncio.subprocess.Process | None = None
+        process: _Process | None = None
         try:
             while True:
                 self._n_idle += 1
@@ -107,13 +108,14 @@ class ParserPool:
                 is_valid, answer = False, _failure(None)
                 for _ in range(ATTEMPTS):
                     try:
-                        if process is None or process.returncode is not None:
+                        if process is None or process.child.returncode is not None:
+                            await _end(process)
                             process = await _start()
                         async with asyncio.timeout(TIME_LIMIT_S):
-                            is_valid, answer = await _exchange(process, body)
+                            is_valid, answer = await _exchange(process.child, body)
                         break
                     except Exception as error:  # whatever it is: the body gets an answer, and the next one a process
-                        log.error("a parser process failed: %s", error or type(error).__name__)
+                        log.error("a parser process failed", extra={"reason": str(error) or type(error).__name__})
                         await _end(process)
                         process = None
                         answer = _failure(error)
@@ -124,8 +126,10 @@ class ParserPool:
                     if is_valid:
                         result.set_result(answer)
                     else:
-                        code, message, param, status = answer
-                        result.set_exception(StarlingError(code, message, param, status=status))
+                        code, message, param, status, names = answer
+                        refusal = StarlingError(code, message, param, status=status)
+                        refusal.names = names
+                        result.set_exception(refusal)
                 del answer, result
         finally:
             await _end(process)
@@ -153,16 +157,30 @@ async def _to_tuple(ids: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-async def _start() -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "stages.gateway.http.parser_process",
-        str(os.getpid()),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        limit=STREAM_BUFFER,
-    )
+class _Process(NamedTuple):
+    child: asyncio.subprocess.Process
+    output: HelperOutput
+
+
+async def _start() -> _Process:
+    output = HelperOutput(log, {"helper": "parser"})
+    try:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "stages.gateway.http.parser_process",
+            str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=output.write_fd,
+            limit=STREAM_BUFFER,
+        )
+    except BaseException:
+        output.close()
+        raise
+    output.started(child.pid)
+    output.watch(asyncio.get_running_loop())
+    return _Process(child, output)
 
 
 async def _exchange(process: asyncio.subprocess.Process, body: Body) -> tuple[bool, Any]:
@@ -183,17 +201,22 @@ async def _exchange(process: asyncio.subprocess.Process, body: Body) -> tuple[bo
     return is_valid, answer
 
 
-async def _end(process: asyncio.subprocess.Process | None) -> None:
+async def _end(process: _Process | None) -> None:
+    """End a process and the lines of its output. Idempotent."""
     if process is None:
         return
-    with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+    try:
+        with suppress(ProcessLookupError):
+            process.child.kill()
+        await process.child.wait()
+    finally:
+        process.output.close()
 
 
-def _failure(error: BaseException | None) -> tuple[str, str, str, int]:
+def _failure(error: BaseException | None) -> tuple[str, str, str, int, tuple[str, str]]:
     """Return the fields of the error for a body that was not parsed."""
     if isinstance(error, TimeoutError):
-        return "TIMEOUT", f"the body was not parsed within {TIME_LIMIT_S:g} s; send less, or try again", "", 503
+        message = f"the body was not parsed within {TIME_LIMIT_S:g} s; send less, or try again"
+        return "TIMEOUT", message, "", 503, ("", "")
     failed = InternalError("the body could not be parsed; the server's log has the details")
-    return failed.code, failed.message, failed.param, failed.status
+    return failed.code, failed.message, failed.param, failed.status, failed.names

@@ -4,8 +4,8 @@ JSON decoding holds the interpreter lock: in the gateway it would stop every str
 stdout; the peer is the gateway that started this process.
 
     in   two lengths (`HEAD`), a pickle of the fields of a `Body` but `data`, and the data
-    out  a length (`LENGTH`), and a pickle of (True, result), or of (False, (code, message, param, status)) of a
-         `StarlingError`
+    out  a length (`LENGTH`), and a pickle of (True, result), or of (False, (code, message, param, status, names)) of
+         a `StarlingError`
 
 Token ids of prompts are sent as arrays, which the gateway reads in a fraction of the time that tuples take.  The
 process ends with the gateway, or when stdin is closed.
@@ -59,7 +59,7 @@ def answer(body: Body) -> tuple[bool, Any]:
         error = rejected
     except MemoryError:
         error = InternalError("there is not enough memory to parse the body")
-    return False, (error.code, error.message, error.param, error.status)
+    return False, (error.code, error.message, error.param, error.status, tuple(error.names))
 
 
 def serve(incoming: BinaryIO, outgoing: BinaryIO) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 from aiohttp import web
 
+from pipeline.api.body_names import BodyNames, names_of
 from pipeline.api.output_tokens import OUTPUT, decode_output, output_length
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
-from stages.gateway.http.context import BODY_TURN, CONTINUED, PARSERS, PRINCIPAL, SERVICE
+from stages.gateway.http.context import BODY_TURN, CONTINUED, NAMES, PARSERS, PRINCIPAL, SERVICE
 from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
@@ -55,7 +56,15 @@ async def read_body(
             ", ".join(headers.getall("Content-Encoding", [])),
             config.server.max_body_mb << 20,
         )
-        return await request.app[PARSERS].read(received, request[PRINCIPAL])
+        try:
+            result = await request.app[PARSERS].read(received, request[PRINCIPAL])
+        except StarlingError as error:
+            request[NAMES] = BodyNames(*error.names)
+            raise
+        request[NAMES] = names_of(
+            result if isinstance(result, dict) else {name: getattr(result, name, "") for name in BodyNames._fields}
+        )
+        return result
 
 
 async def _receive(

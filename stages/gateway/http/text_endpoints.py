@@ -350,7 +350,10 @@ def _formatter(service: Service, state: RequestState) -> Any:
 
 def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> StreamSink:
     def drop(reason: str) -> None:
-        log.warning("dropping a connection: %s", reason, extra={"request_id": state.id})
+        log.warning(
+            "dropping a connection",
+            extra={"request_id": state.id, "model": state.spec.model, "tenant": state.spec.tenant, "reason": reason},
+        )
         if request.transport is not None:
             reset(request.transport)
 

@@ -1,13 +1,14 @@
 """The process of one plugin: loads it and makes its calls, one after the other.
 
-`frames.py` defines what goes through stdin and stdout. What the plugin itself prints goes to stderr. The process ends
-with the gateway, or when stdin is closed.
+`frames.py` defines what goes through stdin and stdout. What the plugin itself prints goes to stderr, a pipe to
+the gateway's log. The process ends with the gateway, or when stdin is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import io
 import os
 import pkgutil
 import resource
@@ -193,7 +194,9 @@ def main() -> None:
     incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # a plugin may print
+    os.dup2(2, 1)  # what a plugin prints becomes lines of the gateway's log
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     serve(incoming, outgoing)
 
 

@@ -24,6 +24,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.config.schema import PluginConfig
+from pipeline.observe.helper_output import HelperOutput
 from stages.gateway.plugins.frames import LENGTH, Drop, Failed, Ready, Reply, Start, decode_reply, frame
 
 log = logging.getLogger("starling.gateway.plugins")
@@ -83,6 +84,7 @@ class PluginProcess:
         self._queue: deque[Call] = deque()
         self._in_flight: deque[Call] = deque()
         self._process: asyncio.subprocess.Process | None = None
+        self._output: HelperOutput | None = None  # of the process
         self._timer: asyncio.TimerHandle | None = None
         self._has_expired = False
         self._cannot_start = False
@@ -133,22 +135,23 @@ class PluginProcess:
                     process = self._process = await self._spawn()
                     info = await self._initialize(process)
                 except (OSError, EOFError, RuntimeError, TimeoutError, msgspec.MsgspecError) as error:
-                    await _end(process)
+                    await self._end(process)
                     self._fail_start(error)
                     await asyncio.sleep(pause)
                     pause = min(RESTART_MAX_S, 2 * pause)
                     continue
                 pause = RESTART_S
                 reason = await self._exchange(process, info)
-                await _end(process)
+                await self._end(process)
                 self._restart(reason)
         finally:
             self._stop_timer()
             self._process = None
-            await _end(process)
+            await self._end(process)
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
+        output = self._output = HelperOutput(log, {"plugin": self.name})
+        process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "stages.gateway.plugins.plugin_process",
@@ -156,9 +159,22 @@ class PluginProcess:
             self.name,  # for `ps`
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            stderr=output.write_fd,
             limit=STREAM_BUFFER,
             start_new_session=True,  # its own children end with it
         )
+        output.started(process.pid)
+        output.watch(asyncio.get_running_loop())
+        return process
+
+    async def _end(self, process: asyncio.subprocess.Process | None) -> None:
+        """End the process, what it has started, and the lines of its output. Idempotent."""
+        if process is not None and process.returncode is None:
+            _kill(process)
+            await process.wait()
+        if self._output is not None:
+            self._output.close()
+            self._output = None
 
     async def _initialize(self, process: asyncio.subprocess.Process) -> Ready:
         assert process.stdin is not None
@@ -290,10 +306,3 @@ class PluginProcess:
 def _kill(process: asyncio.subprocess.Process) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-async def _end(process: asyncio.subprocess.Process | None) -> None:
-    """End a process, and what it has started. Idempotent."""
-    if process is not None and process.returncode is None:
-        _kill(process)
-        await process.wait()

@@ -111,14 +111,14 @@ class Journal(DurableFile):
             self._is_unreadable = True
             self.errors.count += 1
             log.error(
-                "%s cannot be read: %s; requests that were in flight are lost, and it is kept as %s",
-                *(self.path, error.strerror or error, UNREADABLE_FILE),
+                "the journal cannot be read: requests that were in flight are lost",
+                extra={"path": str(self.path), "reason": error.strerror or str(error), "kept_as": UNREADABLE_FILE},
             )
         try:
             self._rewrite()
         except OSError as error:
             self.errors.count += 1
-            log.error("%s cannot be rewritten: %s", self.path, error.strerror)
+            log.error("the journal cannot be rewritten", extra={"path": str(self.path), "reason": error.strerror})
             self._continue_old(sound)
         if self._fd >= 0:
             for name in (*self._ended, *self._pinned):
@@ -219,7 +219,7 @@ class Journal(DurableFile):
         self.left_out += 1
         if not self._has_complained:
             self._has_complained = True
-            log.error("requests continue without the journal %s: %s", self.path, reason)
+            log.error("requests continue without the journal", extra={"path": str(self.path), "reason": reason})
         return False
 
     # -------------------------------------------------------------- rewriting
@@ -319,7 +319,10 @@ class Journal(DurableFile):
         self._expire()
         self._entries = [entry for name, entry in found.items() if name in self._locations]
         if sound < len(raw):
-            log.warning("%s: the last %d bytes are damaged and were dropped", self.path, len(raw) - sound)
+            log.warning(
+                "the end of the journal is damaged and was dropped",
+                extra={"path": str(self.path), "bytes": len(raw) - sound},
+            )
         return sound
 
 

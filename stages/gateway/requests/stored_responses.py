@@ -94,7 +94,7 @@ class StoredResponses:
                 )
             except Exception as problem:
                 self.errors += 1
-                log.error("a response could not be stored: %s", problem)
+                log.error("a response could not be stored", extra={"reason": str(problem)})
                 error = StarlingError(
                     "INSUFFICIENT_RESOURCES",
                     f"the response could not be stored ({problem}); check the disk of server.state_dir, or send "
@@ -152,7 +152,7 @@ class StoredResponses:
             return await self._run(run)
         except (OSError, sqlite3.Error) as problem:
             self.errors += 1
-            log.error("conversations cannot be used: %s", problem)
+            log.error("conversations cannot be used", extra={"reason": str(problem)})
             raise StarlingError(
                 "INSUFFICIENT_RESOURCES",
                 f"conversations cannot be stored or read ({problem}); check the disk of server.state_dir",
@@ -258,7 +258,10 @@ class StoredResponses:
         except sqlite3.DatabaseError as error:
             if self._path is None or isinstance(error, sqlite3.OperationalError):
                 raise  # the disk is full or locked
-            log.error("%s is damaged and was renamed: %s", self._path, error)
+            log.error(
+                "stored responses are damaged: the file was renamed",
+                extra={"path": str(self._path), "reason": str(error)},
+            )
             self._close()
             self._path.replace(self._path.with_name(f"{self._path.name}.unreadable"))
             for suffix in ("-wal", "-shm"):

@@ -324,8 +324,8 @@ class Recorder:
 def _log_slow(report: Report) -> None:
     """The line that says where the time went."""
     fields: dict[str, Any] = {
-        "request_id": report.request_id,
-        "id": report.id,
+        "request_id": report.id,
+        "client_request_id": report.request_id if report.request_id != report.id else None,
         "model": report.model,
         "tenant": report.tenant,
         "session_id": report.session_id or None,

@@ -143,7 +143,9 @@ class Eviction:
         try:
             self._catalog.retire_idle(version.id)
         except ResourceError as error:
-            log.debug("%s", error.message)  # retried at the next tick
+            log.debug(
+                "a change of the models waits", extra={"version": version.id, "reason": error.message}
+            )  # retried at the next tick
             return
         self._use.unloaded(version.name)
         log.info("unloading a model", extra={"version": version.id, "reason": why})

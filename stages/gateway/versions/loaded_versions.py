@@ -108,7 +108,7 @@ class LoadedVersions:
         if isinstance(error, StarlingError) and version.state == "loading":
             self.refused[version.id] = error
         else:
-            log.warning("model %s is not described: %s", version.id, error)
+            log.warning("a model is not described", extra={"version": version.id, "reason": str(error)})
 
     def on_description(self, version_id: str, described: m.Described) -> None:
         """Store a description. One without a vocabulary is dropped, and asked for again, if the vocabulary is gone."""

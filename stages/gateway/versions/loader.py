@@ -258,7 +258,9 @@ class Loader:
             self._failed[change.id] = error
             while len(self._failed) > MAX_CHANGES:
                 del self._failed[next(iter(self._failed))]
-        log.error("%s of %s failed: %s", change.op, change.name, error.message)
+        log.error(
+            "a change of the models failed", extra={"op": change.op, "model": change.name, "reason": error.message}
+        )
         if change.op == "demand":
             self.on_demand_failed(change.name, error)
 
@@ -331,7 +333,9 @@ class Loader:
                 try:
                     self._catalog.pin(version.id, state.digest, state.adapters)
                 except ResourceError as error:
-                    log.debug("%s", error.message)  # retried at the next tick
+                    log.debug(
+                        "a change of the models waits", extra={"version": version.id, "reason": error.message}
+                    )  # retried at the next tick
 
     def _retire(self, version: ModelVersion) -> None:
         """End the requests of a retiring version after its timeout; drop it when it has none."""
@@ -358,7 +362,9 @@ class Loader:
         try:
             self._steps.drop(version.id, outcome)
         except ResourceError as error:
-            log.debug("%s", error.message)  # retried at the next tick
+            log.debug(
+                "a change of the models waits", extra={"version": version.id, "reason": error.message}
+            )  # retried at the next tick
             return
         log.info("unloaded", extra={"version": version.id})
         if version.change and not self._catalog.versions(version.name):

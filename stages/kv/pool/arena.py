@@ -63,7 +63,7 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
         memory = Extents(arena, geometry, n_pages)
         return OpenedArena(arena, views, memory, scan(PageHeaders(views.headers), memory.n_pages))
     if path.exists():
-        log.warning("the existing KV arena is replaced: %s", mismatch)
+        log.warning("the existing KV arena is replaced", extra={"reason": str(mismatch)})
         path.unlink()  # first: there may not be room for both
     arena, views = create_kv(path, geometry, n_pages, digest, new_generation, grows=True)
     return OpenedArena(arena, views, Extents(arena, geometry, n_pages), None)

@@ -227,7 +227,7 @@ class SessionFiles:
         if session is None or self.path(session.tenant, session.id) != path:
             if raw:  # an empty file is of an ended session, and could not be removed
                 self.damaged += 1
-                log.error("%s is not a session and is removed", path)
+                log.error("a file that is no session is removed", extra={"path": str(path)})
             return None
         session.file_bytes, session.lost_bytes = n_intact, len(raw) - n_intact
         if session.lost_bytes:

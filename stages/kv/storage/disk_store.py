@@ -102,7 +102,9 @@ class DiskPageStore:
     def _open(self, identity: dict[str, Any]) -> None:
         contents = self._file.open(identity, self._max_extents)
         if contents.was_replaced:
-            log.warning("%s: of another model, geometry or layout; started empty", self.path)
+            log.warning(
+                "a page file is of another model, geometry or layout: started empty", extra={"path": str(self.path)}
+            )
         self.counters.damaged += contents.n_torn
         self._free = contents.free[::-1]
         for page in contents.pages:
@@ -171,7 +173,10 @@ class DiskPageStore:
                 if not wants(self._file.record(cell)):
                     continue
             except OSError as error:
-                log.warning("%s: the record of cell %d cannot be read: %s", self.path, cell, error)
+                log.warning(
+                    "the record of a page on disk cannot be read",
+                    extra={"path": str(self.path), "cell": cell, "reason": str(error)},
+                )
             found.append(page_hash)
         return found
 
@@ -197,7 +202,7 @@ class DiskPageStore:
         try:
             return most_used(self._file.records(), limit, self._wall_ns(), is_present)
         except OSError as error:
-            log.warning("%s: its records cannot be read: %s", self.path, error)
+            log.warning("records of a page file cannot be read", extra={"path": str(self.path), "reason": str(error)})
             return []
 
     def idle(self, before_ns: int) -> list[PageHash]:
@@ -238,7 +243,10 @@ class DiskPageStore:
         duration = self._clock() - begin
         if duration > SLOW_S:
             self._no_write_until = begin + duration * SLOW_FACTOR
-            log.warning("%s: a page took %.0f ms to write; pausing", self.path, duration * 1000)
+            log.warning(
+                "a page took long to write; pausing",
+                extra={"path": str(self.path), "duration_ms": round(duration * 1000, 1)},
+            )
         return True
 
     def prefetch(self, hashes: Iterable[PageHash]) -> None:
@@ -258,7 +266,9 @@ class DiskPageStore:
         try:
             identity = self._read(cell, page_hash, out)
         except (OSError, ValueError) as error:
-            log.warning("%s: cell %d cannot be read: %s", self.path, cell, error)
+            log.warning(
+                "a page on disk cannot be read", extra={"path": str(self.path), "cell": cell, "reason": str(error)}
+            )
             identity = None
         if identity is None:
             self._drop_damaged(page_hash, cell)
@@ -270,7 +280,10 @@ class DiskPageStore:
         if duration > SLOW_S:
             # The requests that share this prefix wait meanwhile: computing the other pages again is faster.
             self._no_read_until = begin + min(duration * SLOW_FACTOR, PAUSE_S)
-            log.warning("%s: a page took %.0f ms to read; pausing", self.path, duration * 1000)
+            log.warning(
+                "a page took long to read; pausing",
+                extra={"path": str(self.path), "duration_ms": round(duration * 1000, 1)},
+            )
         return identity
 
     def remove(self, page_hash: PageHash) -> None:
@@ -285,7 +298,7 @@ class DiskPageStore:
 
     def _drop_damaged(self, page_hash: PageHash, cell: int) -> None:
         self.counters.damaged += 1
-        log.warning("%s: the page in cell %d is damaged and was dropped", self.path, cell)
+        log.warning("a page on disk is damaged and was dropped", extra={"path": str(self.path), "cell": cell})
         self._drop(page_hash)
 
     def _drop(self, page_hash: PageHash) -> None:
@@ -309,7 +322,10 @@ class DiskPageStore:
                 # The disk is full: replace pages instead.
                 self._no_growth_until = self._clock() + PAUSE_S
                 self.counters.errors += 1
-                log.warning("%s: no room to grow beyond %d bytes: %s", self.path, self.file_bytes, error)
+                log.warning(
+                    "no room for a page file to grow",
+                    extra={"path": str(self.path), "bytes": self.file_bytes, "reason": str(error)},
+                )
         if self._free:
             return self._free.pop()
         if not self._cell_of:
@@ -322,7 +338,10 @@ class DiskPageStore:
     def _pause_writing(self, error: OSError) -> None:
         self.counters.errors += 1
         self._no_write_until = self._clock() + PAUSE_S
-        log.warning("%s: %s; no page is saved there for %.0f s", self.path, error, PAUSE_S)
+        log.warning(
+            "a page file cannot be written: no page is saved there for a while",
+            extra={"path": str(self.path), "reason": str(error), "pause_s": PAUSE_S},
+        )
 
     # -------------------------------------------------------------- compaction
 

@@ -86,7 +86,10 @@ def _remove(path: Path) -> bool:
 
 
 def _complain(path: Path, error: OSError) -> None:
-    log.warning("%s is of no use any more and cannot be removed: %s", path, error.strerror or error)
+    log.warning(
+        "a file is of no use any more and cannot be removed",
+        extra={"path": str(path), "reason": error.strerror or str(error)},
+    )
 
 
 def _last_use(path: Path) -> float:

@@ -404,7 +404,7 @@ class ThreadedPageStore:
                 try:
                     job()
                 except Exception:
-                    log.exception("%s: a page could not be read or written", self.path)
+                    log.exception("a page could not be read or written", extra={"path": str(self.path)})
             self._opened.close()
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class SequenceState:
         "masks",
         "max_draft_tokens",
         "max_tokens",
+        "model",
         "phase",
         "pooled",
         "prediction",
@@ -104,6 +105,7 @@ class SequenceState:
         self.run = RunState(frame.sequence, tokens, self.prompt_len + max(1, frame.max_tokens))
         self.id: str = frame.sequence
         self.request: str = frame.request
+        self.model: str = frame.model  # the version, for log lines
         self.gateway = gateway  # connection of the gateway that receives the output, b"": none does
         self.tenant = tenant
         self.max_tokens: int = frame.max_tokens

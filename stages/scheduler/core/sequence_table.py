@@ -86,6 +86,10 @@ class SequenceTable:
         self._outbox.add_started(sequence)
         kv_ms = round(max(0.0, self._outbox.now - sequence.acquired_at) * 1000, 3)
         self._outbox.add_event(sequence, "admitted", cached_tokens=sequence.run.computed, kv_ms=kv_ms)
+        if log.isEnabledFor(logging.DEBUG):
+            queue_ms = round((sequence.acquired_at - sequence.arrived) * 1000, 3)
+            facts = {"cached_tokens": sequence.run.computed, "queue_ms": queue_ms, "kv_ms": kv_ms}
+            log.debug("a sequence is admitted", extra={**_ids(sequence), **facts})
 
     # -------------------------------------------------------------- ending
 
@@ -109,6 +113,10 @@ class SequenceTable:
             sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message, param
         )
         self._stats.record_finish(reason, sequence.outputs)
+        if log.isEnabledFor(logging.DEBUG):
+            took_ms = round((self._outbox.now - sequence.arrived) * 1000, 3)
+            facts = {"finish": reason, "tokens": sequence.outputs, "duration_ms": took_ms}
+            log.debug("a sequence has ended", extra={**_ids(sequence), **facts})
         self._remove(sequence, Phase.FAILED if error else Phase.FINISHED)
 
     def finish_pooled(self, sequence: SequenceState) -> None:
@@ -252,7 +260,12 @@ class SequenceTable:
 
 def _ids(sequence: SequenceState) -> dict[str, str]:
     """Fields of a log line about a sequence."""
-    return {"request_id": sequence.request, "sequence": sequence.id}
+    return {
+        "request_id": sequence.request,
+        "sequence": sequence.id,
+        "model": sequence.model,
+        "tenant": sequence.tenant.name,
+    }
 
 
 def _age(sequence: SequenceState) -> tuple[float, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.protocol.messages import Cancel, Submit
 from stages.scheduler.constraints.constraints import Constraints
@@ -16,6 +18,8 @@ from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import QueueFullError, TenantQueues
 from stages.scheduler.policy.wait_estimate import WaitEstimate
 from stages.scheduler.stats import Stats
+
+log = logging.getLogger("starling.scheduler")
 
 UNAVAILABLE_S = 60.0  # sequences are refused when no worker has been attached for so long
 MIN_STEPS = 32  # steps after which sequences are refused for a deadline even if none of them was measured
@@ -101,6 +105,8 @@ class SubmissionQueue:
 
     def _refuse(self, gateway: bytes, frame: Submit, refusal: Refusal) -> None:
         self._stats.refused += 1
+        ids = {"request_id": frame.request, "sequence": frame.sequence, "model": frame.model, "tenant": frame.tenant}
+        log.info("a sequence is refused", extra={**ids, "code": refusal.code, "reason": refusal.message})
         self._outbox.add_rejected(gateway, frame.sequence, refusal)
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:

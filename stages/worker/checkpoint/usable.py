@@ -26,6 +26,6 @@ def usable_version(index_path: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, CheckpointError) as error:
-        log.warning("checkpoint cannot be used, ingesting again: %s", error)
+        log.warning("checkpoint cannot be used, ingesting again", extra={"reason": str(error)})
         return 0
     return index.version if is_complete else 0

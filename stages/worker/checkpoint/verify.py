@@ -220,4 +220,4 @@ def _write_record(checkpoint: Checkpoint) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         reason = error.strerror or str(error)
-        log.warning("verification is not recorded, every start repeats it: %s", reason, extra={"path": str(path)})
+        log.warning("verification is not recorded, every start repeats it", extra={"path": str(path), "reason": reason})

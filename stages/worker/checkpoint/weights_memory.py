@@ -108,7 +108,7 @@ def _read_all(fd: int, data: np.ndarray, index: Index, progress: Progress) -> bo
         # Through the descriptor, so that it is the opened file whatever its path names by now.
         source = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
-        log.warning("weights are read through the page cache: %s", error.strerror, extra={"digest": index.digest})
+        log.warning("weights are read through the page cache", extra={"digest": index.digest, "reason": error.strerror})
         source, is_direct = os.dup(fd), False
 
     def read(begin: int) -> int:
