@@ -116,7 +116,7 @@ class ModelChanges:
         try:
             await self.load(agent_id, model)
         except StarlingError as error:
-            log.warning("model %s was not placed on %s: %s", model, agent_id, error.message)
+            log.warning("a model was not placed", extra={"model": model, "agent": agent_id, "reason": error.message})
             await asyncio.sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
 
     async def unload_idle(self, agent_id: str, model: str) -> None:
@@ -126,7 +126,7 @@ class ModelChanges:
             try:
                 await self._unload(record, model, "it had no requests for fleet.orchestrator.unload_idle_ms")
             except StarlingError as error:
-                log.warning("model %s stays on %s: %s", model, agent_id, error.message)
+                log.warning("a model stays", extra={"model": model, "agent": agent_id, "reason": error.message})
                 self._events.add("unload-failed", agent=agent_id, model=model, text=error.message)
             await self._check_agent(agent_id)
 

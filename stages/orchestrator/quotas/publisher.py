@@ -87,8 +87,8 @@ class QuotaPublisher:
                 self._down_until = self._clock() + STORE_S
                 log.log(
                     logging.DEBUG if self._has_failed else logging.WARNING,
-                    "the use of quotas is not published: %s",
-                    str(error) or f"no answer within {STORE_S:g} s",
+                    "the use of quotas is not published",
+                    extra={"reason": str(error) or f"no answer within {STORE_S:g} s"},
                 )
                 self._has_failed = True
             else:
