@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -182,6 +183,14 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
     def pieces_digest(self) -> str:
         """XXH3-128 (hex) of the checksums of all pieces: identifies the bytes that the `.bin` must have."""
         return xxhash.xxh3_128_hexdigest(b"".join(piece.to_bytes(8, "little") for piece in self.pieces))
+
+    @property
+    def quantization(self) -> str:
+        """The format of most bytes of the weights, "Q4_K"; "" without tensors."""
+        nbytes: Counter[str] = Counter()
+        for tensor in self.tensors:
+            nbytes[tensor.format] += tensor.nbytes
+        return max(nbytes, key=nbytes.__getitem__, default="")
 
     @property
     def tokenizer(self) -> TokenizerData:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pipeline.models.hub import quantization_of
-from shm.checkpoint import Index
 
 # general.file_type, from the GGUF specification.
 _FILE_TYPES = {
@@ -56,18 +54,9 @@ def read_facts(path: Path) -> dict[str, Any]:
     }
 
 
-def quantization_of_index(index: Index) -> str:
-    """The format of most bytes of a checkpoint."""
-    return _most_common_of((tensor.format, tensor.nbytes) for tensor in index.tensors)
-
-
 def _most_common(tensors: Any) -> str:
     """The format of most bytes."""
-    return _most_common_of((tensor.format.name, tensor.nbytes) for tensor in tensors)
-
-
-def _most_common_of(formats: Iterable[tuple[str, int]]) -> str:
     nbytes: Counter[str] = Counter()
-    for name, count in formats:
-        nbytes[name] += count
+    for tensor in tensors:
+        nbytes[tensor.format.name] += tensor.nbytes
     return nbytes.most_common(1)[0][0] if nbytes else ""

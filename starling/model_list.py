@@ -14,7 +14,6 @@ from pipeline.ipc import control
 from pipeline.models import registry, store, versions
 from pipeline.observe import status
 from shm.checkpoint import CheckpointError, Index, load_index
-from starling.model_facts import quantization_of_index
 
 
 class Row(msgspec.Struct):
@@ -95,7 +94,7 @@ def _row(
     if index is not None:
         row.architecture, row.parameters = index.architecture, index.parameters
         row.context_length = index.hyper.context_length
-        row.quantization = row.quantization or quantization_of_index(index)
+        row.quantization = row.quantization or index.quantization
     row.last_used = store.last_used(folder, row.digest) if row.digest else 0.0
     if known_use := use.get(model.name):
         row.last_used = max(row.last_used, known_use["last_used"] or 0.0)

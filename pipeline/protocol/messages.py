@@ -210,6 +210,7 @@ class Described(Frame, tag="M"):
     reasoning: tuple[str, ...] = ()  # marks before and after the model's reasoning; empty: it has none
     thinking_switches: tuple[str, ...] = ()  # variables by which its chat template turns reasoning on and off
     pair_separator: tuple[int, ...] = ()  # with pooling "rank": tokens between the two texts of a pair
+    quantization: str = ""  # format of most bytes of the weights; "": not known
 
 
 class TokenizerFailed(Frame, tag="X"):

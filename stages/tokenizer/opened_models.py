@@ -149,6 +149,7 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         reasoning=_reasoning(source, template),
         thinking_switches=template.thinking_switches if template is not None else (),
         pair_separator=_pair_separator(t) if index.hyper.scores_pairs else (),
+        quantization=index.quantization,
     )
     return TokenizerModel(vocabulary, template, described)
 

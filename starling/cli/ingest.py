@@ -17,7 +17,6 @@ from shm.checkpoint import Index
 from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
-from starling.model_facts import quantization_of_index
 
 QUANTS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")  # a test compares them with those of the worker
 
@@ -81,7 +80,7 @@ def _record(name: str, path: Path, index: Index) -> registry.Record:
         path.name,
         pulled=time.time(),
         architecture=index.architecture,
-        quantization=quantization_of_index(index),
+        quantization=index.quantization,
         context_length=index.hyper.context_length,
         is_checkpoint=True,
     )

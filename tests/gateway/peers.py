@@ -118,6 +118,7 @@ def make_tokenizer(template: JoiningTemplate | None = None, **changes: object) -
         tokenizer="cd" * 32,
         width=WIDTH,
         fim_ends=ByteVocabulary.fill_in_middle.ends,
+        quantization="Q4_K",
     )
 
     def load(name: str) -> TokenizerModel:

@@ -297,7 +297,8 @@ def test_the_openai_client(server: Server) -> None:
         done = client.completions.create(model=MODEL, prompt="ab", max_tokens=9, seed=7, logprobs=1)
         assert done.choices[0].text == text_of(expected("ab", 9))
         assert [model.id for model in client.models.list()] == [MODEL]
-        assert client.models.retrieve(MODEL).context_length == 4096
+        model = client.models.retrieve(MODEL)
+        assert (model.context_length, model.quantization, model.state) == (4096, "Q4_K", "loaded")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             client.completions.create(model=MODEL, prompt="ab", temperature=3)
         with pytest.raises(openai.NotFoundError):

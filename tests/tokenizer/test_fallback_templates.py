@@ -48,10 +48,14 @@ def tokenizer_data(name: str) -> checkpoint.TokenizerData:
     return checkpoint.TokenizerData(*data, scores, *special, False, False, "", 1)
 
 
-def write_index(path: Path, architecture: str, data: checkpoint.TokenizerData) -> ModelSource:
+def write_index(
+    path: Path, architecture: str, data: checkpoint.TokenizerData, *tensors: checkpoint.Tensor
+) -> ModelSource:
     hyper = checkpoint.Hyper(2, 64, 2, 2, 32, 64, 128, 4096, 1e-5, 32, "halves", "silu")
     raw = msgspec.Raw(data.packed())
-    index = checkpoint.Index(checkpoint.VERSION, "ab" * 32, architecture, "m", 1, 68, 0, hyper, raw, [])
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    args = (checkpoint.VERSION, "ab" * 32, architecture, "m", 1, 68, nbytes, hyper, raw, [*tensors])
+    index = checkpoint.Index(*args, pieces=[0] * bool(tensors))
     checkpoint.write_index(path, index, make_tables(data))
     return ModelSource(path)
 
@@ -67,6 +71,16 @@ def test_a_family_has_its_template_and_the_log_names_it(
     assert template.render(MESSAGES).text == PROMPTS[name]
     (record,) = (record for record in caplog.records if "no chat template" in record.message)
     assert (record.__dict__["architecture"], record.__dict__["template"]) == ("llama", name)
+
+
+def test_a_model_is_described_with_the_format_of_most_of_its_weights(tmp_path: Path) -> None:
+    tensors = [
+        checkpoint.Tensor("a", 1, 256, "F32", "rows", 0, 1024, ""),
+        checkpoint.Tensor("b", 32, 64, "Q4_1", "groups", 1024, 1280, ""),
+        checkpoint.Tensor("c", 1, 256, "F32", "rows", 2304, 128, ""),
+    ]
+    source = write_index(tmp_path / "m.idx", "llama", tokenizer_data("chatml"), *tensors)
+    assert build_model(source).described.quantization == "Q4_1"
 
 
 def test_a_configured_template_comes_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

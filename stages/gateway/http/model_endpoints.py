@@ -73,6 +73,7 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
             "vocab_size": described.vocab_size,
             "architecture": described.architecture,
             "parameters": described.parameters,
+            "quantization": described.quantization,
             "digest": described.digest,
             "chat": described.chat,
         }

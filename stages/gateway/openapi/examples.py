@@ -56,7 +56,9 @@ _MODEL = {
     "created": _CREATED,
     "owned_by": "starling",
     "ready": True,
+    "state": "loaded",
     "context_length": 8192,
+    "quantization": "Q4_1",
 }
 _READINESS = {
     "ready": True,
