@@ -10,7 +10,6 @@ Normalization loses characters, so that the text of some tokens is not the text 
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -24,40 +23,12 @@ from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_cache import Ids, WordCache
+from stages.tokenizer.wordpiece_characters import WHITE_SPACE, normalized
 
 MAX_WORD = 1 << 18  # characters
 _WINDOW = 16_384  # characters: some ms
 _BETWEEN = "\ud800"  # between parts of a text: no text has it
-_WHITE_SPACE = frozenset(
-    "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
-)
 _DROPPED = "\x1c\x1d\x1e\x1f"  # control characters that Python takes for white space
-# Blocks of Chinese characters, as llama.cpp and Hugging Face's `tokenizers` have them.
-_CHINESE = (
-    (0x4E00, 0x9FFF),
-    (0x3400, 0x4DBF),
-    (0x20000, 0x2A6DF),
-    (0x2A700, 0x2B73F),
-    (0x2B740, 0x2B81F),
-    (0x2B920, 0x2CEAF),
-    (0xF900, 0xFAFF),
-    (0x2F800, 0x2FA1F),
-)
-
-
-def normalized(character: str) -> str:
-    """What a character becomes: a space, nothing, a lower-case character, or one between spaces."""
-    base = unicodedata.normalize("NFD", character)[0]
-    if base in _WHITE_SPACE:
-        return " "
-    category, code = unicodedata.category(base), ord(base)
-    if code in (0, 0xFFFD) or category in ("Cc", "Cf", "Co", "Cs", "Mn", "Mc", "Me"):
-        return ""
-    lower = base.lower()[0]
-    is_word = category[0] == "P" or (code < 0x7F and category[0] == "S")
-    if is_word or any(first <= code <= last for first, last in _CHINESE):
-        return f" {lower} "
-    return lower
 
 
 class _Normalizer(dict[int, str]):
@@ -219,6 +190,6 @@ class WordPieceEncoder:
 def _last_border(text: str, begin: int, end: int) -> int:
     """Return the place behind the last white space in text[begin:end]; `begin` if there is none."""
     for at in range(end, begin, -1):
-        if text[at - 1] in _WHITE_SPACE:
+        if text[at - 1] in WHITE_SPACE:
             return at
     return begin

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import unicodedata
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelUnavailable
 from pipeline.models.vocabularies import SPACE
-from stages.tokenizer import wordpiece
+from stages.tokenizer import wordpiece, wordpiece_characters
 from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.vocabulary import Vocabulary
 from tests.tokenizer.lines import make_lines
 from tests.tokenizer.trained import wordpiece_spec
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
+from tools.tiny_gguf import WORDPIECE_SPECIALS
 from tools.vocabulary_gguf import write_vocabulary
 
 SPEC = wordpiece_spec()
@@ -92,6 +96,42 @@ def test_a_vocabulary_without_words_is_refused() -> None:
         Vocabulary(SPEC._replace(unknown=-1))
 
 
+class _OtherUnicode:
+    """`unicodedata` of a Python that says of every character but ASCII that it is an accent of "A", and a mark."""
+
+    def __init__(self, category: str) -> None:
+        self._category = category
+
+    def normalize(self, form: str, character: str) -> str:
+        return character if character.isascii() else "A" + character
+
+    def category(self, character: str) -> str:
+        return self._category
+
+
+NEWER = {
+    **dict.fromkeys("\U00011f00\u0cf3\U00013455\U0001e4ef", ""),  # marks of Unicode 15
+    **{c: f" {c} " for c in "\U00011b00\U00011f4f"},  # punctuation
+    **{c: c for c in "\u0897\u1c89\ua7cb\U00010d50\U00016d6a\U0001e5ff"},  # of Unicode 16
+}
+
+
+def test_the_python_that_runs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {c: wordpiece_characters.normalized(c) for c in NEWER} == NEWER
+    monkeypatch.setattr(wordpiece_characters, "unicodedata", _OtherUnicode("Mn"))
+    assert wordpiece_characters.normalized("\u00e9") == "", "it is another table"
+    assert {c: wordpiece_characters.normalized(c) for c in NEWER} == NEWER
+
+
+def test_characters_newer_than_the_tables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    unassigned = "\U000105f5"
+    assert wordpiece_characters.normalized(unassigned) == unassigned
+    monkeypatch.setattr(unicodedata, "normalize", lambda form, character: character)
+    for category in ("Lu", "Mn", "Po"):
+        monkeypatch.setattr(unicodedata, "category", lambda character, category=category: category)
+        assert wordpiece_characters.normalized(unassigned) == unassigned
+
+
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     if not is_installed():
@@ -111,3 +151,17 @@ def test_ids_are_those_of_llama_cpp(peer: PeerVocabulary) -> None:
 @given(text=texts)
 def test_ids_of_any_text_are_those_of_llama_cpp(peer: PeerVocabulary, text: str) -> None:
     assert VOCABULARY.encode(text, False) == peer.encode(text, False)
+
+
+@pytest.mark.skipif(not is_installed(), reason="needs xllamacpp: make peers")
+def test_new_characters_are_those_of_llama_cpp(tmp_path: Path) -> None:
+    others = [chr(code) for code in (*range(0x11F00, 0x11F5B), *range(0x10D40, 0x10D90), *range(0x13430, 0x13460))]
+    characters = list(dict.fromkeys([*NEWER, *others]))
+    tokens = [*WORDPIECE_SPECIALS, *(SPACE + c for c in characters)]
+    spec = SPEC._replace(tokens=tokens, types=[3] * len(WORDPIECE_SPECIALS) + [1] * len(characters))
+    vocabulary, other = Vocabulary(spec), PeerVocabulary(write_vocabulary(tmp_path / "v.gguf", spec))
+    try:
+        for character in characters:
+            assert vocabulary.encode(character, False) == other.encode(character, False), hex(ord(character))
+    finally:
+        other.close()
