@@ -150,7 +150,8 @@ class PiecePattern:
 
     def __init__(self, pre: PreTokenizer) -> None:
         """Raises `ValueError` for syntax that no known pre-tokenizer has."""
-        read = [_Reader(pattern).read() for pattern in pre.patterns]
+        patterns = (pre.at_once,) if pre.at_once else pre.patterns
+        read = [_Reader(pattern).read() for pattern in patterns]
         sets = [part for parts in read for part in parts if isinstance(part, _Set)]
         # Stretches of code points that no set divides.
         begins, classes = runs()
@@ -174,7 +175,7 @@ class PiecePattern:
             for parts in read
         ]
         # What the patterns from each one on cut short pieces into: that depends on their classes alone.
-        self._known: list[dict[bytes, list[int]]] = [{} for _ in pre.patterns]
+        self._known: list[dict[bytes, list[int]]] = [{} for _ in patterns]
 
     def lengths(self, text: str) -> list[int]:
         """Return the characters of each piece of a text, which has no lone surrogates."""

@@ -50,7 +50,10 @@ class WordCache:
 
     def encode(self, words: Sequence[str]) -> Generator[None, None, list[int]]:
         """Return the ids of words one after the other. Yields as `find`."""
-        found = yield from self.find(words)
+        try:
+            return list(chain.from_iterable(map(self._cache.__getitem__, words)))
+        except KeyError:
+            found = yield from self.find(words)
         return list(chain.from_iterable(map(found.__getitem__, words)))
 
     def clear(self) -> None:

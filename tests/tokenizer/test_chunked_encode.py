@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.models.pretokenizers import _GROUPS
 from pipeline.models.vocabulary_tables import byte_weights
 from stages.tokenizer import vocabulary as vocabulary_module
-from stages.tokenizer.chunked_encode import MAX_RUN, WINDOW, RunTooLong, SpecialTokenFinder
+from stages.tokenizer.chunked_encode import MAX_RUN, WINDOW, RunTooLong, SpecialTokenFinder, cut_pieces
 from stages.tokenizer.piece_pattern import PiecePattern
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
@@ -201,3 +201,11 @@ def test_a_long_piece_takes_several_steps() -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     steps = vocabulary.encode_steps("a" * 50_000, False)
     assert sum(1 for _ in steps) > 5
+
+
+@given(st.lists(st.text(min_size=1, max_size=6), max_size=60), st.integers(0, 3))
+def test_pieces_are_those_of_their_lengths(pieces: list[str], rest: int) -> None:
+    """With few and with many pieces, in ASCII and beyond it, and of texts with any character; the rest is left out."""
+    assert cut_pieces("".join(pieces) + "x" * rest, list(map(len, pieces))) == pieces
+    some = [piece.encode("ascii", "ignore").decode() or "a" for piece in pieces]
+    assert cut_pieces("".join(some) + "\0" * rest, list(map(len, some))) == some
