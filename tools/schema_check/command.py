@@ -120,11 +120,13 @@ def report(found: dict[str, list[Judgement]]) -> dict[str, Any]:
 @click.option("--key", default="", help="Its API key.")
 @click.option("--schemas", "folder", type=click.Path(path_type=Path, exists=True), help="A folder with JSON files.")
 @click.option("--most", default=300, show_default=True, help="Schemas of the folder, or generated ones.")
+@click.option("--skip", default=0, show_default=True, help="So many of them, those of an earlier run.")
 @click.option("--seeds", default=2, show_default=True, help="Answers of each schema.")
 @click.option("--max-tokens", default=256, show_default=True, help="Of each answer.")
-def main(url: str, key: str, folder: Path | None, most: int, seeds: int, max_tokens: int) -> None:
+def main(url: str, key: str, folder: Path | None, most: int, skip: int, seeds: int, max_tokens: int) -> None:
     """Validate structured output of a running server against hundreds of JSON Schemas."""
     schemas = corpus.from_folder(folder, most) if folder is not None else corpus.made(most)
+    schemas = dict(list(schemas.items())[skip:])
     client = Client(url, key)
     shown = 0
 
