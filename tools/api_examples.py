@@ -4,8 +4,8 @@ The examples of the document, all combinations of bounds (coverage), and random 
 at a 5xx, at a status or a body that the document does not have, and if the document itself is not valid.
 
 Without --url a server of the demo model is started for it. Its model is pinned, because an example of
-`/v1/unload_lora_adapter` or `keep_alive: 0` would unload it, and its limits keep each answer short. The first two phases
-are some 9,400 requests, whatever the machine; fuzzing goes on for a given time. The last line is one JSON object.
+`/v1/unload_lora_adapter` or `keep_alive: 0` would unload it, and its limits keep each answer short. The first two
+phases are some 9,400 requests, whatever the machine; fuzzing goes on for a given time. The last line is a JSON object.
 """
 
 from __future__ import annotations
