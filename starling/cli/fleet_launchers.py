@@ -8,6 +8,8 @@ import click
 import msgspec
 
 from pipeline.config.load import load
+from pipeline.observe.log_format import LIBRARY_EVENT, pretty
+from shm.decoding import DECODE_ERRORS
 from starling.cli.options import exit_codes, json_option
 from starling.cli.tables import print_table
 from starling.launchers.select import NAMES, open_launcher
@@ -72,9 +74,20 @@ def launched(as_json: bool, launcher: str | None) -> int:
     show_default=True,
     help="How many last lines.",
 )
+@json_option("Print each line as JSON.")
 @launcher_option
-def logs(agent: str, follow: bool, lines: int, launcher: str | None) -> int:
+def logs(agent: str, follow: bool, lines: int, as_json: bool, launcher: str | None) -> int:
     """Print the log of AGENT, which its launcher runs."""
     for line in open_launcher(load(), launcher).logs(agent, lines, follow=follow):
-        click.echo(line)
+        click.echo(_shown(line, as_json))
     return 0
+
+
+def _shown(line: str, as_json: bool) -> str:
+    """A line of a log, which a cluster may mix with the text of other programs."""
+    try:
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+    except DECODE_ERRORS:
+        text = {"event": LIBRARY_EVENT, "text": line}
+        return msgspec.json.encode(text).decode() if as_json else line
+    return line if as_json else pretty(fields)

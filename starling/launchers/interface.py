@@ -39,4 +39,7 @@ class Launcher(Protocol):
         """The agents that it runs, in order of their ids. Raises `StarlingError`."""
 
     def logs(self, agent_id: str, lines: int, *, follow: bool) -> Iterator[str]:
-        """The last lines of an agent's log; with `follow` what comes, too. Raises `NotFound`, `StarlingError`."""
+        """The last lines of an agent's log, as they were written; with `follow` what comes, too.
+
+        Raises `NotFound`, `StarlingError`.
+        """

@@ -20,7 +20,6 @@ import msgspec
 from pipeline.config import paths
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from pipeline.files import replace_file
-from pipeline.observe.log_format import pretty
 from pipeline.runtime import run_dir
 from shm.decoding import DECODE_ERRORS
 from starling.cli.logs import Tail
@@ -128,10 +127,10 @@ class LocalLauncher:
             raise NotFound(f"there is no log of an agent {agent_id!r} in {tail.path.parent}")
         try:
             last = tail.read(lines) if lines else []
-            yield from (pretty(fields) for _, fields, _ in last)
+            yield from (raw.decode("utf-8", "replace") for _, _, raw in last)
             while follow:
                 time.sleep(POLL_S)
-                yield from (pretty(fields) for _, fields, _ in tail.read())
+                yield from (raw.decode("utf-8", "replace") for _, _, raw in tail.read())
         finally:
             tail.close()
 

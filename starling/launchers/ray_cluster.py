@@ -7,7 +7,6 @@ same id: the coordination store gives the lease to one of them, and the other on
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from typing import Any
 from pipeline.config.schema import FleetConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from pipeline.extras import how_to_install
-from pipeline.observe.log_format import pretty
 from starling.launchers.interface import LaunchedAgent
 from starling.launchers.ray_actor import AgentHolder
 
@@ -101,11 +99,11 @@ class RayLauncher:
         if actor is None:
             raise NotFound(f"there is no agent {agent_id!r}; `starling fleet launched` lists them")
         data, position = self._ask(actor.log.remote(lines))
-        yield from _shown(data)
+        yield from data.decode("utf-8", "replace").splitlines()
         while follow:
             time.sleep(POLL_S)
             data, position = self._ask(actor.log_after.remote(position))
-            yield from _shown(data)
+            yield from data.decode("utf-8", "replace").splitlines()
 
     def _environment(self) -> dict[str, str]:
         """What of this machine's configuration agents elsewhere need. Secrets are not sent."""
@@ -135,9 +133,3 @@ class RayLauncher:
             return self._ray.get(call, timeout=ANSWER_S)
         except self._ray.exceptions.RayError as error:
             raise StarlingError("INTERNAL", f"the node of the agent does not answer: {error}") from None
-
-
-def _shown(data: bytes) -> Iterator[str]:
-    for line in data.splitlines():
-        with suppress(ValueError, KeyError, TypeError):
-            yield pretty(json.loads(line))

@@ -10,8 +10,10 @@ import json
 import re
 from collections.abc import Iterator
 
+import click
 import pytest
 
+from starling.cli import cli
 from tests.e2e.server import ROOT, Server
 from tests.starling.command_runner import Commands, Done
 from tests.starling.test_help import commands as all_commands
@@ -100,6 +102,17 @@ def test_every_command_is_one_that_reads_or_one_that_changes() -> None:
     names = {" ".join(words) for words in all_commands()}
     assert names - GROUPS == set(READING) | OF_A_FLEET | CHANGING
     assert not set(READING) & CHANGING
+
+
+@pytest.mark.parametrize("name", sorted(set(READING) | OF_A_FLEET))
+def test_every_reading_command_takes_json(name: str) -> None:
+    command: click.Command = cli
+    for word in name.split():
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), word)
+        assert found is not None
+        command = found
+    assert "--json" in [option for one in command.params for option in one.opts]
 
 
 @pytest.mark.parametrize("name", READING)

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from pipeline.errors import ConfigError, NotFound
 from starling.cli.fleet import fleet
+from starling.cli.fleet_launchers import _shown, logs
 from starling.launchers.child import Child
 from starling.launchers.local import LocalLauncher, log_file
 
@@ -147,3 +148,26 @@ def test_the_configured_launcher_is_asked(env: dict[str, str]) -> None:
             done = CliRunner().invoke(command, name.split()[1:], standalone_mode=False)
             assert done.exception is None, done.output
             assert done.output.strip().endswith(shown)
+
+
+def test_the_command_prints_the_lines_for_people_or_as_json(
+    env: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = log_file("agent-1", env)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(line_of("agent-1", day) for day in range(1, 6)))
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    command = ["agent-1", "--lines", "2", "--launcher", "local"]
+    found = CliRunner().invoke(logs, [*command, "--json"], catch_exceptions=False).output.splitlines()
+    assert [json.loads(line)["ts"][:10] for line in found] == ["2026-01-04", "2026-01-05"]
+    shown = CliRunner().invoke(logs, command, catch_exceptions=False).output.splitlines()
+    assert [line.split() for line in shown] == [["00:00:00Z", "INFO", "agent-1", "loaded"]] * 2
+
+
+def test_what_is_no_line_of_the_log_is_shown_too() -> None:
+    assert _shown("Segmentation fault", False) == "Segmentation fault"
+    assert json.loads(_shown("Segmentation fault", True)) == {
+        "event": "message of a library",
+        "text": "Segmentation fault",
+    }
