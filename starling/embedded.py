@@ -320,7 +320,7 @@ class Embedded:
         stats, pool = parts.scheduler.stats, parts.kv.pool
         return EngineStats(
             steps=stats.steps,
-            step_seconds=stats.step_s.total,
+            step_seconds=stats.worker_s,
             tokens_generated=stats.generated,
             prompt_tokens_cached=stats.prompt_cached,
             preemptions=stats.preemptions,

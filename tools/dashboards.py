@@ -152,7 +152,7 @@ DASHBOARDS = (
                 ),
             ),
             (
-                Panel("Duration of a step", "s", quantiles("starling_step_seconds", OF_MODEL, "model", "{{model}}")),
+                Panel("Duration of a step", "s", quantiles("starling_step_seconds", OF_MODEL, "model, phase", "{{model}} {{phase}}")),
                 Panel(
                     "Ended sequences",
                     "short",

@@ -133,7 +133,14 @@ FAMILIES: dict[str, Family] = {
         Family("starling_running_sequences", "gauge", "Sequences being generated.", ("model",)),
         Family("starling_queue_wait_seconds", "histogram", "Time from arrival to the first step.", ("model",), SECONDS),
         Family("starling_batch_size", "histogram", "Sequences per step.", ("model",), BATCH),
-        Family("starling_step_seconds", "histogram", "Duration of a step on the worker.", ("model",), SECONDS),
+        Family(
+            "starling_step_seconds",
+            "histogram",
+            "Duration of a step on the worker, by phase: prefill (it computes positions of prompts), decode (outputs "
+            "alone), draft (of a draft model).",
+            ("model", "phase"),
+            SECONDS,
+        ),
         Family("starling_steps_total", "counter", "Steps computed.", ("model",)),
         Family("starling_steps_repeated_total", "counter", "Steps computed again after a worker's death.", ("model",)),
         Family(

@@ -68,9 +68,11 @@ class ModelMetrics:
         for family, histogram in (
             ("starling_queue_wait_seconds", stats.waited_s),
             ("starling_batch_size", stats.batch),
-            ("starling_step_seconds", stats.step_s),
         ):
             metrics.put(family, histogram.bounds, histogram.counts, histogram.total, name)
+        for phase, steps in stats.step_s.items():
+            if steps.number:
+                metrics.put("starling_step_seconds", steps.bounds, steps.counts, steps.total, name, phase)
 
 
 class TenantMetrics:

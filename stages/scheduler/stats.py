@@ -37,6 +37,10 @@ class Histogram:
         return self.total / self.number if self.number else 0.0
 
 
+# Of a step: it computes positions of prompts, and outputs beside them; outputs alone; draft tokens of a draft model.
+STEP_PHASES = ("prefill", "decode", "draft")
+
+
 class Stats:
     """Figures of one model since the start of this process."""
 
@@ -59,10 +63,15 @@ class Stats:
         self.late = 0  # cancels and answers of kv for sequences that have ended
         self.batch = Histogram(BATCH)
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step
-        self.step_s = Histogram(SECONDS)  # the worker's time
+        self.step_s = {phase: Histogram(SECONDS) for phase in STEP_PHASES}  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
         self.output_lengths = OutputLengths()
         self.mean_fresh = 1.0  # share of a prompt that the cache does not have, exponential average
+
+    @property
+    def worker_s(self) -> float:
+        """Time of all steps on the worker, s."""
+        return sum(histogram.total for histogram in self.step_s.values())
 
     def record_cached(self, prompt: int, cached: int) -> None:
         """`cached` of `prompt` prompt tokens came from the prefix cache."""
@@ -94,6 +103,9 @@ class Stats:
             elif isinstance(value, dict):
                 mine = getattr(self, name)
                 for key, count in value.items():
-                    mine[key] = mine.get(key, 0) + count
+                    if isinstance(count, Histogram):
+                        mine[key].merge(count)
+                    else:
+                        mine[key] = mine.get(key, 0) + count
             elif isinstance(value, int):
                 setattr(self, name, getattr(self, name) + value)

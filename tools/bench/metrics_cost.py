@@ -40,7 +40,7 @@ def main() -> None:
     def count() -> None:
         stats.steps += 1
         stats.batch.add(SEQUENCES)
-        stats.step_s.add(0.02)
+        stats.step_s["decode"].add(0.02)
         for _ in range(SEQUENCES):
             stats.generated += 1
             stats.prompt_computed += 0

@@ -51,7 +51,7 @@ class StepCompletion:
         """Process one step; steps must come in their order."""
         took_us = ring.took_us(step.number)
         if took_us > 0:
-            self._stats.step_s.add(took_us * 1e-6)
+            self._stats.step_s[step.phase].add(took_us * 1e-6)
             self._cost.learn(step.tokens, step.positions, took_us)
         sampled = ring.outputs(step.number, step.samples)
         if step.draft_entries:

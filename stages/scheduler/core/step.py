@@ -70,3 +70,10 @@ class Step:
     is_verifying: bool = False  # it has draft tokens: the next step depends on how many are accepted
     has_news: bool = False  # a stream gets its first token, or the last one that it may have
     pooled: Sequence[PooledPart] = ()
+
+    @property
+    def phase(self) -> str:
+        """One of `stats.STEP_PHASES`: what it computes. A step of outputs samples each of its positions."""
+        if self.draft_entries:
+            return "draft"
+        return "prefill" if self.tokens > self.samples else "decode"

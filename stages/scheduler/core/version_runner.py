@@ -261,7 +261,7 @@ class VersionRunner:
         has_prompts = any(not sequence.outputs for sequence in engine.table.scheduled)
         # A group that is still mapping its arenas has a step and uses no core.
         is_computing = bool(engine.steps.unacknowledged) and ring is not None and ring.has_worker
-        return Claim(self.name, self.cores, engine.stats.step_s.total, is_computing, has_prompts, self.weight)
+        return Claim(self.name, self.cores, engine.stats.worker_s, is_computing, has_prompts, self.weight)
 
     def prepare_sleep(self) -> bool:
         """Before the stage blocks: request a doorbell. False: a step is acknowledged already."""
