@@ -67,6 +67,7 @@ TOKENS = (
     (rate("starling_prompt_tokens_total", by="model, source"), "{{model}} prompt, {{source}}"),
 )
 TTFT = quantiles("starling_time_to_first_token_seconds", OF_MODEL, "model", "{{model}}")
+STEP = quantiles("starling_step_seconds", OF_MODEL, "model, phase", "{{model}} {{phase}}")
 TPOT = quantiles("starling_time_per_output_token_seconds", OF_MODEL, "model", "{{model}}")
 STAGES_UP = ((f"min by (stage) (starling_stage_ready{{{OF_SERVER}}})", "{{stage}}"),)
 BATCH = (
@@ -152,7 +153,11 @@ DASHBOARDS = (
                 ),
             ),
             (
-                Panel("Duration of a step", "s", quantiles("starling_step_seconds", OF_MODEL, "model, phase", "{{model}} {{phase}}")),
+                Panel(
+                    "Duration of a step",
+                    "s",
+                    STEP,
+                ),
                 Panel(
                     "Ended sequences",
                     "short",

@@ -41,9 +41,16 @@ def requests_us(recorder: Recorder, tracer: Tracer | None) -> float:
             recorder.submitted(trace, "model", 1)
             if trace is not None:
                 trace.add(time.monotonic(), "queued", {"ahead": 0}, stage="scheduler", pid=3, choice=0)
-                admitted = {"cached_tokens": 16, "kv_ms": MS}
+                admitted: dict[str, int | float | str] = {"cached_tokens": 16, "kv_ms": MS}
                 trace.add(time.monotonic(), "admitted", admitted, stage="scheduler", pid=3, choice=0)
-                chunk = {"begin": 16, "end": 35, "ms": MS, "step": 88, "batch": 1, "samples": 1}
+                chunk: dict[str, int | float | str] = {
+                    "begin": 16,
+                    "end": 35,
+                    "ms": MS,
+                    "step": 88,
+                    "batch": 1,
+                    "samples": 1,
+                }
                 trace.add(time.monotonic(), "prefill", chunk, stage="worker", pid=4, choice=0)
             recorder.embedded(trace, 35)
     return (time.thread_time_ns() - begun) / 1e3 / REQUESTS
