@@ -143,8 +143,18 @@ def test_a_trace_has_a_span_of_every_stage(server: Up, collector: Any) -> None:
     trace_id = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"}
     body = {"model": "tiny", "prompt": list(range(3, 300)), "max_tokens": 9, "ignore_eos": True}
-    assert server.request("POST", "/v1/completions", body, headers)[0] == 200
+    status, _, answered = server.request("POST", "/v1/completions", body, headers)
+    assert status == 200
     root, *others = collector.trace(trace_id)
+    assert root.parent_span_id.hex() == "00f067aa0ba902b7"
+    assert answered["traceparent"] == f"00-{trace_id}-{root.span_id.hex()}-01"
+    by_id = {span.span_id: span for span in (root, *others)}
+    inside = {"tokenize": "admission", "prefill step": "prefill"}
+    for span in others:  # each is inside the one that caused it
+        parent = by_id[span.parent_span_id]
+        assert parent.name == inside.get(span.name, root.name)
+        assert parent.start_time_unix_nano <= span.start_time_unix_nano
+        assert span.end_time_unix_nano <= parent.end_time_unix_nano
     pids: dict[str, set[int]] = {}
     for span in others:
         facts = attributes(span)
