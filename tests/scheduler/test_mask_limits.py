@@ -14,7 +14,7 @@ from pipeline.protocol.messages import Constraint
 from shm import step_ring as sh
 from shm.step_ring import StepsGeometry
 from stages.scheduler.constraints import frames as f
-from stages.scheduler.constraints import grammar
+from stages.scheduler.constraints import grammar, mask_writer
 from stages.scheduler.constraints.mask_writer import MaskWriter
 
 from . import vocabularies
@@ -162,3 +162,27 @@ def test_grammars_that_no_sequence_uses_are_dropped_with_the_automata() -> None:
     used = 2000
     masks.at(1, 1)
     assert [key[2] for key in masks.writer._grammars] == [PLAIN.text]
+
+
+def test_tokens_that_no_mask_allowed_are_a_fault_of_the_server() -> None:
+    masks = Masks(PLAIN)
+    masks.steps.tokens[0, 5] = ord("A")
+    assert masks.at(0, 8) is None
+    assert masks.failed["0"].code == "INFERENCE"
+    assert masks.n_compiled == 1
+
+
+def test_memory_that_is_missing_for_drafts_fails_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = Masks(PLAIN, PLAIN)
+    plain = mask_writer.write_mask
+
+    def fail(matcher: Any, steps: Any, row: int, known: int, epoch: int) -> None:
+        if known > 8:
+            raise MemoryError
+        plain(matcher, steps, row, known, epoch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mask_writer, "write_mask", fail)
+        assert masks.at(0, 8, tuple(TEXT[8:12])) is not None
+    assert masks.kept["0"] == 0
+    assert [masks.at(row, 9) for row in (0, 1)] == [alone(PLAIN, 9)] * 2

@@ -63,7 +63,7 @@ def _read_message(value: dict[str, Any], name: str) -> dict[str, Any]:
 # An answer's parts come back with what the official client and other servers add to them.
 _ADDED: dict[str, Reader] = {"annotations": ignored, "logprobs": ignored, "parsed": ignored}
 read_content = text_parts("input_text", "output_text", more=_ADDED)
-_read_reasoning_parts = text_parts("reasoning_text", is_text_allowed=False)
+_read_reasoning_parts = text_parts("reasoning_text", accepts_string=False)
 
 
 def _read_reasoning(value: dict[str, Any], name: str) -> dict[str, Any]:

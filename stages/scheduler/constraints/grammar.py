@@ -25,6 +25,7 @@ _OPTIONS = '\n%llguidance {"no_forcing": true}\n'  # at the end, so that errors 
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,40}", "lenient": False}
 _OWN_OPTIONS = re.compile(r"(?m)^\s*%llguidance\b")
 _LISTING = re.compile(r"<state>|<non-verbose/>|\n +[0-9]+ \|")
+_MISFIT = "doesn't satisfy the grammar"
 _POSITION = re.compile(r"^at [0-9]+\([0-9]+\): ")  # in the grammar: of use only to who wrote one
 _META = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regular expression of a grammar
 MAX_ERROR = 400  # characters of a message
@@ -160,9 +161,11 @@ def new_matcher(tokenizer: Any, constraint: Constraint) -> Any:
 
 
 def check(matcher: Any) -> None:
-    """Raises `GrammarError` if the matcher has failed."""
+    """Raises `GrammarError` if the matcher has failed, `RuntimeError` if it was given a token that it does not allow."""
     if matcher.is_error():
         message = first_line(matcher.get_error())
+        if _MISFIT in message:
+            raise RuntimeError(message)
         raise GrammarError(_ENDLESS_REASON if message.startswith(_ENDLESS) else message)
 
 

@@ -34,15 +34,13 @@ Compile = Callable[[Callable[[], Any]], "Future[Any]"]
 class _Sequence:
     """One open sequence."""
 
-    __slots__ = ("again", "consumed", "key", "matcher", "pending", "source")
+    __slots__ = ("consumed", "key", "matcher", "pending", "recompiled", "source")
 
     def __init__(self, key: GrammarKey) -> None:
         self.key = key
         self.matcher: Any = None
         self.source: Future[Any] | None = None  # the compiled grammar that the automaton is of
-        self.again: Future[Any] | None = (
-            None  # the grammar, compiled for this sequence alone, after a limit was reached
-        )
+        self.recompiled: Future[Any] | None = None  # the grammar for this sequence alone, after a limit was reached
         self.consumed = 0  # output tokens
         self.pending: f.Mask | None = None  # until the grammar is compiled
 
@@ -193,9 +191,9 @@ class MaskWriter:
         steps = self._rows.get(version)
         if frame is None or steps is None:
             return
-        if sequence.again is None and known.compiled is None:
+        if sequence.recompiled is None and known.compiled is None:
             known.compiled = self._start_compiling(version, known, steps)
-        compiled = sequence.again or known.compiled
+        compiled = sequence.recompiled or known.compiled
         assert compiled is not None
         if not compiled.done():
             return
@@ -204,17 +202,17 @@ class MaskWriter:
         except grammar.GrammarError as error:
             source = sequence.source
             sequence.forget_matcher()
-            if compiled is sequence.again:
+            if compiled is sequence.recompiled:
                 self._fail(name, error, "INVALID_REQUEST")
                 return
             if source is known.compiled or source is None:  # otherwise another sequence has had it compiled again
-                sequence.again = self._start_compiling(version, known, steps)
+                sequence.recompiled = self._start_compiling(version, known, steps)
             self._advance(name, sequence)
         except Exception as error:
             self._fail(name, error, "INFERENCE")
         else:
-            if sequence.again is not None:
-                known.compiled, sequence.again = sequence.again, None
+            if sequence.recompiled is not None:
+                known.compiled, sequence.recompiled = sequence.recompiled, None
             sequence.pending = None
             if frame.drafts:
                 self._write_after_drafts(sequence, frame, steps)
@@ -234,7 +232,8 @@ class MaskWriter:
         matcher = sequence.matcher
         new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
         if new and not matcher.consume_tokens(new):
-            raise grammar.GrammarError(grammar.first_line(matcher.get_error()))
+            grammar.check(matcher)
+            raise RuntimeError("the sequence's tokens are not those of its masks")
         sequence.consumed = frame.length - frame.prompt_len
         write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
 
@@ -250,6 +249,9 @@ class MaskWriter:
                 kept = tried
         except grammar.GrammarError:
             pass
+        except Exception:  # such as `MemoryError`: drafts are only for speed
+            tried = kept = 0
+            sequence.forget_matcher()
         if matcher.is_error() or (tried and not matcher.rollback(tried)):
             sequence.forget_matcher()
         self.answers.append(f.Kept(frame.sequence, frame.epoch, kept))
