@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,8 @@ from pipeline.models.sources import FileSource
 from starling.cli import cli
 from starling.model_facts import read_facts
 from tools.tiny_gguf import SHAPES, write_model
+
+LIMIT_S = 240  # for a shell to show what it completes, beside other work
 
 
 @pytest.fixture
@@ -172,6 +176,42 @@ def test_completion_in_fish_itself(folder: Path) -> None:
     command = ["fish", "--no-config", "-c", script]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.stdout.split() == ["one", "org/alias"], done
+
+
+def shown_until(terminal: int, text: bytes) -> bytes:
+    """What a terminal shows until `text` is in it."""
+    shown = b""
+    while text not in shown:
+        assert select.select([terminal], [], [], LIMIT_S)[0], shown
+        shown += os.read(terminal, 65536)
+    return shown
+
+
+@pytest.mark.slow
+def test_completion_in_zsh_itself(folder: Path, tmp_path: Path) -> None:
+    """Keys on a terminal: the first Tab lists both names, a letter and another one choose."""
+    if not shutil.which("zsh"):
+        pytest.skip("not installed: zsh")
+    (tmp_path / ".zshrc").write_text(
+        f"autoload -U compinit\ncompinit -u -d {tmp_path / 'dump'}\n"
+        'eval "$(starling completion zsh)"\nPS1="can type> "\nunsetopt beep\n'
+    )
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    pid, terminal = pty.fork()
+    if not pid:
+        environment = {**os.environ, "PATH": path, "ZDOTDIR": str(tmp_path), "TERM": "xterm"}
+        os.execvpe("zsh", ["zsh", "--no-globalrcs", "-i"], environment)
+    try:
+        shown_until(terminal, b"can type> ")
+        os.write(terminal, b"starling run o\t")
+        shown_until(terminal, b"org/alias")
+        os.write(terminal, b"n\t")
+        shown_until(terminal, b"ne")
+        os.write(terminal, b"\x03")
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
 
 
 def test_the_list_needs_no_compiler(folder: Path) -> None:
