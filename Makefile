@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel bench chaos alerts fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -44,6 +44,13 @@ test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS)) $(ARGS)
 
+# The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
+# the machine's in both. The first run compiles the kernels, which takes too long in the emulator.
+test-emulated: $(VENV)/.locked-dev ## every format's kernels on an emulated CPU without AVX-512 (qemu-user); minutes
+	@command -v qemu-x86_64 >/dev/null || { echo 'qemu-x86_64 is missing: install the package qemu-user' >&2; exit 1; }
+	@for emulator in "" "qemu-x86_64 -cpu Haswell"; do STARLING_ISA=portable $$emulator $(BIN)/python -m pytest -q \
+	  --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS); done
+
 kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
 	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py $(ARGS)
 
@@ -65,6 +72,9 @@ wheel: $(VENV)/.locked ## dist/starling-VERSION-py3-none-any.whl, for `pip insta
 	@rm -rf build/lib build/bdist.*
 	@$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@rm -rf build/lib build/bdist.* && ls dist/*.whl
+
+deb: wheel ## dist/starling_VERSION_amd64.deb, for the Debian with the Python of .venv
+	@tools/build_deb.sh $(BIN)/python
 
 bench: $(VENV)/.locked-dev ## figures of speed; the last line is one JSON object
 	@$(BIN)/starling prepare
@@ -102,9 +112,10 @@ test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pyda
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.client_tests $(CLIENTS)/bin/python $(ARGS)
 
-test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, containers, as far as installed
+test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, containers, Debian
 	@$(BIN)/starling prepare
-	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py tests/docs/test_container.py $(ARGS)
+	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py tests/docs/test_container.py \
+	  tests/docs/test_debian_package.py $(ARGS)
 
 leaving-clients: $(VENV)/.locked-dev ## 500 slow readers, 1,000 clients that leave in a stream; fails at a leak; minutes
 	@$(BIN)/starling prepare
