@@ -161,7 +161,7 @@ def new_matcher(tokenizer: Any, constraint: Constraint) -> Any:
 
 
 def check(matcher: Any) -> None:
-    """Raises `GrammarError` if the matcher has failed, `RuntimeError` if it was given a token that it does not allow."""
+    """Raises `GrammarError` if the matcher has failed, `RuntimeError` if it was given a token that is not allowed."""
     if matcher.is_error():
         message = first_line(matcher.get_error())
         if _MISFIT in message:

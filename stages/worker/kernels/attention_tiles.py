@@ -40,7 +40,7 @@ from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
 VECTORS = 4  # of 16 positions whose K is fetched together
 # Vectors of 16 positions (scores) or 16 dims (values) that a register tile of so many rows spans.  Sums, K or V and a
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
-COLUMNS = {n: VECTORS for n in (1, 2, 3, 4, 6)} if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
+COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
 NEXT, AFTER = 512, 544  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 
