@@ -106,6 +106,8 @@ class Tries:
         self.unfit: set[str] = set()  # that cannot load its model
         self.version = ""  # that has begun the answer
         self.was_lost = False  # an engine died under it
+        self.successor = ""  # the agent that has computed its prompt and tokens for it
+        self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None

@@ -27,6 +27,10 @@ class OutputRecord:
         """Bytes of the tokens."""
         return 4 * self.n_tokens
 
+    def counts(self) -> list[int]:
+        """The tokens of each choice."""
+        return [len(one) for one in self._choices]
+
     def read(self, block: bytes) -> None:
         """Add the tokens of a comment. What does not follow the known tokens is left out."""
         found = read_comment(block)

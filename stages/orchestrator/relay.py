@@ -20,6 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -32,6 +33,7 @@ from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
 from stages.orchestrator.forward import MOVABLE_IN_STREAM, Forward, KeptRequests, Out, Refusal, Tries, read_error
+from stages.orchestrator.handover import Handovers
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import version_of
@@ -106,7 +108,9 @@ class Relay:
         self._next_change = next_change
         self._progress_of = progress_of
         self._answers: dict[str, dict[_Abortable, Forward]] = {}  # by agent
+        self._streams: dict[_Abortable, tuple[EventCutter, Tries]] = {}  # those that have begun, by answer
         self._releases: set[asyncio.Task[None]] = set()
+        self._handovers = Handovers(router, self._send_copy, self._release, clock)
 
     # ---------------------------------------------------------------- streams
 
@@ -147,6 +151,7 @@ class Relay:
                 if not out.is_begun:
                     await out.begin(200, answer.headers)
                 is_first = tries.count == 1 and not cutter.last_id
+                self._streams[answer] = cutter, tries
                 while data := await answer.read():
                     if is_first:
                         is_first = False
@@ -232,7 +237,12 @@ class Relay:
         commented = self._clock()
         while True:
             excluded = frozenset() if forward.is_bound and tries.has_begun else frozenset(tries.excluded)
-            request = msgspec.structs.replace(forward.routed, excluded=excluded | tries.unfit, version=tries.version)
+            request = msgspec.structs.replace(
+                forward.routed,
+                excluded=excluded | tries.unfit,
+                version=tries.version,
+                pinned=tries.successor or forward.routed.pinned,
+            )
             try:
                 route = self._router.choose(request, "moved" if tries.count else "new")
             except (ModelUnavailable, Overloaded) as error:
@@ -292,7 +302,12 @@ class Relay:
         await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
 
     def _lost(self, route: Route, forward: Forward, tries: Tries, reason: str) -> None:
-        """An engine or its agent has died, or sent something that is no answer."""
+        """An engine or its agent has died, or sent something that is no answer; or the request is moved."""
+        if tries.is_moving:
+            tries.is_moving = False
+            self.moves["moved"] += 1
+            tries.failed(route.agent_id)
+            return
         self._registry.suspect(route.agent_id, reason)
         self.moves["lost"] += 1
         error = ModelUnavailable(
@@ -333,6 +348,7 @@ class Relay:
         method: str = "",
         path: str = "",
         output: bytes = b"",
+        is_kept: bool = True,
     ) -> Answer:
         assert route.engine is not None
         headers = {**forward.headers, **extra}
@@ -342,7 +358,7 @@ class Relay:
         body = forward.body if method == "POST" else b""
         if output:
             headers[OUTPUT] = str(len(output))
-        if forward.id:
+        if forward.id and is_kept:
             self.kept.put(forward, route.agent_id)
         url = route.engine.engine_url + (path or forward.path)
         task = asyncio.ensure_future(self._client.open(method, url, headers, body + output))
@@ -382,6 +398,8 @@ class Relay:
             with self._registered(route, forward, answer):
                 yield
         finally:
+            self._streams.pop(answer, None)
+            self._handovers.ended(answer)
             answer.close()
 
     @contextmanager
@@ -423,6 +441,7 @@ class Relay:
 
     async def close(self) -> None:
         """Cancel what is still being sent."""
+        await self._handovers.close()
         for task in self._releases:
             task.cancel()
         await asyncio.gather(*self._releases, return_exceptions=True)
@@ -435,10 +454,27 @@ class Relay:
         return len(answers)
 
     def move_streams(self, agent_id: str, reason: str) -> int:
-        """The agent is draining: move the requests that another agent can continue at once. Their number."""
+        """The agent is draining: move the requests that another agent can continue at once; how many it begins to move.
+
+        A stream goes on at this agent until another one has computed its prompt and tokens.
+        """
         count = 0
         for answer, forward in list(self._answers.get(agent_id, {}).items()):
-            if forward.can_replay and self._router.has_other(forward.routed.model, agent_id):
+            if not forward.can_replay or not self._router.has_other(forward.routed.model, agent_id):
+                continue
+            cutter, tries = self._streams.get(answer, (None, None))
+            if cutter is None or tries is None:
                 answer.abort(reason)
                 count += 1
+            elif tries.version:
+                switch = partial(self._switch, agent_id, answer, forward, tries, reason)
+                count += self._handovers.begin(answer, agent_id, forward, cutter.output, tries, switch)
         return count
+
+    def _switch(self, agent_id: str, answer: _Abortable, forward: Forward, tries: Tries, reason: str) -> None:
+        if answer in self._streams and self._router.has_other(forward.routed.model, agent_id):
+            tries.is_moving = True
+            answer.abort(reason)
+
+    async def _send_copy(self, route: Route, copy: Forward, output: bytes) -> Answer:
+        return await self._send(route, copy, {}, output=output, is_kept=False)

@@ -256,29 +256,6 @@ def test_the_fleet_can_be_read_and_changed(fleet: Fleet) -> None:
     assert {"agent-joined", "agent-ready", "cordoned", "uncordoned"} <= kinds
 
 
-def test_a_draining_agent_gives_its_streams_away(fleet: Fleet, engines: list[Server]) -> None:
-    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
-    undisturbed = engines[0].post("/v1/completions", {**BODY, "stream": True}).body
-    for engine in engines:
-        hold(engine)
-    connection = opened(fleet)
-    headers = {"Content-Type": "application/json", **MINE}
-    connection.request("POST", "/v1/completions", json.dumps({**BODY, "stream": True}).encode(), headers)
-    response = connection.getresponse()
-    first = engine_of(fleet, engines, response.headers["X-Starling-Request"])
-    step(engines[first], 5)
-    received = response.read1(1 << 16)
-    name, admin = ("one", "two")[first], {"Authorization": "Bearer sk-admin"}
-    assert fleet.post("/v1/fleet/cordon", {"agent": name, "cordoned": True, "drain": True}, admin).status == 200
-    fleet.wait(lambda state: {one["agent_id"]: one["under_way"] for one in state["agents"]}[name] == 0)
-    hold(engines[1 - first], False)
-    received += response.read()
-    hold(engines[first], False)
-    assert plain(received) == plain(undisturbed)
-    assert fleet.post("/v1/fleet/cordon", {"agent": name, "cordoned": False}, admin).status == 200
-    fleet.wait(lambda state: not any(one["cordoned"] for one in state["agents"]))
-
-
 def test_the_commands_of_an_operator(fleet: Fleet) -> None:
     def command(*words: str, code: int = 0) -> Any:
         environment = {"STARLING_HOME": str(fleet.home), "STARLING_CONFIG": str(fleet.home / "starling.yaml")}

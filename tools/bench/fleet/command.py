@@ -29,10 +29,17 @@ SECTIONS = ("forwarding", "overhead", "deaths", "routing")
 )
 @click.option("--deaths", "n_deaths", type=click.IntRange(1), default=20, show_default=True, help="Of each kind.")
 @click.option("--kind", "kinds", type=click.Choice(deaths.KINDS), multiple=True, help="What dies; default: all.")
+@click.option("--words", type=click.IntRange(0), default=0, show_default=True, help="More in prompts of deaths.")
 @click.option("--requests", type=click.IntRange(1), default=120, show_default=True, help="Of each routing policy.")
 @click.option("--agents", type=click.IntRange(2, 8), default=4, show_default=True, help="That requests are routed to.")
 def run(
-    sections: tuple[str, ...], rounds: int, n_deaths: int, kinds: tuple[str, ...], requests: int, agents: int
+    sections: tuple[str, ...],
+    rounds: int,
+    n_deaths: int,
+    kinds: tuple[str, ...],
+    words: int,
+    requests: int,
+    agents: int,
 ) -> None:
     """Measure a fleet on this machine."""
     found: dict[str, Any] = {"machine": machine(sorted(os.sched_getaffinity(0))), "load_before": os.getloadavg()}
@@ -44,7 +51,7 @@ def run(
         found["overhead"] = overhead.measure(rounds)
         _print_overhead(found["overhead"])
     if "deaths" in chosen:
-        found["deaths"] = deaths.measure(n_deaths, kinds or deaths.KINDS)
+        found["deaths"] = deaths.measure(n_deaths, kinds or deaths.KINDS, words)
     if "routing" in chosen:
         found["routing"] = routing.measure(requests, agents)
     found["load_after"] = os.getloadavg()

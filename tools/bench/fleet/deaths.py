@@ -13,6 +13,7 @@ import functools
 import http.client
 import json
 import os
+import random
 import re
 import signal
 import statistics
@@ -29,6 +30,7 @@ from tools.bench.http.server_under_test import ROOT, free_port
 KINDS = ("engine", "agent", "orchestrator", "drain")
 TOKENS = 200
 KILL_AFTER = 40  # events
+_WORDS = ("harbour", "lantern", "winter", "gull", "anchor", "rope", "ladder", "storm", "glass", "wind", "tide")
 PROMPT = "The old lighthouse keeper climbed the spiral stairs and"
 
 
@@ -135,8 +137,17 @@ def once(fleet: FleetUnderTest, kind: str, request: dict[str, Any], other: tuple
     return events, pause_s
 
 
-def measure(deaths: int, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
-    """Figures by what dies, in ms."""
+def long_prompt(words: int, number: int) -> str:
+    """A prompt that no agent has cached."""
+    draw = random.Random(f"deaths {number}")
+    return " ".join([*draw.choices(_WORDS, k=words), PROMPT])
+
+
+def measure(deaths: int, kinds: tuple[str, ...] = KINDS, words: int = 0) -> dict[str, Any]:
+    """Figures by what dies, in ms.
+
+    With `words` each stream has a prompt of its own with so many words more, which only the agent has that serves it.
+    """
     found: dict[str, Any] = {}
     with FleetUnderTest(2) as fleet:
         port = free_port()
@@ -159,6 +170,9 @@ def measure(deaths: int, kinds: tuple[str, ...] = KINDS) -> dict[str, Any]:
                 pauses, lost, different = [], 0, 0
                 for number in range(deaths):
                     request, (expected, _) = requests[number % 2], whole[number % 2]
+                    if words:
+                        request = {**request, "prompt": long_prompt(words, number)}
+                        expected, _ = undisturbed(fleet, request)
                     events, pause_s = once(fleet, kind, request, ("127.0.0.1", port))
                     pauses.append(1000 * pause_s)
                     lost += not events or events[-1] != "[DONE]"

@@ -1,0 +1,153 @@
+"""Moves a stream to another agent while its engine goes on: it does not wait until its prompt is computed.
+
+    warm     the successor is sent a copy of the request with the tokens so far, under another id, and computes prompt
+             and tokens; at its first new token the copy is ended, and its pages stay in the successor's cache
+    again    with the tokens that have come meanwhile, until that takes little time
+    switch   the stream leaves its engine, and goes on at the successor as after a death: prompt and tokens are cached
+
+The copy's events are not forwarded.  Whatever fails on the way, the stream is moved all the same.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from pipeline.api.output_tokens import read_comment
+from pipeline.errors import StarlingError
+from stages.orchestrator.event_cutter import END, MAX_EVENT_BYTES
+from stages.orchestrator.forward import Forward, Tries
+from stages.orchestrator.output_record import OutputRecord
+from stages.orchestrator.router import Route, ScoreRouter
+from stages.orchestrator.upstream import Answer, Unreachable
+
+log = logging.getLogger("starling.orchestrator")
+
+MAX_ROUNDS = 3  # copies of one request
+QUICK_S = 0.1  # to the first new token, after which another copy would gain nothing
+WARM_S = 30.0  # for a copy; a stream whose prompt takes longer is moved without
+MAX_AT_ONCE = 4  # handovers: more copies would delay each other, and the successors' own streams
+
+Send = Callable[[Route, Forward, bytes], Awaitable[Answer]]
+
+
+class Handovers:
+    """One per orchestrator. `clock`: monotonic, s."""
+
+    def __init__(
+        self,
+        router: ScoreRouter,
+        send: Send,
+        release: Callable[[Route, Forward], object],
+        clock: Callable[[], float],
+    ) -> None:
+        """`send(route, forward, output)`: to an engine. `release(route, forward)`: end it there."""
+        self._router = router
+        self._send = send
+        self._release = release
+        self._clock = clock
+        self._tasks: dict[object, asyncio.Task[None]] = {}  # by what is moved
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+
+    def begin(
+        self,
+        moved: object,
+        agent_id: str,
+        forward: Forward,
+        output: OutputRecord,
+        tries: Tries,
+        switch: Callable[[], object],
+    ) -> bool:
+        """Warm a successor, then call `switch`. False if that is under way for `moved` already."""
+        if moved in self._tasks:
+            return False
+        task = asyncio.get_running_loop().create_task(self._run(agent_id, forward, output, tries, switch))
+        self._tasks[moved] = task
+        task.add_done_callback(lambda done: self._tasks.pop(moved, None))
+        return True
+
+    def ended(self, moved: object) -> None:
+        """It has ended by itself, or is being moved."""
+        task = self._tasks.pop(moved, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(
+        self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries, switch: Callable[[], object]
+    ) -> None:
+        async with self._turns:
+            try:
+                for _ in range(MAX_ROUNDS):
+                    begun = self._clock()
+                    async with asyncio.timeout(WARM_S):
+                        tries.successor = await self._warm(agent_id, forward, output, tries)
+                    if self._clock() - begun <= QUICK_S:
+                        break
+            except (Unreachable, StarlingError, TimeoutError) as error:
+                log.warning("a stream is moved without warming: %s", error, extra={"request_id": forward.id})
+            switch()
+
+    async def _warm(self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries) -> str:
+        """Let another agent compute the prompt and the tokens so far; which one. Raises what the exchange raises."""
+        excluded = frozenset({agent_id, *tries.unfit})
+        routed = msgspec.structs.replace(
+            forward.routed, excluded=excluded, version=tries.version, pinned=tries.successor
+        )
+        route = self._router.choose(routed, "warm")
+        if route.engine is None or not route.engine.can_continue:
+            raise Unreachable(f"agent {route.agent_id} cannot continue from tokens")
+        copy = _copy(forward, routed)
+        known = output.counts()
+        self._router.begin(route, copy.routed)
+        try:
+            answer = await self._send(route, copy, output.encode())
+            try:
+                if answer.status != 200:
+                    raise Unreachable(f"agent {route.agent_id} answers with {answer.status}")
+                await _read_new_token(answer, known)
+            finally:
+                answer.close()
+        finally:
+            self._release(route, copy)
+            self._router.end(route, copy.routed)
+        return route.agent_id
+
+
+def _copy(forward: Forward, routed: object) -> Forward:
+    """The request under an id of its own."""
+    name = f"req-{secrets.token_hex(12)}"
+    headers = {key: value for key, value in forward.headers.items() if key != "Idempotency-Key"}
+    headers["X-Starling-Request"] = name + headers.get("X-Starling-Request", "")[len(name) :]
+    return msgspec.structs.replace(
+        forward,
+        routed=msgspec.structs.replace(forward.routed, request_id=name),
+        headers=headers,
+        last_id="",
+        was_sent=False,
+    )
+
+
+async def _read_new_token(answer: Answer, known: list[int]) -> None:
+    """Read until a choice has more tokens than it had. Raises `Unreachable`."""
+    rest = b""
+    while data := await answer.read():
+        *blocks, rest = (rest + data).split(END)
+        for block in blocks:
+            found = read_comment(block)
+            if found is not None:
+                before = known[found.choice] if found.choice < len(known) else 0
+                if found.first + len(found.tokens) > before:
+                    return
+        if len(rest) > MAX_EVENT_BYTES:
+            raise Unreachable("an event does not end")
