@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.config.load import load
 from starling.cli.fleet_launchers import down, launched, logs
+from starling.cli.fleet_token import token
 from starling.cli.fleet_up import up
 from starling.cli.options import cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
@@ -46,7 +47,7 @@ def fleet() -> None:
     """Run and operate a fleet of agents."""
 
 
-for command in (up, down, launched, logs):
+for command in (up, down, launched, logs, token):
     fleet.add_command(command)
 
 

@@ -55,6 +55,7 @@ CHANGING = {
         "fleet uncordon",
         "fleet drain",
         "fleet place",
+        "fleet token",
     ),
     *("adapter load", "adapter unload", "keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),
 }
