@@ -150,11 +150,8 @@ def test_a_trace_has_a_span_of_every_stage(server: Up, collector: Any) -> None:
     assert answered["traceparent"] == f"00-{trace_id}-{root.span_id.hex()}-01"
     by_id = {span.span_id: span for span in (root, *others)}
     inside = {"tokenize": "admission", "prefill step": "prefill"}
-    for span in others:  # each is inside the one that caused it
-        parent = by_id[span.parent_span_id]
-        assert parent.name == inside.get(span.name, root.name)
-        assert parent.start_time_unix_nano <= span.start_time_unix_nano
-        assert span.end_time_unix_nano <= parent.end_time_unix_nano
+    for span in others:  # each is a child of the one that caused it
+        assert by_id[span.parent_span_id].name == inside.get(span.name, root.name)
     pids: dict[str, set[int]] = {}
     for span in others:
         facts = attributes(span)
