@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from array import array
@@ -309,3 +310,17 @@ def test_an_engine_without_helpers_refuses_constraints() -> None:
 def test_geometry_without_masks_needs_no_room_for_them() -> None:
     g = StepsGeometry(2, 2, 2, 32, 2)
     assert sh.blank_steps(g).masks.size == 0
+
+
+def test_the_log_quotes_no_constraint_that_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "starling.scheduler")
+    world = ConstrainedWorld()
+    world.submit(constrained("a", 1))
+    world.vet("unexpected 'my secret' in the pattern")
+    world.submit(constrained("b", 2, "(ab)+"))
+    world.vet()
+    world.constraints.on_failed(f.Failed("b", "too many states for 'my secret'", "INVALID_REQUEST"))
+    lines = {record.getMessage(): vars(record) for record in caplog.records}
+    for event in ("a sequence is refused", "a sequence has failed"):
+        assert (lines[event]["code"], lines[event]["param"]) == ("INVALID_REQUEST", "regex")
+    assert "secret" not in str(lines)

@@ -22,7 +22,7 @@ from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.leases import Leases
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.sequence import Phase, SequenceState
-from stages.scheduler.policy.admission import Refusal
+from stages.scheduler.policy.admission import Refusal, log_fields
 from stages.scheduler.policy.queues import TenantQueues
 from stages.scheduler.stats import Stats
 
@@ -131,12 +131,12 @@ class SequenceTable:
 
     def fail(self, sequence: SequenceState, code: str, message: str, param: str = "") -> None:
         """End a live sequence with an error. `param`: the request's field at fault."""
-        log.info("a sequence has failed", extra={**_ids(sequence), "code": code, "reason": message})
+        log.info("a sequence has failed", extra={**_ids(sequence), **log_fields(code, message, param)})
         self.finish(sequence, "error", error=code, message=message, param=param)
 
     def reject(self, sequence: SequenceState, refusal: Refusal) -> None:
         """End a live sequence that is not computed here and now."""
-        log.info("a sequence is refused", extra={**_ids(sequence), "code": refusal.code, "reason": refusal.message})
+        log.info("a sequence is refused", extra={**_ids(sequence), **log_fields(*refusal[:3])})
         self._outbox.add_rejected(sequence.gateway, sequence.id, refusal)
         self._stats.refused += 1
         self._remove(sequence, Phase.FAILED)

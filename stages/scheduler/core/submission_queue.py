@@ -13,7 +13,7 @@ from stages.scheduler.core.row_scheduler import RowScheduler
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.worker_link import WorkerLink
-from stages.scheduler.policy.admission import Limits, Refusal, check_frame, check_limits
+from stages.scheduler.policy.admission import Limits, Refusal, check_frame, check_limits, log_fields
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import QueueFullError, TenantQueues
 from stages.scheduler.policy.wait_estimate import WaitEstimate
@@ -106,7 +106,7 @@ class SubmissionQueue:
     def _refuse(self, gateway: bytes, frame: Submit, refusal: Refusal) -> None:
         self._stats.refused += 1
         ids = {"request_id": frame.request, "sequence": frame.sequence, "model": frame.model, "tenant": frame.tenant}
-        log.info("a sequence is refused", extra={**ids, "code": refusal.code, "reason": refusal.message})
+        log.info("a sequence is refused", extra={**ids, **log_fields(*refusal[:3])})
         self._outbox.add_rejected(gateway, frame.sequence, refusal)
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:

@@ -10,10 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipeline.errors import CODES
 from pipeline.protocol.messages import POOLINGS, Submit
 from shm.sampler_steps import order_problem
 from shm.step_ring import MAX_BIAS, MAX_MASK, MAX_POOLED_POSITIONS, MAX_TOP
 from stages.scheduler.core.sequence import SequenceState
+
+
+def log_fields(code: str, message: str, param: str) -> dict[str, str | None]:
+    """An error's fields in the log. Messages about a request's fields quote their values: schemas, patterns, texts."""
+    known = CODES.get(code, CODES["INTERNAL"])
+    reason = {"reason": message} if known.status >= 500 or known.status == 429 else {}
+    return {"code": code, "param": param or None, **reason}
 
 
 class Refusal(NamedTuple):
