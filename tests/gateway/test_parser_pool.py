@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 import os
@@ -10,11 +11,14 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.api.content_coding import decompress
 from pipeline.errors import InvalidRequest, StarlingError, TooLarge
+from stages.gateway.endpoints.body_readers import Body
+from stages.gateway.http import parser_pool
 from stages.gateway.http.parser_pool import INLINE_BYTES
 from tests.gateway.server import MakeServer, Server
 
@@ -146,3 +150,29 @@ def test_parsers_end_with_the_gateway(make_server: MakeServer, number: int) -> N
     while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (("INVALID_REQUEST", "why", "n", 400), ("INVALID_REQUEST", ("", ""))),
+        (("INVALID_REQUEST", "why", "n", 400, ("m", "s"), "more"), ("INVALID_REQUEST", ("m", "s"))),
+        (("INVALID_REQUEST", "why"), ("INTERNAL", ("", ""))),
+        (None, ("INTERNAL", ("", ""))),
+    ],
+)
+async def test_an_answer_of_another_release_is_read_or_refused(
+    monkeypatch: pytest.MonkeyPatch, answer: Any, expected: tuple[str, tuple[str, str]]
+) -> None:
+    async def exchange(process: asyncio.subprocess.Process, body: Body) -> tuple[bool, Any]:
+        return False, answer
+
+    monkeypatch.setattr(parser_pool, "_exchange", exchange)
+    pool = parser_pool.ParserPool()
+    try:
+        with pytest.raises(StarlingError) as refused:
+            async with asyncio.timeout(60):
+                await pool.read(Body(padded(BODY), "generate", "application/json", "", 1 << 20), "t")
+    finally:
+        await pool.close()
+    assert (refused.value.code, refused.value.names) == expected

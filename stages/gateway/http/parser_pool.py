@@ -94,6 +94,7 @@ class ParserPool:
     async def _parse(self) -> None:
         """Parse bodies in a process, one after the other; start it again after a failure."""
         process: _Process | None = None
+        result: asyncio.Future[Any] | None = None
         try:
             while True:
                 self._n_idle += 1
@@ -113,12 +114,14 @@ class ParserPool:
                             process = await _start()
                         async with asyncio.timeout(TIME_LIMIT_S):
                             is_valid, answer = await _exchange(process.child, body)
+                        if not is_valid:
+                            answer = _refusal(*answer)
                         break
                     except Exception as error:  # whatever it is: the body gets an answer, and the next one a process
                         log.error("a parser process failed", extra={"reason": str(error) or type(error).__name__})
                         await _end(process)
                         process = None
-                        answer = _failure(error)
+                        is_valid, answer = False, _failure(error)
                         if isinstance(error, TimeoutError):
                             break
                 del body
@@ -126,12 +129,12 @@ class ParserPool:
                     if is_valid:
                         result.set_result(answer)
                     else:
-                        code, message, param, status, names = answer
-                        refusal = StarlingError(code, message, param, status=status)
-                        refusal.names = names
-                        result.set_exception(refusal)
-                del answer, result
+                        result.set_exception(answer)
+                del answer
+                result = None
         finally:
+            if result is not None and not result.done():
+                result.set_exception(_failure(None))
             await _end(process)
 
 
@@ -213,10 +216,18 @@ async def _end(process: _Process | None) -> None:
         process.output.close()
 
 
-def _failure(error: BaseException | None) -> tuple[str, str, str, int, tuple[str, str]]:
-    """Return the fields of the error for a body that was not parsed."""
+def _refusal(
+    code: str, message: str, param: str, status: int, names: tuple[str, str] = ("", ""), *_: Any
+) -> StarlingError:
+    """Return the error of a refused body. A process of another release may give more or fewer fields."""
+    refusal = StarlingError(code, message, param, status=status)
+    refusal.names = (names[0], names[1])
+    return refusal
+
+
+def _failure(error: BaseException | None) -> StarlingError:
+    """Return the error for a body that was not parsed."""
     if isinstance(error, TimeoutError):
         message = f"the body was not parsed within {TIME_LIMIT_S:g} s; send less, or try again"
-        return "TIMEOUT", message, "", 503, ("", "")
-    failed = InternalError("the body could not be parsed; the server's log has the details")
-    return failed.code, failed.message, failed.param, failed.status, failed.names
+        return StarlingError("TIMEOUT", message, status=503)
+    return InternalError("the body could not be parsed; the server's log has the details")
