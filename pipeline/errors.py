@@ -12,7 +12,7 @@
     ├── RateLimited              RATE_LIMITED           429  a quota is used up for now (QUOTA_EXHAUSTED: for good)
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
-    ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a blob store fails in a way that a retry may cure
+    ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a disk, a database or a blob store fails; a retry may help
     ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
     ├── InferenceError           INFERENCE              500  the computation failed
     └── InternalError            INTERNAL               500  a fault of the server
@@ -188,7 +188,7 @@ class ModelUnavailable(_Kind):
 
 
 class StorageUnavailable(_Kind):
-    """A blob store does not answer, or answers with something else than what was asked for."""
+    """A disk or a database fails, or a blob store does not answer, or gives another answer than was requested."""
 
     CODE = "STORAGE_UNAVAILABLE"
 

@@ -365,7 +365,7 @@ def test_a_disk_that_takes_nothing_is_reported(tmp_path: Path) -> None:
     try:
         with pytest.raises(StarlingError, match="server.state_dir") as error:
             asyncio.run(make(store, "c"))
-        assert error.value.status == 507
+        assert (error.value.code, error.value.status) == ("STORAGE_UNAVAILABLE", 503)
     finally:
         store.close(timeout_s=60)
 

@@ -121,7 +121,7 @@ def test_a_disk_that_takes_nothing_is_reported(tmp_path: Path) -> None:
     async def use(store: StoredResponses, clock: Clock) -> None:
         error = await put(store, "r1")
         assert isinstance(error, StarlingError)
-        assert (error.code, error.param) == ("INSUFFICIENT_RESOURCES", "store")
+        assert (error.code, error.param) == ("STORAGE_UNAVAILABLE", "store")
 
     run(use, tmp_path / "file" / "responses.db")  # its directory is a file
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, ResourceError
+from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StorageUnavailable
 from shm import prefix_hash
 from stages.kv.manager import Grant
 from stages.kv.sessions.session_bounds import SessionBounds
@@ -272,7 +272,7 @@ def test_a_full_disk_refuses_the_turn_and_keeps_the_session(
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
     try:
-        with pytest.raises(ResourceError, match="free space in server.state_dir"):
+        with pytest.raises(StorageUnavailable, match="free space in server.state_dir"):
             sessions.commit(ME, "t", "a", 2, 2, raw(*range(50)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -33,7 +33,7 @@ STATUSES = {
     413: "The body is too large.",
     429: "A queue is full, or a quota is used up.",
     500: "The computation failed.",
-    503: "The model is loading or down, the request was too slow, or the server is draining.",
+    503: "The model is loading or down, the request was too slow, the server is draining, or its disk fails.",
     507: "The request can never fit.",
 }
 
@@ -123,40 +123,40 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Conversations",
         json_content("Conversation"),
         conversations.CREATE_BODY.schema(),
-        (*_WITH_BODY, 507),
+        _WITH_BODY,
     ),
     ("GET", "/v1/conversations/{id}"): Operation(
-        "A conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404, 507)
+        "A conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404)
     ),
     ("POST", "/v1/conversations/{id}"): Operation(
         "Replaces the metadata of a conversation.",
         "Conversations",
         json_content("Conversation"),
         conversations.UPDATE_BODY.schema(),
-        (*_WITH_BODY, 404, 507),
+        (*_WITH_BODY, 404),
     ),
     ("DELETE", "/v1/conversations/{id}"): Operation(
-        "Deletes a conversation.", "Conversations", json_content("DeletedConversation"), None, (*_KEYED, 404, 507)
+        "Deletes a conversation.", "Conversations", json_content("DeletedConversation"), None, (*_KEYED, 404)
     ),
     ("GET", "/v1/conversations/{id}/items"): Operation(
         "The items of a conversation, in pages.",
         "Conversations",
         json_content("Items"),
         None,
-        (*_KEYED, 400, 404, 507),
+        (*_KEYED, 400, 404),
     ),
     ("POST", "/v1/conversations/{id}/items"): Operation(
         "Adds items to a conversation.",
         "Conversations",
         json_content("Items"),
         conversations.ITEMS_BODY.schema(),
-        (*_WITH_BODY, 404, 507),
+        (*_WITH_BODY, 404),
     ),
     ("GET", "/v1/conversations/{id}/items/{item}"): Operation(
-        "An item of a conversation.", "Conversations", json_content("Item"), None, (*_KEYED, 404, 507)
+        "An item of a conversation.", "Conversations", json_content("Item"), None, (*_KEYED, 404)
     ),
     ("DELETE", "/v1/conversations/{id}/items/{item}"): Operation(
-        "Deletes an item of a conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404, 507)
+        "Deletes an item of a conversation.", "Conversations", json_content("Conversation"), None, (*_KEYED, 404)
     ),
     ("POST", "/v1/generate"): _text(
         "Text or token ids, with all parameters and sessions.", generate.BODY, "Generation"

@@ -96,7 +96,7 @@ class StoredResponses:
                 self.errors += 1
                 log.error("a response could not be stored", extra={"reason": str(problem)})
                 error = StarlingError(
-                    "INSUFFICIENT_RESOURCES",
+                    "STORAGE_UNAVAILABLE",
                     f"the response could not be stored ({problem}); check the disk of server.state_dir, or send "
                     f'"store": false',
                     "store",
@@ -154,7 +154,7 @@ class StoredResponses:
             self.errors += 1
             log.error("conversations cannot be used", extra={"reason": str(problem)})
             raise StarlingError(
-                "INSUFFICIENT_RESOURCES",
+                "STORAGE_UNAVAILABLE",
                 f"conversations cannot be stored or read ({problem}); check the disk of server.state_dir",
             ) from None
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, ResourceError
+from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StorageUnavailable
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.sessions.session_bounds import SessionBounds
@@ -103,7 +103,7 @@ class SessionStore:
         salt: str = "",
         resume: int = 0,
     ) -> Session:
-        """Begin a turn of `holder`. Raises `NotFound`, `Conflict`, `Overloaded`, `ResourceError`.
+        """Begin a turn of `holder`. Raises `NotFound`, `Conflict`, `Overloaded`, `StorageUnavailable`.
 
         `resume`: number of a turn that `holder` may have begun before, which does not begin again if it was committed;
         -1: the turn in progress.
@@ -139,7 +139,7 @@ class SessionStore:
         return session
 
     def commit(self, holder: bytes, tenant: str, session_id: str, turn: int, base: int, tokens: bytes) -> Session:
-        """End a turn and keep its tokens. Raises `NotFound`, `Conflict`, `InvalidRequest`, `ResourceError`."""
+        """End a turn and keep its tokens. Raises `NotFound`, `Conflict`, `InvalidRequest`, `StorageUnavailable`."""
         session = self._sessions.get((tenant, session_id))
         if session is None:
             raise self._unknown(session_id)
@@ -170,7 +170,7 @@ class SessionStore:
         try:
             self._files.append(session, base, added, now)
         except OSError as error:
-            raise self._no_room(error) from None
+            raise self._no_disk(error) from None
         before = len(session.tokens)
         session.append(base, tokens, now)
         self._count(session, 0, len(session.tokens) - before)
@@ -242,7 +242,7 @@ class SessionStore:
         try:
             self._files.create(session)
         except OSError as error:
-            raise self._no_room(error) from None
+            raise self._no_disk(error) from None
         self._sessions[tenant, session.id] = session
         self._count(session, 1, 0)
         return session
@@ -309,8 +309,8 @@ class SessionStore:
         return NotFound(f"there is no session {session_id!r} (any more)", param="session_id")
 
     @staticmethod
-    def _no_room(error: OSError) -> ResourceError:
-        return ResourceError(
+    def _no_disk(error: OSError) -> StorageUnavailable:
+        return StorageUnavailable(
             f"the session cannot be saved: {error.strerror}; free space in server.state_dir",
             param="session_id",
         )
