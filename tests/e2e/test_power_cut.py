@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events
 from tests.e2e.server import Server, wait_gone
@@ -17,7 +19,7 @@ from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
-MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-other"}
+MINE = {"Authorization": "Bearer sk-mine"}
 PROMPT = [(i * 37) % 290 + 1 for i in range(200)]
 SAMPLED: dict[str, Any] = {"ignore_eos": True, "temperature": 0.9, "seed": 3}
 LONG: dict[str, Any] = {"prompt": PROMPT, **SAMPLED, "max_tokens": 1500, "n": 4, "stream": True}
@@ -28,21 +30,23 @@ def test_a_restart_restores_sessions_streams_quotas_and_caches(tmp_path: Path) -
     path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
     config = {
         "models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}],
-        "auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]},
-        "rate_limits": {"requests_per_minute": 4},
+        "auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]},
     }
     with Server(tmp_path, config) as server:
+        # In total, as a quota of a minute is given back while the server starts.
+        key = json.loads(starling(server, "keys", "add", "other", "--requests-total", "4", "--json"))["key"]
+        other = {"Authorization": f"Bearer {key}"}
 
         def ask(headers: dict[str, str], **body: Any) -> tuple[int, Any]:
             code, answer, _ = server.request("POST", "/v1/generate", {**SAMPLED, "max_tokens": 20, **body}, headers)
             return code, answer
 
-        # The other tenant computes the expected answers, and uses up its quota of the minute.
+        # The other tenant computes the expected answers, and uses up its quota.
         second = {"prompt": [7, 8, 9], "seed": 4}
-        _, first = ask(OTHER, prompt=PROMPT[:50], session_id="")
-        _, whole = ask(OTHER, **second, session_id=first["session_id"])
-        undisturbed = comparable([data for _, data in events(server, "/v1/generate", LONG, OTHER)])
-        assert [ask(OTHER, prompt=[1])[0] for _ in range(2)] == [200, 429]
+        _, first = ask(other, prompt=PROMPT[:50], session_id="")
+        _, whole = ask(other, **second, session_id=first["session_id"])
+        undisturbed = comparable([data for _, data in events(server, "/v1/generate", LONG, other)])
+        assert [ask(other, prompt=[1])[0] for _ in range(2)] == [200, 429]
 
         _, opened = ask(MINE, prompt=PROMPT[:50], session_id="")
         begun = []
@@ -59,7 +63,7 @@ def test_a_restart_restores_sessions_streams_quotas_and_caches(tmp_path: Path) -
         assert server.leftovers()  # sockets and arenas, as after a crash
         server.start().wait_ready()
 
-        assert ask(OTHER, prompt=[1])[0] == 429
+        assert ask(other, prompt=[1])[0] == 429
         last = begun[-1][0]
         resumed = list(events(server, f"/v1/requests/{last.partition(':')[0]}", None, {**MINE, "Last-Event-ID": last}))
         assert comparable([data for _, data in begun + resumed]) == undisturbed
