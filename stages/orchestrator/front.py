@@ -143,7 +143,7 @@ class Front:
 
     async def take_request(self, caller: Caller) -> None:
         """Charge a request to the quotas. Raises `RateLimited`."""
-        await self._publisher.settle(self.quotas, REQUESTS, caller.tenant, caller.key_id, 1)
+        await self._publisher.publish_if_needed(self.quotas, REQUESTS, caller.tenant, caller.key_id, 1)
         self.quotas.take_request(caller.tenant, caller.key_id)
 
     async def ticket(
@@ -157,7 +157,7 @@ class Front:
             )
         read = await self._read(caller, path, body, headers)
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
-        await self._publisher.settle(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
+        await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
         self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
         agent = ""
         if last_id:

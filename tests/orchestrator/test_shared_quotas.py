@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -12,74 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.key_file import KeyLimits
-from pipeline.api.quotas import DAY_S, REQUESTS, TOKENS, Quotas
-from pipeline.config.schema import RateLimitsConfig
-from pipeline.coordination.interface import Change, Condition, CoordinationStore, Event, Update
+from pipeline.api.quotas import DAY_S, REQUESTS
+from pipeline.coordination.interface import Change, CoordinationStore, Event, Update
 from pipeline.coordination.memory import MemoryStore
 from pipeline.coordination.sqlite_store import SqliteStore
-from pipeline.errors import RateLimited, StorageUnavailable
-from stages.orchestrator.quotas.publisher import QuotaPublisher
-from stages.orchestrator.quotas.shared_use import SharedUse
+from stages.orchestrator.quotas import publisher
 from stages.orchestrator.quotas.use_record import QUOTAS, decode, use_key
+from tests.orchestrator.quotas import KEY, Clock, FaultyStore, Orchestrator
 
 LIMIT_S = 60.0
-KEY = "k"
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 20 * DAY_S
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class FaultyStore(MemoryStore):
-    """Keeps every update, and fails as the test wishes: before a transaction, or after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates: list[Update] = []
-        self.fault = ""
-
-    async def transact(self, conditions: Sequence[Condition], changes: Sequence[Change]) -> int | None:
-        if self.fault == "before":
-            raise StorageUnavailable("no answer")
-        revision = await super().transact(conditions, changes)
-        if revision is not None:
-            events = tuple(Event(change.key, change.value, revision) for change in changes)
-            self.updates.append(Update(revision, events, False))
-        if self.fault == "after":
-            raise StorageUnavailable("no answer")
-        return revision
-
-
-class Orchestrator:
-    """The quotas of one orchestrator."""
-
-    def __init__(
-        self, store: CoordinationStore, clock: Clock, name: str, own: KeyLimits, max_records: int = 100
-    ) -> None:
-        self.use = SharedUse(name, clock, max_records)
-        self.publisher = QuotaPublisher(store, self.use, clock)
-        self.quotas = Quotas(RateLimitsConfig(), clock, None, clock, lambda key_id: own, self.use)
-        self.n_seen = 0
-
-    async def take(self, amount: int, key: str = KEY) -> bool:
-        await self.publisher.settle(self.quotas, TOKENS, "a", key, amount)
-        try:
-            self.quotas.take_prompt("a", amount, key)
-        except RateLimited:
-            return False
-        return True
-
-    def remaining(self, key: str = KEY) -> list[float]:
-        return [counter.remaining for _, counter in self.quotas.counters(TOKENS, "a", key)]
-
-    def deliver(self, updates: list[Update], count: int = 1000) -> None:
-        for update in updates[self.n_seen : self.n_seen + count]:
-            self.publisher.apply(update)
-            self.n_seen += 1
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """A machine under load is no store that does not answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(publisher, "STORE_S", 60.0)
+        yield
 
 
 FAULTS = ("", "before", "after")

@@ -11,15 +11,21 @@ than one ahead of this orchestrator's is of one whose clock is wrong: it is igno
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pipeline.api.quota_file import Level
 from pipeline.api.quotas import DAY, DAY_S, MINUTE, Counter, Name
+from pipeline.coordination.interface import MAX_CHANGES
 from stages.orchestrator.quotas.use_record import Use, UseRecord, decode, encode, use_key
 
 MAX_RECORDS = 4096  # in the store, and known here; more than the keys of a full key file
+ALLOWANCE = 1 / 32  # of a limit, that one orchestrator may use before it publishes
+LITTLE = 1 / 4  # of the allowance: less than this is published every LITTLE_S
+LITTLE_S = 5.0
+REFUSED_S = 60.0  # between two attempts to write a record for which the store had no room
 
 Amounts = dict[str, tuple[int, float]]  # day and amount, by UNIT/PERIOD
 
@@ -45,6 +51,8 @@ class _State:
         self.revision = 0  # of the record in the store; 0: it has none
         self.seen = 0  # the last revision at which the key changed
         self.is_lost = False  # the store had the record and has lost it
+        self.is_left_out = False  # the store had no room for the record: this orchestrator counts alone
+        self.since = 0.0  # of the oldest use that is not published, or of being left out, s since 1970
         self.batch = 0  # number of `sending`, or of the last one
         self.sending: Amounts = {}
         self.pending: Amounts = {}
@@ -62,6 +70,21 @@ class _State:
             if known == day
         )
 
+    def is_due_now(self, now: float) -> bool:
+        """Whether it is time to write the record. `now`: s since 1970."""
+        if not self.is_due:
+            return False
+        age = now - self.since
+        if self.is_left_out:
+            return not 0 <= age < REFUSED_S  # a clock may have been set
+        if self.sending or self.is_lost or not 0 <= age < LITTLE_S:
+            return True
+        for short, (_, amount) in self.pending.items():
+            counter = self.counters.get(short)
+            if counter is None or amount >= counter.limit * ALLOWANCE * LITTLE:
+                return True
+        return False
+
 
 class SharedUse:
     """A `UseLog` (pipeline/api/quotas.py). `writer`: names this process. `wall`: s since 1970."""
@@ -69,7 +92,7 @@ class SharedUse:
     def __init__(self, writer: str, wall: Callable[[], float], max_records: int = MAX_RECORDS) -> None:
         self._writer = writer
         self._wall = wall
-        self._max_records = max_records
+        self.max_records = max_records
         self._states: OrderedDict[str, _State] = OrderedDict()  # by key, the least recently changed first
 
     def __len__(self) -> int:
@@ -95,13 +118,17 @@ class SharedUse:
         short = f"{unit}/{period}"
         state = self._state(use_key(whose))
         state.counters[short] = counter
+        if not state.is_due:
+            state.since = self._wall()
         day, before = state.pending.get(short, (counter.day, 0.0))
         state.pending[short] = (counter.day, amount + (before if day == counter.day else 0.0))
 
     def unpublished(self, name: Name, counter: Counter) -> float:
-        """What this orchestrator has taken and the others cannot know."""
+        """What this orchestrator has taken and will publish; 0 if the store has no room for it."""
         state = self._states.get(use_key(name[2]))
-        return state.unpublished(f"{name[0]}/{name[1]}", counter.day) if state is not None else 0.0
+        if state is None or state.is_left_out:
+            return 0.0
+        return state.unpublished(f"{name[0]}/{name[1]}", counter.day)
 
     # ---------------------------------------------------------------- the store's records
 
@@ -116,7 +143,7 @@ class SharedUse:
             if not (state.is_due or state.counters or is_current):
                 del self._states[key]
             return
-        state.revision, state.is_lost = revision, False
+        state.revision, state.is_lost, state.is_left_out = revision, False, False
         record = decode(value)
         if record is None:
             return  # the next write replaces it
@@ -135,7 +162,7 @@ class SharedUse:
             state.sending = {}
         state.record = UseRecord(counters=known, writers=record.writers, at=record.at)
 
-    def only(self, keys: Collection[str]) -> None:
+    def begin_snapshot(self, keys: Collection[str]) -> None:
         """A snapshot follows: the store, perhaps a new one, has these keys and no others."""
         for key, state in self._states.items():
             state.seen = 0
@@ -168,6 +195,11 @@ class SharedUse:
         """Keys with use that is not published."""
         return [key for key, state in self._states.items() if state.is_due]
 
+    def due_now(self) -> list[str]:
+        """Those of `due` without the ones that have used little, and not long ago."""
+        now = self._wall()
+        return [key for key, state in self._states.items() if state.is_due_now(now)]
+
     def offer(self, key: str) -> Offer | None:
         """The next write of a key; None if there is nothing to write."""
         state = self._states.get(key)
@@ -192,18 +224,33 @@ class SharedUse:
         if state is None or revision <= state.seen:
             return  # the watch was faster
         state.record, state.revision, state.seen = offer.record, revision, revision
-        state.sending, state.is_lost = {}, False
+        state.sending, state.is_lost, state.is_left_out = {}, False, False
+        state.since = self._wall()  # of `pending`, at the earliest when the write began
 
-    def leaving(self, besides: Collection[str]) -> tuple[str, int] | None:
-        """Key and revision of the record that makes room in the store for a new one; None if there is room."""
-        stored = [(state.record.rank, key, state.revision) for key, state in self._states.items() if state.revision]
-        if len(stored) + len(besides) <= self._max_records:
-            return None
-        candidates = [one for one in stored if one[1] not in besides and not self._states[one[1]].is_due]
-        if not candidates:
-            return None
-        _, key, revision = min(candidates)
-        return key, revision
+    @property
+    def n_free(self) -> int:
+        """Of records that the store has room for; negative if it has too many."""
+        return self.max_records - sum(1 for state in self._states.values() if state.revision)
+
+    def leaving(self, besides: Collection[str]) -> list[tuple[str, int]]:
+        """Keys and revisions of the records that make room in the store for those of `besides` that it does not have.
+
+        At most MAX_CHANGES. Records with a total never leave.
+        """
+        n_new = sum(1 for key in besides if not self._states[key].revision)
+        candidates = [
+            (state.record.at, key, state.revision)
+            for key, state in self._states.items()
+            if state.revision and not state.is_due and not state.record.has_total and key not in besides
+        ]
+        n_leaving = min(n_new - self.n_free, MAX_CHANGES)
+        return [(key, revision) for _, key, revision in heapq.nsmallest(n_leaving, candidates)]
+
+    def leave_out(self, key: str) -> None:
+        """The store has no room for this key's record."""
+        state = self._states.get(key)
+        if state is not None:
+            state.is_left_out, state.since = True, self._wall()
 
     @staticmethod
     def _use(short: str, day: int, used: float, counter: Counter | None) -> Use:
@@ -217,7 +264,7 @@ class SharedUse:
     def _state(self, key: str) -> _State:
         state = self._states.get(key)
         if state is None:
-            if len(self._states) >= 2 * self._max_records:  # the store's, and those that it has left out
+            if len(self._states) >= 2 * self.max_records:  # the store's, and those that it has left out
                 self._trim()
             state = self._states[key] = _State()
         self._states.move_to_end(key)
@@ -226,7 +273,7 @@ class SharedUse:
     def _trim(self) -> None:
         for key in [key for key, state in self._states.items() if not state.is_due and not state.revision]:
             del self._states[key]
-            if len(self._states) <= self._max_records:
+            if len(self._states) <= self.max_records:
                 return
-        while len(self._states) >= 2 * self._max_records:
+        while len(self._states) >= 2 * self.max_records:
             self._states.popitem(last=False)

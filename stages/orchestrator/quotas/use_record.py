@@ -43,9 +43,9 @@ class UseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float = 0.0  # s since 1970 of the last write
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """When there are too many records, the lowest one leaves: the oldest that has no total."""
-        return any(name.endswith("/" + TOTAL) for name in self.counters), self.at
+    def has_total(self) -> bool:
+        """Whether a counter never starts again: such a record is never forgotten."""
+        return any(name.endswith("/" + TOTAL) for name in self.counters)
 
     def with_writer(self, writer: str, batch: int) -> dict[str, int]:
         """`writers` after another batch of `writer`."""
