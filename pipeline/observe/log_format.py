@@ -26,7 +26,7 @@ _NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime",
 
 
 def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
-    """The line as a mapping: ts, level, stage, pid, event, then the fields of `extra`."""
+    """The line as a mapping: ts, level, stage, pid, event, then the fields of `extra` (a `stage` as `extra_stage`)."""
     is_ours = record.name.partition(".")[0] == OURS
     line: dict[str, Any] = {
         "ts": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
@@ -38,8 +38,8 @@ def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
     if not is_ours:
         line |= {"logger": record.name, "text": _short(record.getMessage())}
     for key, value in vars(record).items():
-        if key not in _NOT_EXTRA and key not in line:  # no field replaces the stage, the pid or the event
-            line[key] = _short(value)
+        if key not in _NOT_EXTRA:  # no field replaces the stage, the pid or the event
+            line[f"extra_{key}" if key in line else key] = _short(value)
     suppressed = getattr(record, "suppressed", 0)
     if suppressed:
         line["suppressed"] = suppressed

@@ -95,7 +95,8 @@ class Handovers:
                     if self._clock() - begun <= QUICK_S:
                         break
             except (Unreachable, StarlingError, TimeoutError) as error:
-                log.warning("a stream is moved without warming: %s", error, extra={"request_id": forward.id})
+                facts = {"request_id": forward.id, "reason": str(error) or type(error).__name__}
+                log.warning("a stream is moved without warming", extra=facts)
             switch()
 
     async def _warm(self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries) -> str:

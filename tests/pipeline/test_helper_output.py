@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 
-from pipeline.observe.helper_output import MAX_LINE_BYTES, HelperOutput
+from pipeline.observe.helper_output import LINES_AT_ONCE, MAX_LINE_BYTES, HelperOutput
+from pipeline.observe.logs import Budget
 
 log = logging.getLogger("starling.test.helper")
 
@@ -26,7 +28,7 @@ def run(code: str) -> tuple[HelperOutput, int]:
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    return [vars(record) for record in caplog.records if record.name == log.name]
+    return [vars(record) for record in caplog.records if record.name.startswith(log.name)]
 
 
 def test_a_traceback_is_in_the_log_line_by_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,3 +79,28 @@ async def test_a_loop_reads_the_pipe_until_its_end(caplog: pytest.LogCaptureFixt
         await asyncio.sleep(0)
     assert [line["text"] for line in lines(caplog)] == ["said"]
     output.close()
+
+
+def test_a_flood_costs_few_lines_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+    output = HelperOutput(log, {"helper": "mask"})
+    os.write(output.write_fd, b"a\n" * 20_000)
+    assert output.read()
+    found = lines(caplog)
+    assert [line.get("text") for line in found] == ["a"] * LINES_AT_ONCE + [None]
+    assert found[-1]["lines_left_out"] == 20_000 - LINES_AT_ONCE
+    output.close()
+    assert len(lines(caplog)) == LINES_AT_ONCE + 1
+
+
+def test_a_flood_of_one_plugin_hides_no_line_of_another(caplog: pytest.LogCaptureFixture) -> None:
+    budget, outputs = Budget(lambda: 0.0), [HelperOutput(log, {"plugin": name}) for name in ("loud", "other")]
+    for output, n_lines in zip(outputs, (20_000, 1)):
+        for _ in range(10):
+            os.write(output.write_fd, b"a\n" * n_lines)
+            assert output.read()
+        output.close()
+    admitted = [
+        vars(record)["plugin"] for record in caplog.records if budget.admits(record) and hasattr(record, "text")
+    ]
+    assert admitted.count("other") == 10
+    assert admitted.count("loud") < 10 * LINES_AT_ONCE

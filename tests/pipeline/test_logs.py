@@ -82,6 +82,7 @@ def test_values_and_lines_are_bounded(tmp_path: Path) -> None:
 def test_no_field_replaces_what_every_line_has() -> None:
     line = json.loads(JsonFormatter("kv").format(record(stage="other", pid=1, event="other", number=float("nan"))))
     assert (line["stage"], line["pid"], line["event"]) == ("kv", os.getpid(), "page dropped")
+    assert (line["extra_stage"], line["extra_pid"], line["extra_event"]) == ("other", 1, "other")  # and none is lost
     assert line["number"] == "nan"  # JSON has no such number
 
 
