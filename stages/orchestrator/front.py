@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api.body_names import names_of
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
 from pipeline.api.json_body import count_separators
@@ -23,7 +24,7 @@ from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.config.schema import Config
-from pipeline.errors import InvalidRequest, NotFound, Overloaded, Unauthenticated
+from pipeline.errors import InvalidRequest, NotFound, Overloaded, StarlingError, Unauthenticated
 from pipeline.fleet import token as fleet_token
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.forward import Forward, Out
@@ -53,6 +54,16 @@ class Ticket(NamedTuple):
     tenant: str
     session: str | None = None
     key_id: str = ""  # of a key of the key file
+
+
+@contextmanager
+def _named(read: ReadBody) -> Iterator[None]:
+    """Errors have the names in the body, for the log."""
+    try:
+        yield
+    except StarlingError as error:
+        error.names = names_of({"model": read.model, "session_id": read.session})
+        raise
 
 
 class Front:
@@ -156,6 +167,19 @@ class Front:
                 "Idempotency-Key",
             )
         read = await self._read(caller, path, body, headers)
+        with _named(read):
+            return await self._ticket(read, caller, path, body, headers, key, last_id)
+
+    async def _ticket(
+        self,
+        read: ReadBody,
+        caller: Caller,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        key: str | None,
+        last_id: str,
+    ) -> Ticket:
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
         await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
         self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
@@ -251,7 +275,8 @@ class Front:
             read = read_body(*arguments)
         else:
             read = await asyncio.to_thread(read_body, *arguments)
-        await self._learn(read.model)
+        with _named(read):
+            await self._learn(read.model)
         return read
 
     # ---------------------------------------------------------------- where a request was

@@ -16,6 +16,7 @@ from typing import Any
 from aiohttp import HttpVersion11, web
 
 from pipeline.api import message_version, sse
+from pipeline.api.body_names import BodyNames, names_of
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
@@ -35,7 +36,9 @@ FRONT = web.AppKey("front", Front)
 FLEET = web.AppKey("fleet", FleetApi)
 CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
-REQUEST_ID = web.RequestKey("request_id", str)
+REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
+OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
+NAMES = web.RequestKey("names", BodyNames)  # of its body
 BEGUN = web.RequestKey("begun", bool)
 FORWARD = web.RequestKey("forward", Forward)
 
@@ -92,7 +95,8 @@ def make_app(front: Front, fleet: FleetApi) -> web.Application:
 @web.middleware
 async def _middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     front = request.app[FRONT]
-    started, status, code = front.clock(), CLIENT_CLOSED, ""
+    started, status = front.clock(), CLIENT_CLOSED
+    error: StarlingError | None = None
     given = request.headers.get("X-Request-Id", "")
     request[REQUEST_ID] = given if _CLIENT_ID.fullmatch(given) else ""
     try:
@@ -109,54 +113,62 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         return response
     except web.HTTPException as rejected:
         error = _rejection(request, rejected)
-        status, code = error.status, error.code
+        status = error.status
         return _report(request, error)
     except StarlingError as raised:
         error = raised.with_traceback(None)
-        status, code = error.status, error.code
+        status = error.status
         return _report(request, error)
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
-        log.exception("internal error", extra={**_log_names(request, given), "path": request.path})
-        status, code = 500, "INTERNAL"
-        return _report(
-            request, StarlingError("INTERNAL", "internal error of the orchestrator; its log has the details")
-        )
+        log.exception("internal error", extra={**_log_names(request, given, None), "path": request.path})
+        error = StarlingError("INTERNAL", "internal error of the orchestrator; its log has the details")
+        status = error.status
+        return _report(request, error)
     finally:
         resource = request.match_info.route.resource
         endpoint = resource.canonical if resource is not None else "other"
         took_s = front.clock() - started
-        front.answered(endpoint, status, took_s, code)
+        front.answered(endpoint, status, took_s, error.code if error is not None else "")
         if front.config.logging.log_requests and request.path.startswith("/v1/"):
             log.log(
                 logging.WARNING if status >= 500 else logging.INFO,
                 "request",
                 extra={
-                    **_log_names(request, given),
+                    **_log_names(request, given, error),
                     "endpoint": endpoint,
                     "status": status,
                     "duration_ms": round(took_s * 1000, 1),
-                    "error": code or None,
+                    "error": error.code if error is not None else None,
+                    "param": (error.param or None) if error is not None else None,
                 },
             )
 
 
-def _log_names(request: web.Request, given: str) -> dict[str, str | None]:
+def _log_names(request: web.Request, given: str, error: StarlingError | None) -> dict[str, str | None]:
     """The ids and names that a log line about the request has. `given`: its X-Request-Id."""
-    forward, caller, name = request.get(FORWARD), request.get(CALLER), _own_id(request)
+    forward, caller = request.get(FORWARD), request.get(CALLER)
+    names = request.get(NAMES) or (BodyNames(*error.names) if error is not None else BodyNames())
     return {
-        "request_id": (forward.id if forward is not None else "") or name,
-        "client_request_id": name if name == given else None,
+        "request_id": (forward.id if forward is not None else "") or _own_id(request),
+        "client_request_id": given if _CLIENT_ID.fullmatch(given) else None,
         "tenant": caller.tenant if caller is not None else None,
-        "model": forward.routed.model if forward is not None else None,
+        "model": names.model or None,
+        "session_id": names.session_id or None,
     }
 
 
 def _own_id(request: web.Request) -> str:
+    """The server's id of a request that has no ticket."""
+    if OWN_ID not in request:
+        request[OWN_ID] = f"req-{secrets.token_hex(12)}"
+    return request[OWN_ID]
+
+
+def _shown_id(request: web.Request) -> str:
     """The client's id, the request's, or a new one of a refusal: the response has it too."""
-    if not request[REQUEST_ID]:
-        request[REQUEST_ID] = f"req-{secrets.token_hex(12)}"
+    request[REQUEST_ID] = request[REQUEST_ID] or _own_id(request)
     return request[REQUEST_ID]
 
 
@@ -166,7 +178,7 @@ def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
             request.transport.abort()
         return web.Response(status=error.status)
     is_anthropic = request.path.startswith(message_version.PATH)
-    shown = error_response(error, is_anthropic=is_anthropic, request_id=_own_id(request))
+    shown = error_response(error, is_anthropic=is_anthropic, request_id=_shown_id(request))
     return web.Response(body=shown.body, status=shown.status, headers=shown.headers, content_type=CONTENT_TYPE)
 
 
@@ -254,6 +266,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 async def _answer(request: web.Request, front: Front, ticket: Ticket) -> web.StreamResponse:
     request[FORWARD] = ticket.forward
+    request[NAMES] = names_of({"model": ticket.forward.routed.model, "session_id": ticket.session})
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from pipeline.api.body_names import names_of
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_object
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.readers import READERS
-from pipeline.errors import InvalidRequest
+from pipeline.errors import InvalidRequest, StarlingError
 from stages.orchestrator.prefixes import block_hashes, prompt_text
 
 # The reader of each path's body.
@@ -51,7 +52,11 @@ def read_body(
     """Read the body of a request for `path`. Raises `InvalidRequest`, `TooLarge`."""
     fields: dict[str, Any] = parse_object(decompress(body, coding, max_bytes), content_type)
     reader = _READER_OF[path]
-    request = READERS[reader](fields)
+    try:
+        request = READERS[reader](fields)
+    except StarlingError as error:
+        error.names = names_of(fields)
+        raise
     is_stream, salt, session = False, "", None
     if isinstance(request, GenerationRequest):
         is_stream, salt, session = request.stream, request.cache_salt, request.session_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -280,3 +281,25 @@ def test_the_commands_of_an_operator(fleet: Fleet) -> None:
     assert "kv hit" in command("why", request_id) and MODEL in command("status") and "one" in command("models")
     assert "agent-joined" in command("events") and command("events", "--after", "999999", "--json") == []
     command("why", "req-unknown", code=1)
+
+
+def test_the_line_of_a_request_has_the_ids_and_names_also_of_a_refused_one(fleet: Fleet) -> None:
+    def line(body: dict[str, Any], name: str) -> dict[str, Any]:
+        fleet.post("/v1/generate", body, {**MINE, "X-Request-Id": name})
+        deadline = time.monotonic() + 60
+        while True:
+            for text in list(fleet.lines):
+                if name in text and (found := json.loads(text))["event"] == "request":
+                    return found
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    for body, name, expected in (
+        ({**BODY, "n": 99}, "name-1", (400, "INVALID_REQUEST", "n", MODEL, None)),
+        ({**BODY, "n": 99, "session_id": "s-1"}, "name-2", (400, "INVALID_REQUEST", "n", MODEL, "s-1")),
+        (BODY, "name-3", (200, None, None, MODEL, None)),
+    ):
+        found = line(body, name)
+        assert tuple(found[key] for key in ("status", "error", "param", "model", "session_id")) == expected
+        assert found["request_id"].startswith("req-")
+        assert (found["client_request_id"], found["tenant"]) == (name, "mine")
