@@ -2,7 +2,5 @@
 
 records.py   what an agent writes into the coordination store
 bodies.py    the bodies of the agent's HTTP API
-token.py     the secret that both sides have
-host_token.py  the secret of one agent, made from it
-proof.py     how both sides prove that they have it
+token.py     the secret that both sides present
 """

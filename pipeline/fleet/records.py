@@ -27,7 +27,6 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     url: str  # of its HTTP API, as http://HOST:PORT
     incarnation: str  # changes with each start of the agent: engines of an earlier one have ended
     version: int = VERSION
-    token_number: int = 0  # of the agent's token (host_token.py); 0: it has the fleet's
 
 
 def agent_key(agent_id: str) -> str:

@@ -1,4 +1,4 @@
-"""The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere. All but /health needs a token."""
+"""The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere, and a token for all but /health."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.config.schema import Config
 from pipeline.errors import InferenceError, ModelUnavailable, NotFound, StarlingError, TooLarge
-from pipeline.fleet import proof
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import (
     CacheLevel,
@@ -42,8 +41,6 @@ CONNECT_S = 5.0  # to an engine
 PASSED_ON = ("Content-Type", "Accept", "Idempotency-Key", "Last-Event-ID", "X-Request-Id", "Anthropic-Version")
 PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Request", "X-Starling-Cache")
 
-CLAIM = web.RequestKey("claim", proof.Claim)
-
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -54,17 +51,14 @@ class AgentApi:
         self,
         config: Config,
         token: str,
-        url: str,
         models: Models,
         lease: AgentLease,
         reporter: Reporter,
         metrics: AgentMetrics,
         session: HttpSession,
     ) -> None:
-        """`url`: under which orchestrators reach this agent."""
         self._config = config
         self._token = token
-        self._url = url
         self._models = models
         self._lease = lease
         self._reporter = reporter
@@ -174,13 +168,10 @@ class AgentApi:
         """The body. Raises `TooLarge`, a 408."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await request.read()
+                return await request.read()
         except TimeoutError:
             late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
             raise StarlingError("INVALID_REQUEST", late, status=408) from None
-        if (claim := request.get(CLAIM)) is not None:
-            claim.check_body(body)
-        return body
 
     async def _proxied(self, request: web.Request, engine: Engine, path: str, raw: bytes) -> web.StreamResponse:
         """Send the body to the engine, and its answer to the client as it comes."""
@@ -214,13 +205,13 @@ class AgentApi:
         try:
             try:
                 if request.path != "/health":
-                    self._authenticate(request)
+                    tokens.check(request.headers.get("Authorization"), self._token)
                 response = await handler(request)
             except web.HTTPException as rejected:
                 raise self._translated(request, rejected) from None
         except StarlingError as raised:
             status, error = raised.status, raised.code
-            return self._proved(request, _failed(raised))
+            return _failed(raised)
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
@@ -229,27 +220,12 @@ class AgentApi:
             return _failed(StarlingError("INTERNAL", "internal error of the agent; its log has the details"))
         else:
             status = response.status
-            return self._proved(request, response)
+            return response
         finally:
             known = request.match_info.route.resource
             self._metrics.answered(known.canonical if known is not None else "other", status)
             if error:
                 log.info("request refused", extra={"path": request.path[:200], "status": status, "code": error})
-
-    def _authenticate(self, request: web.Request) -> None:
-        """Check the token, or the proof that the sender has it. Raises `Unauthenticated`."""
-        header = request.headers.get("Authorization")
-        if header is None or not proof.is_signed(header):
-            tokens.check(header, self._token)
-            return
-        request[CLAIM] = proof.check_request(header, self._token, request.method, self._url + request.path)
-
-    def _proved(self, request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
-        """The response with this agent's proof, if the sender gave one and the whole body is known."""
-        claim = request.get(CLAIM)
-        if claim is not None and isinstance(response, web.Response) and isinstance(response.body, bytes):
-            response.headers[proof.HEADER] = proof.sign_answer(self._token, claim.nonce, response.status, response.body)
-        return response
 
     def _translated(self, request: web.Request, rejected: web.HTTPException) -> StarlingError:
         match rejected:

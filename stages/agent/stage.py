@@ -25,7 +25,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
 from pipeline.errors import ConfigError
-from pipeline.fleet import host_token, records
+from pipeline.fleet import records
 from pipeline.fleet import token as tokens
 from pipeline.runtime import run_dir
 from stages.agent.engines.fence import fence
@@ -59,13 +59,6 @@ class AgentStage:
         self._models_before = before.models if before is not None else ()
         self._previous = before.incarnation if before is not None else ""
         agent_id = config.fleet.agent.id or (before.agent_id if before is not None else new_agent_id())
-        self._host = host_token.read(self._token)
-        if self._host is not None and self._host.agent_id != agent_id:
-            raise ConfigError(
-                f"fleet.token has the token of agent {self._host.agent_id}, and this agent is {agent_id}: set "
-                "fleet.agent.id, or issue a token with `starling fleet token`",
-                "fleet.agent.id",
-            )
         self._stored = Stored(agent_id=agent_id, incarnation=secrets.token_hex(8), models=self._models_before)
 
     async def run(self, on_ready: Callable[[str, str], None]) -> int:
@@ -86,12 +79,7 @@ class AgentStage:
             # Engines are on this host: connections to them cost nothing, and streams must not wait for one.
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            record = records.AgentRecord(
-                agent_id=self._stored.agent_id,
-                url=url,
-                incarnation=self._stored.incarnation,
-                token_number=self._host.number if self._host is not None else 0,
-            )
+            record = records.AgentRecord(agent_id=self._stored.agent_id, url=url, incarnation=self._stored.incarnation)
             lease = AgentLease(store, record, agent.lease_ms / 1000, self._previous, clock=boot_clock)
             models = Models(
                 self.config,
@@ -104,7 +92,7 @@ class AgentStage:
                 lambda: lease.is_valid,
             )
             reporter = Reporter(self.config, self._stored, models, lease)
-            api = AgentApi(self.config, self._token, url, models, lease, reporter, AgentMetrics(), session)
+            api = AgentApi(self.config, self._token, models, lease, reporter, AgentMetrics(), session)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

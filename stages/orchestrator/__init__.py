@@ -13,14 +13,12 @@ front.py        a client's request before it is forwarded: keys, bounds, quotas,
 read_body.py    checks its body, and reads what routing uses
 request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
-handover.py     moves a stream from an agent that drains, after its successor has computed its prompt
 forward.py      a request on its way, and what was tried
 event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
 idle_models.py  models that have had no requests for a while
-agent_calls.py  calls of the agents' API
 model_changes.py  loads and unloads on agents
 store_follower.py  agents, cordons, placements and quotas as the store has them
 quotas/         quotas that hold for all orchestrators together

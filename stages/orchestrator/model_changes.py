@@ -8,19 +8,48 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingError
+from pipeline.fleet import token
 from pipeline.fleet.bodies import LoadModelRequest, UnloadModelRequest
 from pipeline.fleet.records import AgentRecord
-from stages.orchestrator.agent_calls import AgentCalls
 from stages.orchestrator.fleet_api import EventLog
+from stages.orchestrator.forward import read_error
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.upstream import Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
 LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
 RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
 REFUSED_S = 30.0  # after another error
+
+
+class AgentCalls:
+    """Calls of the agents' API, with the fleet's token."""
+
+    def __init__(self, client: Client, secret: str) -> None:
+        self._client = client
+        self._headers = {**token.authorization(secret), "Content-Type": CONTENT_TYPE}
+
+    async def post(self, url: str, body: bytes, timeout_s: float) -> bytes:
+        """The answer's body. Raises `StarlingError`: the agent's, or `ModelUnavailable`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._client.open("POST", url, self._headers, body)
+                try:
+                    raw = await read_whole(answer)
+                finally:
+                    answer.close()
+        except TimeoutError:
+            raise ModelUnavailable(f"{url} has not answered within {timeout_s:g} s") from None
+        except Unreachable as error:
+            raise ModelUnavailable(f"{url}: {error}") from None
+        if answer.status not in (200, 202):
+            code, message = read_error(raw)
+            raise StarlingError(code or "INTERNAL", message or f"{url} answers with {answer.status}")
+        return raw
 
 
 class ModelChanges:
@@ -70,7 +99,7 @@ class ModelChanges:
                     await self._unload(record, evict, f"makes room for {model}")
                 self._events.add("load", agent=agent_id, model=model)
                 try:
-                    await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
+                    await self._calls.post(record.url + "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
                     break
                 except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
                     evict = self._router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
@@ -106,7 +135,7 @@ class ModelChanges:
         self._events.add("unload", agent=record.agent_id, model=model, text=why)
         body = msgspec.json.encode(UnloadModelRequest(model_id=model, only_idle=True))
         try:
-            await self._calls.post(record, "/unload_model", body, self._timeout_ms / 1000)
+            await self._calls.post(record.url + "/unload_model", body, self._timeout_ms / 1000)
         except StarlingError as error:
             if error.code != Conflict.CODE:
                 raise

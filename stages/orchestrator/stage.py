@@ -39,20 +39,19 @@ from pipeline.coordination.address import open_store
 from pipeline.coordination.election import Election, Term
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import ConfigError, ModelUnavailable, StarlingError
-from pipeline.fleet import host_token, token
+from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
-from stages.orchestrator.agent_calls import AgentCalls
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
 from stages.orchestrator.idle_models import IdleModels
-from stages.orchestrator.model_changes import ModelChanges
+from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.placement import missing_loads
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
@@ -150,7 +149,6 @@ class OrchestratorStage:
         self.config = config
         bounds = config.fleet.orchestrator
         self._token = token.load_or_create(paths.fleet_token(config))
-        host_token.check_fleet(self._token)
         self._store: CoordinationStore = open_store(config)
         self._blobs: BlobStore = open_blobs(config)
         self.identity = f"{socket.gethostname()}-{bounds.port}"
@@ -213,7 +211,6 @@ class OrchestratorStage:
             self._start_poll,
             self._table_changed,
             self.quotas.apply,
-            self._calls.numbers,
         )
         self.fleet = self.follower.fleet = FleetApi(
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
@@ -348,7 +345,7 @@ class OrchestratorStage:
     async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
         cursors, is_down = self.router.prefixes.cursors(record.agent_id), not self.fleet.is_store_up
         body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=is_down, prefixes_after=cursors)
-        raw = await self._calls.post(record, "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
+        raw = await self._calls.post(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
             return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
         except DECODE_ERRORS as error:

@@ -20,7 +20,6 @@ import msgspec
 from pipeline.coordination.interface import Change, CoordinationStore, Event, Update
 from pipeline.errors import ConfigError, StorageUnavailable
 from pipeline.fleet import records
-from pipeline.fleet.host_token import TOKENS, IssuedToken
 from pipeline.fleet.records import AGENTS
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
@@ -48,7 +47,6 @@ class StoreFollower:
         on_joined: Callable[[str], object],
         on_change: Callable[[], object],
         apply_quotas: Callable[[Update], object],
-        token_numbers: dict[str, int],
     ) -> None:
         """`lose_agent(id, reason)`: its requests go on elsewhere. `on_joined(id)`: it is new, or has started anew."""
         self.fleet: FleetApi  # which shows placements and the store's state
@@ -60,7 +58,6 @@ class StoreFollower:
         self._on_joined = on_joined
         self._on_change = on_change
         self._apply_quotas = apply_quotas
-        self._token_numbers = token_numbers
         self._cordons: dict[str, Cordon] = {}
         self._missing: dict[str, float] = {}  # agents that answer and are not in the store: when they are forgotten
         self._recovered_until = float("-inf")  # until when missing agents may be an outage's doing
@@ -120,7 +117,6 @@ class StoreFollower:
                     self._gone(record.agent_id, may_be_outage=True)
             self._cordons = {}
             self.fleet.placements = {}
-            self._token_numbers.clear()
         for event in update.events:
             try:
                 await self._apply_event(event)
@@ -149,11 +145,6 @@ class StoreFollower:
             self._cordons.pop(agent, None)
             if event.value is not None:
                 self._cordons[agent] = msgspec.json.decode(event.value, type=Cordon)
-        elif event.key.startswith(TOKENS):
-            agent = event.key.removeprefix(TOKENS)
-            self._token_numbers.pop(agent, None)
-            if event.value is not None:
-                self._token_numbers[agent] = msgspec.json.decode(event.value, type=IssuedToken).number
         elif event.key.startswith(PLACEMENTS):
             self.fleet.placements.pop(event.key, None)
             if event.value is not None:

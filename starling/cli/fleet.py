@@ -10,7 +10,6 @@ import msgspec
 
 from pipeline.config.load import load
 from starling.cli.fleet_launchers import down, launched, logs
-from starling.cli.fleet_token import token
 from starling.cli.fleet_up import up
 from starling.cli.options import cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
@@ -47,7 +46,7 @@ def fleet() -> None:
     """Run and operate a fleet of agents."""
 
 
-for command in (up, down, launched, logs, token):
+for command in (up, down, launched, logs):
     fleet.add_command(command)
 
 

@@ -55,7 +55,6 @@ CHANGING = {
         "fleet uncordon",
         "fleet drain",
         "fleet place",
-        "fleet token",
     ),
     *("adapter load", "adapter unload", "keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),
 }

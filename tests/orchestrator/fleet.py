@@ -24,7 +24,7 @@ from pipeline.api.error_response import error_response
 from pipeline.coordination.interface import Change
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import Conflict, ResourceError, StarlingError
-from pipeline.fleet import bodies, proof, token
+from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
 from shm.pages import NUMERICS
 from tests.gateway.http_client import HttpClient
@@ -42,9 +42,6 @@ class TestAgent:
 
     def __init__(self, name: str, secret: str) -> None:
         self.name = name
-        self.token = secret
-        self.token_number = 0
-        self.is_impostor = False  # it answers without the right token
         self.incarnation = "1"
         self.engines: dict[str, Server] = {}
         self.cold: dict[str, Server] = {}  # engines that /load_model makes ready
@@ -67,11 +64,7 @@ class TestAgent:
                 if agent.is_silent:
                     self.close_connection = True
                     return
-                authorization = self.headers["Authorization"]
-                claim = proof.Claim(authorization.split()[1].partition(".")[0], "")
-                if not agent.is_impostor:
-                    claim = proof.check_request(authorization, agent.token, "POST", agent.signed_url + self.path)
-                    claim.check_body(given)
+                token.check(self.headers.get("Authorization"), secret)
                 status = 200
                 try:
                     body = agent.answer(self.path, given)
@@ -81,7 +74,6 @@ class TestAgent:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(body)))
-                self.send_header(proof.HEADER, proof.sign_answer(agent.token, claim.nonce, status, body))
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -92,7 +84,7 @@ class TestAgent:
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         self._thread.start()
-        self.url = self.signed_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, path: str, body: bytes) -> bytes:
         if path == "/heartbeat":
@@ -231,13 +223,11 @@ class Fleet(HttpClient):
         self.register(agent)
         return agent
 
-    def register(self, agent: TestAgent, health: str = "READY") -> None:
-        record = AgentRecord(
-            agent_id=agent.name, url=agent.url, incarnation=agent.incarnation, token_number=agent.token_number
-        )
+    def register(self, agent: TestAgent) -> None:
+        record = AgentRecord(agent_id=agent.name, url=agent.url, incarnation=agent.incarnation)
         self.write(agent_key(agent.name), encode(record))
         self.wait(
-            lambda state: any(one["agent_id"] == agent.name and one["health"] == health for one in state["agents"])
+            lambda state: any(one["agent_id"] == agent.name and one["health"] == "READY" for one in state["agents"])
         )
 
     def wait(self, holds: Any) -> dict[str, Any]:
