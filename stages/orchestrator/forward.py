@@ -105,7 +105,7 @@ class Tries:
         self.excluded: set[str] = set()  # that have just failed it
         self.unfit: set[str] = set()  # that cannot load its model
         self.version = ""  # that has begun the answer
-        self.was_lost = False  # an engine died under it
+        self.was_lost = False  # an engine died under it, or it has left one
         self.successor = ""  # the agent that has computed its prompt and tokens for it
         self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered

@@ -5,7 +5,9 @@
     again    with the tokens that have come meanwhile, until that takes little time
     switch   the stream leaves its engine, and goes on at the successor as after a death: prompt and tokens are cached
 
-The copy's events are not forwarded.  Whatever fails on the way, the stream is moved all the same.  Without sockets.
+The copy's events are not forwarded.  While no successor takes one, the stream stays where it is, as its engine can
+still answer, and it is tried again.  Only a successor that cannot continue from tokens gets the stream without a copy.
+Without sockets.
 """
 
 from __future__ import annotations
@@ -29,8 +31,14 @@ log = logging.getLogger("starling.orchestrator")
 
 MAX_ROUNDS = 3  # copies of one request
 QUICK_S = 0.1  # to the first new token, after which another copy would gain nothing
-WARM_S = 30.0  # for a copy; a stream whose prompt takes longer is moved without
+WARM_S = 30.0  # for all copies of one request; pages of a prompt that takes longer stay cached for the next attempt
+RETRY_S = 2.0  # after an attempt has failed
 MAX_AT_ONCE = 4  # handovers: more copies would delay each other, and the successors' own streams
+
+
+class _CannotWarmError(Exception):
+    """The successor computes a stream from its prompt alone."""
+
 
 Send = Callable[[Route, Forward, bytes], Awaitable[Answer]]
 
@@ -62,7 +70,7 @@ class Handovers:
         tries: Tries,
         switch: Callable[[], object],
     ) -> bool:
-        """Warm a successor, then call `switch`. False if that is under way for `moved` already."""
+        """Warm a successor, then call `switch`. False if that is under way for `moved`, or has just failed."""
         if moved in self._tasks:
             return False
         task = asyncio.get_running_loop().create_task(self._run(agent_id, forward, output, tries, switch))
@@ -87,17 +95,33 @@ class Handovers:
         self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries, switch: Callable[[], object]
     ) -> None:
         async with self._turns:
-            try:
+            error = await self._warm_up(agent_id, forward, output, tries)
+        if error is None:
+            switch()
+            return
+        tries.successor = ""
+        log.warning(
+            "a stream stays at an agent that drains",
+            extra={"request_id": forward.id, "agent": agent_id, "reason": str(error) or "no answer in time"},
+        )
+        await asyncio.sleep(RETRY_S)
+
+    async def _warm_up(self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries) -> Exception | None:
+        """Warm a successor until another copy would gain nothing. What failed, if the stream cannot go there now."""
+        try:
+            async with asyncio.timeout(WARM_S):
                 for _ in range(MAX_ROUNDS):
                     begun = self._clock()
-                    async with asyncio.timeout(WARM_S):
-                        tries.successor = await self._warm(agent_id, forward, output, tries)
+                    tries.successor = await self._warm(agent_id, forward, output, tries)
                     if self._clock() - begun <= QUICK_S:
                         break
-            except (Unreachable, StarlingError, TimeoutError) as error:
-                facts = {"request_id": forward.id, "reason": str(error) or type(error).__name__}
-                log.warning("a stream is moved without warming", extra=facts)
-            switch()
+        except _CannotWarmError:
+            pass
+        except TimeoutError as error:
+            return None if tries.successor else error
+        except (Unreachable, StarlingError) as error:
+            return error
+        return None
 
     async def _warm(self, agent_id: str, forward: Forward, output: OutputRecord, tries: Tries) -> str:
         """Let another agent compute the prompt and the tokens so far; which one. Raises what the exchange raises."""
@@ -106,8 +130,10 @@ class Handovers:
             forward.routed, excluded=excluded, version=tries.version, pinned=tries.successor
         )
         route = self._router.choose(routed, "warm")
-        if route.engine is None or not route.engine.can_continue:
-            raise Unreachable(f"agent {route.agent_id} cannot continue from tokens")
+        if route.engine is None:
+            raise Unreachable(f"agent {route.agent_id} has no engine with the model")
+        if not route.engine.can_continue:
+            raise _CannotWarmError
         copy = _copy(forward, routed)
         known = output.counts()
         self._router.begin(route, copy.routed)
@@ -152,3 +178,4 @@ async def _read_new_token(answer: Answer, known: list[int]) -> None:
                     return
         if len(rest) > MAX_EVENT_BYTES:
             raise Unreachable("an event does not end")
+    raise Unreachable("the copy has ended without a new token")

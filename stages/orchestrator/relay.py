@@ -305,9 +305,12 @@ class Relay:
         """An engine or its agent has died, or sent something that is no answer; or the request is moved."""
         if tries.is_moving:
             tries.is_moving = False
+            tries.was_lost = True
             self.moves["moved"] += 1
             tries.failed(route.agent_id)
             return
+        if tries.successor == route.agent_id:
+            tries.successor = ""
         self._registry.suspect(route.agent_id, reason)
         self.moves["lost"] += 1
         error = ModelUnavailable(

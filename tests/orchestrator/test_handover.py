@@ -121,17 +121,25 @@ def test_a_stream_goes_on_while_its_successor_computes(stream: Stream) -> None:
         time.sleep(0.005)  # until the old engine has stopped, too
 
 
-def test_a_stream_moves_although_its_successor_refuses_the_copy(fleet: Fleet, engines: list[Server]) -> None:
+def test_a_stream_stays_while_its_successor_refuses_the_copy(fleet: Fleet, engines: list[Server]) -> None:
     stream = Stream(fleet, engines, STREAM)
-    name = stream.name
-    stream.new.peers.generator.refuse = lambda frame: (
-        None if frame.request == name else m.Rejected(frame.sequence, "INTERNAL", "refused by the test")
-    )
+    refused: list[str] = []
+
+    def refuse(frame: m.Submit) -> m.Rejected:
+        refused.append(frame.request)
+        return m.Rejected(frame.sequence, "INTERNAL", "refused by the test")
+
+    stream.new.peers.generator.refuse = refuse
     stream.drain()
+    while not refused:
+        time.sleep(0.005)
+    stream.go_on(4)
+    assert stream.name not in refused
+    stream.new.peers.generator.refuse = lambda frame: None
     hold(stream.new, False)
     stream.received += stream.response.read()
     assert plain(stream.received) == plain(stream.undisturbed)
-    hold(stream.old, False)
+    assert stream.name in {frame.request for frame in stream.submitted()}
     stream.close()
 
 
