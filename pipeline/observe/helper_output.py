@@ -10,11 +10,13 @@ A loop of asyncio watches the pipe after `watch`; any other caller watches `fd` 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import asyncio  # with ssl it is 3 MB, which stages without a loop of it do not need
 
 READ_BYTES = 65_536  # at once: one that prints all the time must not hold the stage's loop
 MAX_LINE_BYTES = 4_096  # a longer line is logged in parts
