@@ -48,7 +48,7 @@ def test_the_documented_plan_fires(tmp_path: Path) -> None:
     with Server(tmp_path, config, {"STARLING_FAULTS": PLAN}) as server:
         disturbed = [ask(server, n) for n in range(30)]
         for said in (
-            "worker ended with code 1",
+            "ended with code 1",
             "was stopped (SIGSTOP) and has been killed",
             "frames from it were lost",
         ):
