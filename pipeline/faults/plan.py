@@ -173,8 +173,10 @@ def _strike(fault: Fault, strike: Strike, installed: Path) -> None:
     record = strike._replace(when_ns=time.monotonic_ns())
     replace_file(installed.with_name(STRUCK), json.dumps(record).encode())
     for pid, ticks in sorted(fault.targets, key=lambda target: target[0] == os.getpid()):
+        # Ranks of one model end together: the first signal may have ended the second target.
         if process_ticks(pid) == ticks:
-            os.kill(pid, _SIGNALS[fault.action])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, _SIGNALS[fault.action])
 
 
 def read_strike(run_dir: Path) -> Strike | None:

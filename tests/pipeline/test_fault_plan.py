@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import ConfigError
-from pipeline.faults import points
+from pipeline.faults import plan, points
 from pipeline.faults.plan import (
     POINTS,
     Fault,
@@ -221,3 +221,20 @@ def test_without_a_plan_the_plan_module_is_not_imported() -> None:
     )
     env = {name: value for name, value in os.environ.items() if name != "STARLING_FAULTS"}
     assert subprocess.run([sys.executable, "-c", script], env=env, check=False).returncode == 0
+
+
+def test_a_target_that_ends_with_the_one_before_it_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after its start time was read: the process that strikes answers a request, and goes on."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(60)
+    monkeypatch.setattr(plan, "process_ticks", lambda pid: 7)
+    path, follower = tmp_path / points.FILE, points.LivePlanFollower(tmp_path)
+    point = points.fault_point("scheduler", "queued")
+    try:
+        install(path, f"scheduler:kill({gone.pid}.7)@queued=1")
+        follower.poll()
+        point.count("a", "x")
+        assert read_strike(tmp_path) is not None
+    finally:
+        path.unlink(missing_ok=True)
+        follower.poll()
