@@ -35,12 +35,11 @@ WARM_S = 30.0  # for all copies of one request; pages of a prompt that takes lon
 RETRY_S = 2.0  # after an attempt has failed
 MAX_AT_ONCE = 4  # handovers: more copies would delay each other, and the successors' own streams
 
+Send = Callable[[Route, Forward, bytes], Awaitable[Answer]]
+
 
 class _CannotWarmError(Exception):
     """The successor computes a stream from its prompt alone."""
-
-
-Send = Callable[[Route, Forward, bytes], Awaitable[Answer]]
 
 
 class Handovers:
