@@ -6,6 +6,7 @@ import json
 import time
 import tracemalloc
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -52,7 +53,9 @@ def chats(content: st.SearchStrategy[str]) -> st.SearchStrategy[list[dict[str, A
 
 
 def encode(template: ChatTemplate, *arguments: Any) -> list[int]:
-    chat = template.render(*arguments)
+    # Collecting the garbage of a process with thousands of tests may take longer than a rendering is allowed to.
+    with patch.object(template_budget, "MAX_CPU_S", 60.0):
+        chat = template.render(*arguments)
     return VOCABULARY.encode(chat.text, True, add_bos=True, marks=chat.marks)
 
 
