@@ -52,7 +52,7 @@ test-emulated: $(VENV)/.locked-dev ## every format's kernels on an emulated CPU 
 	  --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS); done
 
 kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
-	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py $(ARGS)
+	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py tests/e2e/test_reload.py $(ARGS)
 
 disk-faults: $(VENV)/.locked-dev ## every operation on every state file fails in every way; some minutes
 	@STARLING_DISK_FAULTS=all $(BIN)/python -m pytest -q tests/kv/test_disk_faults.py $(ARGS)
