@@ -69,6 +69,7 @@ TOKENS = (
 TTFT = quantiles("starling_time_to_first_token_seconds", OF_MODEL, "model", "{{model}}")
 STEP = quantiles("starling_step_seconds", OF_MODEL, "model, phase", "{{model}} {{phase}}")
 TPOT = quantiles("starling_time_per_output_token_seconds", OF_MODEL, "model", "{{model}}")
+GAPS = quantiles("starling_inter_token_seconds", OF_MODEL, "model", "{{model}}")
 STAGES_UP = ((f"min by (stage) (starling_stage_ready{{{OF_SERVER}}})", "{{stage}}"),)
 BATCH = (
     (
@@ -153,11 +154,8 @@ DASHBOARDS = (
                 ),
             ),
             (
-                Panel(
-                    "Duration of a step",
-                    "s",
-                    STEP,
-                ),
+                Panel("Gaps between tokens", "s", GAPS),
+                Panel("Duration of a step", "s", STEP),
                 Panel(
                     "Ended sequences",
                     "short",

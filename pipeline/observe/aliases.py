@@ -135,7 +135,7 @@ VLLM = (
         "Mean time between two output tokens of a request.",
     ),
     _histogram(
-        "vllm:inter_token_latency_seconds", "starling_time_per_output_token_seconds", "The same, under its newer name."
+        "vllm:inter_token_latency_seconds", "starling_inter_token_seconds", "Each gap between two output tokens."
     ),
     _histogram(
         "vllm:request_queue_time_seconds", "starling_queue_wait_seconds", "Time from arrival to the first step."

@@ -49,6 +49,13 @@ FAMILIES: dict[str, Family] = {
             ("model",),
             SECONDS,
         ),
+        Family(
+            "starling_inter_token_seconds",
+            "histogram",
+            "Each gap between two output tokens of a sequence; 0 between tokens that came together.",
+            ("model",),
+            SECONDS,
+        ),
         Family("starling_tenant_requests_total", "counter", "HTTP requests answered, by tenant.", ("tenant",)),
         Family(
             "starling_tenant_request_tokens_total",

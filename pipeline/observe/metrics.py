@@ -101,11 +101,11 @@ class Metrics:
         """Set a gauge, or a counter whose total the stage maintains."""
         self._find(name, labels).value = value
 
-    def observe(self, name: str, value: float, *labels: str) -> None:
-        """Add one value to a histogram."""
+    def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
+        """Add a value to a histogram, `times` times."""
         series = self._find(name, labels)
-        series.counts[bisect_left(FAMILIES[name].bounds, value)] += 1
-        series.value += value
+        series.counts[bisect_left(FAMILIES[name].bounds, value)] += times
+        series.value += value * times
 
     def put(self, name: str, bounds: Sequence[float], counts: Sequence[int], total: float, *labels: str) -> None:
         """Set a histogram that the stage maintains; its buckets are added to the family's.

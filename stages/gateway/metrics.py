@@ -1,6 +1,6 @@
 """The gateway's own metrics, and the figures of /health.
 
-Updated once for each request, never for each token. Names and labels are defined in
+Updated once for each request, and by the frame of tokens for the gaps between them. Names and labels are defined in
 pipeline/observe/metric_families.py; the metrics of the other stages reach /metrics through their snapshots.
 """
 
@@ -20,6 +20,7 @@ from stages.gateway.tracing.otlp_exporter import OtlpExporter
 from stages.gateway.tracing.trace_context import TraceContext
 
 MEASURE_S = 1.0  # between two measurements of memory
+GAPS = "starling_inter_token_seconds"
 
 
 class GatewayMetrics:
@@ -67,6 +68,20 @@ class GatewayMetrics:
         if tenant:
             self.numbers.add("starling_tenant_requests_total", tenant)
 
+    def gaps(self, request: RequestState, gap_s: float | None, tokens: int) -> None:
+        """Count the gaps of tokens that came together: before the first of them `gap_s`, between the others none.
+
+        `gap_s` None: no token of the sequence came before, or it came to this gateway's predecessor.
+        """
+        if request.is_probe:
+            return
+        model = request.spec.model
+        if gap_s is not None:
+            self.numbers.observe(GAPS, gap_s, model)
+            request.longest_gap_s = max(request.longest_gap_s, gap_s)
+        if tokens > 1:
+            self.numbers.observe(GAPS, 0.0, model, times=tokens - 1)
+
     def ended(self, request: RequestState) -> None:
         """Count a request for text that has ended."""
         self.prompt_tokens += request.prompt_tokens
@@ -79,7 +94,10 @@ class GatewayMetrics:
             waited = begun - request.started_at
             self._observe("starling_time_to_first_token_seconds", waited, request)
         longest = max((len(sequence.tokens) for sequence in request.sequences), default=0)
-        if begun and longest > 1:
+        if request.longest_gap_s:
+            source = source_of(request.spec.trace, request.id)
+            self.exemplars.add(GAPS, request.longest_gap_s, source, request.spec.model)
+        if begun and longest > 1 and request.response_cache != HIT:  # a stored answer was not generated
             between_s = (self._clock() - begun) / (longest - 1)
             self._observe("starling_time_per_output_token_seconds", between_s, request)
 

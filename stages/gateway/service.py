@@ -130,6 +130,7 @@ class Service:
             on_text_complete=lambda request: self.sessions.commit(request) or self.responses.commit(request),
             open_filter=self._open_filter if self.plugins is not None else None,
         )
+        self.relay.count_gaps = self.metrics.gaps
         self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
         self.responses = Responses(self.relay, StoredResponses(responses_path, config.stored_responses, steady))

@@ -34,7 +34,11 @@ def test_a_live_server_exports_the_documented_names(demo_server: Server) -> None
         assert (family.type, family.documentation) == (kind, meaning)
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(labels), sample
-    for name in ("starling_time_to_first_token_seconds", "starling_time_per_output_token_seconds"):
+    for name in (
+        "starling_time_to_first_token_seconds",
+        "starling_time_per_output_token_seconds",
+        "starling_inter_token_seconds",
+    ):
         assert any(sample.value for sample in exported[name].samples), name
     for name in ("starling_http_bytes_total", "starling_heartbeats_total", "starling_edge_bytes_total"):
         assert any(sample.value for sample in exported[name].samples), name

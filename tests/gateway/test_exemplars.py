@@ -24,6 +24,7 @@ NAMES = {
     "starling_request_duration_seconds": {"endpoint": "/v1/completions"},
     "starling_time_to_first_token_seconds": {"model": MODEL},
     "starling_time_per_output_token_seconds": {"model": MODEL},
+    "starling_inter_token_seconds": {"model": MODEL},
 }
 BODY = {"model": MODEL, "prompt": "abc", "max_tokens": 12, "seed": 1, "ignore_eos": True}
 

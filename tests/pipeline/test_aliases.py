@@ -39,7 +39,7 @@ def exported(tmp_path: Path, *aliases: str, empty: bool = False) -> dict[str, di
             metrics.set("starling_kv_cache_pages", pages * times, model, state)
         for reason, count in {"stop": 5, "length": 6, "timeout": 1, "cancelled": 2}.items():
             metrics.set("starling_finished_total", count * times, model, reason)
-        for name in ("time_to_first_token", "time_per_output_token", "queue_wait"):
+        for name in ("time_to_first_token", "time_per_output_token", "inter_token", "queue_wait"):
             metrics.observe(f"starling_{name}_seconds", 0.02, model)
         for size in (1, 3):
             metrics.observe("starling_batch_size", size, model)

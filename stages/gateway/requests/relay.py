@@ -26,7 +26,7 @@ from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, 
 from stages.gateway.requests.output import SequenceOutput, restore_output
 from stages.gateway.requests.overtime import OVERTIME_S, timeout_message
 from stages.gateway.requests.reasoning_budget import end_reasoning, is_over_budget
-from stages.gateway.requests.sequence_events import record_decoding, record_first_token
+from stages.gateway.requests.sequence_events import GapCounter, record_decoding, record_tokens
 from stages.gateway.requests.sequence_text import emit, is_complete
 from stages.gateway.requests.state import (
     Filter,
@@ -78,6 +78,7 @@ class Relay:
         self.requests: dict[str, RequestState] = {}
         self.sequences: dict[str, SequenceState] = {}
         self.vocabularies: dict[str, TokenBytes] = {}  # by `RequestSpec.vocabulary`, least recently used first
+        self.count_gaps: GapCounter | None = None
         self._send_scheduler = send_scheduler
         self._clock = clock
         self._on_end = on_end
@@ -261,8 +262,7 @@ class Relay:
             return False
         fresh = new.tokens[have - new.start :] if new.start < have else new.tokens
         if fresh:
-            if not have:
-                record_first_token(sequence, self._clock())
+            record_tokens(sequence, len(fresh), self._clock(), self.count_gaps)
             tokens.extend(fresh)
             self._tokens += len(fresh)
             if new.logprobs:

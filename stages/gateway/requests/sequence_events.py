@@ -1,13 +1,30 @@
-"""What the timeline of a request has of each of its sequences. Times are seconds of the gateway's monotonic clock."""
+"""What is recorded of each sequence: its part of the timeline, and the gaps between its tokens.
+
+Times are seconds of the gateway's monotonic clock.
+"""
 
 from __future__ import annotations
 
-from stages.gateway.requests.state import SequenceState
+from collections.abc import Callable
+
+from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
 
 
-def record_first_token(sequence: SequenceState, now: float) -> None:
-    """The first token has come."""
+# Counts the gap before some tokens that came together (None: there is none to measure), and their number.
+GapCounter = Callable[[RequestState, float | None, int], None]
+
+
+def record_tokens(sequence: SequenceState, count: int, now: float, count_gaps: GapCounter | None) -> None:
+    """`count` new tokens have come; call it before they are added to the sequence's tokens."""
+    if not sequence.tokens:
+        _record_first_token(sequence, now)
+    last, sequence.last_token_at = sequence.last_token_at, now
+    if count_gaps is not None:
+        count_gaps(sequence.request, now - last if last else None, count)
+
+
+def _record_first_token(sequence: SequenceState, now: float) -> None:
     sequence.first_token_at = now
     trace = sequence.request.trace
     if trace is not None:

@@ -102,6 +102,7 @@ class SequenceState:
         "is_flushed",
         "is_started",
         "is_submitted",
+        "last_token_at",
         "logprobs",
         "n_emitted",
         "n_prompt",
@@ -138,6 +139,7 @@ class SequenceState:
         self.cached_tokens = 0  # prompt tokens that came from the KV cache
         self.accepted = 0  # draft tokens, once it has its finish reason
         self.first_token_at = 0.0  # s, monotonic; 0.0: no token yet
+        self.last_token_at = 0.0  # of a token from the scheduler of this gateway's life; 0.0: none yet
         # Submission to the scheduler.
         self.is_submitted = False
         self.is_started = False  # the scheduler has taken it out of its queue and computes its prompt
@@ -210,6 +212,7 @@ class RequestState:
         self.response_cache = ""  # hit, miss or bypass; "": the cache is off
         self.response_key: ResponseKey | None = None  # to store the answer under
         self.trace: RequestTrace | None = None  # its timeline, if one is recorded
+        self.longest_gap_s = 0.0  # between two output tokens of a sequence
 
     def _prompt_scores(self) -> dict[int, PromptScores]:
         """By index in `RequestSpec.prompts`; the first sequence of a prompt computes them. Empty: none are wanted."""
