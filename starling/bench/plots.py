@@ -12,6 +12,7 @@ from starling.bench.response import Response
 
 INK, SECOND = "#0b6e4f", "#c1666b"
 BINS = 100  # of the time line
+FILES = ("latency.png", "between_tokens.png", "timeline.png")
 
 
 def missing_packages() -> str:
@@ -25,19 +26,19 @@ def can_plot() -> bool:
 
 
 def write_plots(run: Run, directory: Path) -> list[Path]:
-    """latency.png, between_tokens.png and timeline.png in `directory`. Returns what was written."""
+    """The `FILES` in `directory`. Returns what was written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     directory.mkdir(parents=True, exist_ok=True)
     complete = [response for response in run.responses if response.is_complete]
     paths = []
-    for name, draw in (("latency", _latency), ("between_tokens", _between), ("timeline", _timeline)):
+    for name, draw in zip(FILES, (_latency, _between, _timeline), strict=True):
         figure = Figure(figsize=(6, 4))
         FigureCanvasAgg(figure)
         draw(figure.subplots(), run, complete)
         figure.tight_layout()
-        paths.append(directory / f"{name}.png")
+        paths.append(directory / name)
         figure.savefig(paths[-1], dpi=120)
     return paths
 

@@ -29,6 +29,7 @@ from starling.bench.response import ClientRequest, Response
 from starling.cli import terminal
 from starling.cli.generation_options import Choice, choose_key, choose_model, server_for
 from starling.cli.options import Seconds, cacert_option, exit_codes
+from starling.cli.result_file import claimed, make_directory, write
 from starling.cli.run_command import EXIT_INTERRUPTED
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
@@ -216,9 +217,19 @@ def bench(url: str | None, model: str | None, seed: int, key: str | None, **opti
     """
     if options["plots_dir"] and not plots.can_plot():
         raise click.UsageError(plots.missing_packages())
-    if options["json_file"] and not options["json_file"].absolute().parent.is_dir():
-        raise click.UsageError(f"--json {options['json_file']}: there is no such directory")
     fields = {"temperature": options["temperature"], **read_fields(options["fields"])}
+    drawings: list[Path] = []
+    if options["plots_dir"]:
+        make_directory("--plots", options["plots_dir"])
+        drawings = [options["plots_dir"] / name for name in plots.FILES]
+    with claimed("--json", *filter(None, [options["json_file"]])), claimed("--plots", *drawings):
+        return _measure(url, model, seed, key, fields, options)
+
+
+def _measure(
+    url: str | None, model: str | None, seed: int, key: str | None, fields: dict[str, Any], options: dict[str, Any]
+) -> int:
+    """The measurement, its report and the exit code."""
     config = load()
     try:
         loop = read_loop(options)
@@ -258,7 +269,7 @@ def bench(url: str | None, model: str | None, seed: int, key: str | None, **opti
     )
     show(report, loop)
     if options["json_file"]:
-        options["json_file"].write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+        write(options["json_file"], msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options["plots_dir"]:
         for path in plots.write_plots(run, options["plots_dir"]):
             click.echo(f"wrote {path}")

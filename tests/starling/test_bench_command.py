@@ -16,6 +16,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pipeline.errors import ModelUnavailable
 from starling.bench import plots
 from starling.cli.bench import bench
 from starling.cli.run_command import EXIT_INTERRUPTED
@@ -208,13 +209,35 @@ def test_an_open_loop_has_no_more_than_its_requests(server: Server, home: Path, 
         (["http://127.0.0.1:1", "--prompt-tokens", "many"], "expected N, uniform:LOW:HIGH"),
         (["http://127.0.0.1:1", "--field", "x"], "expected NAME=JSON"),
         (["127.0.0.1:1"], "URL '127.0.0.1:1': expected http://HOST:PORT"),
-        (["http://127.0.0.1:1", "--json", "no/such/file"], "there is no such directory"),
+        (["http://127.0.0.1:1", "--json", "no/such/file"], "--json no/such/file: No such file or directory"),
+        (["http://127.0.0.1:1", "--json", "/proc/figures.json"], "--json /proc/figures.json: "),
+        (["http://127.0.0.1:1", "--json", "/proc/version"], "--json /proc/version: "),
+        (["http://127.0.0.1:1", "--plots", "/proc/plots"], "--plots /proc/plots: "),
     ],
 )
 def test_wrong_usage_is_refused_before_anything_is_sent(arguments: list[str], message: str, home: Path) -> None:
     done = run(*arguments, "--model", "m")
     assert done.exit_code == 2
     assert message in done.output
+
+
+def test_a_run_without_a_result_leaves_no_empty_file(home: Path, tmp_path: Path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("of another run")
+    for file in (old, new):
+        with pytest.raises(ModelUnavailable):
+            run("http://127.0.0.1:1", "--model", "m", "--json", file)
+    assert old.read_text() == "of another run"
+    assert not new.exists()
+
+
+def test_a_file_that_cannot_be_written_any_more_is_named(server: Server, home: Path) -> None:
+    """A device that is full once it is written: the figures are printed all the same."""
+    command = [sys.executable, "-m", "starling", "bench", server.url, "--requests", "2", "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 1
+    assert "2 of 2 requests complete" in done.stdout
+    assert done.stderr == "starling: /dev/full: No space left on device; the result was not written\n"
 
 
 def test_plots_without_matplotlib_are_refused_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
 
-
 # Counts the gap before some tokens that came together (None: there is none to measure), and their number.
 GapCounter = Callable[[RequestState, float | None, int], None]
 

@@ -1,0 +1,56 @@
+"""Files for the results of long commands: whether they can be written is known before the work."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from pipeline.errors import StarlingError
+
+
+@contextlib.contextmanager
+def claimed(option: str, *paths: Path) -> Iterator[None]:
+    """Check that the files of `option` can be written. Those made for it that stay empty are removed in the end.
+
+    What exists keeps its contents; of pipes and devices nothing is opened. Raises `click.UsageError`.
+    """
+    made = [path for path in paths if not path.exists()]
+    checked = []
+    try:
+        for path in paths:
+            if path in made or path.is_file():
+                checked.append(path)
+                with _as_usage(option, path), path.open("ab"):
+                    pass
+        yield
+    finally:
+        for path in checked:
+            if path in made:
+                with contextlib.suppress(OSError):
+                    if not path.stat().st_size:
+                        path.unlink()
+
+
+def make_directory(option: str, directory: Path) -> None:
+    """Make the directory of `option` if it is not there. Raises `click.UsageError`."""
+    with _as_usage(option, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def _as_usage(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise click.UsageError(f"{option} {path}: {error.strerror}; name one that can be written") from None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write the result. Raises `StarlingError`."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise StarlingError("STORAGE_UNAVAILABLE", f"{path}: {error.strerror}; the result was not written") from None
