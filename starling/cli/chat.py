@@ -73,8 +73,7 @@ def chat(model: str | None, stats: bool, no_history: bool, **options: Any) -> in
             if not sys.stdin.isatty() or not sys.stdout.isatty():
                 return loop.converse(_piped_line, is_interactive=False)
             terminal.note(f"{name} at {address}; /help lists the commands, Ctrl-D ends")
-            with _Editor(history) as editor:
-                return loop.converse(editor.line)
+            return loop.converse(_Editor(history).line)
     except InvalidRequest as error:
         click.echo(f"starling: {error.message}", err=True)
         return EXIT_USAGE
@@ -179,32 +178,34 @@ class _Editor:
         except ImportError:  # an interpreter that was built without it
             return
         self._readline = readline
-
-    def __enter__(self) -> _Editor:
-        if self._readline is None:
-            return self
-        self._readline.set_completer(complete)
-        self._readline.set_completer_delims(" ")
-        self._readline.parse_and_bind("tab: complete")
-        self._readline.set_history_length(HISTORY_LINES)
-        if self._history is not None:
+        readline.set_completer(complete)
+        readline.set_completer_delims(" ")
+        readline.parse_and_bind("tab: complete")
+        readline.set_history_length(HISTORY_LINES)
+        if history is not None:
             with contextlib.suppress(OSError):
-                self._readline.read_history_file(self._history)
-        return self
+                readline.read_history_file(history)
 
-    def __exit__(self, *exc: object) -> None:
-        if self._readline is None or self._history is None:
+    def _keep(self, lines: int) -> None:
+        """Append the last `lines` of the history to its file: a closed terminal, which is a SIGHUP, costs none."""
+        if not lines or self._history is None:
             return
         with contextlib.suppress(OSError):
             # What was typed is for its author alone: the file exists with mode 0600 before anything is in it.
             os.close(os.open(self._history, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._readline.write_history_file(self._history)
+            if hasattr(self._readline, "append_history_file"):
+                self._readline.append_history_file(lines, self._history)
+            else:  # libedit
+                self._readline.write_history_file(self._history)
 
     def line(self, is_continued: bool) -> str | None:
         """The next line; None at Ctrl-D. Ctrl-C discards what was typed."""
         while True:
+            before = self._length()
             try:
-                return input(CONTINUED if is_continued else PROMPT)
+                line = input(CONTINUED if is_continued else PROMPT)
+                self._keep(self._length() - before)
+                return line
             except EOFError:
                 click.echo()
                 return None
@@ -212,6 +213,9 @@ class _Editor:
                 click.echo("\n(Ctrl-D or /bye ends)")
                 if is_continued:
                     raise Discarded from None
+
+    def _length(self) -> int:
+        return self._readline.get_current_history_length() if self._readline is not None else 0
 
 
 def complete(text: str, state: int) -> str | None:

@@ -206,8 +206,8 @@ def test_a_chat_on_a_terminal(server: Server) -> None:
         os.write(master, b"/sett\n")
         wait_for("no command /sett; /help lists them")
         wait_for(">>> ")
-        os.write(master, b"\x04")
-        assert process.wait(60) == 0
+        process.send_signal(signal.SIGHUP)  # the terminal is closed
+        assert process.wait(60) == -signal.SIGHUP
     finally:
         process.kill()
         process.wait()
