@@ -20,8 +20,8 @@ import pytest
 
 from pipeline.models.pretokenizers import _GROUPS, PRETOKENIZERS
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
-from tests.tokenizer.lines import make_lines
 from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec
+from tools.reference.lines import make_lines
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 from tools.vocabulary_gguf import write_vocabulary
 

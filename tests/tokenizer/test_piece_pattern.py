@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import Sequence, Split
 from pipeline.models.pretokenizers import _GROUPS, PreTokenizer
 from stages.tokenizer.piece_pattern import PiecePattern, piece_pattern
 from stages.tokenizer.unicode_classes import CLASSES, CODE_POINTS, runs
-from tests.tokenizer.lines import make_lines
+from tools.reference.lines import make_lines
 
 PRES = {names.split()[0]: pre for pre, names in _GROUPS.items()}
 SURROGATES = range(0xD800, 0xE000)

@@ -21,8 +21,8 @@ from stages.tokenizer.service import TokenizerModel, TokenizerService
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.token_lower_bound import min_tokens
 from stages.tokenizer.vocabulary import TokenizerSpec, TooManyTokens, Vocabulary
-from tests.tokenizer.lines import CASES, MARKS, SPACES, make_lines
 from tests.tokenizer.trained import CONTROL, USER_DEFINED, sentencepiece_spec
+from tools.reference.lines import CASES, MARKS, SPACES, make_lines
 
 VOCABULARIES = {prefix: Vocabulary(sentencepiece_spec(prefix)) for prefix in (True, False)}
 NAMES = [*CONTROL, *USER_DEFINED, "<unk>"]

@@ -21,9 +21,9 @@ from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.normalizer import Normalizer, Spaces
 from stages.tokenizer.token_lower_bound import min_tokens
 from stages.tokenizer.vocabulary import TokenizerSpec, TooManyTokens, Vocabulary
-from tests.tokenizer.lines import CASES, MARKS, SPACES, make_lines
 from tests.tokenizer.trained import CONTROL, REPLACED, USER_DEFINED, unigram_spec
 from tools.charsmap_writer import write_charsmap
+from tools.reference.lines import CASES, MARKS, SPACES, make_lines
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 from tools.vocabulary_gguf import write_vocabulary
 

@@ -14,8 +14,8 @@ from pipeline.models.vocabularies import SPACE
 from stages.tokenizer import wordpiece, wordpiece_characters
 from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.vocabulary import Vocabulary
-from tests.tokenizer.lines import make_lines
 from tests.tokenizer.trained import wordpiece_spec
+from tools.reference.lines import make_lines
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 from tools.tiny_gguf import WORDPIECE_SPECIALS
 from tools.vocabulary_gguf import write_vocabulary

