@@ -30,7 +30,7 @@ from pipeline.runtime.process import die_with_parent
 from starling.bench.response import ClientRequest
 
 ROOT = Path(__file__).parents[3]
-START_S = 300.0  # kernels may have to be compiled
+START_S = 300.0  # the model is prepared and the kernels are compiled before
 STOP_S = 20.0
 CONTROL_PLANE = ("gateway", "tokenizer", "scheduler", "kv")
 
@@ -85,11 +85,12 @@ class ServerUnderTest:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self._log = (home / "output").open("w+b")
         self._environment = environment
+        self._prepare()
         self._start()
 
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "up"],
+    def _run(self, command: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "starling", command],
             cwd=ROOT,
             env=self._environment,
             stdin=subprocess.DEVNULL,
@@ -98,6 +99,23 @@ class ServerUnderTest:
             process_group=0,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
+
+    def _prepare(self) -> None:
+        """Convert the model and compile the kernels: beside other work that takes many minutes, so it has no limit."""
+        self._process = self._run("prepare")
+        try:
+            if self._process.wait():
+                raise RuntimeError("the model could not be prepared:\n" + self._output())
+        except BaseException:
+            self.close()
+            raise
+
+    def _output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-3000:]
+
+    def _start(self) -> None:
+        self._process = self._run("up")
         try:
             self._wait_ready()
         except BaseException:
@@ -108,8 +126,7 @@ class ServerUnderTest:
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                self._log.seek(0)
-                raise RuntimeError("the server did not start:\n" + self._log.read().decode(errors="replace")[-3000:])
+                raise RuntimeError("the server did not start:\n" + self._output())
             time.sleep(0.1)
 
     def _is_ready(self) -> bool:
