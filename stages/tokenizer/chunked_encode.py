@@ -25,10 +25,11 @@ from itertools import accumulate
 
 import numpy as np
 
-WINDOW = 32_768  # characters of a step, at most
+# Characters of a step, at most: some ms to cut, in which the interpreter lock is held, and ten to encode what is new.
+# New words are merged together: with half of this a new text takes a quarter more time.
+WINDOW = 32_768
 MARGIN = 16  # pieces at a window's end that may change with the text after it
 MAX_RUN = 1 << 18  # characters of a piece; merging them takes about a second
-_AT_ONCE = 16_384  # characters that are cut at once: some ms, in which the interpreter lock is held
 _BEGINNING = 4  # characters of a name that a pattern finds
 _SEPARATOR = "\0"  # between pieces; a text that has it is cut another way
 _FEW = 32  # pieces up to which slices are faster
@@ -146,7 +147,6 @@ def encode_chunks(
     cut: returns the lengths of a text's pieces.  encode: returns the ids of pieces, in steps.
     groups_from_right: the pieces of a number depend on all of its digits.
     """
-    window = min(window, _AT_ONCE)
     at, size = 0, window
     while at < len(text):
         end = min(at + size, len(text))

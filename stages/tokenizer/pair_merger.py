@@ -127,7 +127,7 @@ class PairMerger:
                 after[left] = next_ = after[right]
                 before[next_] = left
                 previous = before[left]
-                self._weigh(np.append(previous, left), np.append(left, next_), current, keys, merged)
+                self._weigh(np.concatenate((previous, left)), np.concatenate((left, next_)), current, keys, merged)
             result[place] = current[:n]
             # The other words are done: the rest goes on without them, and without the symbols that are gone.
             is_busy = np.minimum.reduceat(keys[:n], starts) < _NEVER

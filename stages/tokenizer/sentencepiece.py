@@ -25,7 +25,7 @@ from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_encoder import WordEncoder
 
 MAX_RUN = 1 << 18  # characters without a place that no merge crosses; merging them takes about a second
-_WINDOW = 8192  # characters: some ms
+_WINDOW = 16_384  # characters: some ms; new words of a window are merged together, so that small ones are slow
 _NAME = "\ud800"  # begins a word that stands for a special token: no text has it
 _NO_TOKEN = 1 << 30  # above all symbols of the tables; and the code point of a character in no token
 
