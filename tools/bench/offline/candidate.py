@@ -10,6 +10,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,10 @@ class Candidate:
         rows: int,
         tokens: int,
         profile: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`clock`: s, of rates; this thread is rank 0."""
+        self.clock = clock
         before = set(threading.enumerate())
         self._affinity = os.sched_getaffinity(0)
         os.sched_setaffinity(0, set(cores))
@@ -74,9 +78,9 @@ class Candidate:
     def prefill(self, tokens: int) -> float:
         """Tokens per second from a prompt to its first output token."""
         self._fill(1, tokens)
-        begun = time.perf_counter()
+        begun = self.clock()
         self._compute_prompt(0, tokens)
-        return tokens / (time.perf_counter() - begun)
+        return tokens / (self.clock() - begun)
 
     def decode(self, batch: int, cached: int, n_tokens: int) -> float:
         """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones.
@@ -87,14 +91,14 @@ class Candidate:
         for row in range(batch):
             self._compute_prompt(row, cached)
         steps = [[(row, cached + i, 1, 1) for row in range(batch)] for i in range(n_tokens)]
-        begun = time.perf_counter()
+        begun = self.clock()
         self.runner.run(steps[0])
-        each_s, at_once = time.perf_counter() - begun, 1
+        each_s, at_once = self.clock() - begun, 1
         while PacingPolicy().may_follow(at_once, at_once * each_s, batch):
             at_once += 1
         for i in range(1, n_tokens, at_once):
             self.runner.run_all(steps[i : i + at_once])
-        return batch * n_tokens / (time.perf_counter() - begun)
+        return batch * n_tokens / (self.clock() - begun)
 
     def overhead_us(self, n_tokens: int = 200) -> float:
         """Median time of a step of one sequence that is not spent between its first and last kernel."""
