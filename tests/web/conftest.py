@@ -45,8 +45,8 @@ def server(browser: Browser, home: Path) -> Iterator[Server]:
 
 @pytest.fixture(scope="package")
 def guarded(browser: Browser, home: Path) -> Iterator[Server]:
-    """A server that asks for an API key."""
-    running = Server(home / "guarded", auth={"api_keys": KEYS})
+    """A server that asks for an API key, and that pages of other origins may use."""
+    running = Server(home / "guarded", auth={"api_keys": KEYS}, server={"enable_cors": True})
     running.wait_ready()
     yield running
     running.close()

@@ -58,6 +58,17 @@ from stages.gateway.tracing.tracer import Tracer
 log = logging.getLogger("starling.gateway.http")
 
 CLIENT_CLOSED = 499  # in logs and metrics: the client closed the connection before a response
+# Any origin, without cookies. The asterisk admits what clients add of their own, as `X-Stainless-Os` of the client
+# `openai`; it never stands for `Authorization`.
+CORS_HEADERS = {
+    "Access-Control-Allow-Origin": "*",
+    "Access-Control-Expose-Headers": "*",
+}
+PREFLIGHT_HEADERS = {
+    "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
+    "Access-Control-Allow-Headers": "*, Authorization",
+    "Access-Control-Max-Age": "86400",
+}
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # a valid X-Request-Id
 
 
@@ -206,19 +217,9 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
             if state.response_cache:
                 response.headers["X-Starling-Cache"] = state.response_cache
         if has_cors:
-            response.headers["Access-Control-Allow-Origin"] = "*"
-            response.headers["Access-Control-Expose-Headers"] = (
-                "X-Request-Id, X-Starling-Request, X-Starling-Cache, Retry-After, x-ratelimit-limit-requests, "
-                "x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
-                "x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
-            )
+            response.headers.update(CORS_HEADERS)
             if request.method == "OPTIONS":
-                response.headers["Access-Control-Allow-Methods"] = "GET, POST, OPTIONS"
-                response.headers["Access-Control-Allow-Headers"] = (
-                    "Authorization, Content-Type, X-Request-Id, Last-Event-ID, Idempotency-Key, X-Api-Key, "
-                    "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access"
-                )
-                response.headers["Access-Control-Max-Age"] = "86400"
+                response.headers.update(PREFLIGHT_HEADERS)
 
     return set_headers
 
