@@ -105,6 +105,49 @@ def test_a_chat_streams_and_is_edited_and_regenerated(open_page: OpenPage, serve
     assert page.text("#conversation-list button") == "Hello please say <b>bold</b>"
 
 
+def test_an_edit_that_is_left_changes_nothing(open_page: OpenPage, server: Server) -> None:
+    page = start(open_page, server)
+    for count, text in ((2, "one"), (4, "two")):
+        send(page, f"please say {text}")
+        wait_done(page, count)
+    page.type("#prompt", "a draft")
+    page.click(".message.user button")
+    assert page.evaluate("document.querySelector('#prompt').value") == "please say one"
+    assert page.evaluate("document.querySelectorAll('.message.replaced').length") == 4
+    page.press("Escape", 27)
+    assert page.evaluate("document.querySelector('#prompt').value") == "a draft"
+    assert page.evaluate("document.querySelectorAll('.message:not(.replaced)').length") == 4
+    page.reload()
+    page.wait(IS_DONE.format(4))
+    assert answer(page) == "two"
+    page.click(".message.user button")
+    page.type("#prompt", " or three")
+    page.press("Enter", 13, "\r")
+    wait_done(page, 2)
+    assert answer(page) == "one or three"
+
+
+def test_a_conversation_is_exported(open_page: OpenPage, server: Server) -> None:
+    page = start(open_page, server)
+    fill(page, "#system", "Be brief.")
+    send(page, "please say yes")
+    wait_done(page, 2)
+    page.evaluate(
+        "window.made = []; const make = URL.createObjectURL; "
+        "URL.createObjectURL = (blob) => (window.made.push(blob), make.call(URL, blob)); null"
+    )
+    for kind in ("json", "text"):
+        page.click(f"#export-{kind}")
+    as_json, as_text = page.evaluate("Promise.all(window.made.map((blob) => blob.text()))")
+    exported = json.loads(as_json)
+    assert [(one["role"], one["content"]) for one in exported["messages"]] == [
+        ("user", "please say yes"),
+        ("assistant", "yes"),
+    ]
+    parts = ("# please say yes", "**System**", "Be brief.", "**User**", "please say yes", "**Assistant**", "yes\n")
+    assert as_text == "\n\n".join(parts)
+
+
 def output_of(prompt: list[int]) -> list[int]:
     return [token for token in output(array("i", prompt).tobytes(), 7, 0, 300, (256,)) if token < 256]
 
@@ -217,6 +260,16 @@ def test_the_page_asks_for_a_key_and_shows_tenants_to_administrators(open_page: 
     page.wait("document.querySelector('#stages tr')")
     requests = "performance.getEntriesByType('resource').map((one) => new URL(one.name).origin)"
     assert page.evaluate(f"[...new Set({requests})]") == [url(guarded)[:-1]]  # none to other servers
+
+
+def test_pages_of_other_origins_use_the_api(open_page: OpenPage, server: Server, guarded: Server) -> None:
+    """With `server.enable_cors`: all methods, and headers that clients add of their own."""
+    page = open_page(url(server) + "health")  # which has no policy of its own
+    headers = {"Authorization": "Bearer sk-user", "X-Stainless-Os": "Linux", "Idempotency-Key": "one"}
+    for method, path, status in (("GET", "v1/models", 200), ("DELETE", "v1/requests/req-none", 404)):
+        request = json.dumps({"method": method, "headers": headers})
+        answered = f"fetch('{url(guarded)}{path}', {request}).then((it) => [it.status, it.headers.has('x-request-id')])"
+        assert page.evaluate(answered) == [status, True]
 
 
 @pytest.mark.parametrize("size", [{}, {"dark": True}, {"width": 390, "height": 780}], ids=["light", "dark", "phone"])

@@ -15,6 +15,7 @@ export class Chat {
     this.on = on;
     this.views = [];
     this.controller = null; // of the running stream
+    this.editing = null; // `{at, draft}`: the message that the next one replaces, and the text that was in the field
     this.open(conversations.create());
     addEventListener("pagehide", () => this.save());
   }
@@ -26,6 +27,7 @@ export class Chat {
   /** Show a conversation, and continue an answer that was interrupted. */
   open(conversation) {
     this.detach();
+    this.cancelEdit();
     this.conversation = conversation;
     this.draw();
     const last = conversation.messages.at(-1);
@@ -71,7 +73,10 @@ export class Chat {
   /** Send a user's text. */
   send(text) {
     if (this.isRunning || !text.trim()) return false;
-    return this.answer({ role: "user", content: text });
+    const removed = this.editing ? this.conversation.messages.splice(this.editing.at) : [];
+    if (this.answer({ role: "user", content: text })) return true;
+    this.conversation.messages.push(...removed);
+    return false;
   }
 
   /** Send the results of the calls in the last message. */
@@ -83,6 +88,7 @@ export class Chat {
   /** Generate the answer at `index` again. */
   regenerate(index) {
     if (this.isRunning) return;
+    this.cancelEdit();
     const removed = this.conversation.messages.splice(index);
     if (!this.answer()) this.conversation.messages.push(...removed);
   }
@@ -91,11 +97,28 @@ export class Chat {
   edit(index) {
     if (this.isRunning) return;
     const field = byId("prompt");
-    field.value = this.conversation.messages[index].content;
-    this.conversation.messages.length = index;
-    this.draw();
-    field.dispatchEvent(new Event("input"));
+    this.editing = { at: index, draft: this.editing ? this.editing.draft : field.value };
+    this.setField(this.conversation.messages[index].content);
+    this.showEdit();
     field.focus();
+  }
+
+  /** Leave the conversation as it is, and put the draft back that the edited message replaced. */
+  cancelEdit() {
+    if (!this.editing) return;
+    this.setField(this.editing.draft);
+    this.editing = null;
+    this.showEdit();
+  }
+
+  setField(text) {
+    byId("prompt").value = text;
+    byId("prompt").dispatchEvent(new Event("input"));
+  }
+
+  showEdit() {
+    byId("editing").hidden = !this.editing;
+    for (const [at, view] of this.views.entries()) view.root.classList.toggle("replaced", Boolean(this.editing) && at >= this.editing.at);
   }
 
   /** Edit the last message of the user. */
@@ -123,6 +146,8 @@ export class Chat {
       byId("problem").textContent = error.message;
       return false;
     }
+    this.editing = null;
+    this.showEdit();
     this.conversation.system = this.settings.system();
     this.conversation.messages.push(...added);
     const body = { ...request, messages: this.requestMessages(), stream: true, stream_options: { include_usage: true } };

@@ -136,9 +136,11 @@ prompt.addEventListener("keydown", (event) => {
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   if (chat.isRunning) chat.stop();
+  else if (chat.editing) chat.cancelEdit();
   else if (isNarrow()) for (const id of ["conversations", "settings"]) drawer(id, false);
 });
 byId("stop").addEventListener("click", () => chat.stop());
+byId("cancel-edit").addEventListener("click", () => (chat.cancelEdit(), prompt.focus()));
 byId("new").addEventListener("click", () => open(null));
 byId("view-server").addEventListener("click", () => view(byId("server-view").hidden));
 byId("open-conversations").addEventListener("click", () => drawer("conversations", !byId("conversations").classList.contains("open")));
