@@ -60,7 +60,7 @@ def test_echo_with_logprobs_whole_and_streamed(server: Server) -> None:
         assert found[name][:n] == expected[name]
         assert len(found[name]) == n + len(tokens)
     assert found["text_offset"][n:] == [len(TEXT) + i for i in range(len(tokens))]
-    assert found["text_offset"][: IDS.index(0xE4)] == expected["text_offset"][: IDS.index(0xE4)]
+    assert found["text_offset"][:n] == expected["text_offset"]
     events = server.stream("/v1/completions", body).all()[:-1]
     pieces = [event.data["choices"][0] for event in events]
     assert [len(piece["logprobs"]["tokens"]) for piece in pieces[:-1]] == [256, 256, n - 512, *[1] * len(tokens)]
@@ -72,6 +72,16 @@ def test_echo_with_logprobs_whole_and_streamed(server: Server) -> None:
     for begin, headers in ((0, {}), (3, {"Last-Event-ID": events[2].id}), (5, {"Last-Event-ID": events[4].id})):
         again = [event.data["choices"][0] for event in server.resume(path, headers).all()[:-1]]
         assert joined(again) == joined(pieces[begin:])
+
+
+def test_a_token_within_a_character_begins_where_the_character_does(server: Server) -> None:
+    body = request(prompt="please say \U0001f426 \xe9!", max_tokens=20, logprobs=0)
+    choice = server.post("/v1/completions", body).json["choices"][0]
+    assert choice["text"] == "\U0001f426 \xe9!"
+    expected = [0, 0, 0, 0, 1, 2, 2, 3]
+    assert choice["logprobs"]["text_offset"][:8] == expected
+    events = [event.data["choices"][0] for event in server.stream("/v1/completions", body).all()[:-1]]
+    assert joined(events)[1 + LISTS.index("text_offset")][:8] == expected
 
 
 def test_no_tokens(server: Server) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.api.json_body import to_json
 from stages.gateway.endpoints.openai_formatter import OpenAIFormatter
 from stages.gateway.endpoints.prompt_logprobs import TOKENS_PER_EVENT, scored_prompt
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_key
+from stages.gateway.endpoints.response_formatter import TextOffsets, finite_logprob, token_key
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 
@@ -20,8 +20,7 @@ class CompletionFormatter(OpenAIFormatter):
 
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         super().__init__(request, vocabulary)
-        # Characters of the tokens so far, for text_offset.
-        self._offsets = [len(self._echo(sequence)) for sequence in request.sequences]
+        self._offsets = [TextOffsets(len(self._echo(sequence))) for sequence in request.sequences]
 
     def opening_events(self) -> list[bytes]:
         """See `ResponseFormatter`. A prompt with logprobs has several events; the first one has its text."""
@@ -72,12 +71,12 @@ class CompletionFormatter(OpenAIFormatter):
     def _logprobs(self, sequence: SequenceState, begin: int, end: int) -> dict[str, Any]:
         """Return OpenAI's four parallel lists; a token that is not UTF-8 is named by its bytes."""
         tokens, values, tops, offsets = [], [], [], []
+        skip_special = self._request.spec.generation.skip_special
         for token, logprob in zip(sequence.tokens[begin:end], sequence.logprobs[begin:end]):
             key = token_key(self._vocabulary.get(token))
             tokens.append(key)
             values.append(finite_logprob(logprob.logprob))
             top = {token_key(self._vocabulary.get(t)): finite_logprob(p) for t, p in logprob.top}
             tops.append(top | {key: values[-1]})
-            offsets.append(self._offsets[sequence.index])
-            self._offsets[sequence.index] += len(self._vocabulary.get(token).decode("utf-8", "ignore"))
+            offsets.append(self._offsets[sequence.index].next(self._vocabulary.shown(token, skip_special)))
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
-from stages.gateway.endpoints.response_formatter import finite_logprob, token_key, token_text
+from stages.gateway.endpoints.response_formatter import TextOffsets, finite_logprob, token_key, token_text
 from stages.gateway.requests.prompt_scores import PromptScores
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -37,11 +37,8 @@ class ScoredPrompt:
         if b"".join(shown).decode("utf-8", "replace") != text:
             shown = [self._vocabulary.shown(token, True) for token in self.tokens]
         lead = b"".join(shown).startswith(b" ") and not text.startswith(" ")  # of a SentencePiece vocabulary
-        found, at = [], -int(lead)
-        for piece in shown:
-            found.append(max(0, at))
-            at += len(piece.decode("utf-8", "ignore"))
-        return found
+        offsets = TextOffsets(-int(lead))
+        return [max(0, offsets.next(piece)) for piece in shown]
 
     def openai(self, begin: int, end: int, top: int) -> tuple[list[str], list[float | None], list[Any]]:
         """Return `tokens`, `token_logprobs` and `top_logprobs` of the tokens [begin, end)."""

@@ -6,6 +6,7 @@ has what the two endpoints of OpenAI's API share.
 
 from __future__ import annotations
 
+import codecs
 from typing import Any, Protocol
 
 import msgspec
@@ -79,3 +80,20 @@ def token_key(piece: bytes) -> str:
         return piece.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters.
+
+    A token that begins within a character has the place of that character, which the text shows when it is complete.
+    """
+
+    def __init__(self, begin: int = 0) -> None:
+        self._at = begin
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, piece: bytes) -> int:
+        """Return where the next token begins; `piece`: its bytes, b"" if the text does not show it."""
+        found = self._at
+        self._at += len(self._utf8.decode(piece))
+        return found
