@@ -187,6 +187,7 @@ def test_rejected_completions(server: Server) -> None:
         ({"prompt": ["a", [1]]}, "prompt[1]"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": ["a"] * 20, "n": 16}, "n"),
+        ({"prompt": ["a"] * 20, "best_of": 16}, "best_of"),
         ({"prompt": ["a", ""]}, "prompt[1]"),
     ):
         answer = server.post("/v1/completions", {"model": MODEL, "prompt": "ab", **change})

@@ -181,9 +181,10 @@ def check_combination(request: GenerationRequest) -> GenerationRequest:
         )
     total = max(1, len(request.prompts)) * request.n
     if total > MAX_SEQUENCES:
+        field = "best_of" if request.n_returned else "n"
         raise InvalidRequest(
-            f"{len(request.prompts)} prompts with n = {request.n} are {total} texts; at most {MAX_SEQUENCES} are "
+            f"{len(request.prompts)} prompts with {field} = {request.n} are {total} texts; at most {MAX_SEQUENCES} are "
             f"allowed per request: send several requests",
-            "n",
+            field,
         )
     return request
