@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,30 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
+def schema_errors(schema: str, *files: Path) -> str:
+    """What `check-jsonschema` finds by a schema that it contains; "" if the files are valid."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def test_workflows_and_compose_file_are_valid_by_their_published_schemas(tmp_path: Path) -> None:
+    assert schema_errors("vendor.github-workflows", *WORKFLOWS) == ""
+    assert schema_errors("vendor.compose-spec", CONTAINER / "compose.yaml") == ""
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("on: push\njobs:\n  one:\n    runs-on: ubuntu-24.04\n    steps:\n      - runs: make\n")
+    assert "runs" in schema_errors("vendor.github-workflows", wrong)
+    wrong.write_text("services:\n  one:\n    image: starling\n    port: 8080\n")
+    assert "port" in schema_errors("vendor.compose-spec", wrong)
+
+
+def jobs(workflow: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(workflow.read_text())["jobs"]
+    return found
+
+
 def steps(workflow: Path) -> list[str]:
-    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
-    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+    return [step["run"] for job in jobs(workflow).values() for step in job.get("steps", ()) if "run" in step]
 
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
@@ -31,9 +54,26 @@ def test_workflows_call_targets_that_exist(workflow: Path) -> None:
     assert called <= known
 
 
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_tests_of_upgrades_have_the_previous_release(workflow: Path) -> None:
+    """Without it they are skipped: a checkout has one commit by default."""
+    for name, job in jobs(workflow).items():
+        done = "\n".join(step.get("run", "") for step in job.get("steps", ()))
+        if re.search(r"make test-(slow|upgrade)\b", done):
+            [checkout] = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
+            assert checkout.get("with", {}).get("fetch-depth") == 0, name
+
+
+def test_a_release_is_tested_first() -> None:
+    found = jobs(ROOT / ".github" / "workflows" / "release.yml")
+    called = found["test"]["uses"]
+    assert (ROOT / called).is_file()
+    assert "workflow_call" in yaml.safe_load((ROOT / called).read_text())[True]  # YAML 1.1: `on` is true
+    assert {"test", "wheel", "debian"} == set(found["release"]["needs"])
+
+
 def test_every_supported_python_is_tested() -> None:
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-    tested: list[str] = jobs["fast"]["strategy"]["matrix"]["python"]
+    tested: list[str] = jobs(ROOT / ".github" / "workflows" / "ci.yml")["fast"]["strategy"]["matrix"]["python"]
     assert f">={tested[0]}" == PROJECT["project"]["requires-python"]
     assert {"3.11", "3.12", "3.13"} <= set(tested)
 
