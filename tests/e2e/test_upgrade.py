@@ -1,4 +1,4 @@
-"""State of the previous release is read by this one, and what this one writes harms the previous one on the way back.
+"""State of the previous release is read by this one, and on the way back the previous one reads what this one wrote.
 
 The code of v0.1.0 runs in processes of its own, from git, with the packages of this environment. It writes what its
 stages write: sessions, quotas, a journal, prepared models. No stage starts, so that no kernels of v0.1.0 are compiled.
@@ -6,17 +6,11 @@ stages write: sessions, quotas, a journal, prepared models. No stage starts, so 
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -34,14 +28,14 @@ from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_store import SessionStore
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
+from tests.e2e import previous_release
+from tests.e2e.previous_release import LIMIT_S
+from tests.e2e.server import ROOT
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-V0_1_0 = "fee3ea5"
 TOKENIZER = "ab" * 32
-LIMIT_S = 240
 NOW = 1e9  # of the journal that v0.1.0 has written
 
 # What the old code does with a home: `write` as its stages do, `read` what is there and say what it found, as JSON.
@@ -98,15 +92,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def old_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of v0.1.0."""
-    if shutil.which("git") is None:
-        pytest.skip("git, which has the files of v0.1.0, is not installed")
-    packed = subprocess.run(["git", "-C", ROOT, "archive", V0_1_0], capture_output=True, check=False)
-    if packed.returncode:
-        pytest.skip(f"git does not have the commit of v0.1.0 here: {packed.stderr.decode().strip()[:200]}")
-    tree = tmp_path_factory.mktemp("v0.1.0")
-    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
-        archive.extractall(tree, filter="data")
-    return tree
+    return previous_release.unpack(tmp_path_factory.mktemp("v0.1.0"))
 
 
 @pytest.fixture
@@ -114,22 +100,6 @@ def gguf(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.gguf"
     write_model(path, SHAPES["small"], "Q4_0", 1)
     return path
-
-
-def old(tree: Path, action: str, home: Path, gguf: Path) -> dict[str, Any]:
-    """What the code of v0.1.0 reports."""
-    environment = {**os.environ, "PYTHONPATH": str(tree), "STARLING_HOME": str(home)}
-    done = subprocess.run(
-        [sys.executable, "-c", OLD, action, str(home), str(gguf)],
-        cwd=tree,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def open_sessions(home: Path) -> SessionStore:
@@ -161,7 +131,7 @@ def test_state_survives_the_upgrade_and_the_way_back(old_tree: Path, tmp_path: P
     journal_file.parent.mkdir(parents=True)
     journal_file.write_bytes((ROOT / "tests/gateway/data/v0.1.0.journal").read_bytes())
     (home / "models").mkdir()
-    before = old(old_tree, "write", home, gguf)
+    before = previous_release.run(old_tree, OLD, "write", home, gguf)
     assert len(before["journal"]) == 5
     index_path = home / "models" / before["index"]
     old_weights = index_path.with_suffix(".bin").read_bytes()
@@ -190,7 +160,7 @@ def test_state_survives_the_upgrade_and_the_way_back(old_tree: Path, tmp_path: P
     journal.close()
 
     # The way back: the old release goes on with all of it.
-    after = old(old_tree, "read", home, gguf)
+    after = previous_release.run(old_tree, OLD, "read", home, gguf)
     assert after["sessions"] == {"long": [3, [1, 2, 3, 4, 5, 6]], "other": [1, [9]], "new": [1, [7, 8]]}
     assert after["may send"] == ["idle"]
     assert after["journal"] == before["journal"]
@@ -212,10 +182,14 @@ def test_each_release_reads_the_configuration_of_the_other_or_says_why_not(old_t
 
     newer = tmp_path / "newer.yaml"
     newer.write_text("server: {port: 18080}\nregistry: {sources: ['hf:*']}\n")
-    environment = {**os.environ, "PYTHONPATH": str(old_tree), "STARLING_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "pipeline.cli", "--config", str(newer), "config"]
     done = subprocess.run(
-        command, cwd=old_tree, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [sys.executable, "-m", "pipeline.cli", "--config", str(newer), "config"],
+        cwd=old_tree,
+        env=previous_release.environment(old_tree, tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     assert done.returncode == 78
     assert "registry" in done.stderr
