@@ -28,7 +28,7 @@ from starling.bench.plan import Plan, TraceLine, read_trace
 from starling.bench.response import ClientRequest, Response
 from starling.cli import terminal
 from starling.cli.generation_options import Choice, choose_key, choose_model, server_for
-from starling.cli.options import Seconds, cacert_option, exit_codes
+from starling.cli.options import Number, Seconds, cacert_option, exit_codes
 from starling.cli.result_file import claimed, make_directory, write
 from starling.cli.run_command import EXIT_INTERRUPTED
 from starling.client import address as addresses
@@ -117,7 +117,7 @@ class Report(msgspec.Struct):
 )
 @click.option(
     "--rate",
-    type=click.FloatRange(0, MAX_RATE, min_open=True),
+    type=Number(0, MAX_RATE, min_open=True),
     metavar="R",
     help="Open loop: R requests a second at random times (Poisson).",
 )
@@ -163,7 +163,7 @@ class Report(msgspec.Struct):
     help="Different shared prefixes.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of prompts, lengths and arrivals.")
-@click.option("--temperature", type=click.FloatRange(0, 2), default=0.0, show_default=True, help="Of the sampling.")
+@click.option("--temperature", type=Number(0, 2), default=0.0, show_default=True, help="Of the sampling.")
 @click.option(
     "--field",
     "fields",

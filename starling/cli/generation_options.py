@@ -17,7 +17,7 @@ from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import sources, store
 from starling.cli import terminal
-from starling.cli.options import cacert_option, exit_codes
+from starling.cli.options import Number, cacert_option, exit_codes
 from starling.cli.server_use import ServerUse, is_running
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
@@ -35,10 +35,10 @@ CODES = exit_codes(
 # Fields of the API by option, and the least and the largest value.
 _NUMBERS: dict[str, tuple[click.ParamType, str, str]] = {
     "max_tokens": (click.IntRange(1), "N", "Most tokens of an answer; default: what the context leaves."),
-    "temperature": (click.FloatRange(0, 2), "T", "0 is greedy, higher is more varied; default: 1."),
-    "top_p": (click.FloatRange(0, 1, min_open=True), "P", "Sample from the most likely tokens of this probability."),
+    "temperature": (Number(0, 2), "T", "0 is greedy, higher is more varied; default: 1."),
+    "top_p": (Number(0, 1, min_open=True), "P", "Sample from the most likely tokens of this probability."),
     "top_k": (click.IntRange(0), "K", "Sample from this number of the most likely tokens."),
-    "repetition_penalty": (click.FloatRange(0.01, 10), "R", "Above 1: repeat less."),
+    "repetition_penalty": (Number(0.01, 10), "R", "Above 1: repeat less."),
     "seed": (click.IntRange(0, (1 << 63) - 1), "N", "The same request with the same seed gives the same answer."),
 }
 

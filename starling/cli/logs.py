@@ -19,6 +19,7 @@ from starling.cli.options import exit_codes, json_option
 from starling.cli.stage import STAGES
 
 POLL_S = 0.2
+MAX_LINES = 1_000_000
 
 Line = tuple[str, dict[str, Any], bytes]  # timestamp (ISO 8601), fields, the line as it was read
 
@@ -29,7 +30,7 @@ Line = tuple[str, dict[str, Any], bytes]  # timestamp (ISO 8601), fields, the li
 @click.option(
     "-n",
     "--lines",
-    type=click.IntRange(min=0),
+    type=click.IntRange(0, MAX_LINES),
     default=50,
     show_default=True,
     help="How many of the last lines to print.",

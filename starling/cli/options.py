@@ -13,18 +13,26 @@ DAY_S = 86_400.0
 HELP_COLUMNS = 76  # a help page has 80, of which click indents the epilog by 2
 
 
-class Seconds(click.FloatRange):
-    """A number of seconds from `least_s` to a day. Click's FloatRange accepts "nan", which no deadline ever reaches."""
+class Number(click.FloatRange):
+    """A number in a range. Click's FloatRange accepts "nan", which is in no range."""
+
+    what = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number; NaN is refused."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a {self.what} in the range {self._describe_range()}", param, ctx)
+        return number
+
+
+class Seconds(Number):
+    """A number of seconds from `least_s` to a day."""
+
+    what = "number of seconds"
 
     def __init__(self, least_s: float = 0.0) -> None:
         super().__init__(min=least_s, max=DAY_S)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number of seconds; NaN is refused."""
-        seconds = super().convert(value, param, ctx)
-        if math.isnan(seconds):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
 
 
 def timeout_option(default_s: float, help: str, least_s: float = 0.0, name: str = "--timeout") -> Callable[[Any], Any]:

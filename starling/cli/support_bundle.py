@@ -39,8 +39,12 @@ def support_bundle(output: Path | None, log_kb: int) -> None:
     try:
         # Readable by its owner only: what a pattern does not know may still be in it.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(fd, "wb") as file:
-            file.write(pack(files, now))
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(pack(files, now))
+        except BaseException:
+            path.unlink(missing_ok=True)  # a part of it is of no use, and would be in the way of the next attempt
+            raise
     except FileExistsError:
         raise click.BadParameter(f"{path} exists; name another file", param_hint="--output") from None
     except OSError as error:

@@ -15,7 +15,7 @@ from pipeline.catalog import pulled
 from pipeline.config import paths
 from pipeline.config.load import find_file
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import digests, registry, sources, store
 from pipeline.models.locks import is_locked
 from pipeline.observe import status
@@ -172,7 +172,7 @@ def kernels(config: Config) -> Finding:
     """Are the kernels compiled for this CPU and this version?"""
     try:
         from stages.worker.kernels import features, stored_code
-    except ConfigError:
+    except (ConfigError, ResourceError):
         return warning("kernels", "there are none for this CPU", "see cpu")
     cache = features.cache_dir()
     for kv_type in sorted({model.kv_type for model in config.models}):

@@ -41,12 +41,15 @@ def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
 
 def cpu() -> Finding:
     """The instructions of the CPU, and the kernels that use them."""
-    from pipeline.errors import ConfigError
+    from pipeline.errors import ConfigError, ResourceError
 
     try:
         from stages.worker.kernels import features  # chooses the kernels for this CPU
     except ConfigError as error:
         return problem("cpu", error.message, "run the server on another CPU, or correct STARLING_ISA")
+    except ResourceError as error:
+        found, _, remedy = error.message.partition("; ")
+        return problem("cpu", found, remedy)
     isa = features.isa()
     kernels = {
         "portable": "AVX2 kernels",

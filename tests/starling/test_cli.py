@@ -175,6 +175,31 @@ def test_a_time_that_never_comes_is_refused(home: Path, command: str, seconds: s
     assert "--timeout" in done.output
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"{command} --temperature nan" for command in ("run m hi", "chat", "bench")),
+        *(f"run m hi --{name} nan" for name in ("top-p", "repetition-penalty")),
+        "bench --rate nan",
+        "logs -n 99999999999999999999",
+    ],
+)
+def test_a_number_in_no_range_is_refused_before_anything_starts(home: Path, line: str) -> None:
+    done = CliRunner().invoke(cli, line.split())
+    assert done.exit_code == 2, done.output
+    assert "in the range" in done.output
+
+
+@pytest.mark.parametrize("command", ["doctor", "prepare"])
+def test_a_home_that_takes_no_kernels_is_one_message(home: Path, command: str) -> None:
+    home.mkdir()
+    (home / "cache").write_text("where the directory should be")
+    done = starling(command)
+    assert done.returncode == 78
+    assert "Traceback" not in done.stderr
+    assert "compiled kernels are kept in" in " ".join((done.stdout + done.stderr).split())
+
+
 @pytest.mark.parametrize("duration", ["0", "0.0s", "-5s", "1d", "nan", ""])
 def test_a_duration_that_is_none_is_refused(home: Path, duration: str) -> None:
     done = CliRunner().invoke(cli, ["chaos", "--duration", duration])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import signal
 import socket
 import tarfile
 from pathlib import Path
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import ResourceError
 from starling.cli import cli
 from starling.support.redaction import MASK, Redaction
 
@@ -94,6 +97,23 @@ def test_a_file_that_exists_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert done.exit_code == 2
     assert path.read_text() == "mine"
     assert os.listdir(tmp_path) == ["mine"]
+
+
+def test_what_cannot_be_written_to_the_end_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt would find a file that is no bundle."""
+    path = tmp_path / "bundle.tar.gz"
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # as a disk that has 100 bytes left
+    try:
+        done = CliRunner().invoke(cli, ["support-bundle", "--output", str(path)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert isinstance(done.exception, ResourceError)
+    assert "cannot be written" in done.exception.message
+    assert not path.exists()
 
 
 @given(TEXTS, st.text(min_size=3, max_size=30).filter(lambda secret: secret not in MASK), TEXTS)
