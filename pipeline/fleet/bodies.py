@@ -6,6 +6,8 @@
     POST /infer                InferRequest and more fields                the engine's answer, streamed
     GET  /health                                      {"status": "healthy"}, without a token
     GET  /metrics                                     Prometheus text
+    GET  /pieces/DIGEST/CHECKSUM                      -> PieceState        200; 404: the file is not here
+    GET  /pieces/DIGEST/CHECKSUM/PIECE                the bytes of a piece; 429: too many are asked for
 
 Every call but /health carries `Authorization: Bearer TOKEN`.  Errors have the form of pipeline/api/error_response.py.
 Model states are on the wire as `cache_state`.
@@ -28,6 +30,8 @@ ModelState = Literal["DOWNLOADING", "LOADING_TO_GPU", "READY", "FAILED", "UNLOAD
 CacheLevel = Literal["GPU_RESIDENT", "CPU_RESIDENT", "DRAM_CACHED", "NVME_CACHED", "PEER_CACHED", "REMOTE"]
 
 ModelId = Annotated[str, Meta(min_length=1, max_length=128)]
+MAX_CLAIMED = 64
+
 TimeoutMs = Annotated[int, Meta(ge=0, le=86_400_000)]
 
 
@@ -153,6 +157,15 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     is_complete: bool  # false: an unfinished download
 
 
+class PieceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an agent has of a file that another one downloads."""
+
+    pieces: int  # of the file, each of 8 MiB but for the last
+    is_complete: bool = False  # it has all of them
+    present: bytes = b""  # else: bit `piece & 7` of byte `piece >> 3` is set if it has the piece
+    claimed: tuple[int, ...] = ()  # pieces that it reads from a blob store now, at most MAX_CLAIMED
+
+
 class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an agent."""
 
@@ -169,6 +182,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     disk_free: int = 0  # bytes, of the cache's file system, without what must stay free
     max_models: int = 0  # engines at once
     download_bytes_per_s: float = 0.0  # measured; 0: no download yet
+    shares_pieces: bool = False  # it gives pieces of its files to other agents, and gets them from these
     loaded_models: tuple[LoadedModel, ...] = ()
     cached_models: tuple[CachedModel, ...] = ()
 

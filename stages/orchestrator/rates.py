@@ -17,6 +17,7 @@ TURN_S = 0.05  # that one sequence ahead costs
 START_S = 2.0  # of an engine whose model is in the page cache
 DISK_BYTES_PER_S = 1e9
 NET_BYTES_PER_S = 1e8
+PEER_BYTES_PER_S = 2e8
 
 
 class Mean:

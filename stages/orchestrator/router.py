@@ -22,7 +22,7 @@ from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
 from stages.orchestrator.rates import Rates
-from stages.orchestrator.score import Weights, loaded, residence, terms, version_of
+from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, version_of
 
 RETRY_AFTER_S = 1.0
 HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
@@ -66,6 +66,7 @@ class ScoreRouter(RequestRouter):
         self._published = published
         self._wall = wall
         self._table: dict[str, NodeView] = {}
+        self._holders: dict[str, set[str]] = {}  # agents that give the pieces of a file, by its digest
         self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
@@ -76,6 +77,11 @@ class ScoreRouter(RequestRouter):
     def update_routing_table(self, table: RoutingTable) -> None:
         """Route by this table from now on. Forgets what was measured of agents that have left."""
         self._table = {view.agent_id: view for view in table}
+        self._holders = {}
+        for view in table:
+            if view.health == "READY":
+                for digest in shared_files(view.details):
+                    self._holders.setdefault(digest, set()).add(view.agent_id)
         self.rates.keep_only(set(self._table))
         running = [(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation]
         self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
@@ -150,8 +156,8 @@ class ScoreRouter(RequestRouter):
     def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
         model, details = request.model, view.details
         running = loaded(details, model)
-        published = self._published(model)
-        where = residence(details, model, *(published or Published("", 0)))
+        published = self._published(model) or Published("", 0)
+        where = residence(details, model, *published, self._holders.get(published.digest, ()))
         ahead = self._ahead(view.agent_id, running)
         matched = self.prefixes.matched_bytes(engine_name(view.agent_id, running), request.blocks) if running else 0
         rates = self.rates.of(view.agent_id, model)

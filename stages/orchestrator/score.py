@@ -12,13 +12,14 @@ All terms are in seconds; the weights have no dimension and are 1 by default.  P
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
 from pipeline.api.output_tokens import version_name
 from pipeline.fleet.bodies import CacheLevel, HeartbeatResponse, LoadedModel
-from stages.orchestrator.rates import DISK_BYTES_PER_S, NET_BYTES_PER_S, EngineRates
+from stages.orchestrator.rates import DISK_BYTES_PER_S, NET_BYTES_PER_S, PEER_BYTES_PER_S, EngineRates
 
 RESIDENT: tuple[CacheLevel, ...] = ("GPU_RESIDENT", "CPU_RESIDENT")
 
@@ -70,8 +71,13 @@ def version_of(model: LoadedModel) -> str:
     return version_name(model.digest, model.kv_type, model.numerics)
 
 
-def residence(details: HeartbeatResponse, model: str, digest: str, nbytes: int) -> Residence:
-    """Where the model is. `digest`, `nbytes`: of the catalog's entry; "" and 0 if it has none."""
+def residence(
+    details: HeartbeatResponse, model: str, digest: str, nbytes: int, holders: Collection[str] = ()
+) -> Residence:
+    """Where the model is.
+
+    digest, nbytes: of the catalog's entry; "" and 0 if it has none.  holders: agents that give others its pieces.
+    """
     running = loaded(details, model)
     if running is not None and running.model_state == "READY":
         return Residence(running.cache_level, running.bytes or nbytes, 0)
@@ -79,8 +85,18 @@ def residence(details: HeartbeatResponse, model: str, digest: str, nbytes: int) 
         if model in cached.names or (digest and cached.digest == digest):
             if cached.is_complete:
                 return Residence(cached.cache_level, cached.bytes or nbytes, 0)
-            return Residence("REMOTE", nbytes, max(0, nbytes - cached.bytes))
-    return Residence("REMOTE", nbytes, nbytes)
+            return Residence(_away(details, holders), nbytes, max(0, nbytes - cached.bytes))
+    return Residence(_away(details, holders), nbytes, nbytes)
+
+
+def shared_files(details: HeartbeatResponse) -> list[str]:
+    """Digests of the files whose pieces the agent gives to other agents."""
+    return [one.digest for one in details.cached_models if one.is_complete and details.shares_pieces]
+
+
+def _away(details: HeartbeatResponse, holders: Collection[str]) -> CacheLevel:
+    """The level of a model that is not on the host."""
+    return "PEER_CACHED" if details.shares_pieces and any(one != details.agent_id for one in holders) else "REMOTE"
 
 
 def terms(details: HeartbeatResponse, where: Residence, rates: EngineRates, *, ahead: int, matched_bytes: int) -> Terms:
@@ -93,5 +109,6 @@ def terms(details: HeartbeatResponse, where: Residence, rates: EngineRates, *, a
         cache_level_s=start_s,
         kv_hit_s=matched_bytes * rates.prefill_s_per_byte.value if is_resident else 0.0,
         queue_s=ahead * rates.turn_s.value,
-        transfer_s=where.missing / (details.download_bytes_per_s or NET_BYTES_PER_S),
+        transfer_s=where.missing
+        / (details.download_bytes_per_s or (PEER_BYTES_PER_S if where.level == "PEER_CACHED" else NET_BYTES_PER_S)),
     )

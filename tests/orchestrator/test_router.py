@@ -150,6 +150,16 @@ def test_a_cold_model_goes_where_its_bytes_are() -> None:
     assert routing.choose(request(excluded=frozenset("ab"))).agent_id == "c"
 
 
+def test_the_level_of_a_model_on_another_agent_is_recorded() -> None:
+    holder = view("b", cached_models=(cached(),), shares_pieces=True, state="DEGRADED")
+    silent = view("b", cached_models=(cached(),), shares_pieces=True, health="SUSPECT")
+    for other, expected in ((holder, "PEER_CACHED"), (silent, "REMOTE")):
+        routing = router(view("a", shares_pieces=True), other)
+        routing.choose(request())
+        (choice,) = routing.decisions.find("req-1").choices  # type: ignore[union-attr]
+        assert {one.agent_id: one.level for one in choice.scores}["a"] == expected
+
+
 def test_another_agent_is_one_that_is_ready_and_open() -> None:
     routing = router(view("a", engine()), view("b", engine(), may_start=False), view("c", engine("other")))
     assert not routing.has_other(MODEL, "a") and routing.has_other(MODEL, "b")

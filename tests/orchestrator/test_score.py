@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.orchestrator.rates import MOST_CHANGE, EngineRates, Mean, Rates
-from stages.orchestrator.score import Residence, Terms, Weights, residence, terms, version_of
+from stages.orchestrator.score import Residence, Terms, Weights, residence, shared_files, terms, version_of
 from tests.orchestrator.agents import DIGEST, MODEL, PUBLISHED, cached, engine, heartbeat
 
 NBYTES = PUBLISHED[MODEL].nbytes
@@ -34,11 +34,24 @@ def test_levels_are_ordered_by_time() -> None:
     partial = residence(
         heartbeat("a", cached_models=(cached(is_complete=False, bytes=NBYTES // 2),)), MODEL, DIGEST, NBYTES
     )
+    peer = residence(heartbeat("a", shares_pieces=True), MODEL, DIGEST, int(1.5 * NBYTES), {"b"})
     remote = residence(heartbeat("a"), MODEL, DIGEST, NBYTES)
     assert [one.missing for one in (resident, dram, nvme, partial, remote)] == [0, 0, 0, NBYTES // 2, NBYTES]
-    estimates = [estimate(one) for one in (resident, dram, nvme, partial, remote)]
+    estimates = [estimate(one) for one in (resident, dram, nvme, partial, peer, remote)]
     assert estimates == sorted(estimates)
-    assert estimates[0] == 0 and len(set(estimates)) == 5
+    assert estimates[0] == 0 and len(set(estimates)) == 6
+
+
+def test_a_peers_cache_is_one_of_another_agent_that_shares() -> None:
+    def level(holders: set[str], **fields: bool) -> str:
+        return residence(heartbeat("a", **fields), MODEL, DIGEST, NBYTES, holders).level
+
+    assert level({"a", "b"}, shares_pieces=True) == "PEER_CACHED"
+    assert level({"a"}, shares_pieces=True) == "REMOTE"
+    assert level({"b"}) == "REMOTE"  # an agent of an older release gets nothing from others
+    shown = heartbeat("b", cached_models=(cached(), cached("other", is_complete=False)), shares_pieces=True)
+    assert shared_files(shown) == [DIGEST]
+    assert shared_files(heartbeat("b", cached_models=(cached(),))) == []
 
 
 def test_a_model_that_is_loading_is_not_resident() -> None:
