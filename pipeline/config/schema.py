@@ -272,6 +272,9 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     lease_ms: Annotated[int, Meta(ge=1000, le=600_000)] = 5_000  # an agent that is silent for so long is gone
     max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
     start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
+    peers: bool = True  # pieces of published models go from agent to agent, besides those from fleet.blobs
+    peer_connections: Annotated[int, Meta(ge=1, le=64)] = 8  # pieces that it sends to other agents at once
+    peer_mb_per_s: MegabytesOrNone = 0  # that it sends to other agents; 0: no bound
 
 
 class OrchestratorConfig(Section, frozen=True, kw_only=True):

@@ -10,5 +10,6 @@ held_prefixes.py  the pages that its engines hold, and how that changes
 metrics.py     the same as Prometheus text
 engines/       the programs that compute
 downloads/     pieces of published models, from several sources at once
+peers/         pieces that agents give each other
 cache/         what has arrived: bounds, last use, eviction, adoption after a crash
 """

@@ -80,6 +80,7 @@ class Reporter:
             disk_free=self._disk_free,
             max_models=self._config.fleet.agent.max_models,
             download_bytes_per_s=round(self._models.download_rate, 1),
+            shares_pieces=self._config.fleet.agent.peers,
             loaded_models=loaded,
             cached_models=self._cached,
         )

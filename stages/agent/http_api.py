@@ -31,6 +31,7 @@ from stages.agent.heartbeat import CHAT_PATH, Reporter
 from stages.agent.lease import AgentLease
 from stages.agent.metrics import AgentMetrics
 from stages.agent.models import Models
+from stages.agent.peers.http_api import PieceApi
 from stages.agent.placement import Placement
 
 log = logging.getLogger("starling.agent.http")
@@ -56,6 +57,7 @@ class AgentApi:
         reporter: Reporter,
         metrics: AgentMetrics,
         session: HttpSession,
+        pieces: PieceApi,
     ) -> None:
         self._config = config
         self._token = token
@@ -64,6 +66,7 @@ class AgentApi:
         self._reporter = reporter
         self._metrics = metrics
         self._session = session
+        self._pieces = pieces
 
     def app(self) -> web.Application:
         """The application."""
@@ -84,6 +87,7 @@ class AgentApi:
         app.router.add_post("/infer", self.infer)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
+        self._pieces.add_routes(app)
         return app
 
     async def load_model(self, request: web.Request) -> web.Response:
@@ -238,7 +242,7 @@ class AgentApi:
             case web.HTTPNotFound():
                 return NotFound(
                     f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "
-                    f"/infer, /health and /metrics; chat is at the engine's {CHAT_PATH}"
+                    f"/infer, /pieces, /health and /metrics; chat is at the engine's {CHAT_PATH}"
                 )
         return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
 

@@ -61,6 +61,11 @@ class AgentLease:
         return self._term is not None and self._term.is_valid
 
     @property
+    def lease_id(self) -> str:
+        """The lease in the store, for further keys that end with it; "" without a valid one."""
+        return self._term.lease if self._term is not None and self._term.is_valid else ""
+
+    @property
     def remaining_s(self) -> float:
         """Seconds for which it may serve unless the lease is renewed."""
         return self._term.remaining_s if self._term is not None else 0.0

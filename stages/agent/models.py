@@ -40,7 +40,7 @@ from shm.decoding import DECODE_ERRORS
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
 from stages.agent.downloads.bandwidth import Bandwidth
-from stages.agent.downloads.model import Arrival, Context, download_model
+from stages.agent.downloads.model import Arrival, Context, Exchange, download_model
 from stages.agent.downloads.queue import DownloadQueue
 from stages.agent.downloads.transfer import Limits
 from stages.agent.engines.http_session import HttpSession
@@ -84,8 +84,9 @@ class Models:
         session: HttpSession,
         free_port: Callable[[], int],
         is_open: Callable[[], bool],
+        exchange: Exchange | None = None,
     ) -> None:
-        """`stored`: of this agent. `is_open`: whether engines may take requests now."""
+        """`stored`: of this agent. `is_open`: whether engines may take requests now. `exchange`: with other agents."""
         self._config = config
         self._agent_dir = agent_dir
         self._stored = stored
@@ -99,6 +100,7 @@ class Models:
             self.cache,
             Bandwidth(fleet.download_mb_per_s * MEGABYTE, time.monotonic),
             Limits(fleet.download_connections),
+            exchange=exchange,
         )
         self._downloads: DownloadQueue[Arrival] = DownloadQueue(DOWNLOADS_AT_ONCE)
         self._placed: OrderedDict[str, Placement] = OrderedDict()

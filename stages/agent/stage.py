@@ -35,6 +35,10 @@ from stages.agent.http_api import AgentApi
 from stages.agent.lease import AgentLease
 from stages.agent.metrics import AgentMetrics
 from stages.agent.models import Models, Stored, read_stored, write_stored
+from stages.agent.peers.announcements import Announcements
+from stages.agent.peers.holdings import Holdings
+from stages.agent.peers.http_api import PieceApi
+from stages.agent.peers.sharing import Exchange
 
 log = logging.getLogger("starling.agent")
 
@@ -81,6 +85,12 @@ class AgentStage:
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
             record = records.AgentRecord(agent_id=self._stored.agent_id, url=url, incarnation=self._stored.incarnation)
             lease = AgentLease(store, record, agent.lease_ms / 1000, self._previous, clock=boot_clock)
+            holdings = Holdings(paths.models_dir()) if agent.peers else None
+            exchange = None
+            if holdings is not None:
+                announcements = Announcements(store, lease, record, holdings)
+                exchange = Exchange(holdings, announcements, session, self._token, record.agent_id)
+                stack.push_async_callback(_ended, asyncio.create_task(announcements.keep()))
             models = Models(
                 self.config,
                 self._dir,
@@ -90,9 +100,11 @@ class AgentStage:
                 session,
                 lambda: free_port(agent.host),
                 lambda: lease.is_valid,
+                exchange,
             )
             reporter = Reporter(self.config, self._stored, models, lease)
-            api = AgentApi(self.config, self._token, models, lease, reporter, AgentMetrics(), session)
+            pieces = PieceApi(agent, holdings)
+            api = AgentApi(self.config, self._token, models, lease, reporter, AgentMetrics(), session, pieces)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -147,6 +159,12 @@ class AgentStage:
             write_stored(self._dir, self._stored)
         except OSError as error:
             raise ConfigError(f"{self._dir} cannot be written: {error.strerror}; check the disk") from None
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """End a task."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def new_agent_id() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,37 @@ def test_a_refusal_gives_the_reason(idle: Agent, path: str, body: Any, status: i
 def test_unloading_what_is_not_loaded_succeeds(idle: Agent) -> None:
     status, answer = idle.call("/unload_model", model_id="tiny")
     assert (status, answer["cache_state"], answer["cache_level"]) == (200, "UNLOADED", "REMOTE")
+
+
+def test_pieces_need_the_token_and_a_known_file(idle: Agent) -> None:
+    for key, expected in (("", 401), ("x" * 40, 401), (idle.token, 404)):
+        connection = http.client.HTTPConnection(idle.url.removeprefix("http://"), timeout=60)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        connection.request("GET", f"/pieces/{'d' * 64}/{'c' * 32}/0", headers=headers)
+        assert connection.getresponse().status == expected
+        connection.close()
+
+
+@pytest.mark.slow
+def test_an_agent_gets_a_model_from_another_one(tmp_path: Path, blobs: Path) -> None:
+    stored = shutil.copytree(blobs, tmp_path / "blobs")
+    homes = [tmp_path / name for name in ("a", "b")]
+    for home in homes:
+        home.mkdir()
+        share_caches(home)
+        (home / "fleet-token").write_text("t" * 40 + "\n")
+        (home / "fleet-token").chmod(0o600)
+    plain = settings(stored)
+    plain["fleet"]["store"] = f"sqlite:{tmp_path / 'fleet.db'}"
+    with Agent(homes[0], plain) as first:
+        status, loaded = first.call("/load_model", model_id="tiny")
+        assert status == 200, loaded
+        for part in stored.glob("models/*/*.bin"):
+            part.unlink()
+        with Agent(homes[1], plain) as second:
+            status, again = second.call("/load_model", model_id="tiny")
+            assert status == 200, again
+            assert answer_of(again) == answer_of(loaded)
 
 
 def test_a_second_agent_of_the_same_directory_is_refused(idle: Agent) -> None:

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import retried
@@ -30,7 +30,7 @@ from stages.agent.cache.model_cache import ModelCache, lock_path
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.sources import FileSource, Source, StoreSource
-from stages.agent.downloads.transfer import Clock, Limits, Sleep, Transfer, TransferReport
+from stages.agent.downloads.transfer import Clock, Limits, Sharing, Sleep, Transfer, TransferReport
 
 PHASE = "download"
 LOCK_POLL_S = 0.1
@@ -46,6 +46,15 @@ class Arrival(NamedTuple):
     evicted: list[str]
 
 
+class Exchange(Protocol):
+    """Gives the pieces of downloads to other agents, and finds theirs (stages/agent/peers)."""
+
+    def join(
+        self, entry: Entry, path: Path, checksums: list[int], progress: Transfer
+    ) -> contextlib.AbstractAsyncContextManager[Sharing]:
+        """While a download runs."""
+
+
 class Context(NamedTuple):
     """What the downloads of a process have in common."""
 
@@ -55,6 +64,7 @@ class Context(NamedTuple):
     clock: Clock = time.monotonic
     sleep: Sleep = asyncio.sleep
     jitter: Callable[[], float] = random.random
+    exchange: Exchange | None = None  # with other agents
 
 
 async def download_model(
@@ -100,10 +110,23 @@ async def download_model(
                 jitter=context.jitter,
                 progress=lambda done, total: progress(PHASE, done, total),
             )
-            report = await transfer.run()
-            await uninterrupted(_place, part, index_path, raw)
-        _record(models_dir, entry, is_new=not is_here)
+            async with _joined(context.exchange, entry, part.path, index.pieces, transfer):
+                report = await transfer.run()
+                await uninterrupted(_place, part, index_path, raw)
+                _record(models_dir, entry, is_new=not is_here)
         return Arrival(index_path, report, evicted)
+
+
+@contextlib.asynccontextmanager
+async def _joined(
+    exchange: Exchange | None, entry: Entry, path: Path, checksums: list[int], transfer: Transfer
+) -> AsyncIterator[None]:
+    """Share a transfer with other agents, if it is one of an agent."""
+    if exchange is None:
+        yield
+        return
+    async with exchange.join(entry, path, checksums, transfer) as transfer.sharing:
+        yield
 
 
 async def _is_right(path: Path, index: Index, progress: Progress) -> bool:

@@ -3,18 +3,18 @@
     missing -> in flight -> present
        ^----------'  failed
 
-A piece may be in flight twice: at the end of a download an idle request repeats the oldest piece from another source.
+A piece may be in flight twice: one that takes too long is asked from another source as well.
 `missing + in flight + present == total` after every operation.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
 from collections.abc import Iterable
 
 
 class PieceMap:
-    """The pieces `0 .. total - 1`, handed out in order: the `.bin` is in order of use."""
+    """The pieces `0 .. total - 1`. `missing` has them in order: the `.bin` is in order of use."""
 
     def __init__(self, total: int, present: Iterable[int] = ()) -> None:
         self.total = total
@@ -36,17 +36,21 @@ class PieceMap:
         """The first piece without a request; it stays missing until `begin`."""
         return self._missing[0] if self._missing else None
 
+    def missing(self, most: int) -> list[int]:
+        """The first pieces without a request, in order."""
+        return self._missing[:most]
+
     def begin(self, piece: int) -> None:
         """A request for a piece starts."""
         if piece not in self.in_flight:
-            assert heapq.heappop(self._missing) == piece, "pieces are requested in order"
+            at = bisect.bisect_left(self._missing, piece)
+            assert self._missing[at : at + 1] == [piece], "a piece is requested that is not missing"
+            del self._missing[at]
         self.in_flight[piece] = self.in_flight.get(piece, 0) + 1
 
-    def repeatable(self) -> int | None:
-        """The oldest piece with a single request, once all others are present or in flight."""
-        if self._missing:
-            return None
-        return next((piece for piece, requests in self.in_flight.items() if requests == 1), None)
+    def repeatable(self) -> list[int]:
+        """The pieces with a single request, oldest first."""
+        return [piece for piece, requests in self.in_flight.items() if requests == 1]
 
     def failed(self, piece: int) -> None:
         """A request has failed: without another one the piece is missing again."""
@@ -55,7 +59,7 @@ class PieceMap:
         self.in_flight[piece] -= 1
         if not self.in_flight[piece]:
             del self.in_flight[piece]
-            heapq.heappush(self._missing, piece)
+            bisect.insort(self._missing, piece)
 
     def arrived(self, piece: int) -> bool:
         """A piece is verified and written; whether it is the first time."""

@@ -4,6 +4,10 @@ A `Source` reads a range of the `.bin`.  `SourceTable` (pure) chooses: of the so
 this piece, a local one, else the one whose next answer is expected first.  The expectation is the measured time per
 byte times the requests that it would then serve; before the first measurement, a value for its kind.  A source that
 fails pauses, with backoff; one that refuses (no such file, no permission) is not asked again.
+
+Other agents are sources that may have some of the pieces only, and may be wrong, slow or dead.  One that has given
+nothing yet gets a single request; the first damaged piece, the first that takes too long, and the second failure in a
+row end its use.  They are preferred to a store that would answer somewhat earlier, because the store serves all.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import delay_s
 from pipeline.catalog.entry import Entry
 from pipeline.errors import NotFound, StarlingError, StorageUnavailable
+from shm.checkpoint import PIECE_BYTES
 
 # Expected bytes/s before the first measurement.
 LOCAL = 1e9
@@ -27,6 +32,12 @@ PEER = 2e8
 REMOTE = 5e7
 SMOOTHING = 0.3  # weight of the last measurement
 MAX_FAILURES = 6  # of one piece, from one source
+STORE_COST = 4.0  # an agent may take so many times as long as the store
+PEER_REQUESTS = 4  # at once, to an agent that has given a piece
+MAX_PEER_FAILURES = 2  # in a row
+# A piece is left to an agent that has all its requests, while it answers within so many times the expected time.
+LATE = 3.0
+LEAST_LATE_S = 0.5
 
 
 class Source(Protocol):
@@ -35,6 +46,11 @@ class Source(Protocol):
     name: str  # for messages
     expected_rate: float  # bytes/s
     is_local: bool  # costs no network: always asked first
+    is_peer: bool  # another agent
+    timeout_s: float  # of one piece; 0: that of the transfer
+
+    def holds(self, piece: int) -> bool:
+        """Whether it has the piece, as far as is known."""
 
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes of the `.bin`, not yet verified. Raises `StarlingError`."""
@@ -43,13 +59,18 @@ class Source(Protocol):
 class StoreSource:
     """A published model in a blob store. `offset` and length must lie within one part, as those of a piece do."""
 
-    is_local = False
+    is_local = is_peer = False
+    timeout_s = 0.0
 
     def __init__(self, store: BlobStore, entry: Entry, expected_rate: float = REMOTE) -> None:
         self.name = store.address
         self.expected_rate = expected_rate
         self._store = store
         self._entry = entry
+
+    def holds(self, piece: int) -> bool:
+        """A store has all pieces."""
+        return True
 
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises `StarlingError`."""
@@ -62,10 +83,16 @@ class FileSource:
 
     expected_rate = LOCAL
     is_local = True
+    is_peer = False
+    timeout_s = 0.0
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = path
+
+    def holds(self, piece: int) -> bool:
+        """It is found out by reading."""
+        return True
 
     async def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises `NotFound`, `StorageUnavailable`."""
@@ -95,6 +122,7 @@ class _State:
     seconds_per_byte: float
     in_flight: int = 0
     failures: int = 0  # since its last success
+    busy_since: float = 0.0  # of its requests: the last success, or the first request since it had none
     paused_until: float = 0.0
     refusal: StarlingError | None = None  # it is not asked again
     received: int = 0  # bytes
@@ -111,22 +139,34 @@ class SourceTable:
         """`clock`: monotonic, s; `jitter`: [0, 1)."""
         self._clock = clock
         self._jitter = jitter
-        self._states = [_State(source, 1.0 / source.expected_rate) for source in sources]
+        self._states: list[_State] = []
+        self.store_request_s = 0.0  # that a store takes for one piece, smoothed; 0: unknown
+        for source in sources:
+            self.add(source)
+
+    def add(self, source: Source) -> None:
+        """Use another source from now on."""
+        self._states.append(_State(source, 1.0 / source.expected_rate))
 
     def choose(self, piece: int, excluded: Source | None = None) -> Source | None:
-        """The source to ask for a piece now; None while all pause."""
+        """The source to ask for a piece now; None while all pause, or the best one has all the requests it may have."""
         now = self._clock()
         ready = [state for state in self._eligible(piece) if state.paused_until <= now and state.source is not excluded]
-        if not ready:
-            return None
-        return min(
-            ready,
-            key=lambda one: (
-                one.piece_failures[piece],
-                not one.source.is_local,
-                one.seconds_per_byte * (one.in_flight + 1),
-            ),
-        ).source
+        while ready:
+            best = min(
+                ready,
+                key=lambda one: (
+                    one.piece_failures[piece],
+                    not one.source.is_local,
+                    one.seconds_per_byte * (one.in_flight + 1) * (1.0 if one.source.is_peer else STORE_COST),
+                ),
+            )
+            if not best.source.is_peer or best.in_flight < (PEER_REQUESTS if best.received else 1):
+                return best.source
+            if now < best.busy_since + max(LEAST_LATE_S, LATE * best.seconds_per_byte * PIECE_BYTES * best.in_flight):
+                return None
+            ready.remove(best)
+        return None
 
     def has_failed(self, source: Source, piece: int) -> bool:
         """Whether a source has failed to bring a piece."""
@@ -139,7 +179,10 @@ class SourceTable:
 
     def begin(self, source: Source) -> None:
         """A request starts."""
-        self._of(source).in_flight += 1
+        state = self._of(source)
+        if not state.in_flight:
+            state.busy_since = self._clock()
+        state.in_flight += 1
 
     def ended(self, source: Source) -> None:
         """A request has ended, with `succeeded`, `failed` or neither (it was cancelled)."""
@@ -153,12 +196,20 @@ class SourceTable:
         state.seconds_per_byte += SMOOTHING * (measured - state.seconds_per_byte)
         state.failures, state.paused_until = 0, 0.0
         state.received += nbytes
+        state.busy_since = self._clock()
+        if not source.is_peer and not source.is_local:
+            before = self.store_request_s or seconds
+            self.store_request_s = before + SMOOTHING * (seconds - before)
 
     def failed(self, source: Source, piece: int, error: StarlingError) -> None:
         """A request has failed. Raises the error once no source is left, or the piece has failed too often."""
         state = self._of(source)
+        if source.is_peer and error.retry_after_s:  # it is busy, which is no failure
+            state.paused_until = self._clock() + delay_s(1, error.retry_after_s, self._jitter())
+            return
         state.piece_failures[piece] += 1
-        if isinstance(error, StorageUnavailable):
+        is_dropped = source.is_peer and state.failures + 1 >= MAX_PEER_FAILURES
+        if isinstance(error, StorageUnavailable) and not is_dropped:
             now = self._clock()
             if now >= state.paused_until:  # requests that fail together count once
                 state.failures += 1
@@ -172,7 +223,18 @@ class SourceTable:
         state = self._of(source)
         state.rejected += 1
         state.piece_failures[piece] += 1
+        if source.is_peer:
+            state.refusal = error
         self._give_up(piece, error)
+
+    def drop(self, source: Source, piece: int, error: StarlingError) -> None:
+        """A source is not used any more. Raises like `failed`."""
+        self._of(source).refusal = error
+        self._give_up(piece, error)
+
+    def is_dropped(self, source: Source) -> bool:
+        """Whether a source is not asked any more."""
+        return self._of(source).refusal is not None
 
     def next_ready_s(self, piece: int) -> float:
         """Seconds until a source may be asked for a piece; 0: now."""
@@ -193,7 +255,11 @@ class SourceTable:
             raise error
 
     def _eligible(self, piece: int) -> list[_State]:
-        return [state for state in self._usable() if state.piece_failures[piece] < MAX_FAILURES]
+        return [
+            state
+            for state in self._usable()
+            if state.piece_failures[piece] < MAX_FAILURES and state.source.holds(piece)
+        ]
 
     def _usable(self) -> list[_State]:
         return [state for state in self._states if state.refusal is None]

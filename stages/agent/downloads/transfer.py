@@ -2,14 +2,17 @@
 
 One loop starts requests and handles their results; only reading and writing happen elsewhere.  It ends when every piece
 is present, or when no source can bring one of them.  Cancelled, it leaves the part file for a later continuation.
+
+Where other agents download the same file, each reads from the store what is its part first (`Sharing`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
 
 from pipeline.errors import StarlingError, StorageUnavailable
 from pipeline.threads import uninterrupted
@@ -18,17 +21,34 @@ from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.concurrency import AdaptiveLimit
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.pieces import PieceMap
-from stages.agent.downloads.sources import Source, SourceTable
+from stages.agent.downloads.sources import LATE, LEAST_LATE_S, PEER_REQUESTS, Source, SourceTable
+
+log = logging.getLogger("starling.download")
 
 PIECE_TIMEOUT_S = 300.0  # 8 MiB at 28 kB/s
 MAX_CONNECTIONS = 16
-# At the end a piece is asked from a second source when it takes this much longer than that source is expected to take.
-LATE = 3.0
-LEAST_LATE_S = 0.5
+WINDOW = 64  # missing pieces that are looked at: the first ones
+SHARING_POLL_S = 0.05  # while other agents may bring what is missing
 
 Progress = Callable[[int, int], None]  # bytes present, bytes of the file
 Clock = Callable[[], float]
 Sleep = Callable[[float], Awaitable[object]]
+
+
+class Sharing(Protocol):
+    """The other agents that have the file, or download it, too."""
+
+    def new_sources(self) -> Sequence[Source]:
+        """Those that have been found since the last call."""
+
+    def is_own(self, piece: int) -> bool:
+        """Whether this download is the one to read the piece from a store."""
+
+    def is_expected(self, piece: int, request_s: float) -> bool:
+        """Whether another agent is about to have it. `request_s`: that a store takes for a piece; 0: unknown."""
+
+    def drop(self, source: Source) -> None:
+        """It is not asked any more."""
 
 
 class Limits(NamedTuple):
@@ -53,6 +73,7 @@ class _Result(NamedTuple):
     nbytes: int
     error: StarlingError | None
     is_damaged: bool = False
+    is_late: bool = False
 
 
 class Transfer:
@@ -81,12 +102,23 @@ class Transfer:
         self._clock = clock
         self._sleep = sleep
         self._progress = progress
+        self.sharing: Sharing | None = None  # set before `run`
         self._pieces = PieceMap(0)
         self._tasks: dict[asyncio.Task[_Result], tuple[int, Source]] = {}
         self._done = 0  # bytes present
         self._received = self._rejected = 0
         self._begun: dict[int, float] = {}  # by piece in flight: when it was first asked for
         self._late_at: float | None = None
+
+    @property
+    def present(self) -> Collection[int]:
+        """Pieces that are verified and written."""
+        return self._pieces.present
+
+    @property
+    def claimed(self) -> Collection[int]:
+        """Pieces that are being read from a store."""
+        return {piece for piece, source in self._tasks.values() if not source.is_peer}
 
     async def run(self) -> TransferReport:
         """Raises the `StarlingError` of the source that failed last, `ResourceError` when the disk is full."""
@@ -117,10 +149,12 @@ class Transfer:
         return found
 
     def _start_requests(self) -> None:
-        while len(self._tasks) < self._limit.value:
-            piece = self._pieces.first_missing()
-            source = self._sources.choose(piece) if piece is not None else None
-            if piece is None:
+        for found in self.sharing.new_sources() if self.sharing is not None else ():
+            self._sources.add(found)
+        more = PEER_REQUESTS if self.sharing is not None else 0
+        while len(self._tasks) < self._limit.value + more:
+            piece, source = self._next() if len(self._tasks) < self._limit.value else (None, None)
+            if piece is None and (more or not self._pieces.n_missing):
                 piece, source = self._late()
             if piece is None or source is None:
                 return
@@ -129,25 +163,48 @@ class Transfer:
             self._begun.setdefault(piece, self._clock())
             self._tasks[asyncio.create_task(self._fetch(piece, source))] = piece, source
 
+    def _next(self) -> tuple[int | None, Source | None]:
+        """A missing piece, and the source to ask. Another agent's part is read from a store last."""
+        rest: tuple[int | None, Source | None] = (None, None)
+        for piece in self._pieces.missing(WINDOW if self.sharing is not None else 1):
+            source = self._sources.choose(piece)
+            if source is None:
+                continue
+            if self.sharing is None or source.is_peer or source.is_local:
+                return piece, source
+            if self.sharing.is_expected(piece, self._sources.store_request_s):
+                continue
+            if self.sharing.is_own(piece):
+                return piece, source
+            rest = piece, source  # the last one: the first ones are the next of those whose part they are
+        return rest
+
     def _late(self) -> tuple[int | None, Source | None]:
-        """At the end: a piece that takes too long, and another source for it. Otherwise sets `_late_at`."""
+        """A piece that takes too long, and another source for it. Otherwise sets `_late_at`.
+
+        At the end any source will do, and before that another agent: its requests do not count as those of a store.
+        """
         self._late_at = None
-        piece = self._pieces.repeatable() if self._sources.n_usable > 1 else None
-        if piece is None:
+        if self._sources.n_usable < 2:
             return None, None
-        first = next(source for asked, source in self._tasks.values() if asked == piece)
-        other = self._sources.choose(piece, first)
-        if other is None or first.is_local or self._sources.has_failed(other, piece):
-            return None, None
-        expected = self._sources.expected_s(other, self._file.piece_range(piece)[1])
-        at = self._begun[piece] + max(LEAST_LATE_S, LATE * expected)
-        if self._clock() < at:
-            self._late_at = at
-            return None, None
-        return piece, other
+        for piece in self._pieces.repeatable():
+            first = next(source for asked, source in self._tasks.values() if asked == piece)
+            other = self._sources.choose(piece, first)
+            if other is None or first.is_local or self._sources.has_failed(other, piece):
+                continue
+            if self._pieces.n_missing and not other.is_peer:
+                continue
+            expected = self._sources.expected_s(other, self._file.piece_range(piece)[1])
+            at = self._begun[piece] + max(LEAST_LATE_S, LATE * expected)
+            if self._clock() >= at:
+                return piece, other
+            self._late_at = at if self._late_at is None else min(at, self._late_at)
+        return None, None
 
     def _wait_s(self) -> float | None:
         """Seconds until a paused source is asked for the next piece, or a piece is late; None for neither."""
+        if self.sharing is not None:
+            return SHARING_POLL_S
         piece = self._pieces.first_missing()
         if piece is not None:
             return self._sources.next_ready_s(piece) or None
@@ -158,8 +215,13 @@ class Transfer:
         done, _ = await asyncio.wait(self._tasks, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
         results = []
         for task in done:
-            self._sources.ended(self._tasks.pop(task)[1])
-            results.append(task.result())
+            piece, source = self._tasks.pop(task)
+            self._sources.ended(source)
+            if task.cancelled():  # its source was dropped, or another one was faster
+                self._pieces.failed(piece)
+                self._begun.pop(piece, None)
+            else:
+                results.append(task.result())
         for result in results:
             self._settle(result)
 
@@ -169,6 +231,9 @@ class Transfer:
             self._begun.pop(piece, None)
         if error is None:
             self._sources.succeeded(source, result.nbytes, result.seconds)
+            for task, (asked, _) in self._tasks.items():
+                if asked == piece:  # it was asked for twice
+                    task.cancel()
             if self._pieces.arrived(piece):
                 self._limit.arrived(result.nbytes)
                 self._received += result.nbytes
@@ -182,10 +247,23 @@ class Transfer:
         if result.is_damaged:
             self._rejected += 1
             self._sources.rejected(source, piece, error)
+        elif result.is_late and source.is_peer:
+            self._sources.drop(source, piece, error)
         else:
-            if isinstance(error, StorageUnavailable):
+            if isinstance(error, StorageUnavailable) and not source.is_peer:
                 self._limit.throttled()
             self._sources.failed(source, piece, error)
+        if source.is_peer and self._sources.is_dropped(source):
+            self._drop(source, error)
+
+    def _drop(self, source: Source, error: StarlingError) -> None:
+        """Ask an agent for nothing more, and take back what it was asked for."""
+        log.warning("an agent is not asked for pieces any more", extra={"source": source.name, "reason": error.message})
+        if self.sharing is not None:
+            self.sharing.drop(source)
+        for task, (_, asked) in self._tasks.items():
+            if asked is source:
+                task.cancel()
 
     async def _fetch(self, piece: int, source: Source) -> _Result:
         """Read, verify and write one piece. Raises only what ends the transfer: errors of the own disk."""
@@ -194,11 +272,12 @@ class Transfer:
             await self._sleep(wait)
         begun = self._clock()
         try:
-            async with asyncio.timeout(self._limits.piece_timeout_s):
+            timeout_s = source.timeout_s or self._limits.piece_timeout_s
+            async with asyncio.timeout(timeout_s):
                 data = await source.read(offset, nbytes)
         except TimeoutError:
-            slow = StorageUnavailable(f"{source.name}: piece {piece} took over {self._limits.piece_timeout_s:.0f} s")
-            return _Result(piece, source, 0.0, nbytes, slow)
+            slow = StorageUnavailable(f"{source.name}: piece {piece} took over {timeout_s:.0f} s")
+            return _Result(piece, source, 0.0, nbytes, slow, is_late=True)
         except StarlingError as error:
             return _Result(piece, source, 0.0, nbytes, error)
         seconds = max(self._clock() - begun, 1e-6)

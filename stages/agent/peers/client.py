@@ -1,0 +1,93 @@
+"""One other agent as a source of the pieces of one file.
+
+What it answers is checked against the request: length, number of pieces.  The pieces themselves are compared with
+their checksums by the download, as those of every source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import msgspec
+
+from pipeline.errors import NotFound, StorageUnavailable
+from pipeline.fleet import token as tokens
+from pipeline.fleet.bodies import MAX_CLAIMED, PieceState
+from pipeline.fleet.records import AgentRecord
+from shm.checkpoint import PIECE_BYTES
+from shm.decoding import DECODE_ERRORS
+from stages.agent.downloads.sources import PEER
+from stages.agent.engines.http_session import HttpSession
+from stages.agent.peers.holdings import FileKey
+
+CONNECT_S = 2.0
+STATE_S = 2.0  # of one answer about pieces
+PIECE_S = 15.0  # of one piece: 8 MiB at 0.56 MB/s. A slower agent is of no use
+BUSY = (429, 503)
+RETRY_AFTER_S = 1.0  # of a busy agent that does not say it
+
+
+class PeerSource:
+    """Pieces of the file `key`, which has `total` of them, from one agent."""
+
+    expected_rate = PEER
+    is_local = False
+    is_peer = True
+    timeout_s = PIECE_S
+
+    def __init__(self, session: HttpSession, token: str, record: AgentRecord, key: FileKey, total: int) -> None:
+        self.agent_id = record.agent_id
+        self.name = f"agent {record.agent_id}"
+        self.is_dropped = False
+        self.is_complete = False
+        self.claimed: frozenset[int] = frozenset()
+        self._present = b""
+        self._session = session
+        self._headers = tokens.authorization(token)
+        self._url = f"{record.url}/pieces/{key.digest}/{key.checksum}"
+        self._total = total
+
+    def holds(self, piece: int) -> bool:
+        """Whether it had the piece when it was asked last."""
+        if self.is_dropped or self.is_complete:
+            return not self.is_dropped
+        return piece >> 3 < len(self._present) and bool(self._present[piece >> 3] >> (piece & 7) & 1)
+
+    async def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly these bytes, which are a piece. Raises `NotFound`, `StorageUnavailable`."""
+        return await self._get(f"{self._url}/{offset // PIECE_BYTES}", nbytes, nbytes)
+
+    async def look(self) -> None:
+        """Ask which pieces it has. Raises `NotFound`, `StorageUnavailable`."""
+        try:
+            async with asyncio.timeout(STATE_S):
+                raw = await self._get(self._url, 0, 4096 + self._total // 4)
+        except TimeoutError:
+            raise StorageUnavailable(f"{self.name} did not say within {STATE_S:.0f} s what it has") from None
+        try:
+            state = msgspec.json.decode(raw, type=PieceState)
+        except DECODE_ERRORS as error:
+            raise NotFound(f"{self.name} answers nonsense: {error}") from None
+        if state.pieces != self._total or not (state.is_complete or len(state.present) == -(-self._total // 8)):
+            raise NotFound(f"{self.name} has another file: {state.pieces} pieces, expected {self._total}")
+        self.is_complete, self._present = state.is_complete, state.present
+        self.claimed = frozenset(state.claimed[:MAX_CLAIMED])
+
+    async def _get(self, url: str, least: int, most: int) -> bytes:
+        """The body of an answer of `least` to `most` bytes."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        try:
+            async with self._session.request(
+                "GET", url, headers=self._headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                if response.status in BUSY:
+                    raise StorageUnavailable(f"{self.name} is busy", retry_after_s=RETRY_AFTER_S)
+                length = response.content_length
+                if response.status != 200 or length is None or not least <= length <= most:
+                    response.close()  # its body need not be received
+                    raise NotFound(f"{self.name} answers {response.status} with {length} bytes, expected up to {most}")
+                body: bytes = await response.content.readexactly(length)
+                return body
+        except (aiohttp.ClientError, OSError, EOFError, TimeoutError) as error:
+            raise StorageUnavailable(f"{self.name}: {str(error) or type(error).__name__}") from None
