@@ -12,10 +12,10 @@ from typing import Any
 
 import click
 
-from tools.bench.fleet import deaths, forwarding, overhead, routing
+from tools.bench.fleet import cold_start, deaths, fan_out, forwarding, overhead, routing
 from tools.bench.offline.results import machine
 
-SECTIONS = ("forwarding", "overhead", "deaths", "routing")
+SECTIONS = ("forwarding", "overhead", "deaths", "routing", "cold-start", "fan-out")
 
 
 @click.command()
@@ -31,7 +31,8 @@ SECTIONS = ("forwarding", "overhead", "deaths", "routing")
 @click.option("--kind", "kinds", type=click.Choice(deaths.KINDS), multiple=True, help="What dies; default: all.")
 @click.option("--words", type=click.IntRange(0), default=0, show_default=True, help="More in prompts of deaths.")
 @click.option("--requests", type=click.IntRange(1), default=120, show_default=True, help="Of each routing policy.")
-@click.option("--agents", type=click.IntRange(2, 8), default=4, show_default=True, help="That requests are routed to.")
+@click.option("--loads", type=click.IntRange(1), default=3, show_default=True, help="Rounds of cold-start and fan-out.")
+@click.option("--agents", type=click.IntRange(2, 8), default=4, show_default=True, help="Of routing and fan-out.")
 def run(
     sections: tuple[str, ...],
     rounds: int,
@@ -39,6 +40,7 @@ def run(
     kinds: tuple[str, ...],
     words: int,
     requests: int,
+    loads: int,
     agents: int,
 ) -> None:
     """Measure a fleet on this machine."""
@@ -54,6 +56,10 @@ def run(
         found["deaths"] = deaths.measure(n_deaths, kinds or deaths.KINDS, words)
     if "routing" in chosen:
         found["routing"] = routing.measure(requests, agents)
+    if "cold-start" in chosen:
+        found["cold-start"] = cold_start.measure(loads)
+    if "fan-out" in chosen:
+        found["fan-out"] = fan_out.measure(loads, agents)
     found["load_after"] = os.getloadavg()
     click.echo(json.dumps(found))
 

@@ -1,0 +1,87 @@
+"""From the request to load a model to its first token, by where its bytes are.
+
+The blob store is nginx with a bound for each connection.  The ways take turns, round by round, so that what else the
+machine does meets all of them.  A check of the instrument: with one connection no way can be faster than size and
+bound allow, and the peer's way must read nothing of the weights from the store.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from pipeline.catalog.entry import decode
+from pipeline.config.schema import DEMO_MODEL
+from stages.agent.cache.page_cache import resident_fraction
+from tools.bench.fleet.agent_under_test import AgentUnderTest, Site, agent, publish
+from tools.bench.fleet.limited_store import LimitedStore, limited_store
+from tools.tiny_gguf import Shape, write_model
+
+MB_PER_S = 40.0  # of one connection
+RANDOM = "random-500m"
+SHAPE = Shape(22, 1280, 20, 5, 64, 4224, 4096)  # 450 million parameters: 480 MB as Q8_0
+SETTINGS: dict[str, Any] = {"kv_cache_mb": 64}
+
+
+def measure(rounds: int, names: tuple[str, ...] = (DEMO_MODEL, RANDOM)) -> dict[str, Any]:
+    """Seconds by model and way, of all rounds."""
+    with tempfile.TemporaryDirectory(prefix="starling-cold-") as folder, ExitStack() as stack:
+        site = Site(Path(folder))
+        models = [{"name": name, **SETTINGS} for name in names]
+        for model in models:
+            if model["name"] == RANDOM:
+                model["path"] = str(write_model(site.folder / "random.gguf", SHAPE, "Q8_0", seed=1))
+        publish(site, site.folder / "blobs", models)
+        plain = [{"name": model["name"], **SETTINGS, "path": f"catalog:{model['name']}"} for model in models]
+        store = stack.enter_context(limited_store(site.folder / "nginx", site.folder / "blobs", MB_PER_S))
+        found: dict[str, Any] = {}
+        for name in names:
+            seconds: dict[str, list[float]] = {}
+            for _ in range(rounds):
+                for way, took in _round(site, store, plain, name):
+                    seconds.setdefault(way, []).append(round(took, 2))
+            nbytes = decode((site.folder / f"blobs/catalog/{name}.json").read_bytes(), name).nbytes
+            found[name] = {"bytes": nbytes, "size_over_bound_s": round(nbytes / MB_PER_S / 1e6, 2), "seconds": seconds}
+            medians = {way: statistics.median(all_s) for way, all_s in seconds.items()}
+            print(name, found[name], "medians:", medians, flush=True)
+        return {"mb_per_s_of_a_connection": MB_PER_S, "rounds": rounds, "models": found}
+
+
+def _round(site: Site, store: LimitedStore, models: list[Any], name: str) -> Iterator[tuple[str, float]]:
+    """Each way once."""
+    with agent(site, "one", store.url, models, download_connections=1, agent={"peers": False}) as one:
+        yield "download, then load", one.first_token_s(name)
+        one.unload(name, drop_cached=True)
+    with agent(site, "holder", store.url, models) as holder:
+        yield "parallel ranges", holder.first_token_s(name)
+        holder.unload(name)
+        before = store.bytes_sent()
+        with agent(site, "other", store.url, models) as other:
+            yield "a peer's cache", other.first_token_s(name)
+            other.unload(name, drop_cached=True)
+        if store.bytes_sent() != before:
+            print(f"the store has sent {store.bytes_sent() - before:,} bytes to an agent with a peer", flush=True)
+        if (left := _drop_from_memory(holder)) < 0.1:
+            yield "NVMe", holder.first_token_s(name)
+            holder.unload(name)
+        else:
+            print(f"{left:.0%} of the file stay in memory: NVMe is not measured", flush=True)
+        yield "page cache", holder.first_token_s(name)
+        holder.unload(name, drop_cached=True)
+
+
+def _drop_from_memory(one: AgentUnderTest) -> float:
+    """Drop the checkpoints from the page cache; the fraction of the weights that is still there."""
+    for path in one.files():
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+    return max((resident_fraction(path) for path in one.files() if path.suffix == ".bin"), default=0.0)
