@@ -42,8 +42,8 @@ def ingest(path: Path, quant: str | None, name: str | None, pretokenizer: str, a
     PATH is a GGUF file, or a Hugging Face directory: config.json, model.safetensors (or several files with their
     index), tokenizer.json or tokenizer.model. Only the result is stored.
 
-    An interrupted conversion goes on where it was when the command is repeated. `starling run NAME` answers with the
-    model, and `name: NAME` in the configuration serves it.
+    An interrupted conversion goes on where it was when the command is repeated. `starling run NAME` answers with a
+    model that generates text, and `name: NAME` in the configuration serves it.
     """
     from stages.worker.checkpoint.prepare_source import prepare_source
     from starling.vocabulary_check import check_vocabulary
@@ -63,7 +63,11 @@ def ingest(path: Path, quant: str | None, name: str | None, pretokenizer: str, a
         click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
         return
     click.echo(f"{name}: {record.nbytes / 1e6:,.0f} MB, {record.architecture}, {record.quantization}")
-    terminal.note(f"`starling run {name} PROMPT` answers with it")
+    if index.hyper.is_causal:
+        terminal.note(f"`starling run {name} PROMPT` answers with it")
+    else:
+        endpoint = "/v1/rerank" if index.hyper.scores_pairs else "/v1/embeddings"
+        terminal.note(f"it generates no text: name {name} in requests to {endpoint}")
 
 
 def _default_name(path: Path, quant: str | None) -> str:

@@ -47,6 +47,20 @@ def test_the_options_are_those_of_the_worker() -> None:
     assert set(command.QUANTS) == set(QUANTS)
 
 
+@pytest.mark.parametrize(
+    ("shape", "hint"),
+    [
+        ("small", "`starling run {} PROMPT` answers"),
+        ("bert", "name {} in requests to /v1/embeddings"),
+        ("reranker", "name {} in requests to /v1/rerank"),
+    ],
+)
+def test_the_hint_is_what_the_model_can_do(home: Path, shape: str, hint: str) -> None:
+    done = starling("ingest", str(write_model(home.parent / f"{shape}.gguf", SHAPES[shape], "F16")))
+    assert done.exit_code == 0, done.output
+    assert hint.format(shape) in done.stderr
+
+
 def test_a_directory_gets_a_name(home: Path, directory: Path) -> None:
     done = starling("ingest", str(directory), "--quant", "q8_0", "--json")
     assert done.exit_code == 0, done.output

