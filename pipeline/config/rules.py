@@ -418,15 +418,16 @@ def _store_problem(address: str) -> str:
     """Why it is not the address of a coordination store; "" when it is."""
     if not address or (address.startswith("sqlite:") and address != "sqlite:"):
         return ""
-    if not address.startswith("etcd://"):
-        return "expected sqlite:PATH or etcd://HOST:PORT"
+    scheme = address.partition("://")[0]
+    if scheme not in ("etcd", "redis") or "://" not in address:
+        return "expected sqlite:PATH, etcd://HOST:PORT or redis://HOST:PORT"
     try:
         url = urlsplit(address)
         is_complete = bool(url.hostname and url.port)
     except ValueError as error:
         return f"not a URL: {error}"
     if not is_complete or url.username is not None or url.query or url.fragment:
-        return "expected etcd://HOST:PORT or etcd://HOST:PORT/NAMESPACE"
+        return f"expected {scheme}://HOST:PORT or {scheme}://HOST:PORT/NAMESPACE"
     if not re.fullmatch(r"(/[A-Za-z0-9._-]{1,64})?/?", url.path):
         return "expected a namespace of up to 64 letters, digits and . _ -"
     return ""

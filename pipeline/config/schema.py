@@ -319,7 +319,8 @@ class RayConfig(Section, frozen=True, kw_only=True):
 class FleetConfig(Section, frozen=True, kw_only=True):
     """What the machines of a fleet share."""
 
-    # Who is there and who holds what: sqlite:PATH (one machine) or etcd://HOST:PORT; "": sqlite:STARLING_HOME/fleet.db
+    # Who is there and who holds what: sqlite:PATH (one machine), etcd://HOST:PORT or redis://HOST:PORT;
+    # "": sqlite:STARLING_HOME/fleet.db
     store: str = ""
     # File with the secret that agents and orchestrators share; "": STARLING_HOME/fleet-token, made at the first start
     token: str = ""

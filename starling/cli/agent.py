@@ -30,8 +30,8 @@ from starling.cli.options import exit_codes
 def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
     """Run engines on this host for a fleet, until Ctrl-C.
 
-    The agent registers in the coordination store (sqlite:PATH or etcd://HOST:PORT) and loads the published models that
-    orchestrators ask for. Streams in flight finish first when it ends.
+    The agent registers in the coordination store (sqlite:PATH, etcd://HOST:PORT or redis://HOST:PORT) and loads the
+    published models that orchestrators ask for. Streams in flight finish first when it ends.
     """
     for key, value in (("STORE", join), ("AGENT__ID", agent_id), ("AGENT__PORT", port)):
         if value is not None:

@@ -28,8 +28,9 @@ from starling.cli.options import exit_codes
 def orchestrator(join: str | None, port: int | None) -> int:
     """Serve the API for all agents of a fleet, until Ctrl-C.
 
-    The orchestrator finds the agents in the coordination store (sqlite:PATH or etcd://HOST:PORT), sends each request to
-    one that has its model, and to another one when that one dies. Requests in flight finish first when it ends.
+    The orchestrator finds the agents in the coordination store (sqlite:PATH, etcd://HOST:PORT or redis://HOST:PORT),
+    sends each request to one that has its model, and to another one when that one dies. Requests in flight finish first
+    when it ends.
     """
     for key, value in (("STORE", join), ("ORCHESTRATOR__PORT", port)):
         if value is not None:

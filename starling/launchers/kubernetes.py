@@ -87,7 +87,7 @@ class KubernetesLauncher:
             values["blobs"] = self._fleet.blobs
             options = {"blobs_endpoint": self._fleet.blobs_endpoint, "blobs_region": self._fleet.blobs_region}
             values["config"] = {"fleet": {name: value for name, value in options.items() if value}}
-        if self._fleet.store.startswith("etcd://"):
+        if self._fleet.store.startswith(("etcd://", "redis://")):
             values["store"] = self._fleet.store
         return values
 

@@ -6,7 +6,7 @@
 A `serve` block starts a server with a home of its own; the blocks after it use that server until the next `serve` block
 or the end of the page, where Ctrl-C ends it. Blocks before it, and pages without one, share a server of the demo model.
 What the text says of this machine is replaced: port 8080 and 9000 by the server's port, the folder `/data/` by one with
-small models of the names that the page uses, the address of an etcd by a store in a file, `~` by a folder of the page.
+small models of the names that the page uses, the address of a server by a store in a file, `~` by a folder of the page.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def translated(text: str, port: int, folder: Path) -> str:
     """The text of a block with the addresses and folders of the test."""
     text = re.sub(r"(127\.0\.0\.1|localhost):8080\b", rf"\1:{port}", text)
     text = text.replace("PORT=9000", f"PORT={port}").replace("127.0.0.1:9000", f"127.0.0.1:{port}")
-    text = re.sub(r"etcd://\d+\.\d+\.\d+\.\d+:\d+", f"sqlite:{folder / 'fleet.db'}", text)
+    text = re.sub(r"(?:etcd|redis)://\d+\.\d+\.\d+\.\d+:\d+", f"sqlite:{folder / 'fleet.db'}", text)
     return text.replace("/data/", f"{folder / 'data'}/")
 
 

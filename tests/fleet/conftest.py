@@ -15,7 +15,7 @@ from pipeline.catalog.publish import publish
 from pipeline.coordination.interface import CoordinationStore
 from tests.fleet.checkpoints import write_checkpoint
 from tests.fleet.coordination_stores import Clock, make_store
-from tests.fleet.peers import Etcd
+from tests.fleet.peers import Etcd, Redis
 from tests.fleet.range_server import served
 from tests.fleet.site import NBYTES, Site
 
@@ -63,22 +63,28 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
         yield server
 
 
-@pytest.fixture(params=["memory", "sqlite", "etcd"])
+@pytest.fixture(scope="session")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
+    with Redis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(params=["memory", "sqlite", "etcd", "redis"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[CoordinationStore]:
     async with make_store(request, tmp_path, clock) as made:
         yield made
 
 
-@pytest.fixture(params=["memory", "sqlite"])
+@pytest.fixture(params=["memory", "sqlite", "redis"])
 async def timed(request: pytest.FixtureRequest, tmp_path: Path, clock: Clock) -> AsyncIterator[CoordinationStore]:
     """A store with the test's clock."""
     async with make_store(request, tmp_path, clock) as made:
         yield made
 
 
-@pytest.fixture(params=["sqlite", "etcd"])
+@pytest.fixture(params=["sqlite", "etcd", "redis"])
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
-    """The arguments with which a process opens the store of a test."""
+    """The argument with which a process opens the store of a test: `fleet.store`."""
     if request.param == "sqlite":
-        return [str(tmp_path / "c.db"), ""]
-    return [str(request.getfixturevalue("etcd").port), tmp_path.name + "/"]
+        return [f"sqlite:{tmp_path / 'c.db'}"]
+    return [f"{request.param}://127.0.0.1:{request.getfixturevalue(request.param).port}/{tmp_path.name}"]

@@ -31,6 +31,8 @@ def make_store(request: pytest.FixtureRequest, folder: Path, clock: Clock) -> Co
         return MemoryStore(clock, 20)
     if request.param == "sqlite":
         return SqliteStore(folder / "c.db", clock, kept_events=20)
+    if request.param == "redis":
+        return request.getfixturevalue("redis").open(folder.name, clock=clock, kept_events=20)  # type: ignore[no-any-return]
     return request.getfixturevalue("etcd").open(folder.name + "/")  # type: ignore[no-any-return]
 
 

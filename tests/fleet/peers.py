@@ -12,11 +12,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.blobs.cloud import CloudStore
 from pipeline.coordination.etcd_store import EtcdStore
+from pipeline.coordination.redis_store import RedisStore
 
 START_S = 60.0
 _S3_IDENTITY = """{"identities": [{"name": "test", "actions": ["Admin", "Read", "Write", "List"],
@@ -81,6 +83,59 @@ class Etcd:
 
     def open(self, namespace: str) -> EtcdStore:
         return EtcdStore("127.0.0.1", self._ports[0], namespace)
+
+
+class Redis:
+    """A Redis of its own, which can be killed and started again. A context manager.
+
+    By default what it has acknowledged survives it; otherwise `settings` say what does.
+    """
+
+    DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+    FORGETFUL = ("--appendonly", "no")
+
+    def __init__(self, folder: Path, *settings: str) -> None:
+        pytest.importorskip("redis", reason="redis-py is not installed: make fleet-peers")
+        self._program = program("redis-server")
+        self._folder = folder
+        self._settings = settings or self.DURABLE
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Redis:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        """Start it on its files and wait until it answers."""
+        # fmt: off
+        command = [
+            self._program, "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self._folder), "--save", "",
+            "--daemonize", "no", *self._settings,
+        ]
+        # fmt: on
+        log = self._folder / "redis.log"
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+        wait_for_port(self.port, self.process, log)
+
+    def kill(self) -> None:
+        """SIGKILL. Idempotent."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def restart(self) -> None:
+        """SIGKILL and a new start."""
+        self.kill()
+        self.start()
+
+    def open(self, namespace: str, **options: Any) -> RedisStore:
+        return RedisStore("127.0.0.1", self.port, namespace, **options)
 
 
 async def compact(store: EtcdStore, revision: int) -> None:

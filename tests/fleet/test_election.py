@@ -23,12 +23,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 OPENING = """
 import sys
-from pathlib import Path
-from pipeline.coordination.etcd_store import EtcdStore
-from pipeline.coordination.sqlite_store import SqliteStore
+from pipeline.config.load import resolve
+from pipeline.coordination import address
 def open_store():
-    where = sys.argv[1]
-    return EtcdStore("127.0.0.1", int(where), sys.argv[2]) if where.isdigit() else SqliteStore(Path(where))
+    return address.open_store(resolve({"fleet": {"store": sys.argv[1]}}, {}))
 """
 COUNTING = (
     OPENING

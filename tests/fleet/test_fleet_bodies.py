@@ -10,6 +10,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.coordination.address import open_store
 from pipeline.coordination.etcd_store import EtcdStore
+from pipeline.coordination.redis_store import RedisStore
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.fleet import bodies, records
@@ -111,8 +112,17 @@ async def test_etcd_is_reached_by_host_and_port() -> None:
         assert store.address == "127.0.0.1:2379"
 
 
+async def test_redis_is_reached_by_host_and_port() -> None:
+    pytest.importorskip("redis")
+    async with open_store(resolve({"fleet": {"store": "redis://127.0.0.1:6379/mine"}}, {})) as store:
+        assert isinstance(store, RedisStore)
+        assert store.address == "127.0.0.1:6379"
+
+
 @pytest.mark.parametrize(("key", "settings"), [
     ("fleet.store", {"store": "redis://x"}),
+    ("fleet.store", {"store": "redis://:secret@host:1"}),
+    ("fleet.store", {"store": "rediss://host:1"}),
     ("fleet.store", {"store": "sqlite:"}),
     ("fleet.store", {"store": "etcd://host"}),
     ("fleet.store", {"store": "etcd://host:99999"}),
