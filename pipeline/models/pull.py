@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.models import demo_wheel, digests, hub, registry
 from pipeline.models.demo_models import Demo
@@ -58,8 +60,9 @@ def pull(
     check_allowed(str(source), allowed)
     tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
     folder = models_dir / ".fetch" / tag
+    asked = time.time()
     with lock(models_dir, f"pull-{tag}"):
-        found = _present(source, models_dir, name, slug, sha256, quantization)
+        found = _present(source, models_dir, sha256, asked)
         if found is None:
             folder.mkdir(parents=True, exist_ok=True)
             fetched = _fetch(source, folder, quantization, models_dir, allowed, progress)
@@ -81,8 +84,11 @@ def pull(
     return record
 
 
-def _present(source: Source, models_dir: Path, name: str, slug: str, sha256: str, quantization: str) -> Record | None:
-    """A file that is here already and certainly the one that the source has; None if that is not known."""
+def _present(source: Source, models_dir: Path, sha256: str, asked: float) -> Record | None:
+    """A file that is here already and certainly the one that the source has; None if that is not known.
+
+    `asked`: s since 1970, before this process waited for others that pull from the source.
+    """
     if sha256:
         _link_known(sha256.lower(), models_dir)
         if registry.is_intact(blob := registry.blob_path(models_dir, sha256.lower()), sha256.lower(), models_dir):
@@ -92,8 +98,11 @@ def _present(source: Source, models_dir: Path, name: str, slug: str, sha256: str
     for record in registry.read_all(models_dir):
         if not registry.is_intact(registry.blob_path(models_dir, record.digest), record.digest, models_dir):
             continue
-        if isinstance(source, PackageSource) and record.source == str(source):
-            return record  # a version of a package never changes
+        if record.source != str(source):
+            continue
+        is_new = isinstance(source, WebSource) and asked <= record.pulled <= time.time()
+        if is_new or isinstance(source, PackageSource):  # a version of a package never changes
+            return msgspec.structs.replace(record, name=default_name(source, record.file))
     return None
 
 
@@ -142,9 +151,10 @@ def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256
     for expected, whose in ((fetched.expected, "the hub announces"), (sha256, "--sha256 expects")):
         if expected and fetched.digest != expected:
             fetched.part.unlink()
+            removed = "the copy" if isinstance(source, FileSource) else "it"
             raise ModelUnavailable(
-                f"{source}: the file has SHA-256 {fetched.digest}, {whose} {expected}; it was removed. Try again, or "
-                f"check the source"
+                f"{source}: the file has SHA-256 {fetched.digest}, {whose} {expected}; {removed} was removed. Try "
+                f"again, or check the source"
             )
     check_magic(fetched.part, str(source), remove=not isinstance(source, FileSource))
     name = name or default_name(source, fetched.file)

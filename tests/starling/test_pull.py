@@ -7,13 +7,18 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.models import pull as pulls
+from pipeline.models import sources
 from tests.pipeline.file_server import FileServer
 from tests.starling.hub_server import COMMIT, Hub
 from tools.tiny_gguf import SHAPES, write_model
@@ -162,6 +167,34 @@ def test_two_processes_fetch_a_file_once(home: Path, gguf: Path) -> None:
         both = [subprocess.Popen(command, env=environment(home), stdout=subprocess.PIPE, text=True) for _ in range(2)]
         assert [json.loads(one.communicate(timeout=120)[0])[0]["digest"] for one in both] == [digest] * 2
         assert files.ranges.count("bytes=0-0") == 1
+
+
+def test_who_waits_for_a_download_takes_its_file(home: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a digest as well, under a name of its own. Who asks later gets what the server has then."""
+    asked: list[str] = []
+    both_asked = threading.Event()
+    with FileServer(gguf.read_bytes()) as files, ThreadPoolExecutor(2) as threads:
+        real = pulls.lock
+
+        def lock(directory: Path, name: str) -> AbstractContextManager[None]:
+            asked.extend([name] if name != "names" else [])
+            if len(asked) > 1:
+                both_asked.set()
+            return real(directory, name)
+
+        def hold(server: FileServer, begin: int) -> None:
+            assert both_asked.wait(60)
+
+        files.before = hold
+        monkeypatch.setattr(pulls, "lock", lock)
+        source = sources.parse(files.url)
+        found = [threads.submit(pulls.pull, source, home / "models", name) for name in ("one", "")]
+        records = [one.result(120) for one in found]
+        assert files.ranges.count("bytes=0-0") == 1
+        assert sorted(one.name for one in records) == ["model", "one"]
+        assert len({one.digest for one in records}) == 1
+        files.content, files.tag = write_model(home / "new.gguf", SHAPES["small"], seed=9).read_bytes(), '"two"'
+        assert pulls.pull(source, home / "models", "later").digest == sha256(files.content)
 
 
 # ------------------------------------------------------------------ a hub

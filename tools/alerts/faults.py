@@ -65,12 +65,17 @@ class ServerFaults:
         return [
             Fault("damage a page of the KV cache", ("StarlingDamagedPages",), self.damage_page),
             Fault("fill the disk", ("StarlingDiskErrors",), self._disk.begin, self._disk.end, self.request),
-            Fault("kill the tokenizer again and again", ("StarlingStageRestarts",), self.kill_tokenizer),
+            Fault(  # a restart on a busy machine takes longer than the shortened time of the others
+                "kill the tokenizer again and again",
+                ("StarlingStageRestarts",),
+                self.kill_tokenizer,
+                others=("StarlingStageNotReady",),
+            ),
             Fault(
                 "kill the worker whenever it computes a certain request",
                 ("StarlingQuarantine",),
                 self.poison,
-                others=("StarlingErrors", "StarlingStageRestarts"),
+                others=("StarlingErrors", "StarlingStageNotReady", "StarlingStageRestarts"),
             ),
             Fault(
                 "send more requests than the queue takes",
