@@ -248,6 +248,34 @@ COMMON_FIELDS: dict[str, Reader] = {
 }
 
 
+# The parameters of each sampler step that is not always applied.
+_STEP_FIELDS = {
+    "repetition": ("repetition_penalty",),
+    "dry": ("dry_multiplier",),
+    "temperature": ("temperature",),
+    "top_n_sigma": ("top_n_sigma",),
+    "top_k": ("top_k",),
+    "typical_p": ("typical_p",),
+    "top_p": ("top_p",),
+    "min_p": ("min_p",),
+    "xtc": ("xtc_probability",),
+    "penalties": ("frequency_penalty", "presence_penalty"),
+}
+
+
+def check_configured_order(sampling: Sampling, order: tuple[str, ...]) -> None:
+    """Raise `InvalidRequest` for a parameter whose step the configured `order` leaves out. An empty one has all."""
+    neutral = Sampling()
+    for step, names in _STEP_FIELDS.items():
+        for name in names if order and step not in order else ():
+            if (value := getattr(sampling, name)) != getattr(neutral, name):
+                raise InvalidRequest(
+                    f"{name} is {value:g}, and the model's sampler_order in the configuration leaves its step out; "
+                    f"leave {name} out, or send the order of the steps with {step} in it",
+                    name,
+                )
+
+
 def sampling_of(values: dict[str, Any]) -> Sampling:
     """Return the sampling parameters among the values that were read with `COMMON_FIELDS`."""
     return Sampling(**{name: values[name] for name in SAMPLER_FIELDS if name in values})

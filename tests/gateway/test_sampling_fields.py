@@ -182,3 +182,11 @@ def test_the_configured_order_is_that_of_requests_without_one(make_server: Calla
     for more, expected in ({}, order), ({"order": ["temperature", "mask"]}, ["temperature", "mask"]):
         assert server.post("/v1/generate", {"prompt": "a", "max_tokens": 2, **more}).status == 200
         assert list(server.peers.generator.submitted[-1].sampling.order) == expected
+    for name, value in (("top_k", 5), ("presence_penalty", 0.5), ("xtc_probability", 0.1)):
+        for path, body in (("/v1/generate", {"prompt": "a"}), ("/v1/completions", {"model": MODEL, "prompt": "a"})):
+            refused = server.post(path, {**body, name: value})
+            assert (refused.status, refused.error["param"]) == (400, name)
+            assert "sampler_order" in refused.error["message"]
+        accepted = {"prompt": "a", "max_tokens": 2, name: value, "order": order}  # the client has left it out itself
+        assert server.post("/v1/generate", accepted).status == 200
+    assert server.post("/v1/generate", {"prompt": "a", "max_tokens": 2, "min_p": 0.1, "temperature": 0}).status == 200

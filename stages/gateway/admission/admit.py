@@ -25,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.api.adapter_salt import with_adapter
+from pipeline.api.generation_fields import check_configured_order
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output, version_name
 from pipeline.api.quotas import Quotas
@@ -372,7 +373,9 @@ class Admission:
         seed = generation.seed if generation.seed is not None else call.name.seed
         if seed is None:
             seed = self._draw_seed()
-        order = generation.sampling.order or version.settings.sampler_order
+        if not (order := generation.sampling.order):
+            order = version.settings.sampler_order
+            check_configured_order(generation.sampling, order)
         sampling = msgspec.structs.replace(generation.sampling, seed=seed, order=order)
         stops = generation.stop_token_ids
         if not sampling.ignore_eos:
