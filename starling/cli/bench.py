@@ -29,7 +29,7 @@ from starling.bench.response import ClientRequest, Response
 from starling.cli import terminal
 from starling.cli.generation_options import Choice, choose_key, choose_model, server_for
 from starling.cli.options import Number, Seconds, cacert_option, exit_codes
-from starling.cli.result_file import claimed, make_directory, write
+from starling.cli.result_file import claimed, make_directory, write, writing
 from starling.cli.run_command import EXIT_INTERRUPTED
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
@@ -271,7 +271,9 @@ def _measure(
     if options["json_file"]:
         write(options["json_file"], msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options["plots_dir"]:
-        for path in plots.write_plots(run, options["plots_dir"]):
+        with writing(options["plots_dir"]):
+            paths = plots.write_plots(run, options["plots_dir"])
+        for path in paths:
             click.echo(f"wrote {path}")
     if is_interrupted:
         click.echo("starling: interrupted", err=True)

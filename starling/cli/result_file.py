@@ -17,14 +17,16 @@ def claimed(option: str, *paths: Path) -> Iterator[None]:
 
     What exists keeps its contents; of pipes and devices nothing is opened. Raises `click.UsageError`.
     """
-    made = [path for path in paths if not path.exists()]
-    checked = []
+    made, checked = [], []
     try:
         for path in paths:
-            if path in made or path.is_file():
-                checked.append(path)
-                with _as_usage(option, path), path.open("ab"):
-                    pass
+            with _as_usage(option, path):
+                is_new = not path.exists()
+                if is_new or path.is_file():
+                    with path.open("ab"):
+                        checked.append(path)
+                    if is_new:
+                        made.append(path)
         yield
     finally:
         for path in checked:
@@ -48,9 +50,16 @@ def _as_usage(option: str, path: Path) -> Iterator[None]:
         raise click.UsageError(f"{option} {path}: {error.strerror}; name one that can be written") from None
 
 
-def write(path: Path, data: bytes) -> None:
-    """Write the result. Raises `StarlingError`."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """While results are written. Raises `StarlingError`."""
     try:
-        path.write_bytes(data)
+        yield
     except OSError as error:
         raise StarlingError("STORAGE_UNAVAILABLE", f"{path}: {error.strerror}; the result was not written") from None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Write the result. Raises `StarlingError`."""
+    with writing(path):
+        path.write_bytes(data)

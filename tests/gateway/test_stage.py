@@ -195,7 +195,10 @@ def test_keys_quotas_and_cors(make_server: MakeServer) -> None:
     flight = server.request("OPTIONS", "/v1/chat/completions", None, {"Origin": "http://a", **one})
     assert flight.status == 204
     assert flight.headers["Access-Control-Allow-Origin"] == "*"
-    assert "Authorization" in flight.headers["Access-Control-Allow-Headers"]
+    allowed = flight.headers["Access-Control-Allow-Headers"].split(", ")
+    assert {"*", "Authorization", "Content-Type"} <= set(allowed)
+    assert server.get("/health").headers["Access-Control-Allow-Origin"] == "*"
+    assert "Access-Control-Allow-Origin" not in server.get("/metrics").headers
 
 
 def test_attempts_that_fail_are_charged(make_server: MakeServer) -> None:

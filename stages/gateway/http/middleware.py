@@ -59,14 +59,21 @@ log = logging.getLogger("starling.gateway.http")
 
 CLIENT_CLOSED = 499  # in logs and metrics: the client closed the connection before a response
 # Any origin, without cookies. The asterisk admits what clients add of their own, as `X-Stainless-Os` of the client
-# `openai`; it never stands for `Authorization`.
+# `openai`; it never stands for `Authorization`, and old browsers read it as a name like any other.
 CORS_HEADERS = {
     "Access-Control-Allow-Origin": "*",
-    "Access-Control-Expose-Headers": "*",
+    "Access-Control-Expose-Headers": (
+        "*, X-Request-Id, X-Starling-Request, X-Starling-Cache, Retry-After, x-ratelimit-limit-requests, "
+        "x-ratelimit-limit-tokens, x-ratelimit-remaining-requests, x-ratelimit-remaining-tokens, "
+        "x-ratelimit-reset-requests, x-ratelimit-reset-tokens"
+    ),
 }
 PREFLIGHT_HEADERS = {
     "Access-Control-Allow-Methods": "GET, POST, DELETE, OPTIONS",
-    "Access-Control-Allow-Headers": "*, Authorization",
+    "Access-Control-Allow-Headers": (
+        "*, Authorization, Content-Type, X-Request-Id, Last-Event-ID, Idempotency-Key, X-Api-Key, "
+        "Anthropic-Version, Anthropic-Beta, Anthropic-Dangerous-Direct-Browser-Access"
+    ),
     "Access-Control-Max-Age": "86400",
 }
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")  # a valid X-Request-Id
@@ -194,6 +201,7 @@ def _check_reserved(request: web.Request, service: Service) -> None:
 def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamResponse], Awaitable[None]]:
     """Return the handler of `on_response_prepare`, which adds the headers that every response has."""
     has_cors = config.server.enable_cors
+    metrics_path = config.metrics.endpoint
 
     async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
         request[BEGUN] = response
@@ -216,7 +224,7 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
                 response.headers[page_names.HEADER] = pages
             if state.response_cache:
                 response.headers["X-Starling-Cache"] = state.response_cache
-        if has_cors:
+        if has_cors and request.path != metrics_path:
             response.headers.update(CORS_HEADERS)
             if request.method == "OPTIONS":
                 response.headers.update(PREFLIGHT_HEADERS)
