@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -119,7 +119,11 @@ test-clients: $(VENV)/.locked-dev $(CLIENTS)/.locked ## litellm, LangChain, pyda
 test-deploy: $(VENV)/.locked-dev ## what docs/deploying.md installs and builds: pipx, containers, Debian
 	@$(BIN)/starling prepare
 	@STARLING_TEST_DEPLOY=1 $(BIN)/python -m pytest -q -rs tests/docs/test_deploy.py tests/docs/test_container.py \
-	  tests/docs/test_debian_package.py $(ARGS)
+	  tests/docs/test_compose.py tests/docs/test_debian_package.py $(ARGS)
+
+test-upgrade: $(VENV)/.locked-dev ## servers of 0.1.0 and of this version take turns on one home; minutes
+	@$(BIN)/starling prepare
+	@STARLING_TEST_UPGRADE=1 $(BIN)/python -m pytest -q tests/e2e/test_upgrade_servers.py $(ARGS)
 
 leaving-clients: $(VENV)/.locked-dev ## 500 slow readers, 1,000 clients that leave in a stream; fails at a leak; minutes
 	@$(BIN)/starling prepare

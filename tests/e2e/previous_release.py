@@ -7,13 +7,16 @@ with PreviousServer(tree, home, config):       # its `starling up`, which compil
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,16 +68,24 @@ class PreviousServer(Up):
 
     def __init__(self, tree: Path, home: Path, config: Mapping[str, Any]) -> None:
         super().__init__(home, config)
-        programs = tree / "programs"
-        programs.mkdir(exist_ok=True)
-        # Its Procfile calls `starling`.
-        program = programs / "starling"
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pipeline.cli "$@"\n')
-        program.chmod(0o755)
-        self.command = (str(program), "up")
+        # Its stages call the `starling` beside the interpreter: an environment of its own, with the packages here.
+        programs = home / "previous" / "bin"
+        if not programs.exists():
+            venv.create(programs.parent, symlinks=True)
+            [site] = programs.parent.glob("lib/*/site-packages")
+            # A path alone: the .pth files there, and so the editable installation, are not read.
+            (site / "packages.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+            program = programs / "starling"
+            program.write_text(f'#!/bin/sh\nexec {programs}/python -m pipeline.cli "$@"\n')
+            program.chmod(0o755)
+        self.command = (str(programs / "starling"), "up")
         self.directory = tree
         self.environment |= {"PYTHONPATH": str(tree), "PATH": f"{programs}:{self.environment['PATH']}"}
 
     def wait_ready(self) -> PreviousServer:
         self.wait_for(rf"Starling is ready at http://127\.0\.0\.1:{self.port} ", START_S)
         return self
+
+    def connect(self, timeout_s: float = START_S) -> http.client.HTTPConnection:
+        """Its stages take each other for dead on a machine that has too much to do: an answer may take minutes."""
+        return super().connect(timeout_s)
