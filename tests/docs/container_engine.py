@@ -9,6 +9,8 @@ the Containerfile from Debian's packages, under the same name. The machine may l
 - the capability to raise limits (CAP_SYS_RESOURCE): containers get this process's limits, and builds run in a chroot;
 - one hierarchy of control groups: crun gets cgroup2 alone in a mount namespace of its own, and makes no groups;
 - a package index without further settings: containers get the settings of pip and the certificates of this machine.
+
+Containers find each other by name where netavark and aardvark-dns are installed (`Engine.has_names`).
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # the same file in De
 CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
 PODMAN_NPROC = 32768
 MINUTES = 60
+NETWORK_PROGRAMS = (Path("/usr/lib/podman"), Path("/usr/libexec/podman"))
 # The official image has Python at this path.
 _BASE = """FROM {packages}
 RUN ln -s /usr/bin/python3 /usr/local/bin/python
@@ -49,6 +52,7 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.base = re.findall(r"^FROM (\S+)", CONTAINERFILE.read_text(), re.MULTILINE)[0]
         settings, storage = folder / "containers.conf", folder / "storage.conf"
         self.environment = {
             "CONTAINERS_CONF": str(settings),
@@ -57,15 +61,22 @@ class Engine:
         }
         storage.write_text(f'[storage]\ndriver = "overlay"\ngraphroot = "{folder}/images"\nrunroot = "{folder}/run"\n')
         lines = ["[containers]", f"volumes = {self._volumes()}"]
-        if not _has(CAP_SYS_RESOURCE):
-            limits = _limits()
-            lines.append(f"default_ulimits = {[f'{name}={value}:{value}' for name, value in limits.items()]}")
+        self.limits = {} if _has(CAP_SYS_RESOURCE) else _limits()  # of every container; {}: as it asks for
+        if self.limits:
+            lines.append(f"default_ulimits = {[f'{name}={value}:{value}' for name, value in self.limits.items()]}")
             self.environment["BUILDAH_ISOLATION"] = "chroot"
         if is_hybrid := (CGROUPS / "unified" / "cgroup.controllers").exists():
             lines.append('cgroups = "disabled"')
         lines += ["[engine]", 'cgroup_manager = "cgroupfs"', 'events_logger = "file"']
+        # Otherwise `podman system reset` removes /run/libpod, which every podman of this user needs.
+        lines.append(f'tmp_dir = "{folder}/libpod"')
+        # Otherwise `podman system reset` removes /run/libpod, which every podman of this user needs.
         if is_hybrid:
             lines += ['runtime = "crun"', "[engine.runtimes]", f'crun = ["{self._crun()}"]']
+        self.has_names = all(
+            any((folder / name).exists() for folder in NETWORK_PROGRAMS) for name in ("netavark", "aardvark-dns")
+        )
+        lines += ["[network]", f'network_config_dir = "{folder}/networks"'] if self.has_names else []
         settings.write_text("\n".join(lines) + "\n")
 
     def _volumes(self) -> list[str]:
@@ -90,7 +101,7 @@ class Engine:
         return program
 
     def __enter__(self) -> Engine:
-        base = re.findall(r"^FROM (\S+)", CONTAINERFILE.read_text(), re.MULTILINE)[0]
+        base = self.base
         if self.podman("pull", "--quiet", base, is_checked=False).returncode:
             self._make(base)
         if (done := self.podman("run", "--rm", base, "true", is_checked=False)).returncode:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.schema import DEMO_MODEL
-from tests.docs.container_engine import Engine, Unavailable
+from tests.docs.container_engine import Engine
 from tests.docs.page import DEPLOY_S, ServeBlock
 from tests.e2e.server import ROOT
 from tools.checks import markdown
@@ -28,17 +26,6 @@ pytestmark = [
     pytest.mark.skipif(not os.environ.get("STARLING_TEST_DEPLOY"), reason="takes minutes: make test-deploy"),
 ]
 KEY = {"Authorization": "Bearer sk-change-me"}  # of the page's command
-
-
-@pytest.fixture
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    if not shutil.which("podman"):
-        pytest.skip("not installed: podman")
-    try:
-        with Engine(tmp_path_factory.mktemp("podman")) as engine:
-            yield engine
-    except Unavailable as e:
-        pytest.skip(str(e))
 
 
 def commands() -> tuple[str, str]:

@@ -2,8 +2,7 @@
 
 They need minutes, a package index, and the programs that their tags name; `make test-deploy` runs them. The last
 command of each serves, and is ended by Ctrl-C once the server is ready. Containers run in
-tests/docs/test_container.py, the Debian package in tests/docs/test_debian_package.py; the compose file is checked by
-its schema.
+tests/docs/test_container.py and test_compose.py, the Debian package in tests/docs/test_debian_package.py.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def blocks() -> Iterator[tuple[str, markdown.Block]]:
     for page in markdown.pages(ROOT):
         for block in markdown.blocks(page.read_text()):
             kind, *programs = block.info.split()[1:] or [""]
-            if kind == "deploy" and not {"docker", "dpkg", "podman"} & {*programs}:
+            if kind == "deploy" and not {"dpkg", "podman", "podman-compose"} & {*programs}:
                 yield f"{page.relative_to(ROOT)}:{block.line}", block
 
 
