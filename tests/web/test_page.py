@@ -170,6 +170,9 @@ def test_a_stream_continues_after_a_reload_and_after_the_gateways_death(open_pag
     page.hover(".token:nth-child(3)")
     page.wait("!document.querySelector('#probability').hidden")
     assert page.text("#probability p") == '"e" 60.7 %'
+    page.click("#view-server")
+    assert page.evaluate("document.querySelector('#probability').hidden")
+    page.click("#view-server")
     page.evaluate("document.querySelector('.tokens').focus()")
     page.press("ArrowRight", 39)
     page.wait("document.querySelector('#announcer').textContent === ' : 60.7 %'")

@@ -57,6 +57,7 @@ function forget(id) {
 
 function view(isServer) {
   byId("chat-view").hidden = isServer;
+  byId("probability").hidden = true;
   byId("view-server").setAttribute("aria-pressed", String(isServer));
   server.show(isServer);
 }
