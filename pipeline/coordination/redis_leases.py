@@ -43,8 +43,9 @@ class SeenLeases:
         later = {lease for lease, seen in self._seen.items() if seen.serial > asked}
         for lease in self._seen.keys() - found.keys() - later:
             del self._seen[lease]
-        for lease in found.keys() - later:
-            self.see(lease, found[lease], now)
+        for lease, entry in found.items():
+            if lease not in later:
+                self.see(lease, entry, now)
 
     def drop(self, lease: bytes) -> None:
         """The lease is over."""
