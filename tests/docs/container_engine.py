@@ -32,6 +32,7 @@ CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")  # the same file in De
 CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
 PODMAN_NPROC = 32768
 MINUTES = 60
+HEALTH_RETRIES = 3  # of the Containerfile
 NETWORK_PROGRAMS = (Path("/usr/lib/podman"), Path("/usr/libexec/podman"))
 # The official image has Python at this path.
 _BASE = """FROM {packages}
@@ -130,6 +131,14 @@ class Engine:
         context.mkdir()
         (context / "Containerfile").write_text(_BASE.format(packages="localhost/packages"))
         self.podman("build", "--tag", name, str(context))
+
+    def check_health(self, container: str) -> None:
+        """Run the health check of a container, at most as often as it may fail in a row."""
+        for _ in range(HEALTH_RETRIES):
+            done = self.podman("healthcheck", "run", container, is_checked=False)
+            if done.returncode == 0:
+                return
+        raise AssertionError(done.stdout + done.stderr)
 
     def podman(self, *arguments: str, is_checked: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command of podman; without `is_checked` it may fail."""

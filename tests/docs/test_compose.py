@@ -154,7 +154,7 @@ def test_the_services_run_together(composition: Composition) -> None:
     names = engine.podman("ps", "--format", "{{.Names}}").stdout.split()
     assert len(names) == len(composition.services)
     [name] = [name for name in names if name.replace("-", "_") == "starling_starling_1"]
-    engine.podman("healthcheck", "run", name)
+    engine.check_health(name)
     [found] = json.loads(engine.podman("inspect", name).stdout)
     assert found["HostConfig"]["ReadonlyRootfs"]
     assert found["EffectiveCaps"] in (None, [])

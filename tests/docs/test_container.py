@@ -78,8 +78,7 @@ def test_the_image_serves_with_the_least_rights(engine: Engine, tmp_path: Path) 
         code, message = server.inside("touch", "/opt/starling/file")
         assert code != 0
         assert "Read-only file system" in message
-        healthy = engine.podman("healthcheck", "run", engine.podman("ps", "--quiet").stdout.strip(), is_checked=False)
-        assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+        engine.check_health(engine.podman("ps", "--quiet").stdout.strip())
         assert server.stop(signal.SIGINT) in (0, 130, -signal.SIGINT)
     server = Container(second, run, engine)
     with server:

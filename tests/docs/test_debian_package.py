@@ -66,7 +66,9 @@ def package() -> Path:
     for program in ("dh", "lintian"):
         if not shutil.which(program):
             pytest.skip(f"not installed: {program}")
-    inherited = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    # With MAKELEVEL the last line would be the directory that `make` leaves.
+    of_make = ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    inherited = {name: value for name, value in os.environ.items() if name not in of_make}
     environment = {**inherited, "DEBFULLNAME": "Tests", "DEBEMAIL": "tests@debian.org"}
     done = subprocess.run(
         ["make", "deb"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=DEPLOY_S, check=False
