@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,10 @@ from pipeline.coordination.memory import MemoryStore
 from pipeline.errors import NotFound, StorageUnavailable
 from pipeline.fleet import bodies, records
 from shm.checkpoint import PIECE_BYTES, piece_checksum
+from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.sources import PEER_REQUESTS, SourceTable
+from stages.agent.downloads.transfer import Limits, Transfer
 from stages.agent.peers import announcements as announcing
 from stages.agent.peers import sharing
 from stages.agent.peers.announcements import Announcements
@@ -27,7 +31,7 @@ from stages.agent.peers.holdings import FileKey, Holdings
 from stages.agent.peers.http_api import PieceApi
 from stages.agent.peers.sharing import Sharing
 from tests.fleet.coordination_stores import Clock, until
-from tests.fleet.members import Lease, member
+from tests.fleet.members import TOKEN, Lease, member
 from tests.fleet.range_server import Handler
 from tests.fleet.site import Site
 
@@ -334,6 +338,41 @@ class Store(Peer):
 
     def holds(self, piece: int) -> bool:
         return True
+
+
+def test_what_a_download_reads_may_change_while_another_thread_looks(tmp_path: Path) -> None:
+    with PartFile(tmp_path / "part", PIECE_BYTES) as part:
+        transfer = Transfer(part, [0], [], Bandwidth(0, time.monotonic), Limits())
+
+        class Busy(Store):
+            @property
+            def is_peer(self) -> bool:  # type: ignore[override]
+                transfer._tasks[object()] = 7, self  # type: ignore[index]
+                return False
+
+        transfer._tasks = {object(): (3, Busy("store"))}  # type: ignore[dict-item]
+        assert set(transfer.claimed) == {3}
+
+
+async def test_a_compressed_answer_is_refused() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        response = web.Response(body=bytes(4000))
+        response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    app = web.Application()
+    app.router.add_get("/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        record = records.AgentRecord(agent_id="a", url=f"http://127.0.0.1:{runner.addresses[0][1]}", incarnation="1")
+        async with aiohttp.ClientSession() as session:
+            peer = PeerSource(session, TOKEN, record, FileKey("d" * 64, "c" * 32), 4)
+            with pytest.raises(NotFound, match="gzip|deflate|zstd"):
+                await peer.look()
+    finally:
+        await runner.cleanup()
 
 
 def shared(clock: Clock, own: str, *peers: Peer) -> Sharing:

@@ -117,8 +117,8 @@ class Transfer:
 
     @property
     def claimed(self) -> Collection[int]:
-        """Pieces that are being read from a store."""
-        return {piece for piece, source in self._tasks.values() if not source.is_peer}
+        """Pieces that are being read from a store. May be called in another thread: the copy is made in one step."""
+        return {piece for piece, source in list(self._tasks.values()) if not source.is_peer}
 
     async def run(self) -> TransferReport:
         """Raises the `StarlingError` of the source that failed last, `ResourceError` when the disk is full."""

@@ -44,7 +44,7 @@ class PeerSource:
         self.claimed: frozenset[int] = frozenset()
         self._present = b""
         self._session = session
-        self._headers = tokens.authorization(token)
+        self._headers = {"Accept-Encoding": "identity", **tokens.authorization(token)}
         self._url = f"{record.url}/pieces/{key.digest}/{key.checksum}"
         self._total = total
 
@@ -87,6 +87,9 @@ class PeerSource:
                 if response.status != 200 or length is None or not least <= length <= most:
                     response.close()  # its body need not be received
                     raise NotFound(f"{self.name} answers {response.status} with {length} bytes, expected up to {most}")
+                if (encoding := response.headers.get("Content-Encoding", "identity")) != "identity":
+                    response.close()  # it could be expanded to any length
+                    raise NotFound(f"{self.name} answers with the encoding {encoding[:40]!r}, which was not asked for")
                 body: bytes = await response.content.readexactly(length)
                 return body
         except (aiohttp.ClientError, OSError, EOFError, TimeoutError) as error:
