@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -85,7 +86,12 @@ async def member(
         record = AgentRecord(agent_id=name, url=f"http://127.0.0.1:{port}", incarnation="1")
         lease = Lease(await store.grant(600.0))
         written = Announcements(store, lease, record, holdings)
-        async with aiohttp.ClientSession() as session:
-            yield Member(site, name, holdings, Exchange(holdings, written, session, TOKEN, name), written)
+        keeping = asyncio.create_task(written.keep())
+        try:
+            async with aiohttp.ClientSession() as session:
+                yield Member(site, name, holdings, Exchange(holdings, written, session, TOKEN, name), written)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
     finally:
         await runner.cleanup()

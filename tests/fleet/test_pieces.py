@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -60,35 +59,6 @@ async def test_an_agent_that_has_the_file_gives_all_of_it(site: Site, records_st
         assert arrival.report is not None
         assert arrival.report.by_source["agent a"] == (site.entry.weights_bytes, 0)
         assert second.is_right()
-
-
-async def test_two_that_download_at_once_get_by_with_each_piece_once(site: Site, records_store: MemoryStore) -> None:
-    """The store gives each piece to the first that asks; a second request for it gets no answer until the end."""
-    given: Counter[tuple[str, str]] = Counter()
-    ending, both = threading.Event(), threading.Barrier(2)
-
-    def once(handler: Handler, body: bytes) -> bool:
-        if not handler.path.endswith(".bin"):
-            return False
-        key = (handler.path, handler.headers["Range"])
-        with site.server.lock:
-            given[key] += 1
-            is_again = given[key] > 1
-        if not both.broken:
-            with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(30)
-                both.abort()
-        if is_again:
-            ending.wait(120)
-        return False
-
-    site.server.fault = once
-    try:
-        async with member(site, records_store, "a") as one, member(site, records_store, "b") as other:
-            await asyncio.gather(one.pull(), other.pull())
-            assert one.is_right() and other.is_right()
-    finally:
-        ending.set()
 
 
 class Lying(Holdings):
