@@ -208,13 +208,11 @@ class SourceTable:
             state.paused_until = self._clock() + delay_s(1, error.retry_after_s, self._jitter())
             return
         state.piece_failures[piece] += 1
-        is_dropped = source.is_peer and state.failures + 1 >= MAX_PEER_FAILURES
-        if isinstance(error, StorageUnavailable) and not is_dropped:
-            now = self._clock()
-            if now >= state.paused_until:  # requests that fail together count once
-                state.failures += 1
-                state.paused_until = now + delay_s(state.failures, error.retry_after_s, self._jitter())
-        else:
+        now = self._clock()
+        if now >= state.paused_until:  # requests that fail together count once
+            state.failures += 1
+            state.paused_until = now + delay_s(state.failures, error.retry_after_s, self._jitter())
+        if not isinstance(error, StorageUnavailable) or (source.is_peer and state.failures >= MAX_PEER_FAILURES):
             state.refusal = error
         self._give_up(piece, error)
 

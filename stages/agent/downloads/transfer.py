@@ -219,7 +219,8 @@ class Transfer:
             self._sources.ended(source)
             if task.cancelled():  # its source was dropped, or another one was faster
                 self._pieces.failed(piece)
-                self._begun.pop(piece, None)
+                if piece not in self._pieces.in_flight:  # else another source has been asked for it, too
+                    self._begun.pop(piece, None)
             else:
                 results.append(task.result())
         for result in results:

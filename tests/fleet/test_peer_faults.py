@@ -1,0 +1,73 @@
+"""Agents and stores that fail in the middle of a download: each piece is asked elsewhere, or the download ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.errors import StorageUnavailable
+from shm.checkpoint import PIECE_BYTES
+from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.downloads.part_file import PartFile
+from stages.agent.downloads.pieces import PieceMap
+from stages.agent.downloads.sources import SourceTable
+from stages.agent.downloads.transfer import Limits, Transfer
+from tests.fleet.coordination_stores import Clock
+
+RESET = StorageUnavailable("reset")
+
+
+class Place:
+    """A source that answers with what a test gives it."""
+
+    is_local, expected_rate, timeout_s = False, 1e8, 0.0
+
+    def __init__(self, name: str, is_peer: bool = True, *present: int) -> None:
+        self.name = name
+        self.is_peer = is_peer
+        self.present = set(present)
+
+    def holds(self, piece: int) -> bool:
+        return not self.is_peer or piece in self.present
+
+    async def read(self, offset: int, nbytes: int) -> bytes:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@contextlib.contextmanager
+def transfer(path: Path, clock: Clock, total: int, *sources: Place) -> Iterator[Transfer]:
+    with PartFile(path / "part", total * PIECE_BYTES) as part:
+        yield Transfer(part, [0] * total, list(sources), Bandwidth(0, clock), Limits(), clock=clock)
+
+
+async def test_a_piece_asked_twice_is_still_late_when_one_of_the_two_is_dropped(tmp_path: Path, clock: Clock) -> None:
+    store, first, second = Place("store", False), Place("a", True, 0), Place("b", True, 0)
+    with transfer(tmp_path, clock, 1, store, first, second) as one:
+        one._pieces = PieceMap(1)
+        one._begun[0] = clock()
+        for peer in (first, second):
+            one._pieces.begin(0)
+            one._sources.begin(peer)
+            one._tasks[asyncio.create_task(one._fetch(0, peer))] = 0, peer
+        await asyncio.sleep(0)
+        one._sources.drop(first, 0, RESET)
+        one._drop(first, RESET)
+        await one._one_result()
+        clock.now += 100.0
+        assert one._late() == (0, store)
+        (task,) = one._tasks
+        task.cancel()
+
+
+def test_one_event_that_ends_several_requests_is_one_failure(clock: Clock) -> None:
+    store, peer = Place("store", False), Place("a", True, *range(9))
+    table = SourceTable([store, peer], clock)  # type: ignore[list-item]
+    for piece in range(4):
+        table.failed(peer, piece, RESET)
+    assert not table.is_dropped(peer)
+    clock.now += 1.0
+    table.failed(peer, 4, RESET)
+    assert table.is_dropped(peer)
