@@ -3,8 +3,8 @@
 seen    a lease is over for this client when it has seen the same entry for the lease's time.  Each renewal changes
         the entry, so that the store ends a lease at the earliest that time after its last renewal, by the clock of
         any client, whatever the server's clock does
-own     the keys that this client holds.  After a loss of the server's data nobody else can hold them: it may write
-        them again at once
+own     the keys that this client holds.  After a loss of the server's data no other client can hold them: it may
+        write them again at once
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SeenLeases:
 
 
 class OwnKeys:
-    """The keys that this client has written with leases, and until when nobody else can have them."""
+    """The keys that this client has written with leases, and until when no other client can have them."""
 
     def __init__(self) -> None:
         self._leases: dict[str, tuple[float, float]] = {}  # ttl, and the end as of the last renewal

@@ -29,6 +29,7 @@ from stages.scheduler.recovery.fencing import Fence
 from stages.scheduler.recovery.quarantine import DEATH, STALL
 from stages.scheduler.recovery.reconnect_backoff import ReconnectBackoff
 from stages.scheduler.recovery.stall_detector import StallDetector
+from stages.scheduler.recovery.starvation import Starvation
 
 log = logging.getLogger("starling.scheduler")
 
@@ -75,7 +76,6 @@ class VersionRunner:
         self._settings = settings
         self._page_tokens = page_tokens
         self._max_context = max_context
-        self._stuck_step_s = stuck_step_s
         self._to_worker = to_worker
         self._to_kv = to_kv
         self._hello: m.Hello | None = None
@@ -93,6 +93,7 @@ class VersionRunner:
         self._attach_after = -math.inf  # a group that returns right after its attachment is attached again later
         self._last_progress = (-1, 0.0)  # the worker's counter, and when it last changed
         self._stall_detector = StallDetector()
+        self._starvation = Starvation(stuck_step_s)
 
     # -------------------------------------------------------------- the worker
 
@@ -291,8 +292,9 @@ class VersionRunner:
         counter = self._worker_counter()
         if counter != self._last_progress[0] or counter < 0:
             self._last_progress = (counter, now)
-        elif now - self._last_progress[1] > self._stuck_step_s:
-            self.kill(now, f"a step made no progress for {self._stuck_step_s:g} s", STALL)
+            self._starvation.excuses(0.0, ())
+        elif not self._starvation.excuses(still_s := now - self._last_progress[1], self._pids):
+            self.kill(now, f"a step made no progress for {still_s:.3g} s", STALL)
 
     def _report_attach_failure(self, now: float) -> None:
         """End the model's requests if its worker has not been able to attach for seconds."""

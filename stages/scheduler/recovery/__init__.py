@@ -1,1 +1,1 @@
-"""Recovery from failures: fencing, poison-request quarantine, stall detection, reconnect backoff."""
+"""Recovery from failures: fencing, poison-request quarantine, stall detection, starvation, reconnect backoff."""
