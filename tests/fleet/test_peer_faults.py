@@ -7,13 +7,15 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.errors import StorageUnavailable
-from shm.checkpoint import PIECE_BYTES
+import pytest
+
+from pipeline.errors import NotFound, StorageUnavailable
+from shm.checkpoint import PIECE_BYTES, piece_checksum
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.pieces import PieceMap
 from stages.agent.downloads.sources import SourceTable
-from stages.agent.downloads.transfer import Limits, Transfer
+from stages.agent.downloads.transfer import LOST_S, Limits, Transfer
 from tests.fleet.coordination_stores import Clock
 
 RESET = StorageUnavailable("reset")
@@ -71,3 +73,81 @@ def test_one_event_that_ends_several_requests_is_one_failure(clock: Clock) -> No
     clock.now += 1.0
     table.failed(peer, 4, RESET)
     assert table.is_dropped(peer)
+
+
+class Found:
+    """The other agents of a download: one, which has what its `Place` has."""
+
+    def __init__(self, peer: Place, hope: bool) -> None:
+        self.new, self.hope = [peer], hope
+
+    def new_sources(self) -> list[Place]:
+        found, self.new = self.new, []
+        return found
+
+    def ordered(self, pieces: list[int]) -> list[int]:
+        return pieces
+
+    def is_own(self, piece: int) -> bool:
+        return True
+
+    def is_expected(self, piece: int, request_s: float) -> bool:
+        return False
+
+    def is_hopeful(self) -> bool:
+        return self.hope
+
+    def drop(self, source: Place) -> None:
+        pass
+
+
+class Gone(Place):
+    async def read(self, offset: int, nbytes: int) -> bytes:
+        raise NotFound("gone")
+
+
+class Busy(Place):
+    """Is busy once, then gives the pieces that it has, and leaves."""
+
+    asked = 0
+
+    async def read(self, offset: int, nbytes: int) -> bytes:
+        self.asked += 1
+        if self.asked == 1:
+            raise StorageUnavailable("busy", retry_after_s=1.0)
+        return bytes(nbytes)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("hope", [True, False])
+async def test_a_download_ends_when_the_store_refuses_and_no_agent_has_the_rest(
+    tmp_path: Path, clock: Clock, hope: bool, leaves: bool
+) -> None:
+    """The store refuses while an agent still has the piece that it was asked for."""
+    store, peer = Gone("store", False), Busy("a", True, 0)
+    slept = 0.0
+
+    async def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += seconds
+        clock.now += seconds
+        if leaves:
+            peer.present.clear()
+        assert slept < 100.0, "the download does not end"
+        await asyncio.sleep(0)
+
+    with PartFile(tmp_path / "part", 2 * PIECE_BYTES) as part:
+        one = Transfer(
+            part,
+            [piece_checksum(bytes(PIECE_BYTES)), 1],
+            [store],
+            Bandwidth(0, clock),
+            Limits(1),
+            clock=clock,
+            sleep=sleep,  # type: ignore[list-item]
+        )
+        one.sharing = Found(peer, hope)  # type: ignore[assignment]
+        with pytest.raises(NotFound, match="gone"):
+            await one.run()
+    assert len(one.present) == (0 if leaves else 1)
+    assert slept >= LOST_S if hope else slept < LOST_S

@@ -140,6 +140,7 @@ class SourceTable:
         self._clock = clock
         self._jitter = jitter
         self._states: list[_State] = []
+        self._last_error: StarlingError | None = None  # of a source that is no agent
         self.store_request_s = 0.0  # that a store takes for one piece, smoothed; 0: unknown
         for source in sources:
             self.add(source)
@@ -207,6 +208,7 @@ class SourceTable:
         if source.is_peer and error.retry_after_s:  # it is busy, which is no failure
             state.paused_until = self._clock() + delay_s(1, error.retry_after_s, self._jitter())
             return
+        self._note(source, error)
         state.piece_failures[piece] += 1
         now = self._clock()
         if now >= state.paused_until:  # requests that fail together count once
@@ -219,6 +221,7 @@ class SourceTable:
     def rejected(self, source: Source, piece: int, error: StarlingError) -> None:
         """A piece differed from its checksum: other pieces of this source may be right. Raises like `failed`."""
         state = self._of(source)
+        self._note(source, error)
         state.rejected += 1
         state.piece_failures[piece] += 1
         if source.is_peer:
@@ -234,6 +237,12 @@ class SourceTable:
         """Whether a source is not asked any more."""
         return self._of(source).refusal is not None
 
+    def lost(self, piece: int) -> StarlingError | None:
+        """The last error of a store, if no source has a piece or can be asked for it any more."""
+        if self._eligible(piece):
+            return None
+        return self._last_error or StorageUnavailable(f"piece {piece}: no source has it; set fleet.blobs")
+
     def next_ready_s(self, piece: int) -> float:
         """Seconds until a source may be asked for a piece; 0: now."""
         now = self._clock()
@@ -247,6 +256,10 @@ class SourceTable:
     def report(self) -> dict[str, tuple[int, int]]:
         """Bytes received and pieces rejected, by the name of the source."""
         return {state.source.name: (state.received, state.rejected) for state in self._states}
+
+    def _note(self, source: Source, error: StarlingError) -> None:
+        if not source.is_peer:
+            self._last_error = error
 
     def _give_up(self, piece: int, error: StarlingError) -> None:
         if not self._eligible(piece):

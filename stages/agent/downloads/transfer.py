@@ -29,6 +29,7 @@ PIECE_TIMEOUT_S = 300.0  # 8 MiB at 28 kB/s
 MAX_CONNECTIONS = 16
 WINDOW = 64  # missing pieces that are looked at: the first ones
 SHARING_POLL_S = 0.05  # while other agents may bring what is missing
+LOST_S = 10.0  # for which a download without any request waits for other agents, when no source has the next piece
 
 Progress = Callable[[int, int], None]  # bytes present, bytes of the file
 Clock = Callable[[], float]
@@ -46,6 +47,9 @@ class Sharing(Protocol):
 
     def is_expected(self, piece: int, request_s: float) -> bool:
         """Whether another agent is about to have it. `request_s`: that a store takes for a piece; 0: unknown."""
+
+    def is_hopeful(self) -> bool:
+        """Whether another agent may get a piece that none has now, or is not yet known."""
 
     def drop(self, source: Source) -> None:
         """It is not asked any more."""
@@ -109,6 +113,7 @@ class Transfer:
         self._received = self._rejected = 0
         self._begun: dict[int, float] = {}  # by piece in flight: when it was first asked for
         self._late_at: float | None = None
+        self._lost_at: float | None = None  # since when no source has the next piece, and there is no request
 
     @property
     def present(self) -> Collection[int]:
@@ -126,9 +131,11 @@ class Transfer:
         try:
             while not self._pieces.is_complete:
                 self._start_requests()
-                if not self._tasks:  # every source pauses
+                if not self._tasks:  # every source pauses, or none has the next piece
+                    self._check_lost()
                     await self._sleep(self._wait_s() or 0.0)
                     continue
+                self._lost_at = None
                 await self._one_result()
         finally:
             for task in self._tasks:
@@ -210,6 +217,18 @@ class Transfer:
             return self._sources.next_ready_s(piece) or None
         return None if self._late_at is None else max(0.001, self._late_at - self._clock())
 
+    def _check_lost(self) -> None:
+        """Raise the last error of a store when no source has the next piece, and no agent brings it for `LOST_S`."""
+        piece = self._pieces.first_missing()
+        error = self._sources.lost(piece) if piece is not None else None
+        if error is None:
+            self._lost_at = None
+            return
+        if self._lost_at is None:
+            self._lost_at = self._clock()
+        if self.sharing is None or not self.sharing.is_hopeful() or self._clock() >= self._lost_at + LOST_S:
+            raise error
+
     async def _one_result(self) -> None:
         # A paused source becomes ready while others still work.
         done, _ = await asyncio.wait(self._tasks, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
@@ -245,6 +264,16 @@ class Transfer:
         self._pieces.failed(piece)
         if not is_needed:
             return
+        try:
+            self._note_failure(result, error)
+        except StarlingError:  # no source has the piece
+            if self.sharing is None:
+                raise
+        if source.is_peer and self._sources.is_dropped(source):
+            self._drop(source, error)
+
+    def _note_failure(self, result: _Result, error: StarlingError) -> None:
+        piece, source = result.piece, result.source
         if result.is_damaged:
             self._rejected += 1
             self._sources.rejected(source, piece, error)
@@ -254,8 +283,6 @@ class Transfer:
             if isinstance(error, StorageUnavailable) and not source.is_peer:
                 self._limit.throttled()
             self._sources.failed(source, piece, error)
-        if source.is_peer and self._sources.is_dropped(source):
-            self._drop(source, error)
 
     def _drop(self, source: Source, error: StarlingError) -> None:
         """Ask an agent for nothing more, and take back what it was asked for."""

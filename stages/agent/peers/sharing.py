@@ -124,6 +124,10 @@ class Sharing:
             if piece in one.claimed
         )
 
+    def is_hopeful(self) -> bool:
+        """Whether the first look has not ended, or another agent still downloads the file."""
+        return not self._looked.is_set() or bool(self._downloading())
+
     async def wait_for_first_look(self) -> None:
         """Wait until it is known who has the file, for a bounded time."""
         with contextlib.suppress(TimeoutError):
