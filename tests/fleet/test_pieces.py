@@ -35,6 +35,13 @@ from tests.fleet.range_server import Handler
 from tests.fleet.site import Site
 
 
+@pytest.fixture(autouse=True)
+def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine an answer may take long: no agent is dropped or overlooked for that."""
+    monkeypatch.setattr(sharing, "FIRST_LOOK_S", 600.0)
+    monkeypatch.setattr("stages.agent.peers.client.STATE_S", 600.0)
+
+
 @pytest.fixture
 async def records_store(clock: Clock) -> AsyncIterator[MemoryStore]:
     async with MemoryStore(clock, 100) as store:
