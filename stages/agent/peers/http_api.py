@@ -1,10 +1,10 @@
 """The calls with which other agents get pieces. They carry the fleet's token like all calls of an agent.
 
     GET /pieces/DIGEST/CHECKSUM          PieceState
-    GET /pieces/DIGEST/CHECKSUM/PIECE    the bytes of a piece; 404 if it is not here, 503 when too many are asked for
+    GET /pieces/DIGEST/CHECKSUM/PIECE    the bytes of a piece; 404 if it is not here, 429 when too many are asked for
 
 `fleet.agent.peer_connections` pieces are sent at once, and as many wait; all together at most
-`fleet.agent.peer_mb_per_s`.
+`fleet.agent.peer_mb_per_s`, with which no more are taken on than can be sent in `QUEUE_S`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from stages.agent.peers.holdings import FileKey, Holdings
 CHUNK_BYTES = 1 << 20  # of a piece, for each write
 SEND_S = 60.0  # of one piece, besides the waits for the bandwidth; then the connection of a slow reader is closed
 RETRY_AFTER_S = 1.0
+QUEUE_S = 10.0  # less than another agent waits for a piece
 _FILE = r"/pieces/{digest:[0-9a-f]{64}}/{checksum:[0-9a-f]{32}}"
 
 
@@ -32,11 +33,12 @@ class PieceApi:
 
     def __init__(self, config: AgentConfig, holdings: Holdings | None) -> None:
         self._holdings = holdings
-        self._most = config.peer_connections
-        self._sending = asyncio.Semaphore(config.peer_connections)
         rate = config.peer_mb_per_s << 20
+        at_once = int(rate * QUEUE_S / PIECE_BYTES)  # pieces; 0 without a bound
+        self._most = min(2 * config.peer_connections, max(1, at_once)) if rate else 2 * config.peer_connections
+        self._sending = asyncio.Semaphore(min(config.peer_connections, -(-self._most // 2)))
         self._bandwidth = Bandwidth(rate, time.monotonic)
-        self._send_s = SEND_S + (self._most * PIECE_BYTES / rate if rate else 0.0)
+        self._send_s = SEND_S + (QUEUE_S if rate else 0.0)
         self._asked = 0  # pieces that are being sent, or wait
         self.bytes_sent = 0
 
@@ -53,9 +55,9 @@ class PieceApi:
     async def piece(self, request: web.Request) -> web.StreamResponse:
         """One piece."""
         holdings = self._known()
-        if self._asked >= 2 * self._most:
+        if self._asked >= self._most:
             raise Overloaded(
-                f"{self._asked} pieces are asked for, and fleet.agent.peer_connections is {self._most}",
+                f"{self._asked} pieces are asked for; fleet.agent.peer_connections and peer_mb_per_s allow no more",
                 retry_after_s=RETRY_AFTER_S,
             )
         self._asked += 1
