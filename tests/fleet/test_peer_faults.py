@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import AgentConfig
 from pipeline.errors import NotFound, StorageUnavailable
 from shm.checkpoint import PIECE_BYTES, piece_checksum
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.pieces import PieceMap
-from stages.agent.downloads.sources import SourceTable
+from stages.agent.downloads.sources import BUSY_S, SourceTable
 from stages.agent.downloads.transfer import LOST_S, Limits, Transfer
+from stages.agent.peers.client import PIECE_S
+from stages.agent.peers.http_api import QUEUE_S, PieceApi
 from tests.fleet.coordination_stores import Clock
 
 RESET = StorageUnavailable("reset")
@@ -151,3 +154,26 @@ async def test_a_download_ends_when_the_store_refuses_and_no_agent_has_the_rest(
             await one.run()
     assert len(one.present) == (0 if leaves else 1)
     assert slept >= LOST_S if hope else slept < LOST_S
+
+
+def test_an_agent_that_is_always_busy_is_dropped(clock: Clock) -> None:
+    store, peer = Place("store", False), Place("a", True, *range(9))
+    table = SourceTable([store, peer], clock)  # type: ignore[list-item]
+    busy = StorageUnavailable("busy", retry_after_s=1.0)
+    table.failed(peer, 0, busy)
+    clock.now += BUSY_S - 1.0
+    table.failed(peer, 0, busy)
+    table.succeeded(peer, PIECE_BYTES, 0.1)
+    clock.now += 2.0
+    table.failed(peer, 1, busy)
+    assert not table.is_dropped(peer)
+    clock.now += BUSY_S
+    table.failed(peer, 1, busy)
+    assert table.is_dropped(peer)
+
+
+@pytest.mark.parametrize("rate", [1, 2, 4, 16, 1000])
+def test_no_more_pieces_are_taken_on_than_are_sent_in_time(rate: int) -> None:
+    api = PieceApi(AgentConfig(peer_mb_per_s=rate), None)
+    assert 1 <= api._most <= PieceApi(AgentConfig(), None)._most
+    assert api._most * PIECE_BYTES / (rate << 20) <= QUEUE_S < PIECE_S

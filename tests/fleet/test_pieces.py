@@ -18,6 +18,8 @@ from pipeline.coordination.memory import MemoryStore
 from pipeline.errors import NotFound, StorageUnavailable
 from pipeline.fleet import bodies, records
 from shm.checkpoint import PIECE_BYTES, piece_checksum
+from stages.agent.downloads import sources
+from stages.agent.downloads import transfer as transfers
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.sources import PEER_REQUESTS, SourceTable
@@ -58,7 +60,10 @@ def without_weights(handler: Handler, body: bytes) -> bool:
 # ------------------------------------------------------------------ what is given
 
 
-async def test_an_agent_that_has_the_file_gives_all_of_it(site: Site, records_store: MemoryStore) -> None:
+async def test_an_agent_that_has_the_file_gives_all_of_it(
+    site: Site, records_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "FIRST_LOOK_S", 60.0)
     async with member(site, records_store, "a") as first, member(site, records_store, "b") as second:
         await first.pull()
         site.server.fault = without_weights
@@ -78,7 +83,12 @@ class Lying(Holdings):
         return bytes(len(super().read(key, piece)))
 
 
-async def test_a_lying_agent_costs_one_piece(site: Site, records_store: MemoryStore) -> None:
+async def test_a_lying_agent_costs_one_piece(
+    site: Site, records_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "FIRST_LOOK_S", 60.0)
+    monkeypatch.setattr(sources, "LEAST_LATE_S", 60.0)
+    monkeypatch.setattr(transfers, "LEAST_LATE_S", 60.0)
     async with member(site, records_store, "a", Lying) as liar, member(site, records_store, "b") as honest:
         await liar.pull()
         arrival = await honest.pull()
@@ -386,8 +396,17 @@ def test_a_promise_is_waited_for_once(clock: Clock) -> None:
     clock.now += 100
     peer.claimed = frozenset({3})  # again: no more patience than before
     assert not one.is_expected(3, 10.0)
-    peer.claimed = frozenset({5})
+    peer.claimed = frozenset({5, 6, 7, 8})
+    for piece in (5, 6):
+        assert one.is_expected(piece, 0.0)
+        clock.now += sharing.LEAST_PATIENCE_S
+        assert not one.is_expected(piece, 0.0)
+    assert not one.is_expected(7, 0.0)  # three were waited for in vain
+    one._broken.clear()
+    assert one.is_expected(8, 0.0)
     peer.is_dropped = True
+    assert not one.is_expected(8, 0.0)
+    peer.claimed = frozenset({5})
     assert not one.is_expected(5, 0.0)
 
 
@@ -422,7 +441,7 @@ def test_a_store_that_is_much_faster_is_asked(clock: Clock) -> None:
 def test_an_agent_is_dropped_by_its_second_failure_and_not_by_being_busy(clock: Clock) -> None:
     store, peer = Store("store"), Peer("b", *range(20))
     table = SourceTable([store, peer], clock)
-    for _ in range(20):
+    for _ in range(5):
         table.failed(peer, 0, StorageUnavailable("busy", retry_after_s=1.0))
         clock.now += 2.0
     assert table.choose(0) is peer

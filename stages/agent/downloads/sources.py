@@ -35,6 +35,7 @@ MAX_FAILURES = 6  # of one piece, from one source
 STORE_COST = 4.0  # an agent may take so many times as long as the store
 PEER_REQUESTS = 4  # at once, to an agent that has given a piece
 MAX_PEER_FAILURES = 2  # in a row
+BUSY_S = 15.0  # for which an agent may answer that it is busy, and nothing else
 # A piece is left to an agent that has all its requests, while it answers within so many times the expected time.
 LATE = 3.0
 LEAST_LATE_S = 0.5
@@ -124,6 +125,7 @@ class _State:
     failures: int = 0  # since its last success
     busy_since: float = 0.0  # of its requests: the last success, or the first request since it had none
     paused_until: float = 0.0
+    refused_since: float | None = None  # an agent's first answer that it is busy, since its last piece
     refusal: StarlingError | None = None  # it is not asked again
     received: int = 0  # bytes
     rejected: int = 0  # pieces that differed from their checksum
@@ -195,7 +197,7 @@ class SourceTable:
         # The time is shared with the other requests to this source, as the next one's will be.
         measured = seconds / nbytes / max(1, state.in_flight)
         state.seconds_per_byte += SMOOTHING * (measured - state.seconds_per_byte)
-        state.failures, state.paused_until = 0, 0.0
+        state.failures, state.paused_until, state.refused_since = 0, 0.0, None
         state.received += nbytes
         state.busy_since = self._clock()
         if not source.is_peer and not source.is_local:
@@ -206,7 +208,11 @@ class SourceTable:
         """A request has failed. Raises the error once no source is left, or the piece has failed too often."""
         state = self._of(source)
         if source.is_peer and error.retry_after_s:  # it is busy, which is no failure
-            state.paused_until = self._clock() + delay_s(1, error.retry_after_s, self._jitter())
+            now = self._clock()
+            state.paused_until = now + delay_s(1, error.retry_after_s, self._jitter())
+            state.refused_since = now if state.refused_since is None else state.refused_since
+            if now >= state.refused_since + BUSY_S:
+                self.drop(source, piece, error)
             return
         self._note(source, error)
         state.piece_failures[piece] += 1

@@ -31,6 +31,7 @@ MAX_SILENT = 2  # questions in a row without an answer; then the agent is droppe
 # How long a piece is left to the agent that says that it reads it: so many times the store's time for a piece.
 PATIENCE = 3.0
 LEAST_PATIENCE_S = 2.0
+MAX_BROKEN = 3  # pieces that an agent says that it reads and does not have in that time; then it is not believed
 
 
 class Exchange:
@@ -95,6 +96,7 @@ class Sharing:
         self._silent: dict[str, int] = {}
         self._new: list[PeerSource] = []
         self._claims: dict[tuple[str, int], float] = {}  # when an agent said first that it reads a piece
+        self._broken: dict[str, set[int]] = {}  # by agent: pieces that were waited for in vain
         self._looked = asyncio.Event()
 
     # ------------------------------------------------------------------ asked by the download
@@ -118,11 +120,14 @@ class Sharing:
         """Whether another agent is about to have a piece. `request_s`: that the store takes for one; 0: unknown."""
         now = self._clock()
         patience_s = max(LEAST_PATIENCE_S, PATIENCE * request_s)
-        return any(
-            now < self._claims.setdefault((one.agent_id, piece), now) + patience_s
-            for one in self._downloading()
-            if piece in one.claimed
-        )
+        for one in self._downloading():
+            broken = self._broken.setdefault(one.agent_id, set())
+            if piece not in one.claimed or len(broken) >= MAX_BROKEN:
+                continue
+            if now < self._claims.setdefault((one.agent_id, piece), now) + patience_s:
+                return True
+            broken.add(piece)
+        return False
 
     def is_hopeful(self) -> bool:
         """Whether the first look has not ended, or another agent still downloads the file."""
