@@ -383,6 +383,19 @@ def test_every_piece_is_the_part_of_one_agent(clock: Clock) -> None:
     assert all(alone.is_own(piece) for piece in range(40))
 
 
+def test_the_coordination_store_is_read_less_and_less_often(clock: Clock) -> None:
+    peers = [Peer(str(number)) for number in range(sharing.MAX_PEERS)]
+    one, full = shared(clock, "a", *peers[1:]), shared(clock, "a", *peers)
+    looks = 0
+    for _ in range(600):
+        looks += one.is_refresh_due()
+        assert not full.is_refresh_due()
+        clock.now += 0.1
+    assert 7 <= looks <= 14  # in 60 s
+    peers[0].is_dropped = True
+    assert full.is_refresh_due()
+
+
 def test_a_promise_is_waited_for_once(clock: Clock) -> None:
     peer = Peer("b")
     one = shared(clock, "a", peer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,7 +25,8 @@ from stages.agent.peers.holdings import FileKey, Holdings, Progress
 
 log = logging.getLogger("starling.agent.pieces")
 
-REFRESH_S = 1.0  # between two looks at who has the file
+REFRESH_S = 1.0  # until the second look at who has the file; then twice as long each time, up to MOST_REFRESH_S
+MOST_REFRESH_S = 8.0
 POLL_S = 0.15  # between two questions to an agent that downloads it, too
 FIRST_LOOK_S = 1.0  # for which a download waits to learn who has the file
 MAX_SILENT = 2  # questions in a row without an answer; then the agent is dropped
@@ -95,6 +97,7 @@ class Sharing:
         self._peers: dict[str, PeerSource] = {}
         self._silent: dict[str, int] = {}
         self._new: list[PeerSource] = []
+        self._next_refresh, self._refresh_s = float("-inf"), REFRESH_S
         self._claims: dict[tuple[str, int], float] = {}  # when an agent said first that it reads a piece
         self._broken: dict[str, set[int]] = {}  # by agent: pieces that were waited for in vain
         self._looked = asyncio.Event()
@@ -144,15 +147,24 @@ class Sharing:
 
     # ------------------------------------------------------------------ the look at the others
 
+    def is_refresh_due(self) -> bool:
+        """Whether to look now at who has the file; never while the download uses `MAX_PEERS` agents."""
+        now = self._clock()
+        if now < self._next_refresh or self._n_used() >= MAX_PEERS:
+            return False
+        self._next_refresh = now + self._refresh_s * random.uniform(0.75, 1.25)
+        self._refresh_s = min(MOST_REFRESH_S, 2 * self._refresh_s)
+        return True
+
+    def _n_used(self) -> int:
+        return sum(not one.is_dropped for one in self._peers.values())
+
     async def run(self) -> None:
         """Look for other agents, and ask those that download the file, without end."""
-        refreshed = float("-inf")
         while True:
-            if self._clock() >= refreshed + REFRESH_S:
-                refreshed = self._clock()
+            if self.is_refresh_due():
                 for record in await self._announcements.others(self._key):
-                    is_room = sum(not one.is_dropped for one in self._peers.values()) < MAX_PEERS
-                    if record.agent_id not in self._peers and is_room:
+                    if record.agent_id not in self._peers and self._n_used() < MAX_PEERS:
                         self._peers[record.agent_id] = one = self._source(record)
                         self._new.append(one)
             await asyncio.gather(*(self._look(one) for one in self._downloading()))
