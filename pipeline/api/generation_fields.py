@@ -264,11 +264,15 @@ _STEP_FIELDS = {
 
 
 def check_configured_order(sampling: Sampling, order: tuple[str, ...]) -> None:
-    """Raise `InvalidRequest` for a parameter whose step the configured `order` leaves out. An empty one has all."""
+    """Raise `InvalidRequest` for a parameter whose step the configured `order` leaves out. An empty one has all.
+
+    A temperature of 0 is no step: it takes the likeliest token, whatever the order.
+    """
     neutral = Sampling()
     for step, names in _STEP_FIELDS.items():
         for name in names if order and step not in order else ():
-            if (value := getattr(sampling, name)) != getattr(neutral, name):
+            value = getattr(sampling, name)
+            if value != getattr(neutral, name) and not (name == "temperature" and value == 0):
                 raise InvalidRequest(
                     f"{name} is {value:g}, and the model's sampler_order in the configuration leaves its step out; "
                     f"leave {name} out, or send the order of the steps with {step} in it",

@@ -31,7 +31,7 @@ from pipeline.coordination.interface import (
 )
 from pipeline.coordination.redis_leases import OwnKeys, SeenLeases
 from pipeline.coordination.redis_script import SCRIPT
-from pipeline.errors import ConfigError, StorageUnavailable
+from pipeline.errors import ConfigError, StarlingError, StorageUnavailable
 from pipeline.extras import how_to_install
 
 log = logging.getLogger("starling.coordination")
@@ -98,6 +98,7 @@ class RedisStore(CoordinationStore):
         self._seen = SeenLeases()
         self._own = OwnKeys()
         self._looked = -math.inf
+        self._has_answered = False
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -208,6 +209,7 @@ class RedisStore(CoordinationStore):
             _, revision, leases, *result = answer
             for lease, _ in over:
                 self._seen.drop(lease)
+            self._has_answered = True
             if leases is not None:
                 self._looked = now
                 self._seen.see_all(zip(leases[::2], leases[1::2]), now, asked)
@@ -229,10 +231,9 @@ class RedisStore(CoordinationStore):
         found = await self._answer(self._client.config_get(*names), if_refused={})
         policy = found.get("maxmemory-policy", "")
         if found.get("maxmemory", "0") != "0" and policy.startswith("allkeys"):
-            raise ConfigError(
+            raise self._refusal(
                 f"Redis at {self.address} removes keys when its memory is full (maxmemory-policy {policy}): "
-                "set noeviction",
-                "fleet.store",
+                "set noeviction"
             )
         is_durable = found.get("appendonly") == "yes" and found.get("appendfsync") == "always"
         if not is_durable:
@@ -252,15 +253,25 @@ class RedisStore(CoordinationStore):
             async with asyncio.timeout(CALL_S):
                 return await call
         except (known.AuthenticationError, known.AuthorizationError) as error:
-            raise ConfigError(f"Redis at {self.address}: {_line(error)}", "fleet.store") from None
+            raise self._refusal(f"Redis at {self.address}: {_line(error)}") from None
         except (known.RedisError, OSError) as error:
             if if_refused is not None and isinstance(error, known.ResponseError):
                 return if_refused
             if isinstance(error, known.NoPermissionError):
-                raise ConfigError(f"Redis at {self.address}: {_line(error)}", "fleet.store") from None
+                raise self._refusal(f"Redis at {self.address}: {_line(error)}") from None
             if "unauthenticated" in str(error):  # a long command before a password
-                raise ConfigError(f"Redis at {self.address} wants a password: REDIS_PASSWORD", "fleet.store") from None
+                raise self._refusal(f"Redis at {self.address} wants a password: REDIS_PASSWORD") from None
             raise StorageUnavailable(f"Redis at {self.address}: {_line(error)}") from None
+
+    def _refusal(self, message: str) -> StarlingError:
+        """What a server's settings forbid is an error of the configuration at the start, and an absence later.
+
+        A process that serves goes on without its store.
+        """
+        if not self._has_answered:
+            return ConfigError(message, "fleet.store")
+        log.error("Redis refuses what it allowed before", extra={"reason": message})
+        return StorageUnavailable(message)
 
 
 def _line(error: BaseException) -> str:

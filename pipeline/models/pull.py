@@ -76,7 +76,7 @@ def pull(
             str(source),
             found.file,
             found.revision,
-            time.time(),
+            found.pulled or time.time(),
             **describe(blob),  # type: ignore[arg-type]
         )
         with lock(models_dir, "names"):
@@ -87,13 +87,15 @@ def pull(
 def _present(source: Source, models_dir: Path, sha256: str, asked: float) -> Record | None:
     """A file that is here already and certainly the one that the source has; None if that is not known.
 
-    `asked`: s since 1970, before this process waited for others that pull from the source.
+    `asked`: s since 1970, before this process waited for others that pull from the source.  Its `pulled` is when the
+    file came, which a second use does not change: otherwise pulls that overlap would never ask the source again.
     """
     if sha256:
         _link_known(sha256.lower(), models_dir)
         if registry.is_intact(blob := registry.blob_path(models_dir, sha256.lower()), sha256.lower(), models_dir):
             file = source.repository if isinstance(source, HubSource) and not source.file else str(source)
-            return Record(default_name(source, file), sha256.lower(), blob.stat().st_size, str(source))
+            facts = blob.stat()
+            return Record(default_name(source, file), sha256.lower(), facts.st_size, str(source), pulled=facts.st_mtime)
         return None
     for record in registry.read_all(models_dir):
         if not registry.is_intact(registry.blob_path(models_dir, record.digest), record.digest, models_dir):

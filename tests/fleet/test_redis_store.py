@@ -257,6 +257,20 @@ async def test_a_wrong_password_is_an_error_of_the_configuration(own: Redis) -> 
         assert await store.put("a", b"1")
 
 
+async def test_a_password_that_changes_later_makes_the_store_unavailable(own: Redis) -> None:
+    """A process that serves must not end for it."""
+    async with own.open("x") as store, own.open("x") as operator:
+        assert await store.put("a", b"1")
+        await operator.put("b", b"1")
+        await operator._client.config_set("requirepass", "new")
+        await operator._client.client_kill_filter(_type="normal", skipme=True)
+        for _ in range(2):
+            with pytest.raises(StorageUnavailable):
+                await store.put("a", b"2")
+        await operator._client.config_set("requirepass", "")
+        await answering(store)
+
+
 @pytest.mark.parametrize("own", [("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")], indirect=True)
 async def test_a_server_that_removes_keys_is_refused(own: Redis) -> None:
     async with own.open("x") as store:

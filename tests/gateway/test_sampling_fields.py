@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.generation_fields import check_configured_order
 from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
+from pipeline.protocol.messages import Sampling
 from stages.gateway.endpoints.openai_formatter import best_sequences
 from stages.gateway.requests.sequence_breakers import breakers_of
 from stages.gateway.requests.state import RequestState
@@ -190,3 +193,9 @@ def test_the_configured_order_is_that_of_requests_without_one(make_server: Calla
         accepted = {"prompt": "a", "max_tokens": 2, name: value, "order": order}  # the client has left it out itself
         assert server.post("/v1/generate", accepted).status == 200
     assert server.post("/v1/generate", {"prompt": "a", "max_tokens": 2, "min_p": 0.1, "temperature": 0}).status == 200
+
+
+def test_a_temperature_of_0_needs_no_step() -> None:
+    check_configured_order(Sampling(temperature=0.0), ("mask",))
+    with pytest.raises(InvalidRequest, match=r"temperature is 0\.5"):
+        check_configured_order(Sampling(temperature=0.5), ("mask",))
