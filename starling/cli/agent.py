@@ -37,6 +37,7 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
         if value is not None:
             os.environ[f"STARLING_FLEET__{key}"] = str(value)
     config = load()
+    process.raise_file_limit()
     name = config.fleet.agent.id
     logs.setup(name or "agent", config, paths.agent_logs_dir() if name else None, in_background=True)
     from stages.agent import stage

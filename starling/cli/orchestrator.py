@@ -36,6 +36,7 @@ def orchestrator(join: str | None, port: int | None) -> int:
         if value is not None:
             os.environ[f"STARLING_FLEET__{key}"] = str(value)
     config = load()
+    process.raise_file_limit()
     logs.setup("orchestrator", config, in_background=True)
     from stages.orchestrator import stage
 
