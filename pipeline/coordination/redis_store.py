@@ -238,8 +238,8 @@ class RedisStore(CoordinationStore):
         is_durable = found.get("appendonly") == "yes" and found.get("appendfsync") == "always"
         if not is_durable:
             log.warning(
-                "Redis may lose writes at a restart; with `appendonly yes` and `appendfsync always` it does not",
-                extra={"address": self.address},
+                "Redis may lose writes at a restart",
+                extra={"address": self.address, "remedy": "appendonly yes, appendfsync always"},
             )
         return is_durable
 

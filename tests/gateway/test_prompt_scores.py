@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import InvalidRequest
-from pipeline.protocol.messages import Described
 from stages.gateway.admission.lengths import MAX_PROMPT_LOGPROBS, check_prompt_logprobs
 from stages.gateway.endpoints.prompt_logprobs import ScoredPrompt
 from stages.gateway.requests.prompt_scores import PromptScores, TokenScore
-from stages.gateway.requests.token_bytes import TokenBytes
+from tests.gateway.vocabularies import vocabulary_of
 
 
 def packed(index: int, top: int) -> bytes:
@@ -42,16 +41,6 @@ def test_pieces_of_another_size_are_not_stored() -> None:
     assert not PromptScores(1, 9).add(1, packed(1, 2))
 
 
-def vocabulary_of(pieces: list[bytes], control: tuple[int, ...] = ()) -> TokenBytes:
-    ends, table = array("I"), TokenBytes()
-    for piece in pieces:
-        ends.append((ends[-1] if ends else 0) + len(piece))
-    described = Described("", "m", "", len(pieces), 9, (), False, pieces=b"".join(pieces), piece_ends=ends.tobytes())
-    table.fill(described)
-    table.control = frozenset(control)
-    return table
-
-
 @pytest.mark.parametrize(
     ("tokens", "text", "offsets"),
     [
@@ -59,7 +48,7 @@ def vocabulary_of(pieces: list[bytes], control: tuple[int, ...] = ()) -> TokenBy
         ((0, 1, 2, 3), " the light", [0, 0, 4, 8]),  # BOS is not in the text
         ((0, 1, 2, 3), "<s> the light", [0, 3, 7, 11]),  # it is: the client gave ids
         ((0, 1, 2, 3), "the light", [0, 0, 3, 7]),  # SentencePiece puts a space before the first word
-        ((4, 5, 1), "\u4e00 the", [0, 0, 0]),  # half a character has no place of its own
+        ((4, 5, 1), "\u4e00 the", [0, 0, 1]),  # half a character has no place of its own
     ],
 )
 def test_offsets_are_those_of_the_text(tokens: tuple[int, ...], text: str, offsets: list[int]) -> None:

@@ -35,10 +35,11 @@ from tests.gateway.journal_records import make_spec as make_journal_spec
 from tests.gateway.journal_records import open_journal, recovered
 from tests.gateway.peers import Generator, make_token_bytes
 from tests.gateway.request_states import make_state
+from tests.gateway.vocabularies import vocabulary_of
 
 GATEWAY = str(Path(__file__).resolve().parents[2] / "stages" / "gateway" / "*")
 
-BYTES = {token: bytes([token]) for token in range(256)}
+BYTES = vocabulary_of([bytes([token]) for token in range(256)])
 FORMATTERS: dict[str, Callable[[RequestState, Any], Any]] = {
     "generate": GenerateFormatter,
     "chat": ChatFormatter,
