@@ -8,6 +8,7 @@ first, so nothing of a running server is touched.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import stat
@@ -46,7 +47,10 @@ def _all_locks(run_dir: Path) -> Iterator[str]:
     """Hold the locks of all stages; yields the first stage that holds its own, or ""."""
     fds: list[int] = []
     try:
-        # In sorted order, stopping at the first that is held: of two concurrent sweeps one gets all locks.
+        # One sweep at a time: the last supervisor must not take the lock of a sweep that fails for that of a stage.
+        with contextlib.suppress(FileNotFoundError):
+            fds.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+            fcntl.flock(fds[-1], fcntl.LOCK_EX)
         for path in sorted(run_dir.glob("*.lock")):
             fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             try:
@@ -56,7 +60,7 @@ def _all_locks(run_dir: Path) -> Iterator[str]:
                 return
         yield ""
     finally:
-        for fd in fds:
+        for fd in reversed(fds):  # that of the sweep last
             os.close(fd)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,26 @@ def test_a_link_is_not_followed(places: tuple[Path, Path], tmp_path: Path) -> No
     link.symlink_to(arenas)
     assert sweep(run, link) == ""
     assert (arenas / "model.kv").exists()
+
+
+def test_the_last_of_concurrent_sweeps_removes_everything(tmp_path: Path) -> None:
+    """Each supervisor sweeps once, right after its stage has ended: one of them must find no stage."""
+    run_dir, arenas = tmp_path / "run", tmp_path / "arenas"
+    run_dir.mkdir()
+    stages = ["gateway", "kv", "scheduler", "tokenizer"]
+    start = threading.Barrier(len(stages))
+
+    def end(fd: int) -> str:
+        start.wait(60)
+        os.close(fd)  # the stage ends, and with it its lock
+        return sweep(run_dir, arenas)
+
+    with ThreadPoolExecutor(len(stages)) as threads:
+        for _ in range(200):
+            arenas.mkdir()
+            (arenas / "tiny.kv").touch()
+            fds = [os.open(run_dir / f"{stage}.lock", os.O_RDWR | os.O_CREAT) for stage in stages]
+            for fd in fds:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            assert "" in list(threads.map(end, fds))
+            assert not arenas.exists()
