@@ -52,5 +52,6 @@ def test_progress_begins_anew() -> None:
     for still_s in (6.0, 9.9):
         assert starvation.excuses(still_s, RANKS)
     used[10] = used[11] = 100.0  # computed, and then the counter changed
+    starvation.progressed()
     for still_s in (0.0, 6.0, 10.1):
         assert starvation.excuses(still_s, RANKS)

@@ -292,7 +292,7 @@ class VersionRunner:
         counter = self._worker_counter()
         if counter != self._last_progress[0] or counter < 0:
             self._last_progress = (counter, now)
-            self._starvation.excuses(0.0, ())
+            self._starvation.progressed()
         elif not self._starvation.excuses(still_s := now - self._last_progress[1], self._pids):
             self.kill(now, f"a step made no progress for {still_s:.3g} s", STALL)
 

@@ -32,13 +32,16 @@ class Starvation:
         self._is_stopped = is_stopped
         self._used: dict[int, float] = {}  # pid: CPU time when the step had stood still for half of the time
 
+    def progressed(self) -> None:
+        """The counter has changed, or the group has no step."""
+        self._used.clear()
+
     def excuses(self, still_s: float, ranks: Iterable[tuple[int, int]]) -> bool:
         """Whether the group may go on. Call every 100 ms with the time for which the counter has not changed.
 
         `ranks`: (pid, start_ticks). Always true before `stuck_step_s`.
         """
         if still_s < self._stuck_step_s / 2:
-            self._used.clear()
             return True
         pids = [pid for pid, _ in ranks]
         if not self._used:
