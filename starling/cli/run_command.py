@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -10,34 +11,51 @@ import click
 from pipeline.config import paths
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
+from starling.cli import output
 
 EXIT_INTERRUPTED = 130
 
 
 def run_command(command: click.Command, name: str) -> None:
     """Run `command` with the arguments of this process, and exit. `name`: of the program, for messages."""
+    output.install()
+    try:
+        code = _run(command, name)
+        sys.stdout.flush()
+    except output.OutputError as error:
+        output.discard()
+        if not error.is_closed:
+            _say(f"standard output: {error}; the rest was not printed")
+        code = EXIT_FATAL
+    sys.exit(code)
+
+
+def _run(command: click.Command, name: str) -> int:
     try:
         code = command.main(prog_name=name, standalone_mode=False)
     except StarlingError as error:
-        click.echo(f"starling: {error.message}", err=True)
+        _say(error.message)
         if isinstance(error, ModelNotFound):
-            sys.exit(EXIT_USAGE)  # the user gave the name
-        sys.exit(EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL)
+            return EXIT_USAGE  # the user gave the name
+        return EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        with contextlib.suppress(OSError):
+            error.show()
+        return error.exit_code
     except PermissionError as error:
         # The directories belong to another user's server. A command that went on would report that no server runs.
         where = f"{error.filename}: " if error.filename else ""
         home = f"this is user {os.getuid()}, STARLING_HOME is {paths.home()}"
         remedy = "run as its owner, or set another STARLING_HOME"
-        click.echo(f"starling: {where}{error.strerror}; {home}: {remedy}", err=True)
-        sys.exit(EXIT_CONFIG)
+        _say(f"{where}{error.strerror}; {home}: {remedy}")
+        return EXIT_CONFIG
     except (click.Abort, KeyboardInterrupt):
-        click.echo("starling: interrupted", err=True)
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader (head, less) has closed the pipe; the interpreter must not report that at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_FATAL)
-    sys.exit(code if isinstance(code, int) else 0)
+        _say("interrupted")
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _say(message: str) -> None:
+    """Print a message on standard error. One that nothing takes does not change the exit code."""
+    with contextlib.suppress(OSError):
+        click.echo(f"starling: {message}", err=True)

@@ -136,6 +136,35 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
     assert result.stderr == b""
 
 
+@pytest.mark.parametrize(("command", "unbuffered"), [("config", ""), ("models", ""), ("models", "1"), ("--help", "")])
+def test_an_output_on_a_full_disk_is_one_message(home: Path, command: str, unbuffered: str) -> None:
+    line = [sys.executable, "-m", "starling", *command.split()]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stderr == "starling: standard output: No space left on device; the rest was not printed\n"
+    assert done.returncode == 1
+
+
+def test_no_output_at_all_is_no_error(home: Path) -> None:
+    line = [sys.executable, "-m", "starling", "models"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def close() -> None:
+        os.close(1)
+
+    done = subprocess.run(line, env=env, stderr=subprocess.PIPE, timeout=60, check=False, preexec_fn=close)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_messages_that_find_no_room_leave_the_exit_code(home: Path) -> None:
+    line = [sys.executable, "-m", "starling", "show", "absent"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(line, env=env, stderr=full, timeout=60, check=False)
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("module", ["click", "pipeline.config.load"])
 def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(home: Path, tmp_path: Path, module: str) -> None:
     """SIGINT arrives while `module` is being found: before the command runs, and while it is loaded."""

@@ -1,0 +1,63 @@
+"""Standard output that fails with an error of its own, so that one place can tell it from every other `OSError`.
+
+A command that writes to a full disk or to a closed pipe ends. A command that reads a file or a socket handles their
+errors, and must take none of standard output for one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any, BinaryIO, cast
+
+
+class OutputError(Exception):
+    """Standard output does not take what a command prints. `number`: of errno. No `OSError`: commands handle those."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error.strerror)
+        self.number = error.errno
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the reader of a pipe (head, less) has closed it, which is no failure."""
+        return self.number == errno.EPIPE
+
+
+class _Output(io.FileIO):
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OutputError(error) from None
+
+
+def install() -> None:
+    """Let `sys.stdout` raise `OutputError`. If the process has no standard output, what is printed is discarded."""
+    stream = sys.stdout
+    if stream is None:  # `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        return
+    if stream is not sys.__stdout__ or not isinstance(stream, io.TextIOWrapper):  # installed, or a caller's own
+        return
+    stream.flush()
+    raw = _Output(stream.fileno(), "w", closefd=False)
+    sys.stdout = io.TextIOWrapper(
+        cast(BinaryIO, raw) if stream.write_through else io.BufferedWriter(raw),  # PYTHONUNBUFFERED
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def discard() -> None:
+    """Standard output goes nowhere from now on: the interpreter must not report at exit what it does not take."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    with contextlib.suppress(OutputError):
+        sys.stdout.flush()
