@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from starling.bench.framing import ResponseReader
-from starling.bench.response import BROKEN, NO_CONNECTION, TIMEOUT, ClientRequest, Response
+from starling.bench.response import BROKEN, MAX_ID, NO_CONNECTION, TIMEOUT, ClientRequest, Response
 from starling.client.address import ServerAddress
 
 TIMEOUT_S = 330.0  # for a whole response; a request waits up to server.request_timeout_ms (300 s) in queues
@@ -92,6 +92,7 @@ class Connection(asyncio.Protocol):
             return
         if not response.status and self._reader.status:
             response.status = self._reader.status
+            response.id = (self._reader.headers.get("X-Request-Id") or "")[:MAX_ID]
         if body:
             response.parts.append((now, body))
         if self._reader.has_ended:

@@ -11,6 +11,8 @@ import msgspec
 from starling.bench.load import Run
 from starling.bench.response import UNFINISHED, Response
 
+MAX_SHOWN = 5  # of the requests that failed in one way
+
 
 def percentile(values: Sequence[float], part: float) -> float:
     """The nearest-rank percentile: the smallest value that `part` of all do not exceed; 0.0 without values."""
@@ -49,6 +51,8 @@ class Figures(msgspec.Struct, kw_only=True):
     unfinished: int  # under way when the run was interrupted
     failures: dict[str, int]  # by kind
     messages: dict[str, str]  # the first of each kind
+    failed_requests: dict[str, list[int]]  # by kind, the first `MAX_SHOWN`: 1 is the request that was sent first
+    failed_ids: dict[str, str]  # of the first of each kind, if the server has sent one
     first_token_ms: Latency
     between_tokens_ms: Latency  # events with output; a server may send several tokens in one
     per_token_ms: Latency  # of a request: from its first output to its last, by the number of tokens
@@ -67,11 +71,21 @@ def measure(run: Run) -> Figures:
     """The figures of a run, whose responses are parsed."""
     complete = [response for response in run.responses if response.is_complete]
     unfinished = [response for response in run.responses if response.failure == UNFINISHED]
-    failed = [response for response in run.responses if response.failure and response.failure != UNFINISHED]
-    kinds = Counter(response.failure for response in failed)
+    failed = [
+        (number, response)
+        for number, response in enumerate(run.responses, 1)
+        if response.failure and response.failure != UNFINISHED
+    ]
+    kinds = Counter(response.failure for _, response in failed)
     messages: dict[str, str] = {}
-    for response in failed:
+    numbers: dict[str, list[int]] = {kind: [] for kind in kinds}
+    ids: dict[str, str] = {}
+    for number, response in failed:
         messages.setdefault(response.failure, response.error)
+        if not numbers[response.failure] and response.id:
+            ids[response.failure] = response.id
+        if len(numbers[response.failure]) < MAX_SHOWN:
+            numbers[response.failure].append(number)
     counted = [*complete, *unfinished]
     ended = max((response.ended for response in complete), default=run.ended)
     ended = max([ended, *(response.times[-1] for response in unfinished if response.times)])
@@ -86,6 +100,8 @@ def measure(run: Run) -> Figures:
         unfinished=len(unfinished),
         failures=dict(kinds.most_common()),
         messages=messages,
+        failed_requests=numbers,
+        failed_ids=ids,
         first_token_ms=Latency.of(response.first_s for response in with_output),
         between_tokens_ms=Latency.of(gap for response in complete for gap in response.gaps_s),
         per_token_ms=Latency.of(
@@ -113,7 +129,9 @@ class Record(msgspec.Struct, omit_defaults=True):
     first_s: float = 0.0
     ended_s: float = 0.0
     status: int = 0
+    id: str = ""  # the server's
     failure: str = ""
+    error: str = ""
     finish: str = ""
     output_tokens: int = 0
     output_events: int = 0
@@ -133,7 +151,9 @@ class Record(msgspec.Struct, omit_defaults=True):
             since(response.times[0]) if response.times else 0.0,
             since(response.ended),
             response.status,
+            response.id,
             response.failure,
+            response.error,
             response.finish,
             response.tokens,
             len(response.times),
@@ -146,11 +166,13 @@ class Record(msgspec.Struct, omit_defaults=True):
 
 ROWS = ("first token", "between tokens", "per token", "end to end", "sent late")
 COLUMNS = 80
+LEAST_COLUMNS = 56  # the table is not made narrower
 
 
-def lines(figures: Figures, is_open: bool) -> list[str]:
-    """The figures in lines of at most 80 columns."""
-    found = [f"{'milliseconds':<16}" + "".join(f"{name:>12}" for name in ("p50", "p90", "p99", "mean", "max"))]
+def lines(figures: Figures, is_open: bool, columns: int = COLUMNS) -> list[str]:
+    """The figures in lines of at most 80 columns; the table has `columns`, if they are more than `LEAST_COLUMNS`."""
+    wide = min(12, (max(LEAST_COLUMNS, columns) - 16) // 5)
+    found = [f"{'milliseconds':<16}" + "".join(f"{name:>{wide}}" for name in ("p50", "p90", "p99", "mean", "max"))]
     rows = (
         figures.first_token_ms,
         figures.between_tokens_ms,
@@ -160,7 +182,7 @@ def lines(figures: Figures, is_open: bool) -> list[str]:
     )
     for title, row in list(zip(ROWS, rows, strict=True))[: 5 if is_open else 4]:
         values = (row.p50, row.p90, row.p99, row.mean, row.max)
-        found.append(f"{title:<16}" + "".join(f"{_number(v) if row.count else '-':>12}" for v in values))
+        found.append(f"{title:<16}" + "".join(f"{_number(v) if row.count else '-':>{wide}}" for v in values))
     found.append("")
     found.append(
         f"output  {figures.output_tokens:,} tokens, {figures.output_tokens_per_s:,.1f} tokens/s, "
@@ -173,9 +195,18 @@ def lines(figures: Figures, is_open: bool) -> list[str]:
     for kind, count in figures.failures.items():
         message = " ".join(figures.messages[kind].split())
         found.append(f"failed  {count:,} x {kind}" + (f": {message}" if message != kind else ""))
+        found.append(" " * 8 + _which(figures, kind, count))
     if figures.unfinished:
         found.append(f"under way at the end: {figures.unfinished:,}")
     return [line[:COLUMNS].rstrip() for line in found]
+
+
+def _which(figures: Figures, kind: str, count: int) -> str:
+    """Which requests failed in this way, and by which name the server's logs have the first one."""
+    numbers = figures.failed_requests[kind]
+    more = f" and {count - len(numbers):,} more" if count > len(numbers) else ""
+    name = f"; {numbers[0]} is {figures.failed_ids[kind]}" if kind in figures.failed_ids else ""
+    return f"request{'s' * (count > 1)} {', '.join(map(str, numbers))}{more}{name}"
 
 
 def _number(value: float) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 TOKENS = ("text", "content", "reasoning_content", "reasoning")  # fields of a choice or of its delta that hold output
 MAX_MESSAGE = 300  # characters of an error message
+MAX_ID = 64  # of the name that the server gives a request
 
 # Why a response does not count. HTTP errors are "HTTP 429", errors in a stream "error CODE".
 TIMEOUT, BROKEN, NO_CONNECTION = "timeout", "broken stream", "no connection"
@@ -52,6 +53,7 @@ class Response:
         self.head_at = 0.0  # when the first bytes came
         self.parts: list[tuple[float, bytes]] = []  # of the body
         self.status = 0
+        self.id = ""  # the server's, by which its logs name the request; "": it sent none
         self.failure = ""  # the kind, for counting
         self.error = ""  # the message
         self.prompt_tokens = self.cached_tokens = self.tokens = 0

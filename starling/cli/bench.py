@@ -41,6 +41,7 @@ MAX_REQUESTS = 1_000_000
 MAX_RATE = 100_000.0
 REQUESTS = 100  # without --requests and --duration
 SHOW_S = 1.0  # between two lines of progress
+INDENT = 8  # of what continues a line of the report
 
 
 class LengthsType(click.ParamType):
@@ -253,7 +254,7 @@ def _measure(
             began = time.time()
             run, is_interrupted = execute(address, plan, loop, options["warmup"], options["timeout_s"])
     except InvalidRequest as error:
-        click.echo(f"starling: {error.message}", err=True)
+        terminal.complain(error.message)
         return EXIT_USAGE
     found = measure(run)
     report = Report(
@@ -276,7 +277,7 @@ def _measure(
         for path in paths:
             click.echo(f"wrote {path}")
     if is_interrupted:
-        click.echo("starling: interrupted", err=True)
+        terminal.complain("interrupted")
         return EXIT_INTERRUPTED
     return EXIT_OK if found.complete else EXIT_FATAL
 
@@ -362,7 +363,8 @@ def _refused(response: Response) -> StarlingError:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         reason = str(json.loads(reason)["error"]["message"])
     kind = ModelNotFound if response.status == HTTPStatus.NOT_FOUND else ModelUnavailable
-    return kind(f"the first request failed: {reason}")
+    name = f" ({response.id})" if response.id else ""
+    return kind(f"the first request{name} failed: {reason}")
 
 
 async def _send_all(sender: Sender, plan: Plan, loop: Loop, began: float) -> None:
@@ -387,7 +389,8 @@ async def _show_progress(sender: Sender) -> None:
     """A line on the terminal that is replaced every second."""
     while True:
         line = f"{sender.ended:,} requests have ended, {len(sender.responses) - sender.ended:,} are under way"
-        click.echo(f"\r{line:<78}\r", nl=False, err=True)
+        room = terminal.error_width() - 2
+        click.echo(f"\r{line[:room]:<{room}}\r", nl=False, err=True)
         await asyncio.sleep(SHOW_S)
 
 
@@ -400,5 +403,5 @@ def show(report: Report, loop: Loop) -> None:
         f"{found.complete:,} of {found.requests:,} requests complete in {found.seconds:,.2f} s",
         "",
     )
-    for line in [*head, *lines(found, loop.is_open)]:
-        click.echo(terminal.visible(line)[:COLUMNS])
+    for line in [*head, *lines(found, loop.is_open, terminal.width())]:
+        terminal.print_wrapped(terminal.visible(line)[:COLUMNS], INDENT)

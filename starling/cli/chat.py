@@ -75,7 +75,7 @@ def chat(model: str | None, stats: bool, no_history: bool, **options: Any) -> in
             terminal.note(f"{name} at {address}; /help lists the commands, Ctrl-D ends")
             return loop.converse(_Editor(history).line)
     except InvalidRequest as error:
-        click.echo(f"starling: {error.message}", err=True)
+        terminal.complain(error.message)
         return EXIT_USAGE
 
 
@@ -106,7 +106,7 @@ class _Loop:
             except StarlingError as error:
                 if not is_interactive and not isinstance(error, InvalidRequest):
                     raise
-                click.echo(terminal.visible(f"starling: {error.message}"), err=True)
+                terminal.complain(error.message)
                 if not is_interactive:
                     return EXIT_USAGE
             except KeyboardInterrupt:

@@ -18,6 +18,7 @@ from pipeline.observe import status
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.process import EXIT_FATAL
 from pipeline.supervise import ancestors, cleanup
+from starling.cli import terminal
 from starling.cli.options import exit_codes, timeout_option
 
 TIMEOUT_S = 20.0
@@ -59,7 +60,7 @@ def down(timeout: float) -> int:
     holder = cleanup.sweep(run_dir, paths.arena_dir(config), wait_s=max(0.0, deadline - time.monotonic()))
     if left or holder:
         still = ", ".join(f"{process.name} (pid {process.pid})" for process in left) or holder
-        click.echo(f"starling: after {timeout:g} s still running: {still}", err=True)
+        terminal.complain(f"after {timeout:g} s still running: {still}")
         return EXIT_FATAL
     click.echo("ended")
     return 0

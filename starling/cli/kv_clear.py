@@ -18,7 +18,7 @@ from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli import completion
 from starling.cli.options import exit_codes, json_option, timeout_option
-from starling.cli.terminal import print_wrapped
+from starling.cli.terminal import complain, print_wrapped
 
 TIMEOUT_S = 120.0
 POLL_S = 0.05
@@ -63,7 +63,7 @@ def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
                 2,
             )
         if not report["done"]:
-            click.echo(f"starling: not complete within {timeout:g} s; it goes on", err=True)
+            complain(f"not complete within {timeout:g} s; it goes on")
     return EXIT_OK if report["done"] else EXIT_FATAL
 
 

@@ -15,6 +15,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.observe import log_levels
 from pipeline.observe.status import StageStatus, read_all
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option, timeout_option
 
 TIMEOUT_S = 60.0
@@ -48,7 +49,7 @@ def log_level(stage: str, level: str, timeout: float, as_json: bool) -> int:
     run_dir = paths.run_dir(config)
     running = [record for record in read_all(run_dir) if record.alive]
     if not running:
-        click.echo("starling: no stage is running", err=True)
+        terminal.complain("no stage is running")
         return EXIT_FATAL
     stage, level = _parse(stage, level, [record.stage for record in running])
     late: list[str] = []
@@ -59,9 +60,10 @@ def log_level(stage: str, level: str, timeout: float, as_json: bool) -> int:
     if as_json:
         click.echo(msgspec.json.encode(shown))
     else:
-        click.echo("\n".join(f"{name:<20} {now}" for name, now in shown.items()))
+        longest = max(map(len, shown), default=0)
+        click.echo("\n".join(f"{name:<{longest}}  {now}" for name, now in shown.items()))
     if late:
-        click.echo(f"starling: not followed within {timeout:g} s: {', '.join(late)}", err=True)
+        terminal.complain(f"not followed within {timeout:g} s: {', '.join(late)}")
     return EXIT_FATAL if late else EXIT_OK
 
 

@@ -15,6 +15,7 @@ import click
 from pipeline.config import paths
 from pipeline.observe.log_format import pretty
 from pipeline.runtime.process import EXIT_FATAL
+from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.stage import STAGES
 
@@ -57,7 +58,7 @@ def _print(directory: Path, tails: dict[str, Tail], follow: bool, lines: int, as
     if lines:
         last.extend(newest)
     if not follow and not any(tail.path.exists() for tail in tails.values()):
-        click.echo(f"starling: no log in {directory}", err=True)
+        terminal.complain(f"no log in {directory}")
         return EXIT_FATAL
     for line in last:
         _show(line, as_json)

@@ -25,6 +25,7 @@ CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 NAMED = exit_codes({0: "success", 2: "no such model", 78: "the model is in use, or the configuration is wrong"})
 PLAN_INDENT = 15  # of what continues a line of a plan
 TITLES = ("NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED")
+LEAVE = ("DIGEST", "ARCH", "CTX")  # a narrow terminal, in this order
 
 
 @click.command(epilog=exit_codes({0: "success", 2: "no such model", 78: "the configuration is wrong"}))
@@ -59,7 +60,7 @@ def models(name: str | None, with_plan: bool, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
         return
-    print_table(TITLES, [_cells(row) for row in found], right=("SIZE", "CTX", "USED"))
+    print_table(TITLES, [_cells(row) for row in found], right=("SIZE", "CTX", "USED"), leave=LEAVE)
 
 
 def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) -> None:
@@ -108,7 +109,7 @@ def show(name: str, as_json: bool) -> None:
             value = "yes" if value else "no"
         elif isinstance(value, int):
             value = f"{value:,}" if value else ""
-        if value != "":
+        if value not in ("", None):
             print_wrapped(f"{key.replace('_', ' '):<16}{value}", 16)
 
 
@@ -156,7 +157,7 @@ def gc(dry_run: bool, as_json: bool) -> None:
         click.echo(msgspec.json.format(msgspec.json.encode([item._asdict() for item in removed])).decode())
         return
     for item in removed:
-        click.echo(f"{item.reason}: {item.path} ({item.nbytes / 1e6:,.0f} MB)")
+        print_wrapped(f"{item.reason}: {item.path} ({item.nbytes / 1e6:,.0f} MB)", 2)
     total = sum(item.nbytes for item in removed) / 1e6
     click.echo(f"{total:,.0f} MB {'would be' if dry_run else 'were'} freed")
 

@@ -78,7 +78,7 @@ def pull(
         if published := [one for one in sources_ if config.model(one) is None and _is_published(one)]:
             rows += _pull_published(config, published, verify, as_json)
     except InvalidRequest as error:
-        click.echo(f"starling: {error.message}", err=True)
+        terminal.complain(error.message)
         return EXIT_USAGE
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())

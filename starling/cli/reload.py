@@ -23,7 +23,7 @@ from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, Starli
 from pipeline.ipc import control
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
-from starling.cli import completion
+from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option, timeout_option
 
 LOAD_TIMEOUT_S = 600.0
@@ -134,7 +134,7 @@ def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False
     except StarlingError as error:
         if as_json:
             click.echo(_json({"ok": False, "op": op, "model": model, "error": error.body()["error"]}))
-        click.echo(f"starling: {error.message}", err=True)
+        terminal.complain(error.message)
         if error.code == "MODEL_NOT_FOUND":
             return EXIT_USAGE  # the user gave the name
         needs_change = isinstance(error, ConfigError | ResourceError) or error.code in _CONFIG_CODES

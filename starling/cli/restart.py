@@ -22,6 +22,7 @@ from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.observe import status
 from pipeline.runtime.process import EXIT_FATAL
+from starling.cli import terminal
 from starling.cli.down import supervisor_of
 from starling.cli.drain import ALL, drained
 from starling.cli.options import exit_codes, timeout_option
@@ -66,7 +67,7 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
                 code = EXIT_FATAL
         problem = restarted(config, run_dir, record, time.monotonic() + timeout)
         if problem:
-            click.echo(f"starling: {record.stage} is not ready after {timeout:g} s: {problem}", err=True)
+            terminal.complain(f"{record.stage} is not ready after {timeout:g} s: {problem}")
             return EXIT_FATAL
         click.echo(f"{record.stage}: ready again after {time.monotonic() - begun:.1f} s")
     if target == ALL and not with_gateway:

@@ -56,7 +56,7 @@ def run(model: str, prompt: tuple[str, ...], raw: bool, stats: bool, as_json: bo
                     if not as_json:
                         printer.write(piece)
     except InvalidRequest as error:
-        click.echo(f"starling: {error.message}", err=True)
+        terminal.complain(error.message)
         return EXIT_USAGE
     if as_json:
         click.echo(json.dumps(summary(answer), ensure_ascii=False, indent=2))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import sys
 
@@ -11,7 +11,7 @@ import click
 from pipeline.config import paths
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
-from starling.cli import output
+from starling.cli import output, terminal
 
 EXIT_INTERRUPTED = 130
 
@@ -25,7 +25,7 @@ def run_command(command: click.Command, name: str) -> None:
     except output.OutputError as error:
         output.discard()
         if not error.is_closed:
-            _say(f"standard output: {error}; the rest was not printed")
+            terminal.complain(f"standard output: {error}; the rest was not printed")
         code = EXIT_FATAL
     sys.exit(code)
 
@@ -34,28 +34,26 @@ def _run(command: click.Command, name: str) -> int:
     try:
         code = command.main(prog_name=name, standalone_mode=False)
     except StarlingError as error:
-        _say(error.message)
+        terminal.complain(error.message)
         if isinstance(error, ModelNotFound):
             return EXIT_USAGE  # the user gave the name
         return EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL
     except click.ClickException as error:
-        with contextlib.suppress(OSError):
-            error.show()
+        if isinstance(error, click.UsageError):
+            shown = io.StringIO()
+            error.show(shown)
+            terminal.print_error(shown.getvalue().removesuffix("\n"))
+        else:
+            terminal.complain(error.format_message())
         return error.exit_code
     except PermissionError as error:
         # The directories belong to another user's server. A command that went on would report that no server runs.
         where = f"{error.filename}: " if error.filename else ""
         home = f"this is user {os.getuid()}, STARLING_HOME is {paths.home()}"
         remedy = "run as its owner, or set another STARLING_HOME"
-        _say(f"{where}{error.strerror}; {home}: {remedy}")
+        terminal.complain(f"{where}{error.strerror}; {home}: {remedy}")
         return EXIT_CONFIG
     except (click.Abort, KeyboardInterrupt):
-        _say("interrupted")
+        terminal.complain("interrupted")
         return EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0
-
-
-def _say(message: str) -> None:
-    """Print a message on standard error. One that nothing takes does not change the exit code."""
-    with contextlib.suppress(OSError):
-        click.echo(f"starling: {message}", err=True)

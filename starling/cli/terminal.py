@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import re
 import shutil
 import sys
@@ -18,11 +20,41 @@ _BIDI = re.compile(r"[\u202a-\u202e\u2066-\u2069]")  # would reorder what follow
 
 
 COLUMNS = 80  # of text, also on a wider terminal
+LEAST_COLUMNS = 20  # a terminal that says it has fewer does not know
 
 
 def width() -> int:
     """Columns for text: those of the terminal, at most `COLUMNS`."""
     return min(COLUMNS, shutil.get_terminal_size().columns) if sys.stdout.isatty() else COLUMNS
+
+
+def error_width() -> int:
+    """Columns for messages on standard error, as `width`."""
+    if not sys.stderr.isatty():
+        return COLUMNS
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):  # a terminal without a size, or a stream without a descriptor
+        return COLUMNS
+    return min(COLUMNS, columns) if columns > LEAST_COLUMNS else COLUMNS
+
+
+def complain(message: str) -> None:
+    """Print `starling: MESSAGE` on standard error. A message that it does not take does not change the exit code."""
+    print_error(f"starling: {visible(message)}")
+
+
+def print_error(text: str) -> None:
+    """Print lines on standard error. On a terminal they are broken between words; paths and addresses stay whole."""
+    if sys.stderr.isatty():
+        room = error_width()
+        parts = (
+            textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+            for line in text.split("\n")
+        )
+        text = "\n".join(itertools.chain.from_iterable(parts))
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)
 
 
 def print_wrapped(line: str, indent: int) -> None:
@@ -68,7 +100,12 @@ class AnswerPrinter:
 
 def note(text: str) -> None:
     """A remark on standard error, dimmed on a terminal."""
-    click.echo(click.style(visible(text), dim=True) if sys.stderr.isatty() else text, err=True)
+    if not sys.stderr.isatty():
+        click.echo(text, err=True)
+        return
+    for line in visible(text).split("\n"):
+        wrapped = "\n".join(textwrap.wrap(line, error_width(), break_long_words=False, break_on_hyphens=False))
+        click.echo(click.style(wrapped, dim=True), err=True)
 
 
 class Progress(Protocol):

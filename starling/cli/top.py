@@ -23,6 +23,8 @@ from starling.cli.options import Seconds, exit_codes, json_option
 
 COLUMNS = 80
 NAME = 26  # columns of a model's or tenant's name
+LEAST_NAME = 10  # of it on a narrow terminal
+LINE = 67  # columns of a model's line
 LEAST_S = 0.2
 MAX_COUNT = 1_000_000
 
@@ -116,7 +118,7 @@ def _show_live(reports: Iterator[Report]) -> int:
         with Live(Text("measuring ..."), console=console, screen=True, auto_refresh=False) as live:
             for report in reports:
                 code = EXIT_OK if is_running(report) else EXIT_FATAL
-                shown = list(lines(report))[: max(1, console.height - 1)]
+                shown = list(lines(report, console.width))[: max(1, console.height - 1)]
                 live.update(Text("\n".join(shown), no_wrap=True, overflow="crop"), refresh=True)
     except KeyboardInterrupt:  # the usual end of a view without an end
         pass
@@ -126,8 +128,9 @@ def _show_live(reports: Iterator[Report]) -> int:
 # ------------------------------------------------------------------ text
 
 
-def lines(report: Report) -> Iterator[str]:
-    """The report in lines of at most 80 columns."""
+def lines(report: Report, columns: int = COLUMNS) -> Iterator[str]:
+    """The report in lines of at most 80 columns, fewer on a narrow terminal."""
+    wide = max(LEAST_NAME, NAME - max(0, LINE - columns))
     if not is_running(report):
         yield "no stage is running"
         return
@@ -135,23 +138,23 @@ def lines(report: Report) -> Iterator[str]:
     yield f"{time.strftime('%H:%M:%S', time.localtime(report.time))}  {found.in_flight} requests in flight"
     yield ""
     if found.models:
-        yield f"{'MODEL':<{NAME}}{'TOK/S':>7}{'PROMPT/S':>9}{'CACHED/S':>9}{'BATCH':>6}{'RUN':>4}{'QUEUE':>6}"
+        yield f"{'MODEL':<{wide}}{'TOK/S':>7}{'PROMPT/S':>9}{'CACHED/S':>9}{'BATCH':>6}{'RUN':>4}{'QUEUE':>6}"
     else:
         yield "no figures: metrics are disabled, or no model is loaded"
     for model in found.models:
         yield (
-            f"{_cut(model.model):<{NAME}}{_number(model.output_tokens_per_s):>7}"
+            f"{_cut(model.model, wide):<{wide}}{_number(model.output_tokens_per_s):>7}"
             f"{_number(model.prompt_tokens_per_s):>9}{_number(model.cached_prompt_tokens_per_s):>9}"
             f"{_number(model.batch):>6}{_number(model.running):>4}{_number(model.queued):>6}"
         )
         yield f"  KV%  {_pages(model)}"
     if found.tenants:
         yield ""
-        yield f"{'TENANT':<{NAME}}{'TOK/S':>7}{'TOKENS':>9}"
+        yield f"{'TENANT':<{wide}}{'TOK/S':>7}{'TOKENS':>9}"
         for tenant in found.tenants:
-            yield f"{_cut(tenant.tenant):<{NAME}}{_number(tenant.tokens_per_s):>7}{_number(tenant.tokens):>9}"
+            yield f"{_cut(tenant.tenant, wide):<{wide}}{_number(tenant.tokens_per_s):>7}{_number(tenant.tokens):>9}"
     yield ""
-    for line in status.table(report.stages):
+    for line in status.table(report.stages, min(COLUMNS, columns)):
         yield line[:COLUMNS]
 
 
@@ -163,9 +166,9 @@ def _pages(model: ModelActivity) -> str:
     return f"{'  '.join(shares)}  of {total} pages"
 
 
-def _cut(name: str) -> str:
+def _cut(name: str, wide: int) -> str:
     name = "".join(c if c.isprintable() else "?" for c in name)
-    return name if len(name) < NAME else name[: NAME - 2] + "…"
+    return name if len(name) < wide else name[: wide - 2] + "…"
 
 
 def _number(value: float) -> str:

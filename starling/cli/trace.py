@@ -15,7 +15,7 @@ from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.runtime.process import EXIT_OK, EXIT_USAGE
 from starling.cli.options import exit_codes, json_option
-from starling.cli.terminal import print_wrapped
+from starling.cli.terminal import complain, print_wrapped
 
 FACTS_INDENT = 26  # of facts that do not fit on the line of their event
 _KNOWN = ("at_ms", "stage", "pid", "event", "choice")
@@ -40,7 +40,7 @@ def trace(request_id: str, as_json: bool) -> int:
     except StarlingError as error:
         if error.code != "NOT_FOUND":
             raise
-        click.echo(f"starling: {error.message}", err=True)
+        complain(error.message)
         return EXIT_USAGE
     found = answer["trace"]
     if as_json:

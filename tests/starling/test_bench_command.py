@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
         prompt = body["messages"][0]["content"] if "messages" in body else body["prompt"]
         match prompt:
             case "full":
-                self._answer(429, b'{"error": {"message": "the queue is full"}}')
+                identity = f"req-{len(self.server.bodies)}"
+                self._answer(429, b'{"error": {"message": "the queue is full"}}', ("X-Request-Id", identity))
                 return
             case "page":
                 self._answer(200, b"<html>")
@@ -93,8 +95,10 @@ class Handler(BaseHTTPRequestHandler):
     def _chunk(self, data: bytes) -> None:
         self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
 
-    def _answer(self, status: int, body: bytes) -> None:
+    def _answer(self, status: int, body: bytes, *fields: tuple[str, str]) -> None:
         self.send_response(status)
+        for name, value in fields:
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -151,6 +155,13 @@ def test_failures_are_counted_by_kind(server: Server, home: Path, tmp_path: Path
     assert (found["requests"], found["complete"], found["failed"], found["unfinished"]) == (9, 2, 7, 0)
     assert (found["output_tokens"], found["prompt_tokens"]) == (2 * TOKENS, 10)
     assert 'failed  2 x HTTP 429: {"error": {"message": "the queue is full"}}' in done.output
+    # Which ones they were, and what the server's logs call the first of a kind.
+    first = next(one for one in report["requests"] if one["status"] == 429)
+    numbers = [number for number, one in enumerate(report["requests"], 1) if one["status"] == 429]
+    assert first["error"] == '{"error": {"message": "the queue is full"}}'
+    assert re.fullmatch(r"req-\d+", first["id"])
+    assert f"        requests {numbers[0]}, {numbers[1]}; {numbers[0]} is {first['id']}\n" in done.output
+    assert re.search(r"        request \d\n", done.output)  # the only one of its kind, without a name
     assert max(map(len, done.output.splitlines())) <= 80
     assert len(report["requests"]) == 9
     assert {one["status"] for one in report["requests"]} == {200, 429}

@@ -165,6 +165,13 @@ def test_messages_that_find_no_room_leave_the_exit_code(home: Path) -> None:
     assert done.returncode == 2
 
 
+def test_messages_of_commands_have_one_form(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_bytes(b"\xff")
+    done = starling("kv", "warm", str(tmp_path / "prompts"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"starling: {tmp_path / 'prompts'} is not UTF-8: ")
+
+
 @pytest.mark.parametrize("module", ["click", "pipeline.config.load"])
 def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(home: Path, tmp_path: Path, module: str) -> None:
     """SIGINT arrives while `module` is being found: before the command runs, and while it is loaded."""

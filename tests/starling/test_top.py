@@ -18,7 +18,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.observe.metrics import Metrics
-from starling.activity import MAX_TENANTS, Reading, compare, read
+from starling.activity import MAX_TENANTS, Activity, ModelActivity, Reading, compare, read
 from starling.cli.status import Row
 from starling.cli.top import Report, lines, measure
 
@@ -124,6 +124,17 @@ def test_the_command_prints_plain_text_and_json(running: Config) -> None:
     assert len(reports) == 2
     assert reports[1]["activity"]["models"][0]["model"] == MODEL
     assert {row["stage"] for row in reports[1]["stages"]} >= {"kv", "gateway"}
+
+
+def test_a_narrow_terminal_loses_no_figure() -> None:
+    model = ModelActivity(MODEL * 40, 1.0, 2.0, 3.0, 4.0, 1.5, 5, 6, {"free": 1})
+    row = Row("worker-" + MODEL * 40, "ready", "", 1, 1, 60.0, 0, 1.0, 1 << 20, 1)
+    report = Report(0.0, Activity(1.0, 0, [model], []), [row])
+    wide, narrow = (list(lines(report, columns)) for columns in (80, 60))
+    assert max(map(len, narrow)) <= 60
+    assert narrow[2].split() == wide[2].split()
+    assert narrow[3].split()[1:] == wide[3].split()[1:]  # all but the name
+    assert narrow[-1].endswith("ready")
 
 
 def test_without_a_server(home: Path) -> None:
