@@ -24,9 +24,10 @@ from typing import Any
 from pipeline.config.schema import DEMO_MODEL
 from tests.docs import system_copy
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, START_S, Server, free_port
+from tests.e2e.server import ROOT, START_S, Server
 from tests.e2e.up_server import Up
 from tools.checks import markdown
+from tools.ports import free_port
 from tools.tiny_gguf import SHAPES, write_model
 from tools.tiny_hf import write_directory
 

@@ -24,8 +24,9 @@ import yaml
 from pipeline.config.schema import DEMO_MODEL
 from tests.docs.container_engine import Engine
 from tests.docs.page import DEPLOY_S
-from tests.e2e.server import ROOT, free_port
+from tests.e2e.server import ROOT
 from tools.checks import markdown
+from tools.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -26,8 +26,9 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL
 from tests.docs.debian_root import RootShell, Unavailable, make_root
 from tests.docs.page import DEPLOY_S
-from tests.e2e.server import ROOT, STOP_S, free_port
+from tests.e2e.server import ROOT, STOP_S
 from tools.checks import markdown
+from tools.ports import free_port
 
 pytestmark = [
     pytest.mark.slow,

@@ -19,8 +19,8 @@ import pytest
 from pipeline.config.schema import DEMO_MODEL
 from pipeline.fleet import token
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import free_port
 from tests.e2e.up_server import Up
+from tools.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,8 @@ from pipeline.ipc import edge_keys
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server, free_port
+from tests.e2e.server import Server
+from tools.ports import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -19,6 +19,7 @@ import pytest
 from pipeline.blobs.cloud import CloudStore
 from pipeline.coordination.etcd_store import EtcdStore
 from pipeline.coordination.redis_store import RedisStore
+from tools.ports import free_port
 
 START_S = 60.0
 _S3_IDENTITY = """{"identities": [{"name": "test", "actions": ["Admin", "Read", "Write", "List"],
@@ -141,13 +142,6 @@ class Redis:
 async def compact(store: EtcdStore, revision: int) -> None:
     """Let etcd forget the changes before a revision."""
     await store._call(store._stub("KVStub").Compact(store._rpc.CompactionRequest(revision=revision), timeout=30))
-
-
-def free_port() -> int:
-    """A port that is free now, below the ephemeral ones of most systems."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def program(name: str) -> str:

@@ -18,15 +18,14 @@ from pipeline.ipc.curve import LOG_EVERY_S
 from pipeline.ipc.endpoint import Hub, Link
 from pipeline.protocol import messages as m
 from tests.pipeline.endpoint_pair import EDGE, HEARTBEAT_MS, LONG_S, Pair
+from tools.ports import free_port
 
 HELLO = m.encode(m.Hello("scheduler", 99, 1, 1))
 FRAME = m.encode(m.Extend(1, "m", "injected", 1))
 
 
 def free_address(host: str = "127.0.0.1") -> str:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host.strip("[]"), 0))
-        return f"tcp://{host}:{probe.getsockname()[1]}"
+    return f"tcp://{host}:{free_port(host.strip('[]'))}"
 
 
 @pytest.fixture

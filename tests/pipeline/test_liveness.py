@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pipeline.protocol.topology import EDGES
 from pipeline.runtime.timer_coalescing import IDLE_HEARTBEAT_S
 from shm.arena import process_ticks
 from tests.pipeline.endpoint_pair import HEARTBEAT_MS, LONG_S, Pair, wait_readable
+from tools.ports import free_port
 
 # ------------------------------------------------------------------ deaths and restarts
 
@@ -212,10 +212,7 @@ def test_the_last_frames_arrive_before_on_down(pair: Pair) -> None:
 
 
 def test_peers_over_tcp_are_detected_by_heartbeats_only(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    pair = Pair(tmp_path, f"tcp://127.0.0.1:{port}")
+    pair = Pair(tmp_path, f"tcp://127.0.0.1:{free_port()}")
     pair.meet()
     assert pair.link.send(m.Extend(1, "m", "s", 1))
     pair.until(lambda: ("frame", m.Extend(1, "m", "s", 1)) in pair.events)

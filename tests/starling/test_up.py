@@ -8,7 +8,6 @@ import queue
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -63,9 +64,7 @@ class Up:
     """A running `starling up`, its lines as they come."""
 
     def __init__(self, tmp_path: Path, gateway: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         (tmp_path / "gateway.py").write_text(gateway)
         procfile = tmp_path / "Procfile"
         procfile.write_text(f"gateway: exec {sys.executable} {tmp_path}/gateway.py\n")

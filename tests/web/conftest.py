@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from tests.gateway.server import Server
 from tests.web.browser import CHROMIUM, MISSING, Browser, Page
+from tools.ports import free_port
 
 KEYS = [{"key": "sk-user", "tenant": "readers"}, {"key": "sk-admin", "tenant": "operators", "admin": True}]
 
@@ -66,15 +65,3 @@ def open_page(browser: Browser) -> Iterator[Callable[..., Page]]:
     for page in pages:
         page.close()
     assert found == []
-
-
-def free_port() -> int:
-    """A port below those that the kernel gives to outgoing connections, so that it stays free during a restart."""
-    for port in range(21_000 + os.getpid() % 97, 32_000, 97):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-    raise AssertionError("no port is free")

@@ -17,7 +17,7 @@ from typing import Any, Self
 import yaml
 
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.server_under_test import free_port
+from tools.ports import free_port
 
 START_S = 60.0
 STOP_S = 60.0

@@ -25,7 +25,8 @@ from typing import Any
 from pipeline.runtime.process import die_with_parent
 from tools.bench.fleet.fleet_under_test import START_S, FleetUnderTest
 from tools.bench.fleet.overhead import body, percentile
-from tools.bench.http.server_under_test import ROOT, free_port
+from tools.bench.http.server_under_test import ROOT
+from tools.ports import free_port
 
 KINDS = ("engine", "agent", "orchestrator", "drain")
 TOKENS = 200

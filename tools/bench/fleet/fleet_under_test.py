@@ -22,7 +22,8 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL
 from pipeline.fleet import token
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.server_under_test import ROOT, free_port
+from tools.bench.http.server_under_test import ROOT
+from tools.ports import free_port
 
 START_S = 300.0  # kernels may have to be compiled
 STOP_S = 30.0

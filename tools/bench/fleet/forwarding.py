@@ -38,7 +38,8 @@ from starling.bench.connection import Sender, Target
 from starling.bench.load import closed_loop, drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench.fleet.stand_in import AGENT
-from tools.bench.http.server_under_test import ROOT, free_port
+from tools.bench.http.server_under_test import ROOT
+from tools.ports import free_port
 
 STREAMS = (1, 16, 64)
 PAUSE_MS = 20  # between two events of a stream under load: 50 tokens/s each

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.runtime.process import die_with_parent
 from tools.bench.fleet.forwarding import NGINX
-from tools.bench.http.server_under_test import free_port
+from tools.ports import free_port
 
 CHUNK_BYTES = 64 << 10
 BURST_S = 0.02  # of the link's rate

@@ -26,7 +26,8 @@ from typing import Any, Self
 import click
 
 from pipeline.runtime.process import die_with_parent
-from tools.bench.http.server_under_test import STOP_S, free_port, http_get
+from tools.bench.http.server_under_test import STOP_S, http_get
+from tools.ports import free_port
 
 LOAD_S = 300.0
 FLASH_ATTENTION = ("on", "off")  # which is faster depends on the build, the prompt and the batch: both are measured

@@ -12,7 +12,6 @@ import http.client
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,18 +27,12 @@ from pipeline.config import paths
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import die_with_parent
 from starling.bench.response import ClientRequest
+from tools.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 START_S = 300.0  # the model is prepared and the kernels are compiled before
 STOP_S = 20.0
 CONTROL_PLANE = ("gateway", "tokenizer", "scheduler", "kv")
-
-
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServerUnderTest:

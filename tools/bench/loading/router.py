@@ -15,7 +15,8 @@ from typing import Any
 
 from pipeline.runtime.process import die_with_parent
 from tools.bench.http.baseline import LOAD_S, BaselineMissing, ServerProcess, native_server
-from tools.bench.http.server_under_test import STOP_S, free_port, http_get
+from tools.bench.http.server_under_test import STOP_S, http_get
+from tools.ports import free_port
 
 
 class RouterServer(ServerProcess):
