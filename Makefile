@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -50,6 +50,9 @@ test-emulated: $(VENV)/.locked-dev ## every format's kernels on an emulated CPU 
 	@command -v qemu-x86_64 >/dev/null || { echo 'qemu-x86_64 is missing: install the package qemu-user' >&2; exit 1; }
 	@for emulator in "" "qemu-x86_64 -cpu Haswell"; do STARLING_ISA=portable $$emulator $(BIN)/python -m pytest -q \
 	  --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS); done
+
+properties: $(VENV)/.locked-dev ## property tests on random examples, ten times as many as in `make test`; minutes
+	@STARLING_PROPERTIES=10 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "hypothesis and not slow" --timeout 3000 $(ARGS)
 
 kill-matrix: $(VENV)/.locked-dev ## every process and pair of them killed in every phase of a request; some minutes
 	@STARLING_KILL_MATRIX=all $(BIN)/python -m pytest -q tests/e2e/test_phase_matrix.py tests/e2e/test_reload.py $(ARGS)

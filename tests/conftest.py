@@ -6,15 +6,13 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
+from tests import properties
 
-# Without a limit on the time of one example: on a machine without a free core any example may take long.
-settings.register_profile("starling", deadline=None)
-settings.load_profile("starling")
+properties.configure()
 
 
 @pytest.fixture(scope="session")

@@ -386,12 +386,17 @@ def reading_code() -> str:
 
 def unread_keys(text: str) -> set[str]:
     """Return the keys, as `Section.field`, that `text` reads nowhere."""
+    lines: dict[str, list[str]] = {}  # those that have `.name`, by name
+    for line in text.splitlines():
+        for name in set(re.findall(r"\.(\w+)", line)):
+            lines.setdefault(name, []).append(line)
     unread = set()
     for section in vars(schema).values():
         if not isinstance(section, type) or not issubclass(section, schema.Section) or section is schema.Section:
             continue
         for field in msgspec.structs.fields(section):
-            outside = re.search(rf"\b(?:{RECEIVERS[section.__name__]})\.{field.name}\b", text)
+            read = re.compile(rf"\b(?:{RECEIVERS[section.__name__]})\.{field.name}\b")
+            outside = any(map(read.search, lines.get(field.name, ())))
             if not outside and (section, field.name) != (schema.ApiKey, "tenant"):  # read as ApiKey.owner
                 unread.add(f"{section.__name__}.{field.name}")
     return unread

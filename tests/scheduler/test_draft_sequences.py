@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from stages.scheduler.core.sequence import Phase
 from stages.scheduler.draft.draft_pool import IDLE_S
 from stages.scheduler.draft.proposer import INITIAL_CREDIT, DraftLink
+from tests.properties import examples
 
 from .peers import reference, submission
 from .world import World
@@ -325,7 +326,7 @@ def test_cached_pages_of_draft_sequences_are_correct(differs):
     assert pair.draft.tokens == alone.tokens
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     seed=st.integers(0, 2**32),
     differs=st.sampled_from([0, 0, 1, 2, 5, 20]),

@@ -14,6 +14,7 @@ from pipeline.protocol.messages import Cancel, Denied
 from stages.scheduler.core.leases import EXTEND_AHEAD
 from stages.scheduler.core.sequence import Phase
 from stages.scheduler.policy.pacing import PacingPolicy
+from tests.properties import examples
 
 from .peers import reference, submission
 from .world import World
@@ -67,7 +68,7 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
     assert world.engine.stats.discarded == PACING.max_depth - 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100))
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 9),

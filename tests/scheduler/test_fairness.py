@@ -19,6 +19,7 @@ from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.priority import HEAD_START_S, MAX_HEAD_START_S, head_start_s
 from stages.scheduler.policy.queues import QUANTUM, QueueFullError, TenantQueues
+from tests.properties import examples
 from tools.simulate import Machine, Simulation, closed_loop, main, percentile, poisson, report
 
 from .peers import submission
@@ -34,7 +35,7 @@ def sequence(queues: TenantQueues, name: str, tenant: str, now: float = 0.0, ord
 # ------------------------------------------------------------------ shares
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     seed=st.integers(0, 2**32),
     weights=st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=2, max_size=4),
