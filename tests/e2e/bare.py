@@ -43,7 +43,7 @@ class BareServer(Server):
     def _read_pipe(self) -> None:
         with os.fdopen(self._out, errors="replace") as lines:
             for line in lines:
-                self.output.append(line)
+                self._add(line)
                 self._lines.put(line)
         self._lines.put(None)
 

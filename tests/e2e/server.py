@@ -14,7 +14,6 @@ import queue
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,16 +26,11 @@ import yaml
 
 from pipeline.observe.status import read_all
 from pipeline.procfs import children
+from tools.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 START_S = 270  # kernels may have to be compiled, perhaps beside other work
 STOP_S = 60
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -67,6 +61,7 @@ class Server:
             **(environment or {}),
         }
         self.output: list[str] = []
+        self._has_more = threading.Condition()  # `output` has grown
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.process: subprocess.Popen[str] | None = None
 
@@ -88,9 +83,14 @@ class Server:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                self.output.append(line)
+                self._add(line)
                 into.put(line)
         into.put(None)
+
+    def _add(self, line: str) -> None:
+        with self._has_more:
+            self.output.append(line)
+            self._has_more.notify_all()
 
     def wait_for(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
         """Wait for the next line of output that matches. Fails, with the output, after `timeout_s`."""
@@ -104,6 +104,18 @@ class Server:
                 raise AssertionError(f"no line matched {pattern!r}:\n" + "".join(self.output[-80:]))
             if match := re.search(pattern, line):
                 return match
+
+    def wait_output(self, *texts: str, since: int = 0) -> None:
+        """Wait until a line of the output, from line `since` on, contains all `texts`.
+
+        What a stage logs may arrive after what it answers: honcho reads the lines of all stages.
+        """
+
+        def is_there() -> bool:
+            return any(all(text in line for text in texts) for line in self.output[since:])
+
+        with self._has_more:
+            assert self._has_more.wait_for(is_there, 60), f"no line has {texts}:\n" + "".join(self.output[-80:])
 
     def wait_ready(self) -> Server:
         self.wait_for(rf"http://127\.0\.0\.1:{self.port}")

@@ -77,7 +77,7 @@ def test_a_full_or_slow_disk_changes_no_byte(server: Server, scenario: str) -> N
     assert row["faults"] >= 1
     assert row["streams"] > 0
     if scenario == "disk-full":
-        assert any("File too large" in line for line in server.output)
+        server.wait_output("File too large")
     # The fault plan is removed.
     assert not (server.home / "run" / points.FILE).exists()
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]

@@ -88,7 +88,7 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
         while (answer := generate(server, "sound"))[0] == 503:
             pass
         assert answer == expected["sound"]
-        assert any(named in line for line in server.output)
+        server.wait_output(named)
         status, ready, _ = server.request("GET", "/ready")
         assert status == 503
         assert ready["models"]["sound"]["ready"]

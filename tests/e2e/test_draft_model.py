@@ -133,6 +133,7 @@ def test_a_draft_model_may_be_unloaded_and_loaded_with_another_vocabulary(server
         command(server, "load", name, *(("--path", path) if path else ()))
         for _ in range(2):
             assert server.post("/v1/generate", **ask, speculate=8)["choices"] == plain
+    server.wait_output("has a different vocabulary", "deep")
     said = [line for line in server.output if "has a different vocabulary" in line and "deep" in line]
     assert len(said) == 1
 

@@ -86,7 +86,7 @@ def test_a_full_disk_changes_no_answer(
         server = stack.enter_context(start(tmp_path, *settings, launcher))
         assert answers(server) == undisturbed
         server.wait_metrics("starling_kv_cache_disk_errors_total", lambda found: found.get("", 0) > 0)
-        assert any("No space left on device" in line and ".pages" in line for line in server.output)
+        server.wait_output("No space left on device", ".pages")
         assert room(server, disk) < EXTENT_KIB << 10
         server.wait_metrics("starling_kv_cache_evictions_total", lambda found: found.get("", 0) > 100)
         kind = 'state="spilled"' if place == "spill" else 'state="saved"'

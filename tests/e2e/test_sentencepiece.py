@@ -94,4 +94,4 @@ def test_chats_with_the_configured_and_the_fallback_template(server: Server) -> 
     system = {"role": "system", "content": "S"}
     user = {"role": "user", "content": "U"}
     assert ask(server, "/v1/chat/completions", model="fallback", messages=[system, user], max_tokens=4)["choices"]
-    assert any("built-in" in line and "llama-2" in line for line in server.output)
+    server.wait_output("built-in", "llama-2")

@@ -143,11 +143,12 @@ def test_invalid_input_is_refused_by_name_and_the_server_stays_ready(
 
 def test_all_processes_are_measured(demo_server: Server) -> None:
     demo_server.post("/v1/generate", prompt=[1, 2, 3], max_tokens=2)
-    resident = demo_server.metrics("starling_process_resident_bytes")
-    names = {labels.removeprefix('stage="').removesuffix('"') for labels in resident}
     worker = f"worker-{DEMO_MODEL}"
     stages = {"gateway", "tokenizer", "scheduler", "kv"}
-    assert {*stages, worker, f"{worker}/1", "worker/supervisor", *(f"{name}/supervisor" for name in stages)} <= names
+    names = {*stages, worker, f"{worker}/1", "worker/supervisor", *(f"{name}/supervisor" for name in stages)}
+    labels = {f'stage="{name}"' for name in names}
+    demo_server.wait_metrics("starling_process_resident_bytes", lambda found: labels <= set(found))
+    resident = demo_server.metrics("starling_process_resident_bytes")
     assert set(demo_server.metrics("starling_process_open_fds")) == set(resident)
     assert set(demo_server.metrics("starling_process_cpu_seconds_total")) >= set(resident)  # and of ended processes
     _, health, _ = demo_server.request("GET", "/health")

@@ -30,7 +30,7 @@ def test_weights_in_memory_serve_the_same_bytes(tmp_path: Path, demo_server: Ser
         assert generate(server, DEMO_MODEL) == expected
         pid = server.pid_of(f"worker-{DEMO_MODEL}")
         ranks = [pid, *children(pid)]
-        assert any("weights read into memory" in line for line in server.output)
+        server.wait_output("weights read into memory")
         assert all(".bin" not in maps_of(rank) for rank in ranks)
         demo_pid = demo_server.pid_of(f"worker-{DEMO_MODEL}")
         assert ".bin" in maps_of(demo_pid)

@@ -18,7 +18,7 @@ from tests.gateway.http_client import Stream
 from tests.gateway.server import MakeServer, Server
 
 DELAY_S = 2.5  # of each access
-GAP_S = 0.8  # between two events of a stream in flight, on a loaded machine
+GAP_S = 2.0  # less than one access: between two events of a stream in flight, on a loaded machine
 BODY = {"prompt": "abc", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
 LONG = "x" * 4000  # a record of 16 KB
 

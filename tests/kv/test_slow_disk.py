@@ -16,8 +16,8 @@ from tests.kv.process_peers import Peers, words
 
 pytestmark = pytest.mark.slow
 
-DELAY_MS = 2000  # of each access
-ANSWER_S = 1.5  # less than one access: an answer that needs no disk, on a loaded machine
+DELAY_MS = 3000  # of each access
+ANSWER_S = 2.5  # less than one access: an answer that needs no disk, on a loaded machine
 
 
 @pytest.fixture
@@ -196,15 +196,15 @@ def test_a_stage_starts_while_its_files_open_slowly(home: Path) -> None:
             kv.kill()
             peers.wait_down()
         peers.begin(", ".join(f"disk:slow@{name}=8000" for name in ("spill_open", "saved_open", "sessions_open")))
+        begin = time.monotonic()
         with KvProcess(home):
-            begin = time.monotonic()
             peers.wait_up()
             peers.idle(0.5)  # greetings that were sent meanwhile
             assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
             answers: list[m.Frame] = []
             gateway.link.send(m.SessionBegin(2, "tiny", "t", "a"))
             assert slowest_extend(peers, 30.0, answers) < ANSWER_S
-            assert time.monotonic() - begin > 6
+            assert time.monotonic() - begin > 8
             assert isinstance(answers[0], m.SessionHeld)
             scheduler.release("running")
             peers.end()

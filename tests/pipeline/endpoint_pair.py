@@ -16,7 +16,7 @@ from pipeline.protocol.topology import EDGES, Edge
 
 EDGE = EDGES["scheduler-kv"]
 HEARTBEAT_MS = 100
-LONG_S = 20.0
+LONG_S = 60.0
 
 
 class Clock:

@@ -16,7 +16,7 @@ from pipeline import procfs
 from pipeline.runtime import process
 from pipeline.supervise import ancestors
 
-LONG_S = 20.0
+LONG_S = 60.0
 
 PARENT = """
 import subprocess, sys

@@ -23,7 +23,7 @@ from pipeline.supervise.base import SAME_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import Supervisor, start_program
 
-LONG_S = 30.0
+LONG_S = 60.0
 LIVES = 4  # of a stage that never becomes ready, by the limits of supervised_stage.py
 
 pytestmark = pytest.mark.slow

@@ -215,7 +215,7 @@ def test_a_rendering_is_bounded(source: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 4 * template_budget.MAX_CHARACTERS
     finally:
         tracemalloc.stop()
-    assert time.thread_time() - begin < 3.0
+    assert time.thread_time() - begin < 15.0  # 1.6 s on a core that has other work; without bounds, minutes
 
 
 def test_a_failed_rendering_does_not_affect_the_next() -> None:
