@@ -15,6 +15,7 @@ Containers find each other by name where netavark and aardvark-dns are installed
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import resource
@@ -33,6 +34,7 @@ CAP_SYS_RESOURCE = 1 << 24  # linux/capability.h
 PODMAN_NPROC = 32768
 MINUTES = 60
 HEALTH_RETRIES = 3  # of the Containerfile
+ROUTES = Path("/proc/net/route")
 NETWORK_PROGRAMS = (Path("/usr/lib/podman"), Path("/usr/libexec/podman"))
 # The official image has Python at this path.
 _BASE = """FROM {packages}
@@ -42,6 +44,23 @@ ENV PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin
 _CRUN = """#!/bin/sh
 exec unshare --mount sh -c 'umount -R {cgroups} && mount -t cgroup2 none {cgroups} && exec {crun} "$@"' crun "$@"
 """
+
+
+def free_subnet(routes: str) -> str:
+    """A subnet for containers that no route leads to; `routes` has the format of /proc/net/route.
+
+    The bridge of another podman has podman's default, 10.88.0.0/16: with two of it answers do not find their container.
+    """
+    taken = []
+    for line in routes.splitlines()[1:]:
+        fields = line.split()
+        address, mask = (ipaddress.IPv4Address(bytes.fromhex(fields[n])[::-1]) for n in (1, 7))
+        taken.append(ipaddress.ip_network(f"{address}/{mask}"))
+    for second in range(88, -1, -1):  # podman takes 10.89.0.0 and above for networks that are made
+        subnet = ipaddress.ip_network(f"10.{second}.0.0/16")
+        if not any(route.prefixlen and route.overlaps(subnet) for route in taken):
+            return str(subnet)
+    raise Unavailable("every subnet of 10.0.0.0 to 10.88.0.0 has a route")
 
 
 class Unavailable(Exception):
@@ -71,13 +90,13 @@ class Engine:
         lines += ["[engine]", 'cgroup_manager = "cgroupfs"', 'events_logger = "file"']
         # Otherwise `podman system reset` removes /run/libpod, which every podman of this user needs.
         lines.append(f'tmp_dir = "{folder}/libpod"')
-        # Otherwise `podman system reset` removes /run/libpod, which every podman of this user needs.
         if is_hybrid:
             lines += ['runtime = "crun"', "[engine.runtimes]", f'crun = ["{self._crun()}"]']
         self.has_names = all(
             any((folder / name).exists() for folder in NETWORK_PROGRAMS) for name in ("netavark", "aardvark-dns")
         )
-        lines += ["[network]", f'network_config_dir = "{folder}/networks"'] if self.has_names else []
+        lines += ["[network]", f'default_subnet = "{free_subnet(ROUTES.read_text())}"']
+        lines += [f'network_config_dir = "{folder}/networks"'] if self.has_names else []
         settings.write_text("\n".join(lines) + "\n")
 
     def _volumes(self) -> list[str]:
