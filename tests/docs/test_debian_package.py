@@ -7,6 +7,7 @@ stopped by SIGTERM. The demo model is put there, so that only kernels are made a
 from __future__ import annotations
 
 import configparser
+import contextlib
 import http.client
 import json
 import os
@@ -142,11 +143,10 @@ class Unit:
 
 
 def request(port: int, method: str, path: str, body: object = None) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     headers = {"Content-Type": "application/json"}
-    connection.request(method, path, None if body is None else json.dumps(body), headers)
-    answer = connection.getresponse()
-    with answer:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        answer = connection.getresponse()
         return answer.status, answer.read().decode()
 
 
