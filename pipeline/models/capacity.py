@@ -27,6 +27,12 @@ class FreeMemory(NamedTuple):
 
     arenas: int  # free in the file system of the arenas
     memory: int  # available in the machine, and below the limit of its control group
+    limit: int | None = None  # of the control group, if that leaves less than the machine has
+
+    @property
+    def owner(self) -> str:
+        """What `memory` is bounded by, for messages."""
+        return "the machine" if self.limit is None else f"the control group (limit: {self.limit:,} bytes)"
 
 
 class MemoryPlan(NamedTuple):
@@ -50,10 +56,11 @@ def measure(config: Config) -> FreeMemory:
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     found = os.statvfs(directory)
-    below_limit = cgroup.read().memory_free
-    memory = procfs.available_memory()
-    memory = memory if below_limit is None else min(memory, below_limit)
-    return FreeMemory(max(0, found.f_bavail * found.f_frsize - promised), max(0, memory - promised))
+    group = cgroup.read()
+    memory, limit = procfs.available_memory(), None
+    if group.memory_free is not None and group.memory_free < memory:
+        memory, limit = group.memory_free, group.memory
+    return FreeMemory(max(0, found.f_bavail * found.f_frsize - promised), max(0, memory - promised), limit)
 
 
 def plan(config: Config, model: ModelConfig) -> MemoryPlan:
@@ -113,21 +120,21 @@ def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
     if needed <= free.arenas and needed + adapters + weights > free.memory and weights:
         raise ResourceError(
             f"model {model.name!r} needs {weights:,} bytes for its weights and {needed + adapters:,} for its arenas "
-            f"and adapters in addition to the loaded models, and the machine has {free.memory:,} available: set "
+            f"and adapters in addition to the loaded models, and {free.owner} has {free.memory:,} available: set "
             f"performance.use_mmap: true, lower kv_cache_mb, or unload a model first",
             param="performance.use_mmap",
         )
     if needed <= free.arenas and needed <= free.memory < needed + adapters:
         raise ResourceError(
             f"model {model.name!r} needs {adapters:,} bytes for its adapters and {needed:,} for its arenas in addition "
-            f"to the loaded models, and the machine has {free.memory:,} available: use fewer adapters or some of a "
+            f"to the loaded models, and {free.owner} has {free.memory:,} available: use fewer adapters or some of a "
             f"smaller rank, lower kv_cache_mb, or unload a model first",
             param="models.adapters",
         )
-    available = min(free)
+    available = min(free.arenas, free.memory)
     if needed <= available:
         return
-    where = f"{paths.arena_dir(config).parent} has" if free.arenas <= free.memory else "the machine has"
+    where = f"{paths.arena_dir(config).parent} has" if free.arenas <= free.memory else f"{free.owner} has"
     raise ResourceError(
         f"model {model.name!r} needs {needed:,} bytes for its arenas ({config.kv_cache_bytes(model):,} of KV pages) in "
         f"addition to the loaded models, and {where} {available:,} free: lower kv_cache_mb, or unload a model first",
@@ -147,7 +154,7 @@ def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, 
     place = paths.arena_dir(config).parent
     where = f"{place} has {free.arenas:,} bytes free"
     if wanted.arenas <= free.arenas:
-        where = f"the machine has {left:,} bytes available beside the weights of the loaded models"
+        where = f"{free.owner} has {left:,} bytes available beside the weights of the loaded models"
     raise ResourceError(
         f"model {name!r} needs {needed:,} bytes ({wanted.weights:,} of weights, {wanted.kv:,} of KV pages, "
         f"{wanted.steps_and_activations:,} of other arenas and {wanted.adapters:,} of adapters), and {where}: lower "

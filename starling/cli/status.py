@@ -31,6 +31,7 @@ from starling.cli.terminal import width
 SAMPLE_S = 0.3  # the time over which CPU usage is measured
 MAX_NAME = 24  # columns; a longer name is cut
 GATEWAY_TIMEOUT_S = 1.0
+STOPPED = "the process is stopped by a signal (SIGSTOP); SIGCONT continues it"
 
 
 class Row(msgspec.Struct):
@@ -113,10 +114,11 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
 
 
 def _row(record: StageStatus, now: float, cpu: float, family: list[int]) -> Row:
+    reason = STOPPED if procfs.is_stopped(record.pid) else "" if record.ready else record.reason
     return Row(
         record.stage,
-        "ready" if record.ready else "not ready",
-        "" if record.ready else record.reason,
+        "ready" if record.ready and reason != STOPPED else "not ready",
+        reason,
         record.pid,
         record.parent,
         round(max(0.0, now - record.epoch / 1e9), 1),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,8 +20,10 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc.poll_loop import PollLoop
+from pipeline.observe import status as records
 from pipeline.observe.metrics import Metrics
 from starling.activity import MAX_TENANTS, Activity, ModelActivity, Reading, compare, read
+from starling.cli import status
 from starling.cli.status import Row
 from starling.cli.top import Report, lines, measure
 
@@ -110,6 +115,23 @@ def test_a_report_of_running_stages(running: Config) -> None:
         assert "leased 20  cached 30  free 50  of 100 pages" in text
         assert next(line for line in text.splitlines() if line.startswith("kv")).endswith("ready")
     assert first.stages[0].stage == "tokenizer" and first.stages[0].pid is None
+
+
+def test_a_stage_that_is_stopped_is_not_ready(running: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, also of its supervisor, so that the record in the run directory stays as it was."""
+    (record,) = records.read_all(paths.run_dir(running))
+    assert record.ready
+    with subprocess.Popen(["sleep", "1000"]) as child:
+        monkeypatch.setattr(records, "read_all", lambda _: [msgspec.structs.replace(record, pid=child.pid)])
+        states = []
+        for number, change in ((signal.SIGSTOP, os.WSTOPPED), (signal.SIGCONT, os.WCONTINUED)):
+            child.send_signal(number)
+            os.waitid(os.P_PID, child.pid, change)
+            (row,) = (row for row in status.look(running, lambda _: None) if row.stage == "kv")
+            states.append((row.state, row.reason))
+        child.kill()
+    assert states == [("not ready", status.STOPPED), ("ready", "")]
+    assert len(status.STOPPED) <= 78  # in the table it is indented
 
 
 def test_the_command_prints_plain_text_and_json(running: Config) -> None:

@@ -106,7 +106,7 @@ class Eviction:
             freed_weights, mapped = sum(plans[one].weights for one in gone), 0
         else:
             freed_weights = 0
-        free = capacity.FreeMemory(free.arenas + freed, free.memory + freed + freed_adapters + freed_weights)
+        free = free._replace(arenas=free.arenas + freed, memory=free.memory + freed + freed_adapters + freed_weights)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
 
     def _check_gain(self, settings: ModelConfig, victims: list[ModelVersion], problem: ResourceError) -> None:
