@@ -4,6 +4,8 @@
     server.tls_key        its private key, not encrypted, unreadable for other users
     server.tls_client_ca  "", or the authorities that sign the certificates of clients: then every client needs one
 
+`Params` has other names for certificates that are configured elsewhere (pipeline/fleet/peer_tls.py).
+
 The check ends with a handshake in memory, so that whatever OpenSSL refuses is refused here.  Blocking: files are read.
 """
 
@@ -29,12 +31,26 @@ _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 OUTDATED = {_EXPIRED: "has expired", _NOT_YET_VALID: "is not valid yet"}
 
 
+class Params(NamedTuple):
+    """The keys of the configuration that name the files, for messages."""
+
+    cert: str = "server.tls_cert"
+    key: str = "server.tls_key"
+    client_ca: str = "server.tls_client_ca"
+
+
 class CertificateFiles(NamedTuple):
     """Paths. `client_ca`: "" if clients need no certificate."""
 
     cert: str
     key: str
     client_ca: str = ""
+    params: Params = Params()
+
+    @property
+    def paths(self) -> list[str]:
+        """Those that are given."""
+        return [path for path in (self.cert, self.key, self.client_ca) if path]
 
 
 class Contents(msgspec.Struct, frozen=True, array_like=True):
@@ -64,17 +80,22 @@ def files_of(config: Config) -> CertificateFiles | None:
     server = config.server
     if not server.tls_cert:
         return None
-    return CertificateFiles(_absolute(server.tls_cert), _absolute(server.tls_key), _absolute(server.tls_client_ca))
+    return CertificateFiles(absolute(server.tls_cert), absolute(server.tls_key), absolute(server.tls_client_ca))
 
 
-def _absolute(path: str) -> str:
+def absolute(path: str) -> str:
+    """The path without `~`; "" stays."""
     return os.path.abspath(os.path.expanduser(path)) if path else ""
 
 
 def read_certificate(files: CertificateFiles, known: bytes = b"") -> Certificate | None:
     """Read and check the files; None if their contents have the digest `known`. Raises `ConfigError`."""
-    client_ca = _read(files.client_ca, "server.tls_client_ca") if files.client_ca else b""
-    contents = Contents(_read(files.cert, "server.tls_cert"), _read(files.key, "server.tls_key"), client_ca)
+    params = files.params
+    contents = Contents(
+        read_file(files.cert, params.cert),
+        read_file(files.key, params.key, is_key=True),
+        read_file(files.client_ca, params.client_ca) if files.client_ca else b"",
+    )
     return check_contents(contents, files, known)
 
 
@@ -87,17 +108,17 @@ def check_contents(contents: Contents, files: CertificateFiles, known: bytes = b
     leaf = first_certificate(cert)
     if not leaf or not _is_certificate(leaf):
         raise ConfigError(
-            f"server.tls_cert: {files.cert} does not begin with a valid certificate; expected one in PEM format",
-            "server.tls_cert",
+            f"{files.params.cert}: {files.cert} does not begin with a valid certificate; expected one in PEM format",
+            files.params.cert,
         )
     if b"PRIVATE KEY-----" not in key:
         raise ConfigError(
-            f"server.tls_key: {files.key} has no private key; expected one in PEM format", "server.tls_key"
+            f"{files.params.key}: {files.key} has no private key; expected one in PEM format", files.params.key
         )
-    context = _server_context(files, cert, key)
+    context = server_context(files, cert, key)
     outdated, not_after = _try_handshake(context, leaf, files)
     if client_ca:
-        _require_clients(context, client_ca, files.client_ca)
+        require_clients(context, client_ca, files)
     return Certificate(context, leaf, outdated, not_after, digest, contents)
 
 
@@ -107,7 +128,7 @@ def first_certificate(pem: bytes) -> bytes:
     return pem[begin : end + len(_END)] + b"\n" if 0 <= begin < end else b""
 
 
-def _read(path: str, param: str) -> bytes:
+def read_file(path: str, param: str, *, is_key: bool = False) -> bytes:
     """The contents of a file. Raises `ConfigError`, for a key also if other users can read it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -116,7 +137,7 @@ def _read(path: str, param: str) -> bytes:
             mode = stat.S_IMODE(info.st_mode)
             if not stat.S_ISREG(info.st_mode):
                 raise ConfigError(f"{param}: {path} is not a regular file; name a PEM file", param)
-            if param == "server.tls_key" and mode & 0o027:
+            if is_key and mode & 0o027:
                 raise ConfigError(
                     f"{param}: {path} has mode {mode:o}: other users can read or its group can change the private key; "
                     f"chmod 600 it (or 640)",
@@ -142,7 +163,7 @@ def _is_certificate(pem: bytes) -> bool:
 
 
 @contextmanager
-def _as_file(data: bytes) -> Iterator[str]:
+def as_file(data: bytes) -> Iterator[str]:
     """A path of `data` in memory: what was checked is what OpenSSL reads."""
     fd = os.memfd_create("tls", os.MFD_CLOEXEC)
     try:
@@ -152,7 +173,8 @@ def _as_file(data: bytes) -> Iterator[str]:
         os.close(fd)
 
 
-def _server_context(files: CertificateFiles, cert: bytes, key: bytes) -> ssl.SSLContext:
+def server_context(files: CertificateFiles, cert: bytes, key: bytes) -> ssl.SSLContext:
+    """The context of a server. Raises `ConfigError`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE
@@ -160,27 +182,27 @@ def _server_context(files: CertificateFiles, cert: bytes, key: bytes) -> ssl.SSL
 
     def refuse_encrypted() -> str:
         raise ConfigError(
-            f"server.tls_key: {files.key} is encrypted, and the server starts without a question; store the key "
+            f"{files.params.key}: {files.key} is encrypted, and the server starts without a question; store the key "
             f"without a passphrase (openssl pkey -in OLD -out NEW)",
-            "server.tls_key",
+            files.params.key,
         )
 
     try:
-        with _as_file(cert) as cert_path, _as_file(key) as key_path:
+        with as_file(cert) as cert_path, as_file(key) as key_path:
             context.load_cert_chain(cert_path, key_path, refuse_encrypted)
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             message = f"{files.key} is not the key of the certificate in {files.cert}; name the files of one pair"
-            raise ConfigError(f"server.tls_key: {message}", "server.tls_key") from None
+            raise ConfigError(f"{files.params.key}: {message}", files.params.key) from None
         raise ConfigError(
-            f"server.tls_cert, server.tls_key: OpenSSL refuses {files.cert} and {files.key}: "
+            f"{files.params.cert}, {files.params.key}: OpenSSL refuses {files.cert} and {files.key}: "
             f"{error.reason or error}; `openssl x509 -in FILE -text` and `openssl pkey -in FILE -check` show the fault",
-            "server.tls_cert",
+            files.params.cert,
         ) from None
     return context
 
 
-def _try_handshake(server_context: ssl.SSLContext, leaf: bytes, files: CertificateFiles) -> tuple[str, float]:
+def _try_handshake(shown: ssl.SSLContext, leaf: bytes, files: CertificateFiles) -> tuple[str, float]:
     """Whether the certificate is outdated and why, and until when it is valid. Raises `ConfigError`."""
     client_context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client_context.check_hostname = False
@@ -188,7 +210,7 @@ def _try_handshake(server_context: ssl.SSLContext, leaf: bytes, files: Certifica
     client_context.load_verify_locations(cadata=leaf.decode("ascii"))
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = client_context.wrap_bio(to_client, to_server)
-    server = server_context.wrap_bio(to_server, to_client, server_side=True)
+    server = shown.wrap_bio(to_server, to_client, server_side=True)
     try:
         for side in (client, server, client, server):
             try:
@@ -205,16 +227,16 @@ def _try_handshake(server_context: ssl.SSLContext, leaf: bytes, files: Certifica
     else:
         return "", ssl.cert_time_to_seconds(str(found["notAfter"])) if found else 0.0
     raise ConfigError(
-        f"server.tls_cert: no client can use {files.cert}: {reason}; make a certificate for a server",
-        "server.tls_cert",
+        f"{files.params.cert}: no client can use {files.cert}: {reason}; make a certificate for a server",
+        files.params.cert,
     )
 
 
-def _require_clients(context: ssl.SSLContext, authorities: bytes, path: str) -> None:
+def require_clients(context: ssl.SSLContext, authorities: bytes, files: CertificateFiles) -> None:
+    """Let a server's context accept only clients with a certificate of `authorities`. Raises `ConfigError`."""
     try:
         context.load_verify_locations(cadata=authorities.decode("ascii"))
     except (ssl.SSLError, ValueError):
-        raise ConfigError(
-            f"server.tls_client_ca: {path} has no certificates in PEM format", "server.tls_client_ca"
-        ) from None
+        param = files.params.client_ca
+        raise ConfigError(f"{param}: {files.client_ca} has no certificates in PEM format", param) from None
     context.verify_mode = ssl.CERT_REQUIRED

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from pipeline.errors import ConfigError
-from pipeline.tls.certificate import Certificate, CertificateFiles, check_contents, read_certificate
+from pipeline.tls.certificate import Certificate, CertificateFiles, Contents, check_contents, read_certificate
 from pipeline.tls.kept import KeptCertificate
 
 log = logging.getLogger("starling.tls")
@@ -32,15 +32,18 @@ class CertificateFollower:
         on_change: Callable[[bytes], object] = lambda leaves: None,
         clock: Callable[[], float] = time.monotonic,
         kept: KeptCertificate | None = None,
+        check: Callable[[Contents], object] = lambda contents: None,
     ) -> None:
         """Read the files. Raises `ConfigError`.
 
+        check: raises `ConfigError` for contents that must not be used.
         on_change(leaves): before a certificate is used, with it and the one before it, as PEM; first here, then in the
         thread.
         """
         self._files = files
         self._on_change = on_change
         self._clock = clock
+        self._check = check
         self._state = self._seen = _state(files)
         self._refusal = ""  # the last one, which is logged
         self._kept = kept or KeptCertificate()
@@ -58,6 +61,8 @@ class CertificateFollower:
     def _first(self) -> Certificate:
         try:
             found = read_certificate(self._files)
+            if found is not None:
+                self._check(found.contents)
         except ConfigError as error:
             contents = self._kept.read()
             found = check_contents(contents, self._files) if contents is not None else None
@@ -98,8 +103,12 @@ class CertificateFollower:
         self._state = state
         try:
             found = read_certificate(self._files, self.certificate.digest)
+            if found is not None:
+                self._check(found.contents)
             if found is not None and found.outdated:
-                raise ConfigError(f"server.tls_cert: {self._files.cert} {found.outdated}; the present one stays")
+                raise ConfigError(
+                    f"{self._files.params.cert}: {self._files.cert} {found.outdated}; the present one stays"
+                )
         except ConfigError as error:
             if error.message != self._refusal:
                 log.error("the certificate in use stays", extra={"reason": error.message})
@@ -115,7 +124,7 @@ class CertificateFollower:
 def _state(files: CertificateFiles) -> _State:
     """What changes when a file is replaced or written; links are followed."""
     found: list[tuple[int, int, int, int] | None] = []
-    for path in filter(None, files):
+    for path in files.paths:
         try:
             info = os.stat(path)
             found.append((info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
