@@ -68,6 +68,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     yield from _server(config)
     yield from _tracing(config)
     yield from _fleet(config)
+    yield from _fleet_tls(config)
     yield from _on_demand(config)
     yield from _plugins(config)
 
@@ -328,6 +329,20 @@ def _tls(config: Config) -> Iterator[Rule]:
     elif server.tls_client_ca and not server.unix_socket:
         reason = "commands of this home have no certificate and connect to server.unix_socket: set it too"
         yield Rule("server.tls_client_ca", repr(server.tls_client_ca), reason)
+
+
+def _fleet_tls(config: Config) -> Iterator[Rule]:
+    tls = config.fleet.tls
+    given = [name for name in ("cert", "key", "ca") if getattr(tls, name)]
+    if 0 < len(given) < 3:
+        missing = next(name for name in ("cert", "key", "ca") if name not in given)
+        yield Rule(f"fleet.tls.{missing}", "", f"missing; fleet.tls.{given[0]} needs it: set cert, key and ca, or none")
+    elif not given and (tls.denied or tls.required):
+        name = "denied" if tls.denied else "required"
+        yield Rule(f"fleet.tls.{name}", repr(getattr(tls, name)), "needs TLS: set fleet.tls.cert, key and ca too")
+    elif tls.denied and not tls.required:
+        reason = "a denied host goes on without TLS, by the fleet's token, until fleet.tls.required is set"
+        yield Rule("fleet.tls.denied", repr(tls.denied), f"{reason}: set that too, or leave denied empty")
 
 
 def _tracing(config: Config) -> Iterator[Rule]:

@@ -262,12 +262,26 @@ class TracingConfig(Section, frozen=True, kw_only=True):
     otlp: OtlpConfig = OtlpConfig()
 
 
+class FleetTlsConfig(Section, frozen=True, kw_only=True):
+    """TLS between agents and orchestrators, with certificates on both sides.
+
+    In a path, `{id}` stands for the agent's id; on an orchestrator for the word orchestrator.
+    """
+
+    cert: str = ""  # PEM file: this host's certificate (`starling fleet certificate`); "": no TLS
+    key: str = ""  # PEM file: its private key
+    ca: str = ""  # PEM file: the fleet's authority, which signs nothing else
+    denied: str = ""  # file: certificates that are refused, by serial number or name; "": none. Needs `required`
+    required: bool = False  # connections without TLS are refused; false: both kinds are used, for the roll-out
+
+
 class AgentConfig(Section, frozen=True, kw_only=True):
     """`starling agent`: the process that runs engines on a host of a fleet."""
 
     id: str = ""  # in the coordination store; "": made from the host's name at the first start, and kept
     host: str = "127.0.0.1"  # the control API listens here
     port: Port = 8090
+    tls_port: Port = 0  # for TLS, beside `port` while fleet.tls.required is false
     advertise: str = ""  # host name or address under which orchestrators reach it and its engines; "": host
     lease_ms: Annotated[int, Meta(ge=1000, le=600_000)] = 5_000  # an agent that is silent for so long is gone
     max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
@@ -324,6 +338,7 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     store: str = ""
     # File with the secret that agents and orchestrators share; "": STARLING_HOME/fleet-token, made at the first start
     token: str = ""
+    tls: FleetTlsConfig = FleetTlsConfig()
     # Published models: a directory, http(s)://HOST/PATH (read-only), s3://, gs:// or az://; "": STARLING_HOME/blobs
     blobs: str = ""
     blobs_endpoint: str = ""  # URL of a server that is compatible with S3; "": the cloud's own

@@ -27,6 +27,7 @@ class AgentRecord(msgspec.Struct, frozen=True, kw_only=True):
     url: str  # of its HTTP API, as http://HOST:PORT
     incarnation: str  # changes with each start of the agent: engines of an earlier one have ended
     version: int = VERSION
+    tls_url: str = ""  # the same API with TLS, as https://HOST:PORT; "": the agent has no certificate
 
 
 def agent_key(agent_id: str) -> str:
@@ -34,9 +35,9 @@ def agent_key(agent_id: str) -> str:
     return AGENTS + agent_id
 
 
-def agent_url(agent: AgentConfig, port: int = 0) -> str:
+def agent_url(agent: AgentConfig, port: int = 0, *, is_tls: bool = False) -> str:
     """The URL under which orchestrators reach the agent. `port`: that it listens on, where `fleet.agent.port` is 0."""
-    return f"http://{advertised_host(agent)}:{port or agent.port}"
+    return f"{'https' if is_tls else 'http'}://{advertised_host(agent)}:{port or agent.port}"
 
 
 def advertised_host(agent: AgentConfig) -> str:

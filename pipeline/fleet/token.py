@@ -43,9 +43,14 @@ def authorization(token: str) -> dict[str, str]:
 
 
 def check(header: str | None, token: str) -> None:
-    """Raise `Unauthenticated` unless the `Authorization` header carries the token. Takes constant time."""
+    """Raise `Unauthenticated` unless the header `Authorization` carries the token ("": none is accepted).
+
+    Takes constant time.
+    """
     if not header:
         raise Unauthenticated("no token: send the header Authorization: Bearer TOKEN with the contents of fleet.token")
+    if not token:
+        raise Unauthenticated("no token is accepted here: use TLS (fleet.tls)")
     scheme, _, given = header.partition(" ")
     presented = given.strip().encode("utf-8", "surrogateescape")
     if scheme.lower() != "bearer" or not hmac.compare_digest(presented, token.encode()):

@@ -3,6 +3,7 @@
 stage.py       the process: start, end, what belongs to what
 lease.py       its record in the coordination store, and how long it may serve
 http_api.py    the calls of orchestrators
+doors.py       TLS in front of the engines
 models.py      which models are placed here
 placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports

@@ -1,4 +1,7 @@
-"""The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere, and a token for all but /health."""
+"""The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere.
+
+All calls but /health need the fleet's token, or over TLS a certificate of the role orchestrator (peer_tls.py).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from aiohttp import web
 from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.config.schema import Config
-from pipeline.errors import InferenceError, ModelUnavailable, NotFound, StarlingError, TooLarge
+from pipeline.errors import Forbidden, InferenceError, ModelUnavailable, NotFound, StarlingError, TooLarge
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import (
     CacheLevel,
@@ -25,6 +28,8 @@ from pipeline.fleet.bodies import (
     UnloadModelResponse,
     decode_request,
 )
+from pipeline.fleet.peer_tls import PeerTls, Role
+from stages.agent.doors import Doors
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Engine
 from stages.agent.heartbeat import CHAT_PATH, Reporter
@@ -40,6 +45,12 @@ BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
 CONNECT_S = 5.0  # to an engine
 # Headers of a request that the engine gets, and of its response that the client gets.
 PASSED_ON = ("Content-Type", "Accept", "Idempotency-Key", "Last-Event-ID", "X-Request-Id", "Anthropic-Version")
+# Who may call the paths that begin so over TLS; the others are for orchestrators alone.
+OPEN_TO: tuple[tuple[str, tuple[Role, ...]], ...] = (
+    ("/health", ("agent", "orchestrator", "monitor")),
+    ("/metrics", ("orchestrator", "monitor")),
+    ("/pieces/", ("agent",)),
+)
 PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Request", "X-Starling-Cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -58,7 +69,12 @@ class AgentApi:
         metrics: AgentMetrics,
         session: HttpSession,
         pieces: PieceApi,
+        tls: PeerTls | None = None,
+        doors: Doors | None = None,
     ) -> None:
+        """`token`: "" if only TLS is accepted. `doors`: of the engines, for what is asked over TLS."""
+        self._tls = tls
+        self._doors = doors
         self._config = config
         self._token = token
         self._models = models
@@ -103,7 +119,7 @@ class AgentApi:
                 pass
         elif placement.state == "FAILED":
             await placement.wait()  # raises
-        return self._loaded(placement)
+        return await self._loaded(request, placement)
 
     async def unload_model(self, request: web.Request) -> web.Response:
         """POST /unload_model."""
@@ -121,7 +137,8 @@ class AgentApi:
         body = decode_request(HeartbeatRequest, await self._read(request), request.content_type)
         if body.extend_lease:
             self._lease.extend()
-        return _json(await self._reporter.report(body.prefixes_after))
+        report = await self._reporter.report(body.prefixes_after)
+        return _json(await self._doors.report(report) if self._doors is not None and request.secure else report)
 
     async def infer(self, request: web.Request) -> web.StreamResponse:
         """POST /infer: the engine's answer, streamed."""
@@ -150,7 +167,7 @@ class AgentApi:
 
     # ------------------------------------------------------------------ parts
 
-    def _loaded(self, placement: Placement) -> web.Response:
+    async def _loaded(self, request: web.Request, placement: Placement) -> web.Response:
         one = self._reporter.loaded(placement)
         is_ready = one.model_state == "READY"
         answer = LoadModelResponse(
@@ -162,6 +179,8 @@ class AgentApi:
             digest=one.digest,
             progress=one.progress,
         )
+        if self._doors is not None and request.secure:
+            answer = await self._doors.loaded(answer, one.engine_url)
         return _json(answer, 200 if is_ready else 202)
 
     def _check_lease(self) -> None:
@@ -208,8 +227,7 @@ class AgentApi:
         status, error = 499, ""
         try:
             try:
-                if request.path != "/health":
-                    tokens.check(request.headers.get("Authorization"), self._token)
+                self._authenticate(request)
                 response = await handler(request)
             except web.HTTPException as rejected:
                 raise self._translated(request, rejected) from None
@@ -231,6 +249,15 @@ class AgentApi:
             if error:
                 log.info("request refused", extra={"path": request.path[:200], "status": status, "code": error})
 
+    def _authenticate(self, request: web.Request) -> None:
+        """Raises `Unauthenticated`, `Forbidden`. A certificate is checked with each request: it may be denied since."""
+        shown = request.get_extra_info("peercert") if request.secure else None
+        if shown and self._tls is not None:
+            if reason := self._tls.refusal(shown, *_open_to(request.path)):
+                raise Forbidden(reason)
+        elif request.path != "/health":
+            tokens.check(request.headers.get("Authorization"), self._token)
+
     def _translated(self, request: web.Request, rejected: web.HTTPException) -> StarlingError:
         match rejected:
             case web.HTTPRequestEntityTooLarge():
@@ -245,6 +272,10 @@ class AgentApi:
                     f"/infer, /pieces, /health and /metrics; chat is at the engine's {CHAT_PATH}"
                 )
         return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
+
+
+def _open_to(path: str) -> tuple[Role, ...]:
+    return next((roles for prefix, roles in OPEN_TO if path.startswith(prefix)), ("orchestrator",))
 
 
 def _json(answer: object, status: int = 200) -> web.Response:

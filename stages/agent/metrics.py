@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, generate_latest
 
 from pipeline.fleet.bodies import HeartbeatResponse
@@ -12,7 +14,8 @@ class AgentMetrics:
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self) -> None:
+    def __init__(self, expiry: Callable[[], float] | None = None) -> None:
+        """`expiry`: the end of the agent's certificate, s since 1970; None: it has none."""
         registry = self._registry = CollectorRegistry()
 
         def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
@@ -33,6 +36,9 @@ class AgentMetrics:
         self._hits = gauge("model_kv_cache_hit_ratio", "KV pages found in the prefix cache.", model)
         self._restarts = gauge("model_engine_restarts", "Restarts of the engine since the model was loaded.", model)
         self._load = gauge("model_load_seconds", "Time that the last start of the engine took.", model)
+        if expiry is not None:
+            text = "When the certificate of fleet.tls expires, in s since 1970; 0 if it is outdated."
+            gauge("certificate_expiry_seconds", text).set_function(expiry)
         self._cached = gauge("cached_bytes", "Size of the models on this host, by where they are.", ("level",))
 
     def answered(self, endpoint: str, status: int) -> None:

@@ -13,11 +13,14 @@ import re
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from urllib.parse import urlsplit
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from pipeline.blobs.address import open_all
@@ -27,7 +30,9 @@ from pipeline.coordination.address import open_store
 from pipeline.errors import ConfigError
 from pipeline.fleet import records
 from pipeline.fleet import token as tokens
+from pipeline.fleet.peer_tls import PeerTls, open_tls
 from pipeline.runtime import run_dir
+from stages.agent.doors import Doors, Factory, Server, end_refused
 from stages.agent.engines.fence import fence
 from stages.agent.engines.starling_engine import engine_arena_dir, engine_run_dir
 from stages.agent.heartbeat import Reporter
@@ -43,6 +48,12 @@ from stages.agent.peers.sharing import Exchange
 log = logging.getLogger("starling.agent")
 
 SHUTDOWN_S = 1.0  # for handlers of the control API to end
+HANDSHAKE_S = 10.0  # of a connection with TLS
+SHUTDOWN_TLS_S = 10.0  # for a peer to take what is left and to confirm the end; then the connection is cut
+TICK_S = 0.5  # between two looks whether the certificate's files are due to be looked at
+CHECK_S = 10.0  # between two checks of all connections: certificates end
+BACKLOG = 128
+LOOPBACK = "127.0.0.1"
 
 
 def boot_clock() -> float:
@@ -58,12 +69,15 @@ class AgentStage:
         self.config = config
         self._dir = run_dir.prepare(paths.agent_dir(config), "directory of the agent", "fleet.agent.id")
         self._lock = run_dir.StageLock(self._dir, "agent")
-        self._token = tokens.load_or_create(paths.fleet_token(config))
         before = read_stored(self._dir / "agent.json")
         self._models_before = before.models if before is not None else ()
         self._previous = before.incarnation if before is not None else ""
-        agent_id = config.fleet.agent.id or (before.agent_id if before is not None else new_agent_id())
+        known_id = config.fleet.agent.id or (before.agent_id if before is not None else "")
+        self._tls = open_tls(config.fleet.tls, "agent", known_id)
+        agent_id = known_id or (self._tls.name if self._tls is not None else new_agent_id())
         self._stored = Stored(agent_id=agent_id, incarnation=secrets.token_hex(8), models=self._models_before)
+        is_plain = self._tls is None or not self._tls.is_required
+        self._token = tokens.load_or_create(paths.fleet_token(config)) if is_plain else ""
 
     async def run(self, on_ready: Callable[[str, str], None]) -> int:
         """Run until SIGTERM; `on_ready` is called with the id and the URL once it is registered. The exit code."""
@@ -74,43 +88,83 @@ class AgentStage:
         await asyncio.to_thread(self._fence)
         self._write()
         agent = self.config.fleet.agent
+        engines_config = self.config
+        tls, is_plain = self._tls, bool(self._token)
         async with AsyncExitStack() as stack:
             listener = _listen(agent.host, agent.port)
             stack.callback(listener.close)
-            url = records.agent_url(agent, listener.getsockname()[1])
+            url = tls_url = records.agent_url(agent, listener.getsockname()[1], is_tls=not is_plain)
+            tls_listener = listener
+            if tls is None:
+                tls_url = ""
+            elif is_plain:
+                tls_listener = _listen(agent.host, agent.tls_port, "fleet.agent.tls_port")
+                stack.callback(tls_listener.close)
+                tls_url = records.agent_url(agent, tls_listener.getsockname()[1], is_tls=True)
+            else:  # engines are reached through their doors alone
+                local = msgspec.structs.replace(agent, host=LOOPBACK, advertise="")
+                fleet = msgspec.structs.replace(self.config.fleet, agent=local)
+                engines_config = msgspec.structs.replace(self.config, fleet=fleet)
             store = await stack.enter_async_context(open_store(self.config))
             blobs = [await stack.enter_async_context(one) for one in open_all(self.config)]
             # Engines are on this host: connections to them cost nothing, and streams must not wait for one.
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            record = records.AgentRecord(agent_id=self._stored.agent_id, url=url, incarnation=self._stored.incarnation)
+            record = records.AgentRecord(
+                agent_id=self._stored.agent_id, url=url, incarnation=self._stored.incarnation, tls_url=tls_url
+            )
             lease = AgentLease(store, record, agent.lease_ms / 1000, self._previous, clock=boot_clock)
             holdings = Holdings(paths.models_dir()) if agent.peers else None
             exchange = None
             if holdings is not None:
                 announcements = Announcements(store, lease, record, holdings)
-                exchange = Exchange(holdings, announcements, session, self._token, record.agent_id)
+                exchange = Exchange(holdings, announcements, session, self._token, record.agent_id, tls=tls)
                 stack.push_async_callback(_ended, asyncio.create_task(announcements.keep()))
             models = Models(
-                self.config,
+                engines_config,
                 self._dir,
                 paths.models_dir(),
                 self._stored,
                 blobs,
                 session,
-                lambda: free_port(agent.host),
+                lambda: free_port(engines_config.fleet.agent.host),
                 lambda: lease.is_valid,
                 exchange,
             )
             reporter = Reporter(self.config, self._stored, models, lease)
             pieces = PieceApi(agent, holdings)
-            api = AgentApi(self.config, self._token, models, lease, reporter, AgentMetrics(), session, pieces)
+            doors = self._doors(tls) if tls is not None else None
+            if doors is not None:
+                stack.callback(doors.close)
+            metrics = AgentMetrics((lambda: tls.not_after) if tls is not None else None)
+            api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, pieces, tls, doors)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            await web.SockSite(runner, listener).start()
+            if is_plain:
+                await web.SockSite(runner, listener).start()
+            if tls is not None and doors is not None:
+                assert runner.server is not None
+                context = tls.server_context("orchestrator", "agent", "monitor")
+                stack.callback((await _serve_tls(runner.server, tls_listener, context)).close)
+                stack.push_async_callback(_ended, asyncio.create_task(_follow(tls, doors, runner.server)))
             stack.push_async_callback(models.stop)  # before the API: it passes streams of engines on
             return await self._serve(lease, models, url, ending, on_ready)
+
+    def _doors(self, tls: PeerTls) -> Doors:
+        agent = self.config.fleet.agent
+        context = tls.server_context("orchestrator")
+
+        async def listen(factory: Factory) -> tuple[Server, str]:
+            listener = _listen(agent.host, 0)
+            server = await _serve_tls(factory, listener, context)
+            return server, records.agent_url(agent, listener.getsockname()[1], is_tls=True)
+
+        async def connect(factory: Factory, engine: str) -> None:
+            parts = urlsplit(engine)
+            await asyncio.get_running_loop().create_connection(factory, parts.hostname or "", parts.port or 0)
+
+        return Doors(listen, connect)
 
     async def _serve(
         self,
@@ -173,7 +227,30 @@ def new_agent_id() -> str:
     return f"{host}-{secrets.token_hex(4)}"
 
 
-def _listen(host: str, port: int) -> socket.socket:
+async def _serve_tls(factory: Factory, listener: socket.socket, context: ssl.SSLContext) -> asyncio.Server:
+    return await asyncio.get_running_loop().create_server(
+        factory,
+        sock=listener,
+        ssl=context,
+        backlog=BACKLOG,
+        ssl_handshake_timeout=HANDSHAKE_S,
+        ssl_shutdown_timeout=SHUTDOWN_TLS_S,
+    )
+
+
+async def _follow(tls: PeerTls, doors: Doors, server: web.Server) -> None:
+    """Follow the certificate's files without end, and end connections of peers that are no longer accepted."""
+    stamp, checked = tls.stamp, time.monotonic()
+    while True:
+        tls.tick()
+        if tls.stamp is not stamp or time.monotonic() >= checked + CHECK_S:
+            stamp, checked = tls.stamp, time.monotonic()
+            doors.check()
+            end_refused(server.connections)
+        await asyncio.sleep(TICK_S)
+
+
+def _listen(host: str, port: int, param: str = "fleet.agent.port") -> socket.socket:
     """The listening socket. Raises `ConfigError`."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -183,14 +260,14 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(128)
+        listener.listen(BACKLOG)
         listener.setblocking(False)
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"fleet.agent.host, fleet.agent.port: cannot listen on {host}:{port}: {error.strerror}; stop the program "
+            f"fleet.agent.host, {param}: cannot listen on {host}:{port}: {error.strerror}; stop the program "
             f"that uses it, or choose another port (0: any free one)",
-            "fleet.agent.port",
+            param,
         ) from None
     return listener
 

@@ -23,6 +23,7 @@ model_changes.py  loads and unloads on agents
 store_follower.py  agents, cordons, placements and quotas as the store has them
 quotas/         quotas that hold for all orchestrators together
 upstream.py     the interface of the HTTP client
+http_client.py  that client, by aiohttp, with TLS where it is configured
 http_app.py     the routes
 fleet_api.py    the fleet for operators
 stage.py        the process

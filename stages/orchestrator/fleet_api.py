@@ -15,7 +15,7 @@ from pipeline.api.fields import flag, integer, read_fields, text
 from pipeline.api.json_body import parse_object
 from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
 from pipeline.fleet.bodies import HeartbeatResponse
-from pipeline.fleet.records import check_agent_id
+from pipeline.fleet.records import AgentRecord, check_agent_id
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.registry import Cordon, Registry
@@ -80,6 +80,7 @@ class FleetApi:
     ) -> None:
         self.placements: dict[str, Placement] = {}  # by key of the store
         self.published: Mapping[str, Published] = {}
+        self.url_of: Callable[[AgentRecord], str] = lambda record: record.url
         self.is_leader = False
         self.is_store_up = True
         self.is_stopping = False
@@ -232,7 +233,7 @@ class FleetApi:
         view = next((one for one in self._router.table if one.agent_id == agent_id), None)
         return {
             "agent_id": agent_id,
-            "url": record.url if record else "",
+            "url": self.url_of(record) if record else "",
             "incarnation": record.incarnation if record else "",
             "health": health.health,
             "reason": health.reason,

@@ -26,6 +26,7 @@ from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, NotFound, Overloaded, StarlingError, Unauthenticated
 from pipeline.fleet import token as fleet_token
+from pipeline.fleet.bodies import LoadedModel
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
@@ -244,9 +245,7 @@ class Front:
             if one.model_state == "READY"
         ]
         relay = relay_header(caller.tenant, caller.priority)
-        answers = await asyncio.gather(
-            *(self._head(request_id, one.engine_url, one.engine_key, relay) for _, one in engines)
-        )
+        answers = await asyncio.gather(*(self._head(request_id, agent_id, one, relay) for agent_id, one in engines))
         for (agent_id, one), found in zip(engines, answers):
             if found is not None:
                 forward = Forward(
@@ -295,15 +294,16 @@ class Front:
         if len(engines) < 2:
             return engines[0][0] if engines else ""
         relay = relay_header(caller.tenant, caller.priority)
-        heads = [self._head(request_id, one.engine_url, one.engine_key, relay) for _, one in engines]
+        heads = [self._head(request_id, agent_id, one, relay) for agent_id, one in engines]
         answers = await asyncio.gather(*heads)
         return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
 
-    async def _head(self, request_id: str, url: str, key: str, relay: str) -> str | None:
+    async def _head(self, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> str | None:
         """The content type of the engine's answer to a request that it has; None if it has none."""
-        headers = {RELAY: relay, **({"Authorization": f"Bearer {key}"} if key else {})}
+        headers = {RELAY: relay, **({"Authorization": f"Bearer {one.engine_key}"} if one.engine_key else {})}
+        url = f"{one.engine_url}/v1/requests/{request_id}"
         try:
-            answer = await self._client.open("HEAD", f"{url}/v1/requests/{request_id}", headers, b"", LOCATE_S)
+            answer = await self._client.open("HEAD", url, headers, b"", LOCATE_S, agent_id=agent_id)
         except Unreachable:
             return None
         answer.close()

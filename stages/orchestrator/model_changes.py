@@ -27,17 +27,26 @@ REFUSED_S = 30.0  # after another error
 
 
 class AgentCalls:
-    """Calls of the agents' API, with the fleet's token."""
+    """Calls of the agents' API: over TLS where both sides have it, else with the fleet's token."""
 
-    def __init__(self, client: Client, secret: str) -> None:
+    def __init__(self, client: Client, secret: str, *, is_tls: bool = False) -> None:
+        """`is_tls`: this orchestrator has a certificate."""
         self._client = client
-        self._headers = {**token.authorization(secret), "Content-Type": CONTENT_TYPE}
+        self._token = token.authorization(secret)
+        self._is_tls = is_tls
 
-    async def post(self, url: str, body: bytes, timeout_s: float) -> bytes:
+    def url_of(self, record: AgentRecord) -> str:
+        """Where an agent is called."""
+        return record.tls_url if self._is_tls and record.tls_url else record.url
+
+    async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
         """The answer's body. Raises `StarlingError`: the agent's, or `ModelUnavailable`."""
+        url = self.url_of(record) + path
+        # Over TLS the certificate stands for the token, which agents then need not know.
+        headers = {"Content-Type": CONTENT_TYPE, **({} if url.startswith("https://") else self._token)}
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._client.open("POST", url, self._headers, body)
+                answer = await self._client.open("POST", url, headers, body, agent_id=record.agent_id)
                 try:
                     raw = await read_whole(answer)
                 finally:
@@ -99,7 +108,7 @@ class ModelChanges:
                     await self._unload(record, evict, f"makes room for {model}")
                 self._events.add("load", agent=agent_id, model=model)
                 try:
-                    await self._calls.post(record.url + "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
+                    await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
                     break
                 except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
                     evict = self._router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
@@ -135,7 +144,7 @@ class ModelChanges:
         self._events.add("unload", agent=record.agent_id, model=model, text=why)
         body = msgspec.json.encode(UnloadModelRequest(model_id=model, only_idle=True))
         try:
-            await self._calls.post(record.url + "/unload_model", body, self._timeout_ms / 1000)
+            await self._calls.post(record, "/unload_model", body, self._timeout_ms / 1000)
         except StarlingError as error:
             if error.code != Conflict.CODE:
                 raise

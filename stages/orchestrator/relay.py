@@ -364,7 +364,7 @@ class Relay:
         if forward.id and is_kept:
             self.kept.put(forward, route.agent_id)
         url = route.engine.engine_url + (path or forward.path)
-        task = asyncio.ensure_future(self._client.open(method, url, headers, body + output))
+        task = asyncio.ensure_future(self._client.open(method, url, headers, body + output, agent_id=route.agent_id))
         opening = _Opening(task)
         with self._registered(route, forward, opening):
             return await opening.answer()
@@ -433,7 +433,7 @@ class Relay:
 
         async def release() -> None:
             try:
-                answer = await self._client.open("DELETE", url, headers, b"", RELEASE_S)
+                answer = await self._client.open("DELETE", url, headers, b"", RELEASE_S, agent_id=route.agent_id)
             except Unreachable:
                 return
             answer.close()

@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import ConfigError, ModelUnavailable, StarlingError
 from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
+from pipeline.fleet.peer_tls import open_tls
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
@@ -50,6 +51,7 @@ from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
+from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.placement import missing_loads
@@ -60,7 +62,6 @@ from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
-from stages.orchestrator.upstream import Answer, Unreachable
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -74,74 +75,6 @@ CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
-class _Answer:
-    """An `Answer` of aiohttp's client."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
-        self._response = response
-        self._aborted = ""
-
-    async def read(self) -> bytes:
-        if self._aborted:
-            raise Unreachable(self._aborted)
-        try:
-            data = await self._response.content.readany()
-        except Unreachable:
-            raise
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(self._aborted or str(error) or type(error).__name__) from None
-        if self._aborted:
-            raise Unreachable(self._aborted)
-        return data
-
-    def abort(self, reason: str) -> None:
-        self._aborted = reason
-        self._response.content.set_exception(Unreachable(reason))
-        self._response.close()
-
-    def close(self) -> None:
-        # A connection whose answer was not read to its end is closed, which cancels the engine's work.
-        if self._response.content.at_eof() and not self._aborted:
-            self._response.release()
-        else:
-            self._response.close()
-
-
-class HttpClient:
-    """A `Client` on aiohttp's."""
-
-    def __init__(self) -> None:
-        self._session: aiohttp.ClientSession | None = None
-
-    async def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0
-    ) -> Answer:
-        """The response to a request. Raises `Unreachable`."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("User-Agent", "Accept-Encoding"),
-            )
-        try:
-            async with asyncio.timeout(timeout_s or None):
-                response = await self._session.request(
-                    method, url, headers=headers, data=body if method == "POST" else None, allow_redirects=False
-                )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(str(error) or type(error).__name__) from None
-        return _Answer(response)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-
-
 class OrchestratorStage:
     """The process. `run` in its event loop."""
 
@@ -152,7 +85,8 @@ class OrchestratorStage:
         self._store: CoordinationStore = open_store(config)
         self._blobs: BlobStore = open_blobs(config)
         self.identity = f"{socket.gethostname()}-{bounds.port}"
-        self.client = HttpClient()
+        self._tls = open_tls(config.fleet.tls, "orchestrator")
+        self.client = HttpClient(_open_session, self._tls)
         self.metrics = Metrics("orchestrator", None)
         self.events = EventLog(time.time)
         self.registry = Registry(self._heartbeat, time.monotonic)
@@ -160,7 +94,7 @@ class OrchestratorStage:
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
         self.router = ScoreRouter(weights, bounds.max_per_agent, self._published.get, time.time)
         self.idle = IdleModels(time.monotonic, self.router.under_way)
-        self._calls = AgentCalls(self.client, self._token)
+        self._calls = AgentCalls(self.client, self._token, is_tls=self._tls is not None)
         self.changes = ModelChanges(
             self._calls,
             self.registry,
@@ -216,6 +150,7 @@ class OrchestratorStage:
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
         self.fleet.published = self._published
+        self.fleet.url_of = self._calls.url_of
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
@@ -297,6 +232,9 @@ class OrchestratorStage:
                     self.relay.lose_agent(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
                 self._move_draining(health.agent_id)
             self.follower.settle()
+            if self._tls is not None:
+                self._tls.tick()
+                self.metrics.set("starling_tls_certificate_expiry_seconds", self._tls.not_after)
             self.relay.kept.expire()
             await asyncio.sleep(interval_s)
 
@@ -345,11 +283,13 @@ class OrchestratorStage:
     async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
         cursors, is_down = self.router.prefixes.cursors(record.agent_id), not self.fleet.is_store_up
         body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=is_down, prefixes_after=cursors)
-        raw = await self._calls.post(record.url + "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
+        raw = await self._calls.post(record, "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
             return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
         except DECODE_ERRORS as error:
-            raise ModelUnavailable(f"{record.url}/heartbeat: {error}; run the same release everywhere") from None
+            raise ModelUnavailable(
+                f"{self._calls.url_of(record)}/heartbeat: {error}; run the same release everywhere"
+            ) from None
 
     # ---------------------------------------------------------------- the catalog
 
@@ -420,6 +360,16 @@ class OrchestratorStage:
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)
+
+
+def _open_session() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+    )
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None) -> int:

@@ -32,9 +32,12 @@ class Client(Protocol):
     """Sends requests to engines and agents."""
 
     async def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
     ) -> Answer:
-        """The response to a request. `timeout_s`: until its head, 0: no bound. Raises `Unreachable`."""
+        """The response to a request to an agent or its engine. `timeout_s`: until its head, 0: no bound.
+
+        Raises `Unreachable`, also if the host that answers is not the agent's.
+        """
 
 
 async def read_whole(answer: Answer) -> bytes:

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from pipeline.config.load import load
+from starling.cli.fleet_certificate import certificate
 from starling.cli.fleet_launchers import down, launched, logs
 from starling.cli.fleet_up import up
 from starling.cli.options import cacert_option, exit_codes, json_option
@@ -46,7 +47,7 @@ def fleet() -> None:
     """Run and operate a fleet of agents."""
 
 
-for command in (up, down, launched, logs):
+for command in (up, down, launched, logs, certificate):
     fleet.add_command(command)
 
 

@@ -42,6 +42,7 @@ READING: dict[str, tuple[str, ...]] = {
 }
 # They need a fleet: tests/fleet runs them.
 OF_A_FLEET = {f"fleet {name}" for name in ("agents", "events", "launched", "logs", "models", "status", "why")}
+OF_A_FLEET.add("fleet certificate show")
 CHANGING = {
     *("agent", "bench", "chaos", "chat", "completion", "down", "drain", "fetch", "ingest", "load", "orchestrator"),
     *("prepare", "publish", "pull", "reload", "restart", "resume", "rm", "run", "stage", "supervise", "support-bundle"),
@@ -55,10 +56,11 @@ CHANGING = {
         "fleet uncordon",
         "fleet drain",
         "fleet place",
+        *(f"fleet certificate {name}" for name in ("authority", "agent", "orchestrator", "monitor")),
     ),
     *("adapter load", "adapter unload", "keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),
 }
-GROUPS = {"", "adapter", "fleet", "keys"}  # they only have subcommands
+GROUPS = {"", "adapter", "fleet", "fleet certificate", "keys"}  # they only have subcommands
 LINES = {"logs"}  # one JSON object a line, because it may follow
 # Cursor movements and line ends separate what stands on one line; colours (m) do not.
 _SEGMENT = re.compile(r"\x1b\[[0-9;?]*[A-La-lN-Zn-z]|[\r\n]")

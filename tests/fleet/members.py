@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -14,6 +15,7 @@ from pipeline.blobs.http import HttpStore
 from pipeline.catalog import pulled
 from pipeline.config.schema import AgentConfig
 from pipeline.coordination.interface import CoordinationStore
+from pipeline.fleet.peer_tls import PeerTls
 from pipeline.fleet.records import AgentRecord
 from stages.agent.cache.model_cache import ModelCache
 from stages.agent.downloads.model import Arrival, download_model
@@ -72,24 +74,39 @@ async def member(
     kind: type[Holdings] = Holdings,
     api: type[PieceApi] = PieceApi,
     peer_connections: int = 8,
+    tls: PeerTls | None = None,
+    shown: PeerTls | None = None,
+    received: list[dict[str, str]] | None = None,
 ) -> AsyncIterator[Member]:
-    """A member with its calls on a loopback port."""
+    """A member with its calls on a loopback port, and another one for TLS. `shown`: of another host's certificate."""
     holdings = kind(site.models_dir.parent / name)
-    app = web.Application()
+
+    @web.middleware
+    async def note(request: web.Request, handler: Any) -> Any:
+        if received is not None:
+            received.append(dict(request.headers) | {"Scheme": request.scheme})
+        return await handler(request)
+
+    app = web.Application(middlewares=[note])
     api(AgentConfig(peer_connections=peer_connections), holdings).add_routes(app)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     try:
         listener = web.TCPSite(runner, "127.0.0.1", 0)
         await listener.start()
-        port = runner.addresses[0][1]
-        record = AgentRecord(agent_id=name, url=f"http://127.0.0.1:{port}", incarnation="1")
+        url, tls_url = f"http://127.0.0.1:{runner.addresses[0][1]}", ""
+        if tls is not None:
+            await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=(shown or tls).server_context("agent")).start()
+            tls_url = f"https://127.0.0.1:{runner.addresses[1][1]}"
+            url = tls_url if tls.is_required else url
+        record = AgentRecord(agent_id=name, url=url, incarnation="1", tls_url=tls_url)
         lease = Lease(await store.grant(600.0))
         written = Announcements(store, lease, record, holdings)
         keeping = asyncio.create_task(written.keep())
         try:
             async with aiohttp.ClientSession() as session:
-                yield Member(site, name, holdings, Exchange(holdings, written, session, TOKEN, name), written)
+                exchange = Exchange(holdings, written, session, TOKEN, name, tls=tls)
+                yield Member(site, name, holdings, exchange, written)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)

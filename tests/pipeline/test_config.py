@@ -361,6 +361,7 @@ RECEIVERS = {
     "MetricsConfig": "metrics",
     "AgentConfig": "agent",
     "FleetConfig": "fleet",
+    "FleetTlsConfig": "tls",
     "OrchestratorConfig": "orchestrator|bounds",
     "KubernetesConfig": "_cluster",
     "RayConfig": "_settings",

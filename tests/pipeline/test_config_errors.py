@@ -65,6 +65,12 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
         ({"model": {"name": "a", "path": "p", "page_tokens": 48}}, ["models.0.page_tokens = 48", "16, 32"]),
         ({"performance": {"batch_size": 600}}, ["scheduler.max_step_tokens = 512", "performance.batch_size"]),
         ({"model": {"path": "p", "device": "cuda"}}, ["models.0.device = 'cuda'", "the only device is cpu"]),
+        ({"fleet": {"tls": {"cert": "c", "key": "k"}}}, ["fleet.tls.ca", "set cert, key and ca, or none"]),
+        ({"fleet": {"tls": {"required": True}}}, ["fleet.tls.required = True", "needs TLS"]),
+        (
+            {"fleet": {"tls": {"cert": "c", "key": "k", "ca": "a", "denied": "d"}}},
+            ["fleet.tls.denied = 'd'", "by the fleet's token", "fleet.tls.required"],
+        ),
         ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),
         ({"tracing": {"otlp": {"endpoint": "127.0.0.1:4318"}}}, ["tracing.otlp.endpoint", "http://127.0.0.1:4318"]),
         ({"tracing": {"otlp": {"endpoint": "http://u:p@c:4318"}}}, ["tracing.otlp.endpoint", "credentials"]),

@@ -1,12 +1,14 @@
 """One other agent as a source of the pieces of one file.
 
-What it answers is checked against the request: length, number of pieces.  The pieces themselves are compared with
+It is reached over TLS where both agents have certificates: then it shows that it is the agent that is meant.  What it
+answers is checked against the request: length, number of pieces.  The pieces themselves are compared with
 their checksums by the download, as those of every source.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 import aiohttp
 import msgspec
@@ -14,6 +16,7 @@ import msgspec
 from pipeline.errors import NotFound, StorageUnavailable
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import MAX_CLAIMED, PieceState
+from pipeline.fleet.peer_tls import PeerTls
 from pipeline.fleet.records import AgentRecord
 from shm.checkpoint import PIECE_BYTES
 from shm.decoding import DECODE_ERRORS
@@ -36,7 +39,16 @@ class PeerSource:
     is_peer = True
     timeout_s = PIECE_S
 
-    def __init__(self, session: HttpSession, token: str, record: AgentRecord, key: FileKey, total: int) -> None:
+    def __init__(
+        self,
+        session: HttpSession,
+        token: str,
+        record: AgentRecord,
+        key: FileKey,
+        total: int,
+        tls: PeerTls | None = None,
+    ) -> None:
+        """`tls`: this agent's certificate; None: it has none, and presents the token."""
         self.agent_id = record.agent_id
         self.name = f"agent {record.agent_id}"
         self.is_dropped = False
@@ -44,8 +56,11 @@ class PeerSource:
         self.claimed: frozenset[int] = frozenset()
         self._present = b""
         self._session = session
-        self._headers = {"Accept-Encoding": "identity", **tokens.authorization(token)}
-        self._url = f"{record.url}/pieces/{key.digest}/{key.checksum}"
+        self._tls = tls
+        base = record.tls_url if tls is not None and record.tls_url else record.url
+        self._is_tls = base.startswith("https://")
+        self._headers = {"Accept-Encoding": "identity", **({} if self._is_tls else tokens.authorization(token))}
+        self._url = f"{base}/pieces/{key.digest}/{key.checksum}"
         self._total = total
 
     def holds(self, piece: int) -> bool:
@@ -74,12 +89,23 @@ class PeerSource:
         self.is_complete, self._present = state.is_complete, state.present
         self.claimed = frozenset(state.claimed[:MAX_CLAIMED])
 
+    def _context(self) -> ssl.SSLContext | bool:
+        """That of a connection to the agent. Raises `NotFound` if one of both agents requires TLS and one has none."""
+        if self._is_tls and self._tls is not None:
+            return self._tls.client_context(self.agent_id)
+        if self._is_tls:
+            raise NotFound(f"{self.name} needs TLS: set fleet.tls on this agent, too")
+        if self._tls is not None and self._tls.is_required:
+            raise NotFound(f"{self.name} offers no TLS, and fleet.tls.required is set here: set fleet.tls there, too")
+        return True
+
     async def _get(self, url: str, least: int, most: int) -> bytes:
         """The body of an answer of `least` to `most` bytes."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         try:
+            context = self._context()
             async with self._session.request(
-                "GET", url, headers=self._headers, timeout=timeout, allow_redirects=False
+                "GET", url, headers=self._headers, timeout=timeout, allow_redirects=False, ssl=context
             ) as response:
                 if response.status in BUSY:
                     raise StorageUnavailable(f"{self.name} is busy", retry_after_s=RETRY_AFTER_S)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from pipeline.catalog.entry import Entry
 from pipeline.errors import NotFound, StarlingError
+from pipeline.fleet.peer_tls import PeerTls
 from stages.agent.downloads.sources import Source
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.peers.announcements import MAX_PEERS, Announcements
@@ -47,8 +48,10 @@ class Exchange:
         token: str,
         agent_id: str,
         clock: Callable[[], float] = time.monotonic,
+        tls: PeerTls | None = None,
     ) -> None:
-        """`clock`: monotonic, s."""
+        """`clock`: monotonic, s. `tls`: this agent's certificate, if it has one."""
+        self._tls = tls
         self._holdings = holdings
         self._announcements = announcements
         self._session = session
@@ -64,7 +67,7 @@ class Exchange:
         self._announcements.changed()
 
         def source(record: object) -> PeerSource:
-            return PeerSource(self._session, self._token, record, key, len(checksums))  # type: ignore[arg-type]
+            return PeerSource(self._session, self._token, record, key, len(checksums), self._tls)  # type: ignore[arg-type]
 
         sharing = Sharing(self._announcements, key, source, self._agent_id, self._clock)
         task = asyncio.create_task(sharing.run())
