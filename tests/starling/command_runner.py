@@ -100,6 +100,7 @@ def _command(request: Mapping[str, Any]) -> None:
         signal.alarm(LIMIT_S)
         # Streams of this process: those of its parent have the parent's buffers and no terminal.
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.__stdout__ = sys.stdout  # type: ignore[misc]  # the process's own, as of one that was not forked
         code = 0
         try:
             main()
