@@ -12,6 +12,12 @@ export PYTHON ?=
 ARGS ?=
 # Slow tests that start no server: they compute, and run on all cores.
 KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
+# Slow tests whose servers may wait for a core, as runs beside other work have shown: two files at a time, because much
+# of their time is spent waiting.
+SERVER_TESTS := tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_disk_faults.py tests/kv/test_process.py \
+  tests/kv/test_slow_disk.py tests/pipeline/test_supervisor.py tests/scheduler/test_stage.py \
+  tests/gateway/test_adapter_endpoints.py tests/embedded/test_embedded.py $(patsubst %,tests/e2e/test_%.py,adapters \
+  architectures bert compatibility constraints damaged_weights phase_matrix reasoning sentencepiece serving)
 # Of `make api-examples` and `make schema-check`: a server that runs.
 URL ?=
 # Of `make schema-check`: a folder of JSON Schemas, such as `data` of a checkout of guidance-ai/jsonschemabench.
@@ -42,7 +48,8 @@ test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS)) $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow --durations=5 $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS) $(SERVER_TESTS)) $(ARGS)
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
 # the machine's in both. The first run compiles the kernels, which takes too long in the emulator.

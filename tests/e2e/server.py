@@ -224,7 +224,7 @@ class Server:
         lines = [line.removeprefix(name) for line in text.splitlines() if line.startswith((name + "{", name + " "))]
         return {labels.strip("{}"): float(value) for labels, _, value in (line.rpartition(" ") for line in lines)}
 
-    def wait_metrics(self, name: str, holds: Callable[[dict[str, float]], bool], timeout_s: float = 30) -> None:
+    def wait_metrics(self, name: str, holds: Callable[[dict[str, float]], bool], timeout_s: float = 120) -> None:
         """Wait until `holds` is true of a metric. Stages publish their metrics once per second."""
         deadline = time.monotonic() + timeout_s
         while not holds(found := self.metrics(name)):
