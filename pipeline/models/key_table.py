@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-_MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, The Art of Computer Programming 3, 6.4)
-_MIX_2 = 0xD6E8FEB86659FD93  # odd, of as many ones as zeros
+MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio (Knuth, The Art of Computer Programming 3, 6.4)
+MIX_2 = 0xD6E8FEB86659FD93  # odd, of as many ones as zeros
 _MASK = (1 << 64) - 1
 _ROUNDS = 500
 Keys = NDArray[np.uint64]
@@ -21,11 +21,11 @@ Keys = NDArray[np.uint64]
 
 def _places(keys: Keys, size: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the two places of each key."""
-    mixed = (keys ^ np.uint64(seed)) * np.uint64(_MIX)
+    mixed = (keys ^ np.uint64(seed)) * np.uint64(MIX)
     mixed ^= mixed >> np.uint64(32)
-    mixed *= np.uint64(_MIX_2)
+    mixed *= np.uint64(MIX_2)
     first = ((mixed >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
-    mixed *= np.uint64(_MIX)
+    mixed *= np.uint64(MIX)
     second = ((mixed >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)
     return first.astype(np.int64), second.astype(np.int64)
 
@@ -47,6 +47,11 @@ class KeyTable:
         self._known = keys if len(keys) else np.zeros(1, np.uint64)
         self._fast_keys, self._fast_slots = keys.data, slots.data  # one number at a time
 
+    @property
+    def arrays(self) -> tuple[Keys, NDArray[np.int32], int, int]:
+        """Keys, slots, how many of these hold entries, and the seed: for lookups in machine code."""
+        return self._keys, self._slots, self._size, self._seed
+
     def __len__(self) -> int:
         return len(self._keys)
 
@@ -64,12 +69,12 @@ class KeyTable:
     def find_one(self, key: int) -> int:
         """Return the entry of a key, -1 if there is none."""
         size, keys, slots = self._size, self._fast_keys, self._fast_slots
-        mixed = ((key ^ self._seed) * _MIX) & _MASK
-        mixed = ((mixed ^ (mixed >> 32)) * _MIX_2) & _MASK
+        mixed = ((key ^ self._seed) * MIX) & _MASK
+        mixed = ((mixed ^ (mixed >> 32)) * MIX_2) & _MASK
         entry: int = slots[((mixed >> 32) * size) >> 32] if size else -1
         if entry >= 0 and keys[entry] == key:
             return entry
-        mixed = (mixed * _MIX) & _MASK
+        mixed = (mixed * MIX) & _MASK
         entry = slots[((mixed >> 32) * size) >> 32] if size else -1
         return entry if entry >= 0 and keys[entry] == key else -1
 

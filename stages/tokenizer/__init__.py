@@ -10,6 +10,8 @@ sentencepiece.py       SentencePiece BPE with scores (`llama`)
 word_encoder.py        ids of words by merges, for both
 word_cache.py          ids of words, computed once, for all kinds
 pair_merger.py         merges of symbols, over mapped tables
+kernels/               the same as machine code
+whole_pieces.py        pieces that are tokens and not merged
 piece_pattern.py       the patterns of pre-tokenizers
 unicode_classes.py     the classes of characters that they distinguish
 token_table.py         the bytes of tokens, mapped

@@ -32,7 +32,10 @@ class Borders:
 
     def find(self, text: str) -> Bools:
         """Return for each place between two characters of a text whether it is a border."""
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+        return self.find_codes(np.frombuffer(text.encode("utf-32-le"), "<u4"))
+
+    def find_codes(self, codes: NDArray[np.uint32]) -> Bools:
+        """As `find`, for the code points of a text."""
         small = np.minimum(codes, _OTHER).astype(np.uint16)
         small[codes == ord(SPACE)] = _OTHER - 1
         small[codes == _OTHER - 1] = _OTHER

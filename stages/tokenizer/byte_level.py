@@ -7,7 +7,7 @@ stand-ins, merges are ranked pairs.  A text is cut into pieces (`piece_pattern.p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from pipeline.models.key_table import KeyTable
 from pipeline.models.pretokenizers import PreTokenizer
 from pipeline.models.vocabulary_tables import Tables
-from stages.tokenizer.chunked_encode import SpecialTokenFinder, encode_chunks
+from stages.tokenizer.chunked_encode import SpecialTokenFinder, cut_pieces, encode_chunks
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.piece_pattern import piece_pattern
 from stages.tokenizer.token_table import TokenTable
+from stages.tokenizer.whole_pieces import WholePieces
 from stages.tokenizer.word_encoder import WordEncoder
 
 
@@ -44,6 +45,8 @@ class ByteLevelEncoder:
         self._word_ids = tables["word_ids"]
         self._odd_words = msgspec.msgpack.decode(tables["odd_words"].tobytes(), type=dict[bytes, int])
         self._encoder = WordEncoder(self, merger)
+        self._symbols_of = self._symbols.astype(np.int32)
+        self._whole = WholePieces(self.whole, int(self._lengths.max(initial=0))) if pre.whole_pieces else None
         self._pattern = piece_pattern(pre)
 
     # ---------------------------------------------------------------- word_encoder.Symbols
@@ -69,11 +72,27 @@ class ByteLevelEncoder:
         """Symbols are token ids; bytes without a token are dropped."""
         return tuple([symbol for symbol in symbols if symbol >= 0]) if self.holes else tuple(symbols)
 
+    def _encode(self, text: str, lengths: list[int]) -> Generator[None, None, list[int]]:
+        """Return the ids of the first pieces of a text, which have these numbers of characters."""
+        if not self._encoder.is_compiled:
+            return (yield from self._encoder.encode(cut_pieces(text, lengths)))
+        if not lengths:
+            return []
+        character_ends = np.cumsum(np.fromiter(lengths, np.int64, len(lengths)))
+        text = text[: int(character_ends[-1])]
+        ends = character_ends if text.isascii() else _byte_ends(text)[character_ends - 1]
+        symbols = self._symbols_of[np.frombuffer(text.encode(), np.uint8)]
+        merged, merged_ends = yield from self._encoder.merge(symbols, ends)
+        if self._whole is not None:
+            merged = yield from self._whole.put(merged, merged_ends, text, character_ends)
+        ids: list[int] = (merged[merged >= 0] if self.holes else merged).tolist()
+        return ids
+
     # ---------------------------------------------------------------- vocabulary.Encoder
 
     def chunks(self, names: SpecialTokenFinder, text: str, window: int) -> Iterator[tuple[int, list[int]]]:
         """As `Encoder.chunks`."""
-        return encode_chunks(self._pattern.lengths, self._encoder.encode, names, text, window, self._groups_from_right)
+        return encode_chunks(self._pattern.lengths, self._encode, names, text, window, self._groups_from_right)
 
     def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `Encoder.lengths`."""
@@ -83,3 +102,10 @@ class ByteLevelEncoder:
         """As `Encoder.shown`: the tokens' bytes."""
         pieces = self.token_bytes
         return [pieces[token] for token in tokens], False
+
+
+def _byte_ends(text: str) -> NDArray[np.int64]:
+    """Return where the bytes of each character end."""
+    codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
+    return np.cumsum(sizes)

@@ -33,6 +33,7 @@ MAX_RUN = 1 << 18  # characters of a piece; merging them takes about a second
 _BEGINNING = 4  # characters of a name that a pattern finds
 _SEPARATOR = "\0"  # between pieces; a text that has it is cut another way
 _FEW = 32  # pieces up to which slices are faster
+Name = tuple[int, int, int]  # of a special token in a text: where it begins and ends, its id
 
 
 class RunTooLong(Exception):
@@ -66,7 +67,37 @@ class SpecialTokenFinder:
             if beginning not in others and all(beginning[:1] * n in self._ids for n in range(1, max(some) + 1))
         }
 
-    def find(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
+        self._all = re.compile(_pattern_of_all(ids, beginnings)) if ids else None
+
+    def find_all(self, text: str, begin: int, end: int) -> list[Name]:
+        """Return all names that `find` finds one behind the other, in less time."""
+        names: list[Name] = []
+        if self._all is None:
+            return names
+        ids, stop = self._ids, end + self.lengths[0]
+        while begin < end:
+            for match in self._all.finditer(text, begin, stop):
+                first, begin = match.span()
+                if first >= end:
+                    return names
+                if match[1] is None:
+                    names.append((first, begin, ids[match[0]]))
+                    continue
+                # Of the names with this beginning the longest; none: the search goes on behind its first character.
+                begin = first + 1
+                for length in self._lengths_by_beginning[match[0]]:
+                    token = ids.get(text[first : first + length])
+                    if token is not None:
+                        begin = first + length
+                        names.append((first, begin, token))
+                        break
+                if begin != match.end():
+                    break
+            else:
+                return names
+        return names
+
+    def find(self, text: str, begin: int, end: int) -> Name | None:
         """Return (begin, end, token id) of the first name that starts in `text[begin:end]`; it may end after `end`."""
         if self._pattern is None:
             return None
@@ -91,12 +122,23 @@ class MarkedTokenFinder(SpecialTokenFinder):
     """Finds the same names, but those of control tokens only where the first and the last character are marked."""
 
     def __init__(self, names: SpecialTokenFinder, control_names: Collection[str], marks: Collection[int]) -> None:
-        self._ids, self._pattern, self._runs = names._ids, names._pattern, names._runs
+        self._ids, self._pattern, self._runs, self._all = names._ids, names._pattern, names._runs, names._all
         self._lengths_by_beginning = names._lengths_by_beginning
         self._control_names, self._marks = control_names, marks
         self.lengths = names.lengths
 
-    def find(self, text: str, begin: int, end: int) -> tuple[int, int, int] | None:
+    def find_all(self, text: str, begin: int, end: int) -> list[Name]:
+        """As `SpecialTokenFinder.find_all`."""
+        names = super().find_all(text, begin, end)
+        if all(self._counts(text[first:last], first) for first, last, _ in names):
+            return names
+        names = []
+        while begin < end and (found := self.find(text, begin, end)) is not None:
+            names.append(found)
+            begin = found[1]
+        return names
+
+    def find(self, text: str, begin: int, end: int) -> Name | None:
         """As `SpecialTokenFinder.find`."""
         while (found := super().find(text, begin, end)) is not None:
             first, last, _ = found
@@ -111,6 +153,29 @@ class MarkedTokenFinder(SpecialTokenFinder):
 
     def _counts(self, name: str, at: int) -> bool:
         return name not in self._control_names or (at in self._marks and at + len(name) - 1 in self._marks)
+
+
+def _pattern_of_all(names: Collection[str], beginnings: list[str]) -> str:
+    """Return a pattern of whole names that are runs of one character, and of the others' beginnings: with group 1.
+
+    It begins with a class of characters, which Python's `re` searches for in less time than for alternatives.
+    """
+    by_first: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        by_first.setdefault(name[0], []).append(name)
+    tails: dict[str, list[str]] = {}
+    for beginning in beginnings:
+        tails.setdefault(beginning[:1], []).append(beginning[1:])
+    runs, others = [], []
+    for first, some in by_first.items():
+        lengths = {len(name) for name in some}
+        least, most = min(lengths), max(lengths)
+        if any(name.strip(first) for name in some) or len(lengths) < most - least + 1:
+            others.append(f"(?<={re.escape(first)}){_alternatives(tails[first])}")
+        else:
+            runs.append(f"(?<={re.escape(first)}){re.escape(first)}{{{least - 1},{most - 1}}}")
+    firsts = "".join(map(re.escape, by_first))
+    return f"[{firsts}](?:{'|'.join([*runs, f'({chr(124).join(others)})' if others else '(?!)()'])})"
 
 
 def _alternatives(names: list[str]) -> str:
@@ -133,7 +198,7 @@ def _common_prefix(one: str, other: str) -> int:
 
 def encode_chunks(
     cut: Callable[[str], list[int]],
-    encode: Callable[[list[str]], Generator[None, None, list[int]]],
+    encode: Callable[[str, list[int]], Generator[None, None, list[int]]],
     names: SpecialTokenFinder,
     text: str,
     window: int = WINDOW,
@@ -144,7 +209,8 @@ def encode_chunks(
     A chunk may be empty: the window had no usable border, and the next one is twice as large; or a long piece takes
     several steps.
 
-    cut: returns the lengths of a text's pieces.  encode: returns the ids of pieces, in steps.
+    cut: returns the lengths of a text's pieces.  encode: returns the ids of the first pieces
+    of a text, which have these lengths, in steps.
     groups_from_right: the pieces of a number depend on all of its digits.
     """
     at, size = 0, window
@@ -166,7 +232,7 @@ def encode_chunks(
                 raise RunTooLong(
                     f"{longest} characters without a border between words, more than the tokenizer can process"
                 )
-            steps = encode(cut_pieces(part, lengths))
+            steps = encode(part, lengths)
             while True:
                 try:
                     next(steps)

@@ -1,8 +1,9 @@
 """Byte-pair merges over mapped tables: in a word the pair with the lowest rank merges, of equal ranks the leftmost.
 
-Three ways to the same result.  `merge` is for one short word.  `merge_all` merges once in every word at the same time,
-with NumPy, again and again.  `merge_long` has a heap, and yields between steps.  A word is a list of symbols
-(`pipeline/models/vocabulary_tables.py`); -1 stands for one that never merges.
+Four ways to the same result.  `compiled` has a kernel that merges all words of a text in a row.  `merge` is for one
+short word.  `merge_all` merges once in every word at the same time, with NumPy, again and again.  `merge_long` has a
+heap, and yields between steps.  A word is a list of symbols (`pipeline/models/vocabulary_tables.py`); -1 stands for one
+that never merges.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.models.key_table import KeyTable
+from stages.tokenizer.kernels.compiled import WordMerger
 
 MERGES_PER_STEP = 8192  # of `merge_long`: about 20 ms
 _NEVER = 1 << 62  # above all keys
@@ -33,6 +35,10 @@ class PairMerger:
             raise ValueError(f"{len(pairs)} pairs become {len(merged)} symbols of {len(ranks)} ranks")
         self._pairs, self._merged, self._ranks = pairs, merged, ranks
         self._known: dict[int, tuple[int, int]] = {}
+
+    def compiled(self) -> WordMerger | None:
+        """The kernel over the same tables; None if it is not stored."""
+        return WordMerger.find(self._pairs, self._merged, self._ranks)
 
     def _find(self, left: int, right: int) -> tuple[int, int]:
         """Return rank and result of a pair; the rank is `_NEVER` if the two do not merge."""

@@ -10,7 +10,8 @@ What is between such places is merged on its own.  These words begin, as a rule,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,37 @@ from stages.tokenizer.word_encoder import WordEncoder
 MAX_RUN = 1 << 18  # characters without a place that no merge crosses; merging them takes about a second
 _WINDOW = 16_384  # characters: some ms; new words of a window are merged together, so that small ones are slow
 _NAME = "\ud800"  # begins a word that stands for a special token: no text has it
+_NAME_PLACE = "\0"  # in a text that is cut
+_COMMON = 0x3000  # code points whose symbols are not searched for: most of those of alphabets
 _NO_TOKEN = 1 << 30  # above all symbols of the tables; and the code point of a character in no token
+
+
+@dataclass
+class _Cut:
+    """A text cut into words."""
+
+    text: str
+    codes: NDArray[np.uint32]
+    ends: NDArray[np.int64]  # of words
+    names: NDArray[np.int64]  # the characters that stand for names of special tokens, each a word
+    tokens: list[int]  # of the names
+
+    def drop_last(self, length: int) -> int:
+        """Remove the last word; returns how many of the last `length` characters are left."""
+        self.ends = self.ends[:-1]
+        return length - (len(self.codes) - (int(self.ends[-1]) if len(self.ends) else 0))
+
+    def longest(self) -> int:
+        """Characters of the longest word; 0: there is none."""
+        return int(np.diff(self.ends, prepend=0).max(initial=0))
+
+    def words(self) -> list[str]:
+        """The words; of a name `_NAME` and its token."""
+        places = self.ends.tolist()
+        words = list(map(self.text.__getitem__, map(slice, [0, *places], places)))
+        for word, token in zip(np.searchsorted(self.ends, self.names, "right").tolist(), self.tokens):
+            words[word] = _NAME + str(token)
+        return words
 
 
 class SentencePieceEncoder:
@@ -48,6 +79,7 @@ class SentencePieceEncoder:
         self._lengths, self._n_characters = self.token_bytes.lengths, tables["n_characters"]
         self.holes: frozenset[int] = frozenset()
         self._codes, self._code_symbols = tables["codes"], tables["code_symbols"].astype(np.int64)
+        self._common = self._search(np.arange(_COMMON, dtype=np.uint32))
         is_no_token = self._code_symbols >= self._size
         no_tokens = zip(self._code_symbols[is_no_token].tolist(), self._codes[is_no_token].tolist())
         self._texts = {symbol: chr(code) for symbol, code in no_tokens}
@@ -64,11 +96,23 @@ class SentencePieceEncoder:
     def split(self, words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The symbols of characters."""
         counts = np.fromiter(map(len, words), np.int64, len(words))
-        codes = np.frombuffer("".join(words).encode("utf-32-le"), "<u4").astype(np.int64)
+        codes = np.frombuffer("".join(words).encode("utf-32-le"), "<u4")
+        return self._symbols(codes).astype(np.int64), counts
+
+    def _symbols(self, codes: NDArray[np.uint32]) -> NDArray[np.int32]:
+        """Return the symbols of characters."""
+        symbols = self._common[np.minimum(codes, len(self._common) - 1)]
+        others = np.flatnonzero(codes >= len(self._common))
+        if len(others):
+            symbols[others] = self._search(codes[others])
+        return symbols
+
+    def _search(self, codes: NDArray[np.uint32]) -> NDArray[np.int32]:
+        own = codes.astype(np.int32) + np.int32(_NO_TOKEN)
         if not len(self._codes):
-            return codes + _NO_TOKEN, counts
+            return own
         at = np.minimum(np.searchsorted(self._codes, codes), len(self._codes) - 1)
-        return np.where(self._codes[at] == codes, self._code_symbols[at], codes + _NO_TOKEN), counts
+        return np.where(self._codes[at] == codes, self._code_symbols[at], own).astype(np.int32)
 
     def to_ids(self, symbols: Sequence[int]) -> tuple[int, ...]:
         """A character that is no token has the tokens of its bytes, or the unknown token."""
@@ -93,30 +137,23 @@ class SentencePieceEncoder:
         at, size, prefix = 0, window, self._prefix
         while at < len(text):
             limit = min(at + size, len(text))
-            parts: list[str] = []  # between names
-            ids_after: list[int] = []  # of the name behind each part; -1: none
+            found = names.find_all(text, at, limit)
+            parts: list[str] = []  # what is between names, and behind each the place of a name
             place = at
-            while place < limit:
-                name = names.find(text, place, limit)
-                end = name[0] if name is not None else limit
-                parts.append(prefix + text[place:end] if end > place else "")
-                begin, own_prefix = place, prefix  # of the last part
-                if name is not None:
-                    place, prefix = name[1], self._prefix
-                    ids_after.append(name[2])
-                else:
-                    place, prefix = limit, ""
-                    ids_after.append(-1)
-            words, last = self._cut(parts, ids_after)
-            if ids_after[-1] < 0 and limit < len(text):
-                # The text after the window may belong to the last word.
-                last.pop()
-                taken = sum(map(len, last))
-                place = begin + taken - len(own_prefix) if taken else begin
-                prefix = "" if taken else own_prefix
-            words += last
-            if size > MAX_RUN and words and len(longest := max(words, key=len)) > MAX_RUN:
-                raise _too_long(len(longest))
+            for begin, end, _ in found:
+                parts += (prefix + text[place:begin] if begin > place else "", _NAME_PLACE)
+                place, prefix = end, self._prefix
+            is_open = place < limit < len(text)  # the text after the window may belong to the last word
+            if place < limit:
+                parts.append(prefix + text[place:limit])
+            cut = self._cut(parts, [token for _, _, token in found])
+            if is_open:
+                taken = cut.drop_last(len(parts[-1]))
+                place, prefix = (place + taken - len(prefix), "") if taken else (place, prefix)
+            elif place < limit:
+                place, prefix = limit, ""
+            if size > MAX_RUN and (longest := cut.longest()) > MAX_RUN:
+                raise _too_long(longest)
             if place > at:
                 size = window
             else:
@@ -124,7 +161,7 @@ class SentencePieceEncoder:
                 if size > 2 * MAX_RUN + window:
                     raise _too_long(size // 2)
             at = place
-            steps = self._encoder.encode(words)
+            steps = self._encode(cut)
             while True:
                 try:
                     next(steps)
@@ -133,28 +170,28 @@ class SentencePieceEncoder:
                     break
                 yield at, []
 
-    def _cut(self, parts: list[str], ids_after: list[int]) -> tuple[list[str], list[str]]:
-        """Return what is between the places that no merge crosses, with the names; that of the last part on its own."""
+    def _cut(self, parts: list[str], tokens: list[int]) -> _Cut:
+        """Cut parts where no merge crosses, and at their ends. `tokens`: of the names among the parts."""
         text = "".join(parts).replace(" ", SPACE)
+        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
         is_border = np.ones(len(text) + 1, bool)
-        is_border[1:-1] = self._borders.find(text)
-        part_ends = np.cumsum([len(part) for part in parts])
+        is_border[1:-1] = self._borders.find_codes(codes)
+        part_ends = np.cumsum(np.fromiter(map(len, parts), np.int64, len(parts)))
         is_border[part_ends] = True
-        ends = np.flatnonzero(is_border)
-        n_words = np.searchsorted(ends, part_ends).tolist()  # up to the end of each part
-        places = ends.tolist()
-        words = list(map(text.__getitem__, map(slice, places, places[1:])))
-        if len(parts) == 1 and ids_after[0] < 0:
-            return [], words
-        all_words: list[str] = []
-        first = 0
-        for last, name in zip(n_words, ids_after):
-            if name < 0:
-                return all_words, words[first:]
-            all_words += words[first:last]
-            all_words.append(_NAME + str(name))
-            first = last
-        return all_words, []
+        # Each name is behind one part of the text.
+        return _Cut(text, codes, np.flatnonzero(is_border)[1:], part_ends[1 : 2 * len(tokens) : 2] - 1, tokens)
+
+    def _encode(self, cut: _Cut) -> Generator[None, None, list[int]]:
+        """Return the ids of words. Yields between the steps of long ones."""
+        if not self._encoder.is_compiled:
+            return (yield from self._encoder.encode(cut.words()))
+        if not len(cut.ends):
+            return []
+        symbols = self._symbols(cut.codes[: cut.ends[-1]])
+        symbols[cut.names] = cut.tokens
+        merged, _ = yield from self._encoder.merge(symbols, cut.ends)
+        ids: list[int] = merged.tolist()
+        return ids if int(merged.max()) < self._size else list(self.to_ids(ids))
 
     # ---------------------------------------------------------------- offsets
 

@@ -1,6 +1,7 @@
 """Token ids of words, which are cached: what byte-level and SentencePiece BPE have in common.
 
-A word is a text that no merge crosses the ends of.  Words that are not cached are merged all at once.
+A word is a text that no merge crosses the ends of.  Where the compiled kernel is stored, all words of a text are merged
+in a row (`WordEncoder.merge`).  Otherwise those that are not cached are merged all at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from stages.tokenizer.kernels.compiled import LONGEST
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.word_cache import WordCache
 
@@ -38,6 +40,35 @@ class WordEncoder:
     def __init__(self, symbols: Symbols, merger: PairMerger) -> None:
         self._symbols, self._merger = symbols, merger
         self._cache = WordCache(self._encode)
+        self._compiled = merger.compiled()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `merge` can be called."""
+        return self._compiled is not None
+
+    def merge(
+        self, symbols: NDArray[np.int32], ends: NDArray[np.int64]
+    ) -> Generator[None, None, tuple[NDArray[np.int32], NDArray[np.int64]]]:
+        """Merge words: their symbols in a row, and where each ends. Returns the same. Yields between the steps of long
+        ones."""
+        assert self._compiled is not None
+        long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST).tolist()
+        if not long:
+            return self._compiled.merge(symbols, ends)
+        parts, counts = [], []
+        first, begin = 0, 0  # the word, and its first symbol
+        for word in (*long, len(ends)):
+            before = int(ends[word - 1]) if word else 0
+            merged, merged_ends = self._compiled.merge(symbols[begin:before], ends[first:word] - begin)
+            parts.append(merged)
+            counts.append(np.diff(merged_ends, prepend=0))
+            if word < len(ends):
+                first, begin = word + 1, int(ends[word])
+                found = yield from self._merger.merge_long(symbols[before:begin].tolist())
+                parts.append(np.array(found, np.int32))
+                counts.append(np.array([len(found)]))
+        return np.concatenate(parts), np.cumsum(np.concatenate(counts))
 
     def encode(self, words: list[str]) -> Generator[None, None, list[int]]:
         """Return the ids of words one after the other. Yields between the steps of long ones."""

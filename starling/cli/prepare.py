@@ -41,13 +41,15 @@ def prepare(name: str | None) -> None:
 
 def prepare_all(config: Config, name: str | None = None) -> None:
     """Fetch, ingest and compile every model, or the one called `name`."""
+    from stages.tokenizer.kernels.compiled import compiling
     from stages.worker.checkpoint import prepare as worker
 
     pull_published(config, name)
-    for model in chosen_models(config, name):
-        with shown(model.name) as progress:
-            index_path = worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
-            worker.prepare_adapters(model, load_index(index_path), paths.models_dir())
+    with compiling():
+        for model in chosen_models(config, name):
+            with shown(model.name) as progress:
+                index_path = worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
+                worker.prepare_adapters(model, load_index(index_path), paths.models_dir())
     check_drafts(config)
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from pipeline.models.pretokenizers import _GROUPS
 from pipeline.models.vocabulary_tables import byte_weights
 from stages.tokenizer import vocabulary as vocabulary_module
-from stages.tokenizer.chunked_encode import MAX_RUN, WINDOW, RunTooLong, SpecialTokenFinder, cut_pieces
+from stages.tokenizer.chunked_encode import (
+    MAX_RUN,
+    WINDOW,
+    MarkedTokenFinder,
+    RunTooLong,
+    SpecialTokenFinder,
+    cut_pieces,
+)
 from stages.tokenizer.piece_pattern import PiecePattern
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
@@ -183,6 +190,22 @@ def test_the_longest_name_is_found(names: list[str], text: str) -> None:
         found += [one] if one else []
         at = one[1] if one else at + 7
     assert found == expected
+
+
+@given(
+    st.lists(st.text("ab|<", min_size=1, max_size=6) | st.sampled_from(RUNS), min_size=1, max_size=12, unique=True),
+    st.text("ab|<\n \t", max_size=60),
+    st.integers(0, 20),
+    st.sets(st.integers(0, 60)),
+)
+def test_all_names_are_those_found_one_by_one(names: list[str], text: str, begin: int, marks: set[int]) -> None:
+    made = SpecialTokenFinder({name: i for i, name in enumerate(names)})
+    for finder in (made, MarkedTokenFinder(made, names[::2], marks)):
+        expected, at, end = [], begin, max(begin, len(text) - 3)
+        while at < end and (one := finder.find(text, at, end)) is not None:
+            expected.append(one)
+            at = one[1]
+        assert finder.find_all(text, begin, end) == expected
 
 
 def test_names_that_are_prefixes_of_each_other() -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from stages.worker.kernels.object_code import ObjectCode
+from pipeline.native.object_code import ObjectCode
 
 pytestmark = pytest.mark.slow
 
 # `shared` is called at two levels, so that the order in which LLVM links the functions matters.
 COMPILE = """
 import json, sys
-from stages.worker.kernels import link_once
+from pipeline.native import link_once
+import stages.worker
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import JIT
 from numba import njit
@@ -47,11 +48,11 @@ def count(owner, name, as_what):
 link_once.install()
 count(codegen.CPUCodeLibrary, "_optimize_final_module", "optimized")
 count(codegen.JITCPUCodegen, "_add_module", "in the engine")
-code, symbol = link_once.entry_object(outer, 2)
+code, symbol = link_once.entry_object(outer, 2, INNER)
 open(sys.argv[1], "wb").write(code)
 error = ""
 try:
-    link_once.entry_object(pair, 1)
+    link_once.entry_object(pair, 1, INNER)
 except TypeError as refused:
     error = str(refused)
 print(json.dumps([symbol, ran, error]))

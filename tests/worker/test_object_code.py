@@ -10,8 +10,8 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import pytest
 
+from pipeline.native.object_code import ObjectCode, ObjectCodeError
 from stages.worker.kernels import features, stored_code
-from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 
 # A constant table, a zeroed variable and its counter, a call of a function of the same object, and one of libc.
 SOURCE = """

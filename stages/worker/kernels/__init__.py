@@ -8,7 +8,7 @@ gemv.py, gemm.py     matrix products for one token and for several; amx.py the l
 attention            attention over KV pages, with elementwise.py for norms and rotations
 forward.py           a whole step in one jitted function
 sampler              one token from a row of logits
-build.py             has the entries compiled, in parallel (compile_entries.py), each as one module (link_once.py), into
-                     the kernel cache (stored_code.py)
+build.py             has the entries compiled, in parallel (compile_entries.py), each as one module
+                     (link_once.py of pipeline/native), into the kernel cache (stored_code.py)
 compiled.py          loads and calls what is in the cache, without numba
 """

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.native import link_once
 from pipeline.runtime import process
 from stages.worker.kernels import (
     adapters,
@@ -19,13 +20,13 @@ from stages.worker.kernels import (
     dequantize_row,
     experts,
     fit_k,
-    link_once,
     matmul,
     rank_loop,
     sampler,
     score_head,
     stored_code,
 )
+from stages.worker.kernels.entries import INNER
 
 # By name: the jitted function for a type of KV cache, and the number of its arguments.
 FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
@@ -49,7 +50,7 @@ assert FUNCTIONS.keys() == stored_code.ENTRIES.keys() | stored_code.EXTRA_ENTRIE
 def compile_entry(name: str, kv_type: str) -> None:
     """Compile one entry and store its object code."""
     function, arguments = FUNCTIONS[name]
-    code, symbol = link_once.entry_object(function(kv_type), arguments)
+    code, symbol = link_once.entry_object(function(kv_type), arguments, INNER)
     stored_code.store(name, kv_type, code, symbol)
 
 

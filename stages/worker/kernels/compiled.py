@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 
+from pipeline.native.object_code import ObjectCode, ObjectCodeError
 from stages.worker.kernels import build, stored_code
-from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 
 HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS = 3, 8, 7
 

@@ -273,10 +273,12 @@ def cache_key(name: str, formats: frozenset[str]) -> str:
     h = hashlib.sha256()
     here = Path(__file__).parent
     # Modules outside of this package that kernels call, or whose constants are compiled into them.
-    outside = [here.parents[2] / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "step_ring")]
+    root = here.parents[2]
+    outside = [root / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "step_ring")]
     for path in [
         *sorted(here.rglob("*.py")),
         here.parent / "activations_arena.py",
+        root / "pipeline" / "native" / "link_once.py",
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")

@@ -1,7 +1,6 @@
 """The kernel cache: the object code of each entry (entries.py), stored by compile_entries.py, loaded by compiled.py.
 
-    NAME-KV.o        an ELF relocatable object (object_code.py)
-    NAME-KV.symbol   the name of the entry in it, and the object's SHA-256; written last: without it nothing is stored
+    NAME-KV.o, NAME-KV.symbol   an object file (pipeline/native/object_file.py)
 
 KV is the type of KV cache for `attend`, and `any` for entries that do not depend on it.  features.py names the
 directory by the sources and the CPU.  Knows nothing of numba.
@@ -9,14 +8,13 @@ directory by the sources and the CPU.  Knows nothing of numba.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 
+from pipeline.native import object_file
+from pipeline.native.object_code import ObjectCode
 from shm.checkpoint import Hyper
 from stages.worker.kernels import features
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.kernels.object_code import ObjectCode, ObjectCodeError
 
 # By name: the word of the parameter block that holds the address; -1: called from Python.
 # Those that take longest to compile come first.
@@ -43,13 +41,13 @@ def stored_type(name: str, kv_type: str) -> str:
     return kv_type if name == "attend" else "any"
 
 
-def _path(name: str, kv_type: str, suffix: str) -> Path:
-    return features.cache_dir() / f"{name}-{stored_type(name, kv_type)}.{suffix}"
+def _file(name: str, kv_type: str) -> str:
+    return f"{name}-{stored_type(name, kv_type)}"
 
 
 def symbol_path(name: str, kv_type: str) -> Path:
     """Exists if the entry is stored."""
-    return _path(name, kv_type, "symbol")
+    return object_file.symbol_path(features.cache_dir(), _file(name, kv_type))
 
 
 def is_compiled(kv_type: str, extra: tuple[str, ...] = ()) -> bool:
@@ -59,12 +57,7 @@ def is_compiled(kv_type: str, extra: tuple[str, ...] = ()) -> bool:
 
 def store(name: str, kv_type: str, code: bytes, symbol: str) -> None:
     """Store an entry. Several processes may do so at once."""
-    described = f"{symbol} {hashlib.sha256(code).hexdigest()}"
-    for suffix, data in (("o", code), ("symbol", described.encode())):
-        path = _path(name, kv_type, suffix)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_bytes(data)
-        part.replace(path)
+    object_file.store(features.cache_dir(), _file(name, kv_type), code, symbol)
 
 
 def load(name: str, kv_type: str) -> tuple[ObjectCode, int]:
@@ -72,14 +65,4 @@ def load(name: str, kv_type: str) -> tuple[ObjectCode, int]:
 
     Removes an entry that is damaged. Raises `ObjectCodeError`.
     """
-    path = symbol_path(name, kv_type)
-    try:
-        symbol, digest = path.read_text().split()
-        raw = _path(name, kv_type, "o").read_bytes()
-        if hashlib.sha256(raw).hexdigest() != digest:
-            raise ObjectCodeError("its bytes are not those that were stored")
-        code = ObjectCode(raw)
-        return code, code.address(symbol)
-    except (OSError, ValueError, ObjectCodeError) as error:
-        path.unlink(missing_ok=True)
-        raise ObjectCodeError(f"kernel {name!r} in {path.parent} cannot be loaded: {error}") from None
+    return object_file.load(features.cache_dir(), _file(name, kv_type))

@@ -1,7 +1,7 @@
 """How an entry becomes an object file: all its functions are linked, optimized and turned into machine code once.
 
-    install()                      in a process that only compiles entries (compile_entries.py), before the first one
-    entry_object(function, n)      an entry's object code
+    install()                            in a process that only compiles entries, before the first one
+    entry_object(function, n, options)   an entry's object code
 
 Numba's own libraries serve a process that calls what it compiles: each jitted function is optimized and becomes machine
 code as soon as it is compiled, and again in each of its callers, into which it has been copied.  Here only the entry
@@ -13,15 +13,13 @@ Uses names of numba.core.codegen that are not part of Numba's interface; the tes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from numba import njit, types
 from numba.core import caching, codegen, registry
 
-from stages.worker.kernels.entries import INNER
-
-_UNWRAPPED = {**INNER, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # Python calls none of them
+_UNWRAPPED = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # Python calls none of them
 
 
 class _Waiting(codegen.JITCodeLibrary):
@@ -72,13 +70,15 @@ def install() -> None:
     caching.FunctionCache.save_overload = lambda self, signature, data: None
 
 
-def entry_object(function: Any, n: int) -> tuple[bytes, str]:
+def entry_object(function: Any, n: int, options: Mapping[str, Any]) -> tuple[bytes, str]:
     """Compile a jitted function for n int64 arguments; returns its object code, and its name in that.
+
+    `options`: of numba.
 
     Raises `TypeError` when it returns anything but an int64 or nothing.
     """
     signature = (types.int64,) * n
-    entry = njit(**_UNWRAPPED)(function.py_func)
+    entry = njit(**options, **_UNWRAPPED)(function.py_func)
     entry.compile(signature)
     result = entry.overloads[signature]
     if result.signature.return_type not in (types.int64, types.none):

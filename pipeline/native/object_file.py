@@ -1,0 +1,45 @@
+"""Object files of jitted functions in a directory, with the SHA-256 of their bytes. Knows nothing of numba.
+
+NAME.o        an ELF relocatable object (object_code.py)
+NAME.symbol   the name of the function in it, and the object's SHA-256; written last: without it nothing is stored
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from pipeline.native.object_code import ObjectCode, ObjectCodeError
+
+
+def symbol_path(directory: Path, name: str) -> Path:
+    """Exists if the function is stored."""
+    return directory / f"{name}.symbol"
+
+
+def store(directory: Path, name: str, code: bytes, symbol: str) -> None:
+    """Store a function. Several processes may do so at once."""
+    described = f"{symbol} {hashlib.sha256(code).hexdigest()}"
+    for path, data in ((directory / f"{name}.o", code), (symbol_path(directory, name), described.encode())):
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_bytes(data)
+        part.replace(path)
+
+
+def load(directory: Path, name: str) -> tuple[ObjectCode, int]:
+    """The code of a stored function, and its address; the caller keeps the code as long as it is called.
+
+    Removes what is damaged. Raises `ObjectCodeError`.
+    """
+    path = symbol_path(directory, name)
+    try:
+        symbol, digest = path.read_text().split()
+        raw = (directory / f"{name}.o").read_bytes()
+        if hashlib.sha256(raw).hexdigest() != digest:
+            raise ObjectCodeError("its bytes are not those that were stored")
+        code = ObjectCode(raw)
+        return code, code.address(symbol)
+    except (OSError, ValueError, ObjectCodeError) as error:
+        path.unlink(missing_ok=True)
+        raise ObjectCodeError(f"kernel {name!r} in {directory} cannot be loaded: {error}") from None
