@@ -12,5 +12,8 @@ quotas.py              limits per minute, per day and in all, of tenants and key
 fair_shares.py         bounds in total and for each tenant or address
 quota_file.py          what of them is used, on disk
 sse.py                 encoding of server-sent events
+request_name.py        id, time and seed that the sender gives a request
+output_tokens.py       how an answer goes on at another engine from its tokens
+output_text.py         and at one that is not ours, from its text
 page_names.py          how engines name the KV pages of a prompt to orchestrators
 """

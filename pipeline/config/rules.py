@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from pipeline.config import engine_rules
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.durations import FORM, seconds_of
@@ -398,6 +399,8 @@ def _fleet(config: Config) -> Iterator[Rule]:
     if fleet.agent.id and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fleet.agent.id):
         reason = "expected up to 63 letters, digits, dots, dashes and underscores, the first a letter or digit"
         yield Rule("fleet.agent.id", repr(fleet.agent.id), reason)
+    for key, value, reason in engine_rules.problems(config, check_name):
+        yield Rule(key, value, reason)
     if not fleet.orchestrator.host or any(c.isspace() for c in fleet.orchestrator.host):
         yield Rule("fleet.orchestrator.host", repr(fleet.orchestrator.host), "expected a host name or an address")
     if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:

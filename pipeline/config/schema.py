@@ -275,6 +275,21 @@ class FleetTlsConfig(Section, frozen=True, kw_only=True):
     required: bool = False  # connections without TLS are refused; false: both kinds are used, for the roll-out
 
 
+class EngineConfig(Section, frozen=True, kw_only=True):
+    """A model of an agent that another program computes."""
+
+    model: str  # as requests name it
+    engine: Literal["llama-server", "vllm"]
+    path: str  # a GGUF file for llama-server, a directory of Hugging Face's format for vllm
+    program: str = ""  # path, or name on PATH; "": llama-server or vllm
+    args: tuple[str, ...] = ()  # further arguments of the program
+    memory_mb: MegabytesOrNone = 0  # that its process may allocate, mapped files aside; 0: no bound
+    max_requests: Annotated[int, Meta(ge=1, le=4096)] = 64  # at once; more are refused, for another agent to take
+    silent_ms: Milliseconds = 15_000  # without an answer to /health: then it is killed and started again
+    answer_timeout_ms: Milliseconds = 300_000  # without a byte of an answer: then the request goes on elsewhere
+    share_cache: bool = False  # of llama-server, which cannot divide it: all tenants share cached prompts
+
+
 class AgentConfig(Section, frozen=True, kw_only=True):
     """`starling agent`: the process that runs engines on a host of a fleet."""
 
@@ -289,6 +304,7 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     peers: bool = True  # pieces of published models go from agent to agent, besides those from fleet.blobs
     peer_connections: Annotated[int, Meta(ge=1, le=64)] = 8  # pieces that it sends to other agents at once
     peer_mb_per_s: MegabytesOrNone = 0  # that it sends to other agents; 0: no bound
+    engines: Annotated[tuple[EngineConfig, ...], Meta(max_length=64)] = ()  # models of other programs
 
 
 class OrchestratorConfig(Section, frozen=True, kw_only=True):
@@ -307,6 +323,8 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     unload_idle_ms: MillisecondsOrNone = (
         0  # models without a placement leave after this time without requests; 0: never
     )
+    # A stream of another engine that dies: another one goes on from the text so far, or the stream ends with an error
+    lost_text: Literal["replay", "error"] = "replay"
     # Weights of the terms of an agent's score, which are estimates in seconds: see docs/fleet.md.
     alpha: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # start of the model
     beta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # prefill that the KV cache saves

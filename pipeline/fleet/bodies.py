@@ -145,16 +145,18 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     publishes_prefixes: bool = False  # the agent can say which pages the engine's KV cache holds
     held_pages: int = 0  # of which it has published the names
     prefixes: PrefixUpdate | None = None  # if they were asked for
+    continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model whose files are on this host."""
 
-    digest: str
+    digest: str  # of another engine's model, whose files no other agent can use: ENGINE:NAME
     names: tuple[str, ...]
     cache_level: CacheLevel  # NVME_CACHED or DRAM_CACHED
     bytes: int  # on the disk
     is_complete: bool  # false: an unfinished download
+    engine: str = "starling"  # adapter
 
 
 class PieceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -116,6 +116,7 @@ FAMILIES: dict[str, Family] = {
         Family("starling_fleet_agents", "gauge", "Registered agents, by what their last poll found.", ("health",)),
         Family("starling_fleet_moves_total", "counter", "Requests sent to another agent, by cause.", ("cause",)),
         Family("starling_fleet_continued_tokens_total", "counter", "Output tokens from which moved streams went on."),
+        Family("starling_fleet_replayed_texts_total", "counter", "Streams of other engines that went on from text."),
         Family("starling_fleet_cold_waiting", "gauge", "Requests that wait for a model that is loading."),
         Family("starling_fleet_loads_total", "counter", "Models loaded for requests that waited.", ("outcome",)),
         Family("starling_fleet_estimates_total", "counter", "Requests whose time to the first token was estimated."),

@@ -22,6 +22,7 @@ from pipeline.fleet.bodies import (
     PrefixUpdate,
 )
 from stages.agent.cache.page_cache import resident_fraction
+from stages.agent.engines import local_model
 from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.lease import AgentLease
 from stages.agent.models import MEGABYTE, Models, Stored
@@ -139,8 +140,8 @@ class Reporter:
         return LoadedModel(
             model_id=placement.model_id,
             model_state=placement.state,
-            cache_level="CPU_RESIDENT" if is_ready else self.level(entry.digest),
-            engine=engine.adapter if engine is not None else "starling",
+            cache_level="CPU_RESIDENT" if is_ready else self.level(entry.digest, placement.model_id),
+            engine=engine.adapter if engine is not None else self._adapter_of(placement.model_id),
             inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
             engine_url=engine.url if engine is not None and is_ready else "",
             engine_key=engine.key if engine is not None and is_ready else "",
@@ -149,6 +150,7 @@ class Reporter:
             kv_type=promises.kv_type,
             numerics=promises.numerics,
             can_continue=promises.can_continue,
+            continues_text=promises.continues_text,
             running=placement.queue.running,
             vllm_queue_length=placement.queue.waiting,
             kv_cache_hit_rate=placement.queue.hit_rate,
@@ -163,9 +165,14 @@ class Reporter:
             prefixes=self._published(placement, cursor) if is_ready else None,
         )
 
-    def level(self, digest: str) -> CacheLevel:
+    def _adapter_of(self, name: str) -> str:
+        other = self._models.other_engines.get(name)
+        return other.engine if other is not None else "starling"
+
+    def level(self, digest: str, name: str) -> CacheLevel:
         """Where the files of a model are, as of the last look."""
-        found = next((one for one in self._cached if one.digest == digest and one.is_complete), None)
+        wanted = (digest, f"{self._adapter_of(name)}:{name}")
+        found = next((one for one in self._cached if one.digest in wanted and one.is_complete), None)
         return found.cache_level if found is not None else "REMOTE"
 
     def _look(self) -> None:
@@ -196,6 +203,18 @@ class Reporter:
             )
             for item in cache.items()
             if item.key.partition(".")[0] not in names
+        ]
+        found += [
+            CachedModel(
+                digest=f"{one.engine}:{one.model}",
+                names=(one.model,),
+                cache_level=_level(path) if (path := Path(one.path)).is_file() else "NVME_CACHED",
+                bytes=nbytes,
+                is_complete=True,
+                engine=one.engine,
+            )
+            for one in self._models.other_engines.values()
+            if (nbytes := local_model.nbytes(one))
         ]
         self._cached = tuple(found)
         self._disk_free, self._disk_problem = probe_disk(folder, self._config.fleet.free_mb * MEGABYTE)

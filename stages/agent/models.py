@@ -23,7 +23,6 @@ import msgspec
 from pipeline import procfs
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents, pulled
-from pipeline.catalog.entry import Entry
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import (
@@ -43,10 +42,13 @@ from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.model import Arrival, Context, Exchange, download_model
 from stages.agent.downloads.queue import DownloadQueue
 from stages.agent.downloads.transfer import Limits
+from stages.agent.engines import local_model
+from stages.agent.engines.external_engine import ExternalEngine, Listen
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Engine
+from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine
-from stages.agent.placement import Placement
+from stages.agent.placement import Placement, Source
 
 log = logging.getLogger("starling.agent")
 
@@ -82,11 +84,15 @@ class Models:
         stored: Stored,
         stores: list[BlobStore],
         session: HttpSession,
-        free_port: Callable[[], int],
+        free_port: Callable[[str], int],
         is_open: Callable[[], bool],
         exchange: Exchange | None = None,
+        listen: Listen | None = None,
     ) -> None:
-        """`stored`: of this agent. `is_open`: whether engines may take requests now. `exchange`: with other agents."""
+        """`stored`: of this agent. `is_open`: whether engines may take requests now. `exchange`: with other agents.
+
+        free_port: of a host.  listen: opens the doors of other engines; None: there are none.
+        """
         self._config = config
         self._agent_dir = agent_dir
         self._stored = stored
@@ -94,7 +100,9 @@ class Models:
         self._session = session
         self._free_port = free_port
         self._is_open = is_open
+        self._listen = listen
         fleet = config.fleet
+        self.other_engines = {one.model: one for one in fleet.agent.engines}
         self.cache = ModelCache(models_dir, Bounds(fleet.cache_mb * MEGABYTE, fleet.free_mb * MEGABYTE))
         self._context = Context(
             self.cache,
@@ -131,6 +139,12 @@ class Models:
         if known := self._known(request):
             return known
         entry = await self._find(name)
+        if request.digest and isinstance(entry, LocalModel) and entry.digest != request.digest:
+            raise Conflict(
+                f"{name!r} is a model of {entry.engine.engine} on this host (fleet.agent.engines), and another one is "
+                f"published under its name: rename one of them",
+                "digest",
+            )
         if request.digest and entry.digest != request.digest:
             raise Conflict(
                 f"{name!r} is published with the digest {entry.digest[:16]}..., asked for {request.digest[:16]}...: "
@@ -183,7 +197,7 @@ class Models:
                 await placement.stop()
                 del self._placed[name]
                 self._store()
-        if not drop_cached:
+        if not drop_cached or name in self.other_engines:  # whose files are not the agent's
             return
         record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
         digest = placement.entry.digest if placement is not None else record.entry.digest if record is not None else ""
@@ -223,6 +237,8 @@ class Models:
     async def _bring(self, placement: Placement) -> None:
         """Bring the files here. Raises `StarlingError`."""
         entry = placement.entry
+        if isinstance(entry, LocalModel):
+            return
         begun = time.monotonic()
         try:
             arrival = await self._downloads.wait_for(
@@ -236,8 +252,10 @@ class Models:
         if arrival.report is not None and arrival.report.received:
             self.download_rate = arrival.report.received / max(time.monotonic() - begun, 1e-3)
 
-    async def _find(self, name: str) -> Entry:
+    async def _find(self, name: str) -> Source:
         """The entry, from the first store that answers; without one, of the files that are here."""
+        if engine := self.other_engines.get(name):
+            return await asyncio.to_thread(local_model.find, engine, self._home_of(name))
         failure: StarlingError | None = None
         for store in self._stores:
             try:
@@ -253,8 +271,16 @@ class Models:
         assert failure is not None
         raise failure
 
-    def _check_memory(self, entry: Entry) -> None:
+    def _check_memory(self, entry: Source) -> None:
         """Raise `ResourceError` unless the machine has memory for the model."""
+        if isinstance(entry, LocalModel):
+            if (wanted := entry.engine.memory_mb * MEGABYTE) > (available := procfs.available_memory()):
+                raise ResourceError(
+                    f"{entry.name!r} may allocate {wanted:,} bytes (memory_mb of fleet.agent.engines), and this host "
+                    f"has {available:,}: unload a model, or lower memory_mb",
+                    "model_id",
+                )
+            return
         model = self.settings(entry.name)
         arenas = self._config.kv_cache_bytes(model)
         weights = 0 if self._config.performance.use_mmap else entry.weights_bytes
@@ -278,9 +304,18 @@ class Models:
         """The settings of a model: those of the configured model of this name, or the defaults."""
         return self._config.model(name) or ModelConfig(name=name)
 
-    def _engine(self, entry: Entry) -> Engine:
+    def _home_of(self, name: str) -> Path:
+        """Of a model's engines."""
         # Its name is that of its run directory, too, which is beside those of other agents of this STARLING_HOME.
-        home = self._agent_dir / "engines" / hashlib.sha256(f"{self._agent_dir}\0{entry.name}".encode()).hexdigest()[:8]
+        return self._agent_dir / "engines" / hashlib.sha256(f"{self._agent_dir}\0{name}".encode()).hexdigest()[:8]
+
+    def _engine(self, entry: Source) -> Engine:
+        home = self._home_of(entry.name)
+        if isinstance(entry, LocalModel):
+            assert self._listen is not None
+            return ExternalEngine(
+                self._config, entry, home, self._session, lambda: self._free_port("127.0.0.1"), self._listen
+            )
         settings = self.settings(entry.name)
         return StarlingEngine(
             self._config,
@@ -289,7 +324,7 @@ class Models:
             home,
             self.cache.models_dir,
             self._session,
-            self._free_port,
+            lambda: self._free_port(self._config.fleet.agent.host),
         )
 
     # ------------------------------------------------------------------ state

@@ -20,13 +20,15 @@ from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.local_model import LocalModel
 
 log = logging.getLogger("starling.agent")
 
 FIRST_DEATHS = 3  # more in a short time, and the agent reports that the engine keeps dying
 
 Bring = Callable[["Placement"], Awaitable[None]]
-MakeEngine = Callable[[Entry], Engine]
+Source = Entry | LocalModel  # a published model, or one of `fleet.agent.engines`
+MakeEngine = Callable[[Source], Engine]
 
 
 class Placement:
@@ -34,7 +36,7 @@ class Placement:
 
     def __init__(
         self,
-        entry: Entry,
+        entry: Source,
         bring: Bring,
         make_engine: MakeEngine,
         is_open: Callable[[], bool],
@@ -154,7 +156,7 @@ class Placement:
             self._set("FAILED")
             log.exception("internal error", extra={"model": self.model_id})
 
-    async def _one_start(self, entry: Entry) -> None:
+    async def _one_start(self, entry: Source) -> None:
         """Start an engine, and return when it may be started again. Raises `StarlingError` to give up."""
         self.progress = Progress(phase="load")
         self._set("LOADING_TO_GPU")

@@ -33,6 +33,7 @@ from pipeline.fleet import token as tokens
 from pipeline.fleet.peer_tls import PeerTls, open_tls
 from pipeline.runtime import run_dir
 from stages.agent.doors import Doors, Factory, Server, end_refused
+from stages.agent.engines.external_engine import Listening
 from stages.agent.engines.fence import fence
 from stages.agent.engines.starling_engine import engine_arena_dir, engine_run_dir
 from stages.agent.heartbeat import Reporter
@@ -127,9 +128,10 @@ class AgentStage:
                 self._stored,
                 blobs,
                 session,
-                lambda: free_port(engines_config.fleet.agent.host),
+                free_port,
                 lambda: lease.is_valid,
                 exchange,
+                lambda app: open_door(app, engines_config.fleet.agent.host),
             )
             reporter = Reporter(self.config, self._stored, models, lease)
             pieces = PieceApi(agent, holdings)
@@ -276,6 +278,24 @@ def free_port(host: str) -> int:
     """A port that no process listens on now. Raises `ConfigError`."""
     with _listen(host, 0) as probe:
         return int(probe.getsockname()[1])
+
+
+async def open_door(app: web.Application, host: str) -> Listening:
+    """Serve the door of an engine, on a port from the kernel. Raises `ConfigError`."""
+    listener = _listen(host, 0)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+
+    async def close() -> None:
+        await runner.cleanup()
+        listener.close()
+
+    try:
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+    except BaseException:
+        await close()
+        raise
+    return Listening(int(listener.getsockname()[1]), close)
 
 
 def main(config: Config, on_ready: Callable[[str, str], None]) -> int:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.request_name import RequestName, read_request_name
 from pipeline.errors import InvalidRequest
-from stages.gateway.requests.request_name import RequestName, read_request_name
 from tests.gateway.server import MakeServer, Server
 
 ID = "req-0123456789abcdef01234567"

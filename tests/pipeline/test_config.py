@@ -345,6 +345,7 @@ def test_any_input_is_accepted_or_refused_with_a_message(raw: dict[str, Any], en
 
 # The expressions in which the code reads a section: `x.name` alone would be found for any object.
 RECEIVERS = {
+    "EngineConfig": "engine|_engine|one",
     "ServerConfig": "server",
     "ModelConfig": "model|settings|draft",
     "AdapterConfig": "adapter",

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pipeline.errors import ConfigError
 from pipeline.runtime.process import PARENT_VARIABLE
+from stages.agent.engines.log_file import LogFile
 
 KEPT_LINES = 40
 END_S = 2.0  # for the end of the output after that of the process
@@ -26,8 +27,12 @@ _ERROR = re.compile(r'\bERROR\b|"level": ?"error"|^starling: ')
 class Child:
     """One process. `start` is called from the main thread: the kernel ends the child with the thread that forked it."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log_file: LogFile | None = None
+    ) -> None:
+        """`log_file`: gets all that it writes; None: the program has logs of its own."""
         self._command = command
+        self._log_file = log_file
         self._env = {**env, PARENT_VARIABLE: str(os.getpid())}
         self._cwd = cwd
         self._process: asyncio.subprocess.Process | None = None
@@ -96,4 +101,6 @@ class Child:
                 continue
             if not line:
                 return
+            if self._log_file is not None:
+                self._log_file.append(line)
             self.lines.append(line.decode("utf-8", "replace").rstrip()[:MAX_LINE])

@@ -2,9 +2,11 @@
 
     start     begin; what an earlier engine of the same model has left is dead afterwards
     ready     wait until it answers requests
+    ended     wait for its end, or for its silence
     queue     what it computes, and what waits
     suspend   take no more requests; resume: take them again
     stop      end it in order, and everything that belongs to it
+    capabilities   what the orchestrators may expect of its answers
 
 `load` and `unload` of a model are `start` and `stop`: a dead engine takes no other model with it.
 """
@@ -24,6 +26,7 @@ class Capabilities(NamedTuple):
     kv_type: str = ""
     numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
     can_continue: bool = False  # from the output tokens of another engine of the same version
+    continues_text: bool = False  # from the text of another engine of the same kind and model: not the same bytes
 
 
 class Queue(NamedTuple):

@@ -29,6 +29,7 @@ from pipeline.api.generation_fields import check_configured_order
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output, version_name
 from pipeline.api.quotas import Quotas
+from pipeline.api.request_name import RequestName
 from pipeline.api.requests.generation_request import AdapterUse, GenerationRequest
 from pipeline.api.requests.tool_fields import answer_salt
 from pipeline.api.requests.tool_formats import GENERIC
@@ -44,7 +45,6 @@ from stages.gateway.admission.prompts import check_ids, prompt_field, tokenize_p
 from stages.gateway.admission.server_readiness import READY_WAIT_S, ServerReadiness
 from stages.gateway.reasoning.switch import prefix_of, reasoning_of
 from stages.gateway.requests.continued import force_output
-from stages.gateway.requests.request_name import RequestName
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState

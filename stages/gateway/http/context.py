@@ -12,10 +12,10 @@ from pipeline.api.body_names import BodyNames
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
 from pipeline.api.output_tokens import Output
+from pipeline.api.request_name import new_request_name
 from stages.gateway.http.connection_gate import ConnectionGate
 from stages.gateway.http.parser_pool import ParserPool
 from stages.gateway.http.stream_backlogs import StreamBacklogs
-from stages.gateway.requests.request_name import new_request_name
 from stages.gateway.requests.responses import Claim
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service

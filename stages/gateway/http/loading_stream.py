@@ -17,9 +17,9 @@ from aiohttp import HttpVersion11, web
 from pipeline.api import sse
 from pipeline.api.error_response import anthropic_error, error_event
 from pipeline.api.json_body import to_json
+from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
-from stages.gateway.requests.request_name import HEADER as NAME
 
 T = TypeVar("T")
 

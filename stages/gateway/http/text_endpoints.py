@@ -20,6 +20,8 @@ from aiohttp.hdrs import METH_HEAD
 from pipeline.api import sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.output_tokens import OUTPUT, RELAY
+from pipeline.api.request_name import HEADER as NAME
+from pipeline.api.request_name import RequestName, new_request_name, read_request_name
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, Forbidden, InvalidRequest, NotFound, StarlingError
@@ -54,8 +56,6 @@ from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
 from stages.gateway.requests.idempotency import read_key
 from stages.gateway.requests.readers import FanOutSink
-from stages.gateway.requests.request_name import HEADER as NAME
-from stages.gateway.requests.request_name import RequestName, new_request_name, read_request_name
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service

@@ -21,7 +21,6 @@ replay_buffer.py        answers of ended requests
 recovery.py             continues the journal's requests after a restart
 readers.py              several sinks of one request, or none for the time being
 event_cursor.py         the id of an event
-request_name.py         id, time and seed that a client gives a request
 page_namer.py           the pages of a prompt, for orchestrators
 continued.py            goes on from the output of another server
 resume.py               finds a request and attaches a reader at an event

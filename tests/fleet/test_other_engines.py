@@ -1,0 +1,355 @@
+"""Engines of other makers behind their door: a real process for each, a stand-in that answers as `vllm serve` does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from pipeline.api.output_text import TEXT, TextSoFar, encode
+from pipeline.api.output_tokens import RELAY
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config, EngineConfig
+from pipeline.errors import ConfigError, InvalidRequest
+from stages.agent.engines import local_model
+from stages.agent.engines.door.request_body import read
+from stages.agent.engines.external_engine import DIALECTS, ExternalEngine
+from stages.agent.engines.interface import EngineDied
+from stages.agent.engines.log_file import LogFile
+from stages.agent.stage import free_port, open_door
+from tests.fleet.coordination_stores import until
+from tests.fleet.stand_in_engine import expected
+
+STAND_IN = Path(__file__).with_name("stand_in_engine.py")
+PROMPT = {"model": "m", "prompt": "once", "max_tokens": 8}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+NAME = "req-" + "ab" * 12 + "; created=1700000000; seed=5"
+
+
+def write_program(folder: Path) -> Path:
+    """The stand-in, as the program `vllm`."""
+    program = folder / "vllm"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {STAND_IN} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
+def set_control(model: Path, word: str) -> None:
+    """Tell the stand-in what to do; it never reads a part of the file."""
+    (model / "control.new").write_text(word)
+    (model / "control.new").replace(model / "control")
+
+
+class Site:
+    """One engine, its model's directory, and a client."""
+
+    def __init__(self, folder: Path, session: aiohttp.ClientSession) -> None:
+        self.model = folder / "model"
+        self.model.mkdir()
+        (self.model / "config.json").write_text("{}")
+        self.home = folder / "home"
+        self._program = write_program(folder)
+        self._session = session
+        self.engine: ExternalEngine
+
+    def config(self, **fields: Any) -> Config:
+        one = {"model": "m", "engine": "vllm", "path": str(self.model), "program": str(self._program), **fields}
+        return resolve({"fleet": {"agent": {"engines": [one]}}}, env={})
+
+    async def start(self, **fields: Any) -> ExternalEngine:
+        config = self.config(**fields)
+        (configured,) = config.fleet.agent.engines
+        found = await asyncio.to_thread(local_model.find, configured, self.home)
+        self.engine = ExternalEngine(
+            config,
+            found,
+            self.home,
+            self._session,
+            lambda: free_port("127.0.0.1"),
+            lambda app: open_door(app, "127.0.0.1"),
+        )
+        await self.engine.start()
+        await self.engine.ready()
+        return self.engine
+
+    def control(self, words: str) -> None:
+        set_control(self.model, words)
+
+    def requests(self) -> list[dict[str, Any]]:
+        path = self.model / "requests"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    async def post(
+        self, path: str, body: dict[str, Any], so_far: TextSoFar | None = None, key: str | None = None, **headers: str
+    ) -> tuple[int, bytes]:
+        given = {"Authorization": f"Bearer {key or self.engine.key}", "Content-Type": "application/json", **headers}
+        raw, tail = json.dumps(body).encode(), b""
+        if so_far is not None:
+            tail = encode(so_far)
+            given[TEXT] = str(len(tail))
+        async with self._session.post(self.engine.url + path, data=raw + tail, headers=given) as answer:
+            return answer.status, await answer.read()
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    async with aiohttp.ClientSession() as session:
+        made = Site(tmp_path, session)
+        yield made
+        if hasattr(made, "engine"):
+            await made.engine.stop(at_once=True)
+
+
+def texts(stream: bytes) -> list[str]:
+    """The texts of a stream's events."""
+    found = []
+    for event in re.findall(rb"^data: (\{.*)$", stream, re.M):
+        for choice in json.loads(event).get("choices", []):
+            found.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    return [one for one in found if one]
+
+
+async def test_answers_are_ours_and_the_engine_gets_our_defaults(site: Site) -> None:
+    engine = await site.start()
+    name = {"X-Starling-Request": NAME}
+    status, body = await site.post("/v1/completions", PROMPT, **name)
+    assert status == 200, body
+    whole = json.loads(body)
+    assert whole["choices"][0] == {"index": 0, "text": expected("once", 8), "logprobs": None, "finish_reason": "length"}
+    assert (whole["id"], whole["created"], whole["model"]) == ("cmpl-" + "ab" * 12, 1700000000, "m")
+    assert whole["usage"]["prompt_tokens"] == 4 and whole["usage"]["completion_tokens"] == 8
+    body_sent = site.requests()[0]
+    assert body_sent["temperature"] == 1.0 and body_sent["top_p"] == 1.0 and body_sent["seed"] == 5
+    streamed = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    status, stream = await site.post("/v1/chat/completions", streamed, **name, **{RELAY: "1"})
+    assert "".join(texts(stream)) == expected("hello", 8)
+    assert stream.count(b": text ") == 9 and stream.endswith(b"data: [DONE]\n\n")
+    assert b'"completion_tokens":8' in stream and b"own-id" not in stream
+    assert (await engine.queue())[:3] == (0, 2, 0.75)
+
+
+async def test_a_request_needs_the_key_and_none_is_repeated(site: Site) -> None:
+    await site.start()
+    assert (await site.post("/v1/completions", PROMPT, key="wrong"))[0] == 401
+    assert (await site.post("/v1/embeddings", PROMPT))[0] == 400
+    for header in ("Idempotency-Key", "Last-Event-ID"):  # it gives no answer a second time
+        status, answer = await site.post("/v1/completions", PROMPT, **{header: "x"})
+        assert status == 400 and json.loads(answer)["error"]["param"] == header
+    assert site.requests() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("completions", {"n": 2}, "n"),
+        ("completions", {"dry_multiplier": 1.0}, "dry_multiplier"),
+        ("completions", {"logprobs": 2}, "logprobs"),
+        ("completions", {"prompt": [1, 2]}, "prompt"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"session_id": "s"}, "session_id"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
+        ("chat/completions", {"unheard_of": 1}, "unheard_of"),
+        ("messages", {}, "model"),
+        ("generate", {}, "model"),
+    ],
+)
+def test_what_the_engine_cannot_honour_is_refused_by_name(path: str, fields: dict[str, Any], param: str) -> None:
+    body = {**(CHAT if path == "chat/completions" else PROMPT), **fields}
+    with pytest.raises(InvalidRequest) as refused:
+        read(f"/v1/{path}", json.dumps(body).encode(), "application/json", DIALECTS["llama-server"])
+    assert refused.value.param.startswith(param), refused.value.message
+
+
+def test_a_neutral_value_is_no_refusal() -> None:
+    neutral = {"n": 1, "dry_multiplier": 0, "user": "me", "echo": False, "speculate": None, "frequency_penalty": 0}
+    body = json.dumps({**PROMPT, **neutral}).encode()
+    read("/v1/completions", body, "application/json", DIALECTS["llama-server"])
+
+
+def test_what_one_engine_honours_another_one_may_refuse() -> None:
+    body = json.dumps({**PROMPT, "frequency_penalty": 0.5}).encode()
+    read("/v1/completions", body, "application/json", DIALECTS["vllm"])
+    with pytest.raises(InvalidRequest, match="llama-server computes it"):
+        read("/v1/completions", body, "application/json", DIALECTS["llama-server"])
+
+
+async def test_an_answer_goes_on_after_a_text(site: Site) -> None:
+    await site.start()
+    text = expected("once", 3)
+    _, stream = await site.post(
+        "/v1/completions", {**PROMPT, "stream": True}, TextSoFar(text=text, tokens=3), **{RELAY: "1"}
+    )
+    assert text + "".join(texts(stream)) == expected("once", 8)
+    assert b": text 8\n\n" in stream
+    chat = {**CHAT, "stream": True, "stream_options": {"include_usage": True}}
+    text = expected("hello", 5)
+    _, stream = await site.post("/v1/chat/completions", chat, TextSoFar(text=text, tokens=5))
+    assert text + "".join(texts(stream)) == expected("hello", 8) and b"role" not in stream
+    assert b'"completion_tokens":8' in stream
+    sent = site.requests()[-1]
+    assert sent["messages"][-1] == {"role": "assistant", "content": text}
+    assert sent["continue_final_message"] is True and sent["add_generation_prompt"] is False
+    # With all of its tokens there is nothing to compute.
+    before = len(site.requests())
+    _, stream = await site.post("/v1/completions", {**PROMPT, "stream": True}, TextSoFar(text="x", tokens=8))
+    assert texts(stream) == [] and b'"length"' in stream and len(site.requests()) == before
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_that_can_be_cured(site: Site) -> None:
+    await site.start()
+    for word in ("nonsense", "error", "end", "die"):
+        site.control(word)
+        status, stream = await site.post("/v1/completions", {**PROMPT, "stream": True})
+        assert status == 200 and "".join(texts(stream)) == expected("once", 3), word
+        last = stream.split(b"\n\n")[-2]
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "MODEL_UNAVAILABLE", last
+        status, answer = await site.post("/v1/completions", PROMPT)
+        assert (status, json.loads(answer)["error"]["code"]) == (503, "MODEL_UNAVAILABLE"), word
+    assert "signal 9" in (await site.engine.ended()).message
+
+
+async def test_a_busy_engine_and_a_bad_prompt(site: Site) -> None:
+    await site.start()
+    status, answer = await site.post("/v1/completions", {**PROMPT, "prompt": "x" * 20_000})
+    assert status == 400 and b"the prompt is too long" in answer
+    site.control("busy")
+    status, answer = await site.post("/v1/completions", PROMPT)
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "OVERLOADED")
+
+
+async def test_an_engine_that_is_silent_counts_as_dead(site: Site) -> None:
+    engine = await site.start(silent_ms=300, answer_timeout_ms=300)
+    ended = asyncio.create_task(engine.ended())
+    site.control("stop")
+    _, stream = await site.post("/v1/completions", {**PROMPT, "stream": True})
+    assert "".join(texts(stream)) == expected("once", 3) and b"MODEL_UNAVAILABLE" in stream
+    assert "has not answered /health for 0.3 s" in (await ended).message
+    await engine.stop(at_once=True)
+
+
+async def test_a_shut_door_ends_what_is_under_way(site: Site) -> None:
+    engine = await site.start()
+    site.control("hold")
+    running = asyncio.create_task(site.post("/v1/completions", {**PROMPT, "stream": True}))
+    whole = asyncio.create_task(site.post("/v1/completions", PROMPT))
+    await until(lambda: len(site.requests()) == 2)
+    await engine.suspend()
+    _, stream = await running
+    assert b"lease has ended" in stream and "[DONE]" not in stream.decode()
+    assert (await whole)[0] == 503
+    assert (await site.post("/v1/completions", PROMPT))[0] == 503
+    await engine.resume()
+    site.control("")
+    assert (await site.post("/v1/completions", PROMPT))[0] == 200
+
+
+async def test_no_more_requests_than_allowed(site: Site) -> None:
+    await site.start(max_requests=1)
+    site.control("hold")
+    first = asyncio.create_task(site.post("/v1/completions", PROMPT))
+    await until(lambda: len(site.requests()) == 1)
+    status, answer = await site.post("/v1/completions", PROMPT)
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "OVERLOADED")
+    assert (await site.engine.queue()).running == 1
+    site.control("")
+    assert (await first)[0] == 200
+
+
+async def test_a_client_that_leaves_frees_its_place(site: Site) -> None:
+    await site.start(max_requests=1)
+    site.control("hold")
+    first = asyncio.create_task(site.post("/v1/completions", PROMPT))
+    await until(lambda: len(site.requests()) == 1)
+    first.cancel()
+    await asyncio.wait([first])
+    site.control("")
+    while (await site.post("/v1/completions", PROMPT))[0] != 200:
+        await asyncio.sleep(0.01)
+
+
+async def test_tenants_share_no_cached_prompts(site: Site) -> None:
+    await site.start()
+    for salt in ("aa", "aa", "bb"):
+        await site.post("/v1/completions", PROMPT, **{"X-Starling-Request": f"{NAME}; salt={salt}"})
+    await site.post("/v1/completions", PROMPT)
+    first, again, other, none = [one.get("cache_salt") for one in site.requests()]
+    assert first == again != other and first and other and none is None
+    assert "aa" not in (first, other)
+
+
+async def test_its_output_is_kept_and_its_limits_hold(site: Site) -> None:
+    engine = await site.start(memory_mb=512)
+    log = site.home / "engine.log"
+    await until(lambda: log.exists() and "stand-in for m" in log.read_text())
+    (pid,) = [int(one) for one in os.listdir("/proc") if one.isdigit() and _is_stand_in(int(one), site.model)]
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert re.search(rf"Max data size\s+{512 << 20}\s", limits) and re.search(r"Max core file size\s+0\s", limits)
+    assert os.getpgid(pid) != os.getpgid(0)
+    environment = Path(f"/proc/{pid}/environ").read_bytes()
+    assert engine.key.encode() not in environment  # the door's key is not the engine's
+    os.kill(pid, signal.SIGKILL)
+    assert "signal 9" in (await engine.ended()).message
+
+
+def _is_stand_in(pid: int, model: Path) -> bool:
+    try:
+        return str(model).encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+async def test_a_program_that_is_not_there_is_named(site: Site) -> None:
+    with pytest.raises(EngineDied, match="/no/vllm cannot be run: No such file") as failed:
+        await site.start(program="/no/vllm")
+    assert failed.value.is_final
+
+
+def test_a_log_has_a_bound(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "engine.log", max_bytes=100)
+    for number in range(55):
+        log.append(b"line %4d\n" % number)
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert max(sizes) <= 110 and len(sizes) == 2
+    assert b"line   54" in (tmp_path / "engine.log").read_bytes()
+
+
+def test_the_digest_follows_the_files(tmp_path: Path) -> None:
+    gguf = tmp_path / "m.gguf"
+    gguf.write_bytes(b"one")
+    engine = EngineConfig(model="m", engine="llama-server", path=str(gguf))
+    first = local_model.find(engine, tmp_path / "home")
+    assert first.digest == "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed" and first.nbytes == 3
+    assert local_model.find(engine, tmp_path / "home") == first
+    (tmp_path / "other").write_bytes(b"two")
+    (tmp_path / "other").rename(gguf)
+    assert local_model.find(engine, tmp_path / "home").digest != first.digest
+    gguf.unlink()
+    with pytest.raises(ConfigError, match="put the model there"):
+        local_model.find(engine, tmp_path / "home")
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"path": "relative.gguf"}, "engines.0.path"),
+        ({"model": "all"}, "engines.0.model"),
+        ({"args": ["--port=1"]}, "engines.0.args"),
+        ({"args": ["--api-key", "x"]}, "engines.0.args"),
+        ({"model": "smollm2-135m-instruct"}, "engines.0.model"),
+    ],
+)
+def test_what_the_configuration_must_not_say(fields: dict[str, Any], what: str) -> None:
+    one = {"model": "m", "engine": "llama-server", "path": "/m.gguf", **fields}
+    with pytest.raises(ConfigError, match=what):
+        resolve({"fleet": {"agent": {"engines": [one]}}}, env={})
