@@ -16,6 +16,9 @@ relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
 event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
+text_stream.py  the text of a stream of another engine, from which another one goes on
+opening.py      exchanges that end when their agent is lost
+releases.py     tells engines that no one reads a request
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
 idle_models.py  models that have had no requests for a while

@@ -148,6 +148,7 @@ class FleetApi:
         for state in ("READY", "SUSPECT", "UNKNOWN"):
             metrics.set("starling_fleet_agents", health.count(state), state.lower())
         metrics.set("starling_fleet_continued_tokens_total", self._relay.continued_tokens)
+        metrics.set("starling_fleet_replayed_texts_total", self._relay.replayed_texts)
         for cause, count in self._relay.moves.items():
             metrics.set("starling_fleet_moves_total", count, cause)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
@@ -215,6 +216,7 @@ class FleetApi:
             "object": "model",
             "created": 0,
             "owned_by": "starling",
+            "engine": self._engine_of(name),
             "ready": bool(ready),
             "agents": ready,
             "loading": sum(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded),
@@ -222,6 +224,17 @@ class FleetApi:
             "bytes": known.nbytes if known else max((one.bytes for one in loaded), default=0),
             "replicas": placement.replicas if placement else 0,
         }
+
+    def _engine_of(self, name: str) -> str:
+        """The program that computes a model. Only answers of `starling` are the same each time."""
+        for view in self._router.table:
+            for one in view.details.loaded_models:
+                if one.model_id == name:
+                    return one.engine
+            for cached in view.details.cached_models:
+                if name in cached.names:
+                    return cached.engine
+        return "starling"
 
     def _agent_ids(self) -> list[str]:
         return [one.agent_id for one in self._registry.health()]

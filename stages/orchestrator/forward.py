@@ -12,6 +12,7 @@ from pipeline.errors import StarlingError
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.output_record import OutputRecord
+from stages.orchestrator.text_stream import TextStream
 
 # Errors with which an engine refuses a request that another engine may serve.
 MOVABLE = frozenset({"DRAINING", "MODEL_UNAVAILABLE", "OVERLOADED", "MODEL_NOT_FOUND", "INVALID_API_KEY"})
@@ -105,12 +106,18 @@ class Tries:
         self.excluded: set[str] = set()  # that have just failed it
         self.unfit: set[str] = set()  # that cannot load its model
         self.version = ""  # that has begun the answer
+        self.text: TextStream | None = None  # the stream, if its engine promises no equal bytes
         self.was_lost = False  # an engine died under it, or it has left one
         self.successor = ""  # the agent that has computed its prompt and tokens for it
         self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None
+
+    @property
+    def begun_text(self) -> TextStream | None:
+        """The stream, if such an engine has begun it."""
+        return self.text if self.text is not None and self.text.has_begun else None
 
     def failed(self, agent_id: str, failure: Refusal | StarlingError | None = None) -> None:
         """An agent has failed it."""

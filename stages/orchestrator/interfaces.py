@@ -49,7 +49,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     blocks: tuple[int, ...] = ()  # chained hashes of the prompt's full blocks, see prefixes.py
     pinned: str = ""  # the agent of its session; "": any
     excluded: frozenset[str] = frozenset()  # agents that have just failed it
-    version: str = ""  # the version that has answered already, as `version_of` names it; "": any
+    version: str = ""  # the version that has answered already, as `version_of` or `text_kind_of` names it; "": any
 
 
 class NodeManager(ABC):

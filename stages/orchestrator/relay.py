@@ -21,58 +21,34 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
-from pipeline.api.output_tokens import OUTPUT, RELAY
+from pipeline.api.output_text import REPLAYED, TEXT
+from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
 from stages.orchestrator.forward import MOVABLE_IN_STREAM, Forward, KeptRequests, Out, Refusal, Tries, read_error
 from stages.orchestrator.handover import Handovers
+from stages.orchestrator.opening import Abortable, Opening
 from stages.orchestrator.registry import Registry
+from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
-from stages.orchestrator.score import version_of
+from stages.orchestrator.score import text_kind_of, version_of
+from stages.orchestrator.text_stream import TextStream
 from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
 COMMENT_S = 2.0  # between two comments in a stream that waits
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
-RELEASE_S = 5.0  # for an engine to end a request that no client reads
-MAX_RELEASES = 1000  # at once; engines end further ones when no one has read them for a minute
 NOT_TAKEN = (400, 403, 413)  # answers to output tokens that an engine does not continue from
 MAX_LOST = 8  # engines in a row that may die under a request: one that kills engines must not kill them all
-
-
-class _Abortable(Protocol):
-    def abort(self, reason: str) -> None:
-        """End it: who waits for it gets `Unreachable`."""
-
-
-class _Opening:
-    """A request whose answer has not begun."""
-
-    def __init__(self, task: asyncio.Task[Answer]) -> None:
-        self._task = task
-        self._reason = ""
-
-    def abort(self, reason: str) -> None:
-        self._reason = reason
-        self._task.cancel()
-
-    async def answer(self) -> Answer:
-        try:
-            return await self._task
-        except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._reason and current is not None and not current.cancelling():
-                raise Unreachable(self._reason) from None
-            raise
 
 
 class Bounds(NamedTuple):
@@ -95,9 +71,13 @@ class Relay:
         clock: Callable[[], float],
         next_change: Callable[[float], Awaitable[object]],
         progress_of: Callable[[str], str] = lambda model: "",
+        *,
+        replays_text: bool = True,
     ) -> None:
+        """`replays_text`: streams of other engines go on from their text; else they end with an error."""
         self.kept = KeptRequests(clock)
         self.moves: Counter[str] = Counter()  # by cause
+        self.replayed_texts = 0  # streams that another engine went on with from their text
         self.continued_tokens = 0  # output tokens from which another engine went on
         self._client = client
         self._router = router
@@ -107,10 +87,12 @@ class Relay:
         self._clock = clock
         self._next_change = next_change
         self._progress_of = progress_of
-        self._answers: dict[str, dict[_Abortable, Forward]] = {}  # by agent
-        self._streams: dict[_Abortable, tuple[EventCutter, Tries]] = {}  # those that have begun, by answer
-        self._releases: set[asyncio.Task[None]] = set()
-        self._handovers = Handovers(router, self._send_copy, self._release, clock)
+        self._replays_text = replays_text
+        self._answers: dict[str, dict[Abortable, Forward]] = {}  # by agent
+        self._streams: dict[Abortable, tuple[EventCutter, Tries]] = {}  # those that have begun, by answer
+        self._fixed: set[Abortable] = set()  # streams of text that have begun: they stay where they are
+        self._releases = Releases(client)
+        self._handovers = Handovers(router, self._send_copy, self._releases.begin, clock)
 
     # ---------------------------------------------------------------- streams
 
@@ -123,6 +105,8 @@ class Relay:
             while True:
                 route = await self._route(forward, tries, out)
                 try:
+                    if kind := text_kind_of(route.engine) if route.engine is not None else "":
+                        return await self._text_from(route, forward, kind, tries, out)
                     await self._stream_from(route, forward, cutter, tries, out)
                     return cutter.n_events
                 except (Unreachable, EventTooLargeError) as lost:
@@ -135,7 +119,7 @@ class Relay:
             shown = error if isinstance(error, StarlingError) else error.to_error()
             log.warning("a stream ends with an error", extra={"request_id": forward.id, "reason": shown.message})
             await out.write(sse.event(error_event(shown, [0])))
-            return cutter.n_events
+            return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
             self.kept.left(forward.id, cutter.output)
 
@@ -167,6 +151,41 @@ class Relay:
                         return
                 if not cutter.is_over:
                     raise Unreachable("the stream ended before its last event")
+
+    async def _text_from(self, route: Route, forward: Forward, kind: str, tries: Tries, out: Out) -> int:
+        """Forward the text of an engine that promises no equal bytes; the output tokens. Raises as `_stream_from`."""
+        text = tries.text = tries.text or TextStream()
+        begun, is_first = self._clock(), tries.count == 1
+        with self._under_way(route, forward):
+            rest = text.restart()
+            answer = await self._send(route, forward, {}, output=rest, header=TEXT)
+            with self._watched(route, forward, answer):
+                await self._check(answer)
+                tries.n_accepted += 1
+                if text.n_replays:
+                    self.replayed_texts += 1
+                    await self._comment(
+                        out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far"
+                    )
+                elif not out.is_begun:
+                    await out.begin(200, answer.headers)
+                while data := await answer.read():
+                    if is_first:
+                        is_first = False
+                        self._router.first_token(route, forward.routed, self._clock() - begun)
+                    if events := text.feed(data):
+                        tries.advanced()
+                        tries.version = kind
+                        self._fixed.add(answer)
+                        await out.write(events)
+                    if text.problem:
+                        raise Unreachable(text.problem)
+                    if text.error:
+                        await self._on_error_event(text.error, out)
+                        return text.tokens
+                if not text.is_over:
+                    raise Unreachable("the stream ended before its last event")
+                return text.tokens
 
     async def _open(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries) -> Answer:
         """Send the request, or continue it where the engine may have it already."""
@@ -324,12 +343,16 @@ class Relay:
         )
         if tries.n_accepted > MAX_LOST:
             raise error
-        if tries.has_begun and not tries.version and not forward.is_bound:
+        goes_on = bool(tries.version) and (tries.begun_text is None or self._goes_on(tries.begun_text))
+        if tries.has_begun and not goes_on and not forward.is_bound:
             raise StarlingError(
                 "MODEL_UNAVAILABLE",
                 f"the engine of {forward.routed.model} died, and it does not promise that another one gives the same "
                 "answer; send the request again",
             )
+
+    def _goes_on(self, text: TextStream) -> bool:
+        return self._replays_text and text.can_go_on
 
     def _refused(self, route: Route, forward: Forward, tries: Tries, refusal: Refusal) -> None:
         """An engine has answered with an error. Raises it unless another agent may serve the request."""
@@ -352,7 +375,9 @@ class Relay:
         path: str = "",
         output: bytes = b"",
         is_kept: bool = True,
+        header: str = OUTPUT,
     ) -> Answer:
+        """`output`: what follows the body, as `header` names it."""
         assert route.engine is not None
         headers = {**forward.headers, **extra}
         if route.engine.engine_key:
@@ -360,12 +385,12 @@ class Relay:
         method = method or forward.method
         body = forward.body if method == "POST" else b""
         if output:
-            headers[OUTPUT] = str(len(output))
+            headers[header] = str(len(output))
         if forward.id and is_kept:
             self.kept.put(forward, route.agent_id)
         url = route.engine.engine_url + (path or forward.path)
         task = asyncio.ensure_future(self._client.open(method, url, headers, body + output, agent_id=route.agent_id))
-        opening = _Opening(task)
+        opening = Opening(task)
         with self._registered(route, forward, opening):
             return await opening.answer()
 
@@ -402,52 +427,32 @@ class Relay:
                 yield
         finally:
             self._streams.pop(answer, None)
+            self._fixed.discard(answer)
             self._handovers.ended(answer)
             answer.close()
 
     @contextmanager
-    def _registered(self, route: Route, forward: Forward, exchange: _Abortable) -> Iterator[None]:
+    def _registered(self, route: Route, forward: Forward, exchange: Abortable) -> Iterator[None]:
         answers = self._answers.setdefault(route.agent_id, {})
         answers[exchange] = forward
         try:
             yield
         except (asyncio.CancelledError, ConnectionError):  # the client has left
             if not forward.outlives_client:
-                self._release(route, forward)
+                self._releases.begin(route, forward)
             raise
         except Unreachable:
-            self._release(route, forward)
+            self._releases.begin(route, forward)
             raise
         finally:
             del answers[exchange]
             if not answers and self._answers.get(route.agent_id) is answers:
                 del self._answers[route.agent_id]
 
-    def _release(self, route: Route, forward: Forward) -> None:
-        """The engine, if it lives, need not wait for another reader of the request."""
-        if RELAY not in forward.headers or route.engine is None or len(self._releases) >= MAX_RELEASES:
-            return
-        key = route.engine.engine_key
-        headers = {RELAY: forward.headers[RELAY], **({"Authorization": f"Bearer {key}"} if key else {})}
-        url = f"{route.engine.engine_url}/v1/requests/{forward.id}?unread=true"
-
-        async def release() -> None:
-            try:
-                answer = await self._client.open("DELETE", url, headers, b"", RELEASE_S, agent_id=route.agent_id)
-            except Unreachable:
-                return
-            answer.close()
-
-        task = asyncio.get_running_loop().create_task(release())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
     async def close(self) -> None:
         """Cancel what is still being sent."""
         await self._handovers.close()
-        for task in self._releases:
-            task.cancel()
-        await asyncio.gather(*self._releases, return_exceptions=True)
+        await self._releases.close()
 
     def lose_agent(self, agent_id: str, reason: str) -> int:
         """The agent is gone or silent: what it serves goes on elsewhere. The number of requests."""
@@ -463,7 +468,11 @@ class Relay:
         """
         count = 0
         for answer, forward in list(self._answers.get(agent_id, {}).items()):
-            if not forward.can_replay or not self._router.has_other(forward.routed.model, agent_id):
+            if (
+                answer in self._fixed
+                or not forward.can_replay
+                or not self._router.has_other(forward.routed.model, agent_id)
+            ):
                 continue
             cutter, tries = self._streams.get(answer, (None, None))
             if cutter is None or tries is None:
@@ -474,7 +483,7 @@ class Relay:
                 count += self._handovers.begin(answer, agent_id, forward, cutter.output, tries, switch)
         return count
 
-    def _switch(self, agent_id: str, answer: _Abortable, forward: Forward, tries: Tries, reason: str) -> None:
+    def _switch(self, agent_id: str, answer: Abortable, forward: Forward, tries: Tries, reason: str) -> None:
         if answer in self._streams and self._router.has_other(forward.routed.model, agent_id):
             tries.is_moving = True
             answer.abort(reason)

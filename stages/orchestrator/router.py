@@ -22,7 +22,7 @@ from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
 from stages.orchestrator.rates import Rates
-from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, version_of
+from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, text_kind_of, version_of
 
 RETRY_AFTER_S = 1.0
 HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
@@ -182,7 +182,7 @@ class ScoreRouter(RequestRouter):
         if not view.may_start:
             return view.reason
         is_ready = running is not None and running.model_state == "READY"
-        if request.version and (running is None or not is_ready or version_of(running) != request.version):
+        if request.version and (running is None or not is_ready or not _serves(running, request.version)):
             return "it does not serve the version that began the answer"
         if is_ready:
             if self._under_way[view.agent_id, request.model] >= self._max_per_agent:
@@ -291,3 +291,8 @@ class ScoreRouter(RequestRouter):
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""
         return sum(n for (name, one), n in self._under_way.items() if name == agent_id and model in ("", one))
+
+
+def _serves(running: LoadedModel, version: str) -> bool:
+    """Whether an answer of the version goes on there: from its tokens, or from its text."""
+    return version in (version_of(running), text_kind_of(running))

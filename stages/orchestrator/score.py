@@ -71,6 +71,11 @@ def version_of(model: LoadedModel) -> str:
     return version_name(model.digest, model.kv_type, model.numerics)
 
 
+def text_kind_of(model: LoadedModel) -> str:
+    """What engines have in common that can go on from each other's text; "": this one cannot."""
+    return f"{model.engine}:{model.digest}" if model.continues_text and model.digest else ""
+
+
 def residence(
     details: HeartbeatResponse, model: str, digest: str, nbytes: int, holders: Collection[str] = ()
 ) -> Residence:

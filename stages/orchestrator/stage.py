@@ -117,6 +117,7 @@ class OrchestratorStage:
             time.monotonic,
             self._next_change,
             self.changes.progress,
+            replays_text=bounds.lost_text == "replay",
         )
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)
