@@ -24,7 +24,8 @@ PARAM = "fleet.tls.denied"
 _NAME = re.compile(r"(?:agent|orchestrator|monitor):[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _SERIAL = re.compile(r"[0-9A-Fa-f]+(:[0-9A-Fa-f]+)*")
 
-_State = tuple[int, int, int, int] | None
+_State = tuple[int, ...] | None
+_UNREAD: _State = ()  # of no file: it is read again at the next look
 
 
 class DeniedList:
@@ -66,10 +67,12 @@ class DeniedList:
         self._state = state
         try:
             found = read_denied(read_file(self._path, PARAM), self._path)
-        except ConfigError as error:
-            if error.message != self._refusal:
-                log.error("the list of denied certificates before it stays in force", extra={"reason": error.message})
-            self._refusal = error.message
+        except (ConfigError, OSError) as error:
+            reason = error.message if isinstance(error, ConfigError) else str(error)
+            if reason != self._refusal:
+                log.error("the list of denied certificates before it stays in force", extra={"reason": reason})
+            self._refusal = reason
+            self._state = _UNREAD
             return None
         self._refusal = ""
         return found
@@ -99,9 +102,9 @@ def read_denied(data: bytes, path: str) -> frozenset[str]:
 
 
 def _state(path: str) -> _State:
-    """What changes when the file is replaced or written; links are followed."""
+    """What changes when the file is replaced, written or given other permissions; links are followed."""
     try:
         info = os.stat(path)
-        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
     except OSError:
         return None

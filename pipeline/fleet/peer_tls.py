@@ -79,6 +79,11 @@ def open_tls(tls: FleetTlsConfig, role: Role, name: str = "") -> PeerTls | None:
     return PeerTls(files, DeniedList(denied), role, name, is_required=tls.required)
 
 
+def boot_clock() -> float:
+    """Seconds since the boot, with suspension."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class PeerTls:
     """The certificate of this process, and what it accepts of others. Call `tick` often, in an event loop."""
 
@@ -91,12 +96,14 @@ class PeerTls:
         *,
         is_required: bool = False,
         wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = boot_clock,
     ) -> None:
         """Read the files. `name`: that the certificate must have; "": any. Raises `ConfigError`."""
         self._files = files
         self._role = role
         self._list = denied
-        self._wall = wall  # s since 1970
+        self._wall = wall  # s since 1970; used in handshakes alone: a step of the clock ends no connection
+        self._clock = clock  # s, never set
         self._serial = ""  # of the own certificate
         self.name = name  # of the own certificate
         self.is_required = is_required
@@ -167,8 +174,6 @@ class PeerTls:
             return f"the certificate {peer.serial} of {peer} is denied (fleet.tls.denied)"
         if roles and peer.role not in roles:
             return f"the certificate is of {peer}; this needs one of the role {' or '.join(roles)}"
-        if self._wall() >= _end_of(shown):
-            return f"the certificate of {peer} has expired: issue another one"
         return ""
 
     # ---------------------------------------------------------------- parts
@@ -202,16 +207,20 @@ class PeerTls:
 
         class Checked(CheckedConnection):
             _stamp: object = None
-            _end = 0.0
+            _end = 0.0  # of the certificate, by `clock`
 
             def check(self) -> None:
-                if self._stamp is tls.stamp and tls._wall() < self._end:
+                if self._stamp is tls.stamp and tls._clock() < self._end:
                     return
                 shown = self.getpeercert() or {}
+                if self._stamp is None:
+                    self._end = tls._clock() + _end_of(shown) - tls._wall()
                 found = "an authority has been removed from fleet.tls.ca" if epoch != tls._epoch else problem(shown)
+                if not found and tls._clock() >= self._end:
+                    found = f"the certificate of {peer_of(shown)} has expired: issue another one"
                 if found:
                     raise ssl.SSLCertVerificationError(found)
-                self._stamp, self._end = tls.stamp, _end_of(shown)
+                self._stamp = tls.stamp
 
         return Checked
 

@@ -20,7 +20,8 @@ log = logging.getLogger("starling.tls")
 
 LOOK_S = 2.0  # between two looks
 
-_State = tuple[tuple[int, int, int, int] | None, ...]
+_State = tuple[tuple[int, int, int, int, int] | None, ...]
+_UNREAD: _State = (None,) * 9  # of no files: they are read again at each look
 
 
 class CertificateFollower:
@@ -109,10 +110,12 @@ class CertificateFollower:
                 raise ConfigError(
                     f"{self._files.params.cert}: {self._files.cert} {found.outdated}; the present one stays"
                 )
-        except ConfigError as error:
-            if error.message != self._refusal:
-                log.error("the certificate in use stays", extra={"reason": error.message})
-            self._refusal = error.message
+        except (ConfigError, OSError) as error:
+            reason = error.message if isinstance(error, ConfigError) else str(error)
+            if reason != self._refusal:
+                log.error("the certificate in use stays", extra={"reason": reason})
+            self._refusal = reason
+            self._state = _UNREAD  # what was wrong may be outside of the files, as a lack of descriptors
             return None
         self._refusal = ""
         if found is not None:
@@ -122,12 +125,12 @@ class CertificateFollower:
 
 
 def _state(files: CertificateFiles) -> _State:
-    """What changes when a file is replaced or written; links are followed."""
-    found: list[tuple[int, int, int, int] | None] = []
+    """What changes when a file is replaced, written or given other permissions; links are followed."""
+    found: list[tuple[int, int, int, int, int] | None] = []
     for path in files.paths:
         try:
             info = os.stat(path)
-            found.append((info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns))
+            found.append((info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns))
         except OSError:
             found.append(None)
     return tuple(found)

@@ -10,6 +10,7 @@ still cancel requests there.  Sockets are made by the functions that are passed 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import ssl
 import time
@@ -61,6 +62,7 @@ class Doors:
         self._doors: dict[str, _Door] = {}  # by the engine's URL
         self._opening: dict[str, asyncio.Future[_Door]] = {}  # likewise
         self._connections: set[_Outside] = set()
+        self._ended = asyncio.Event()  # set when the last connection ends
         self._is_closed = False
 
     async def report(self, report: HeartbeatResponse) -> HeartbeatResponse:
@@ -87,16 +89,28 @@ class Doors:
                 log.warning("a connection to an engine ends", extra={"reason": reason})
                 connection.abort()
 
+    async def finish(self, within_s: float) -> None:
+        """Close the doors. What engines have sent before their end arrives within `within_s`, or is cut off."""
+        self._stop_listening()
+        if self._connections:
+            self._ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), within_s)
+        self.close()
+
     def close(self) -> None:
         """Close doors and connections."""
-        self._is_closed = True
-        for door in self._doors.values():
-            door.server.close()
-        self._doors.clear()
+        self._stop_listening()
         for connection in list(self._connections):
             connection.abort()
 
     # ---------------------------------------------------------------- parts
+
+    def _stop_listening(self) -> None:
+        self._is_closed = True
+        for door in self._doors.values():
+            door.server.close()
+        self._doors.clear()
 
     async def _behind_door(self, one: LoadedModel) -> LoadedModel:
         if not one.engine_url:
@@ -157,6 +171,8 @@ class Doors:
     def release(self, connection: _Outside) -> None:
         """It has ended. Idempotent."""
         self._connections.discard(connection)
+        if not self._connections:
+            self._ended.set()
 
     async def connect(self, factory: Factory, engine: str) -> None:
         """Connect to an engine. Raises `OSError`, `TimeoutError`."""

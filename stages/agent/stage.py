@@ -30,7 +30,7 @@ from pipeline.coordination.address import open_store
 from pipeline.errors import ConfigError
 from pipeline.fleet import records
 from pipeline.fleet import token as tokens
-from pipeline.fleet.peer_tls import PeerTls, open_tls
+from pipeline.fleet.peer_tls import PeerTls, boot_clock, open_tls
 from pipeline.runtime import run_dir
 from stages.agent.doors import Doors, Factory, Server, end_refused
 from stages.agent.engines.external_engine import Listening
@@ -55,11 +55,6 @@ TICK_S = 0.5  # between two looks whether the certificate's files are due to be 
 CHECK_S = 10.0  # between two checks of all connections: certificates end
 BACKLOG = 128
 LOOPBACK = "127.0.0.1"
-
-
-def boot_clock() -> float:
-    """Monotonic, s; counts the time in which the machine sleeps, too."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class AgentStage:
@@ -137,7 +132,7 @@ class AgentStage:
             pieces = PieceApi(agent, holdings)
             doors = self._doors(tls) if tls is not None else None
             if doors is not None:
-                stack.callback(doors.close)
+                stack.push_async_callback(doors.finish, SHUTDOWN_TLS_S)
             metrics = AgentMetrics((lambda: tls.not_after) if tls is not None else None)
             api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, pieces, tls, doors)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)

@@ -31,6 +31,7 @@ class Site:
         self._context = agent.server_context("orchestrator")
         self._orchestrator = orchestrator
         self.now = 0.0
+        self.shutdown_s = 10.0  # for what is left when a connection ends
         self.broken: Exception | None = None  # raised instead of listening
         self.may_listen = asyncio.Event()
         self.may_listen.set()
@@ -46,7 +47,7 @@ class Site:
             raise self.broken
         self.n_listened += 1
         server = await asyncio.get_running_loop().create_server(
-            factory, "127.0.0.1", 0, ssl=self._context, ssl_shutdown_timeout=0.2
+            factory, "127.0.0.1", 0, ssl=self._context, ssl_shutdown_timeout=self.shutdown_s
         )
         return server, f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
@@ -275,7 +276,31 @@ async def test_a_door_that_cannot_be_opened_leaves_the_report_of_the_others(site
     assert two.model_state == "READY" and two.engine_url.startswith("https://")
 
 
+async def test_what_an_engine_has_sent_arrives_when_the_agent_ends(site: Site) -> None:
+    reader, _ = await site.client()
+    _, engine_writer = await site.arrived.get()
+    data = random.Random(1).randbytes(6 << 20)  # more than the sockets between them hold
+    engine_writer.write(data)
+    engine_writer.close()
+    ending = asyncio.create_task(site.doors.finish(30.0))
+    await asyncio.sleep(0)
+    assert not ending.done()
+    assert await reader.read(-1) == data
+    await ending
+    assert not site.doors._connections
+
+
+async def test_an_agent_that_ends_waits_for_no_silent_connection(site: Site) -> None:
+    reader, writer = await site.client()
+    writer.write(b"x")
+    await site.arrived.get()
+    await site.doors.finish(0.05)
+    with contextlib.suppress(ConnectionError):
+        assert await reader.read(-1) == b""
+
+
 async def test_a_connection_that_is_held_back_ends_with_its_engine(site: Site) -> None:
+    site.shutdown_s = 0.2
     _, writer = await site.client()
     writer.write(b"x")
     engine_reader, engine_writer = await site.arrived.get()

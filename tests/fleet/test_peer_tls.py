@@ -16,8 +16,8 @@ import pytest
 
 from pipeline.config.schema import FleetTlsConfig
 from pipeline.errors import ConfigError
-from pipeline.fleet.denied_list import read_denied
-from pipeline.fleet.peer_tls import PeerTls, Role, open_tls, peer_of
+from pipeline.fleet.denied_list import DeniedList, read_denied
+from pipeline.fleet.peer_tls import PeerTls, Role, boot_clock, open_tls, peer_of
 from pipeline.tls import follower
 from stages.agent import stage as agent_stage
 from tests.fleet.certificates import Authority
@@ -249,9 +249,12 @@ async def test_a_connection_ends_with_the_certificate_of_its_peer(own: Authority
         connected(server.port, orchestrator.client_context("one")) as (reader, writer),
     ):
         assert await echoed(reader, writer)
-        {"agent": agent, "orchestrator": orchestrator}[side]._wall = lambda: time.time() + 2 * 86400
+        checking = {"agent": agent, "orchestrator": orchestrator}[side]
+        checking._wall = lambda: time.time() + 2 * 86400  # a clock that is set ends nothing
+        assert await echoed(reader, writer)
+        checking._clock = lambda: boot_clock() + 2 * 86400
         assert not await echoed(reader, writer)
-        assert bytes(server.received) == b"hello"
+        assert bytes(server.received) == b"hello" * 2
 
 
 @contextlib.asynccontextmanager
@@ -343,11 +346,25 @@ async def test_a_list_with_an_error_changes_nothing(
         assert await is_refused(server.port, own.open("orchestrator", "o1").client_context("one"))
 
 
+def test_a_list_that_could_not_be_used_is_read_again(tmp_path: Path) -> None:
+    """What was wrong may leave size and time of the file as they were, as permissions do."""
+    denied = tmp_path / "denied"
+    denied.write_text("")
+    following = DeniedList(str(denied))
+    denied.write_text("orchestrator o1\n")
+    times = denied.stat().st_atime_ns, denied.stat().st_mtime_ns
+    assert [following._read_changed() for _ in range(3)] == [None] * 3
+    denied.write_text("orchestrator:o1\n")
+    os.utime(denied, ns=times)
+    assert [following._read_changed() for _ in range(2)][-1] == {"orchestrator:o1"}
+    assert following._read_changed() is None
+
+
 async def test_plain_bytes_and_silence_hold_up_no_handshake(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the agent listens: with a bound for the handshake."""
-    monkeypatch.setattr(agent_stage, "HANDSHAKE_S", 0.5)
+    monkeypatch.setattr(agent_stage, "HANDSHAKE_S", 3.0)
     agent, orchestrator = authority.open("agent", "one"), authority.open("orchestrator", "o1")
     received = bytearray()
 
