@@ -8,7 +8,8 @@ from typing import Protocol
 
 import msgspec
 
-from pipeline.errors import StarlingError
+from pipeline.errors import NotFound, StarlingError
+from pipeline.fleet.bodies import LoadedModel
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.output_record import OutputRecord
@@ -164,9 +165,18 @@ class KeptRequests:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def put(self, forward: Forward, agent_id: str) -> None:
-        """It is sent to an agent."""
+    def put(self, forward: Forward, agent_id: str, engine: LoadedModel) -> None:
+        """It is sent to an agent's engine. Raises `NotFound` for one to be read again that the engine cannot repeat."""
         known = self._kept.get(forward.id)
+        if engine.continues_text:
+            if known is not None:
+                self._drop(forward.id)
+            if forward.was_sent:  # its client would get another answer, which is not charged
+                raise NotFound(
+                    f"the answer of request {forward.id} is not stored: {engine.engine} computes the model, and gives "
+                    "no answer twice; send the request again"
+                )
+            return
         if known is not None:
             known.agent_id, known.until = agent_id, float("inf")
             return

@@ -41,7 +41,7 @@ from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
 from stages.orchestrator.text_stream import TextStream
-from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
+from stages.orchestrator.upstream import Answer, Client, Unreachable, discard, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -158,11 +158,13 @@ class Relay:
         begun, is_first = self._clock(), tries.count == 1
         with self._under_way(route, forward):
             rest = text.restart()
-            answer = await self._send(route, forward, {}, output=rest, header=TEXT)
+            # Its door refuses a request to go on after an event, with the name of the header.
+            extra = {"Last-Event-ID": forward.last_id} if forward.last_id else {}
+            answer = await self._send(route, forward, extra, output=rest, header=TEXT)
             with self._watched(route, forward, answer):
                 await self._check(answer)
                 tries.n_accepted += 1
-                if text.n_replays:
+                if text.accepted():
                     self.replayed_texts += 1
                     await self._comment(
                         out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far"
@@ -195,7 +197,7 @@ class Relay:
             if answer.status != 404:
                 cutter.restart(is_replay=False)
                 return answer
-            await self._discard(answer)
+            await discard(answer)
         if cutter.has_begun and not forward.can_replay:
             raise Unreachable("the engine does not have the request any longer, and no other one can repeat it")
         cutter.restart(is_replay=True)
@@ -204,10 +206,10 @@ class Relay:
         if output and answer.status == 200:
             self.continued_tokens += cutter.output.n_tokens
         elif output and answer.status in NOT_TAKEN:
-            await self._discard(answer)
+            await discard(answer)
             answer = await self._send(route, forward, {})
         if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-            await self._discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
+            await discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 
@@ -239,7 +241,7 @@ class Relay:
         with self._under_way(route, forward):
             answer = await self._send(route, forward, {})
             if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-                await self._discard(answer)
+                await discard(answer)
                 answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
             with self._watched(route, forward, answer):
                 await self._check(answer)
@@ -362,6 +364,9 @@ class Relay:
         self.moves["refused"] += 1
         if is_other_session:
             tries.unfit.add(route.agent_id)
+        # Behind a door an engine dies as a refusal: the agent lives.
+        if route.engine is not None and route.engine.continues_text and refusal.code == "MODEL_UNAVAILABLE":
+            tries.was_lost = True
         tries.failed(route.agent_id, refusal)
 
     # ---------------------------------------------------------------- connections
@@ -387,7 +392,7 @@ class Relay:
         if output:
             headers[header] = str(len(output))
         if forward.id and is_kept:
-            self.kept.put(forward, route.agent_id)
+            self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)
         task = asyncio.ensure_future(self._client.open(method, url, headers, body + output, agent_id=route.agent_id))
         opening = Opening(task)
@@ -399,13 +404,6 @@ class Relay:
         """Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
-
-    @staticmethod
-    async def _discard(answer: Answer) -> None:
-        try:
-            await read_whole(answer)
-        finally:
-            answer.close()
 
     @staticmethod
     def _version(route: Route) -> str:

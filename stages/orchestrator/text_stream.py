@@ -54,8 +54,12 @@ class TextStream:
         self._rest, self.error, self.problem, self._held, self._named = b"", b"", "", [], self._tokens
         if not self.has_begun:
             return b""
-        self.n_replays += 1
         return output_text.encode(TextSoFar(text="".join(self._text), tokens=self._tokens))
+
+    def accepted(self) -> bool:
+        """The engine has begun to answer. Whether it goes on from another one's text."""
+        self.n_replays += self.has_begun
+        return self.has_begun
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward, all of which must be delivered. Raises `EventTooLargeError`, with nothing taken."""

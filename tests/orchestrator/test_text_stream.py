@@ -53,6 +53,7 @@ def test_text_is_neither_lost_nor_repeated(is_chat: bool, deaths: list[int], cut
     stream, received = TextStream(), b""
     for death in [*deaths, None]:
         _, so_far = split_body(str(len(rest)), rest) if (rest := stream.restart()) else (b"", None)
+        assert stream.accepted() == (so_far is not None)
         text = so_far.text if so_far is not None else ""
         assert text == delivered(received) and TEXT.startswith(text)
         assert so_far is None or so_far.tokens == len(text)
@@ -86,7 +87,9 @@ def test_replays_and_text_have_bounds() -> None:
     stream.feed(answer("a", 0, is_chat=False, begins=True)[:-60])
     for _ in range(MAX_REPLAYS):
         assert stream.can_go_on
+        stream.restart()  # of which engines that refuse it, or are not there, get nothing
         stream.restart()
+        assert stream.accepted()
     assert not stream.can_go_on
     stream = TextStream()
     half = json.dumps({"choices": [{"index": 0, "text": "x" * (MAX_TEXT_BYTES // 2), "finish_reason": None}]}).encode()

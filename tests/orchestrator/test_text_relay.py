@@ -1,0 +1,155 @@
+"""What the relay does with the answers of engines that promise no equal bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from pipeline.api import sse
+from pipeline.api.output_text import TEXT, comment
+from pipeline.errors import NotFound
+from pipeline.fleet.bodies import LoadedModel
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.forward import Forward, Refusal
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.relay import Bounds, Relay
+from stages.orchestrator.upstream import Answer, Unreachable
+from tests.orchestrator.agents import engine, heartbeat, request, router, view
+
+BEGUN = comment(1) + sse.event(b'{"choices":[{"index":0,"text":"a","finish_reason":null}]}')
+ENDED = comment(2) + sse.event(b'{"choices":[{"index":0,"text":"","finish_reason":"stop"}]}') + sse.DONE
+DEAD = (503, b'{"error":{"code":"MODEL_UNAVAILABLE","message":"has stopped answering"}}')
+BAD = (400, b'{"error":{"code":"INVALID_REQUEST","message":"Last-Event-ID is not possible"}}')
+
+
+class Scripted:
+    """An answer whose bytes are known."""
+
+    def __init__(self, status: int, body: bytes) -> None:
+        self.status = status
+        self.headers: Mapping[str, str] = {}
+        self._parts = [body]
+
+    async def read(self) -> bytes:
+        return self._parts.pop() if self._parts else b""
+
+    def abort(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+class Engines:
+    """They answer one attempt after the other. `None`: nothing listens there."""
+
+    def __init__(self, *answers: tuple[int, bytes] | None) -> None:
+        self._answers = list(answers)
+        self.sent: list[Mapping[str, str]] = []
+
+    async def open(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
+    ) -> Answer:
+        if method == "DELETE":  # a request that was left there
+            return Scripted(404, b"")
+        self.sent.append(dict(headers))
+        answer = self._answers.pop(0)
+        if answer is None:
+            raise Unreachable("connection refused")
+        return Scripted(*answer)
+
+
+class Received:
+    """A client's response."""
+
+    def __init__(self) -> None:
+        self.is_begun = False
+        self.data = b""
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        self.is_begun = True
+
+    async def write(self, data: bytes) -> None:
+        self.data += data
+
+
+class Clock:
+    """It advances while the relay waits."""
+
+    now = 0.0
+
+    async def wait(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+
+def relay_of(engines: Engines, *models: LoadedModel) -> Relay:
+    """Agents a, b, ... with one model each."""
+
+    async def poll(record: object) -> Any:
+        return heartbeat("a")
+
+    async def load(*wanted: str) -> None:
+        raise NotImplementedError
+
+    clock = Clock()
+    views = [view(name, model) for name, model in zip("ab", models)]
+    return Relay(
+        engines,
+        router(*views),
+        Registry(poll, lambda: clock.now),
+        ColdLoads(load, 1, lambda: clock.now),
+        Bounds(1.0, 1000.0),
+        lambda: clock.now,
+        clock.wait,
+    )
+
+
+def forward(**fields: Any) -> Forward:
+    return Forward(routed=request(), path="/v1/completions", body=b"{}", headers={}, **fields)
+
+
+def other(**fields: Any) -> LoadedModel:
+    return engine(engine="vllm", continues_text=True, engine_url="http://e", **fields)
+
+
+async def test_only_engines_that_accept_a_text_count_as_replays() -> None:
+    engines = Engines((200, BEGUN), None, DEAD, None, DEAD, None, DEAD, None, (200, ENDED))
+    relay, out = relay_of(engines, other(), other()), Received()
+    assert await relay.stream(forward(is_stream=True), out) == 2
+    assert out.data.endswith(sse.DONE) and b"error" not in out.data
+    assert json.loads(out.data.split(b"\n\n")[-3].removeprefix(b"data: "))["starling_replayed"] == 1
+    assert relay.replayed_texts == 1 and [TEXT in one for one in engines.sent] == [False] + 8 * [True]
+    await relay.close()
+
+
+async def test_an_engine_that_dies_behind_its_door_is_waited_for_as_for_one_that_died() -> None:
+    engines = Engines(*(100 * [DEAD]), (200, b"answer"))  # 100 attempts take longer than for a request never taken
+    relay = relay_of(engines, other())
+    assert (await relay.whole(forward()))[2] == b"answer"
+
+
+async def test_the_door_is_told_that_a_stream_is_to_go_on_after_an_event() -> None:
+    engines = Engines(BAD)
+    with pytest.raises(Refusal, match="400"):
+        await relay_of(engines, other()).stream(forward(is_stream=True, last_id="req-1:7"), Received())
+    assert engines.sent[0]["Last-Event-ID"] == "req-1:7"
+
+
+async def test_what_gives_no_answer_twice_is_not_read_again() -> None:
+    engines = Engines((200, BEGUN + ENDED), (200, b"answer"), None, (200, b"answer"))
+    relay = relay_of(engines, other(), other())
+    await relay.stream(forward(is_stream=True), Received())
+    await relay.whole(forward())
+    assert relay.kept.find("req-1") is None and relay.kept.nbytes == 0
+    # One that an engine of this project has got first moves to another engine.
+    relay = relay_of(engines, engine(engine_url="http://e"), other())
+    relay.kept.put(forward(), "a", engine())
+    await relay.whole(forward())
+    assert relay.kept.find("req-1") is None and relay.kept.nbytes == 0
+    with pytest.raises(NotFound, match="vllm computes the model"):
+        await relay_of(engines, other()).whole(forward(was_sent=True))
