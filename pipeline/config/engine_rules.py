@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 from pipeline.config.schema import Config
 
 # Arguments that the agent gives the programs itself, or that would take an engine out of its hands.
+# The programs read `_` as `-`.
 OWN_ARGUMENTS = {
     "llama-server": frozenset(
         {
             *("-m", "--model", "--host", "--port", "-a", "--alias", "--api-key", "--api-key-file", "--metrics"),
             *("--prefill-assistant", "--no-prefill-assistant", "--reuse-port", "--api-prefix", "--slots"),
             *("--ssl-key-file", "--ssl-cert-file", "--context-shift", "--path", "--log-file"),
+            *("-hf", "-hfr", "--hf-repo", "-mu", "--model-url", "--models-dir", "--config"),
         }
     ),
     "vllm": frozenset(
@@ -20,6 +22,7 @@ OWN_ARGUMENTS = {
             *("--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--root-path"),
             *("--reasoning-parser", "--enable-auto-tool-choice", "--ssl-keyfile", "--ssl-certfile"),
             *("--generation-config", "--trust-remote-code", "--headless", "--enable-log-requests"),
+            *("--config", "--hf-repo", "--model-url", "--models-dir"),
         }
     ),
 }
@@ -39,7 +42,7 @@ def problems(config: Config, name_problem: Callable[[str], str]) -> Iterator[tup
         if not engine.path.startswith("/"):
             yield f"{key}.path", repr(engine.path), "expected an absolute path: engines run in a directory of their own"
         for argument in engine.args:
-            if "\0" in argument or argument.partition("=")[0] in OWN_ARGUMENTS[engine.engine]:
+            if "\0" in argument or argument.partition("=")[0].replace("_", "-") in OWN_ARGUMENTS[engine.engine]:
                 yield f"{key}.args", repr(argument), "the agent sets this argument itself; leave it out"
         if "\0" in engine.program + engine.path:
             yield f"{key}.program", "", "has a NUL character"

@@ -3,9 +3,9 @@
     python stand_in_engine.py serve MODEL --served-model-name NAME --host HOST --port PORT ...
 
 It "computes" text by a rule, so that a test knows the one right continuation: after a prompt of n characters the next
-token is the letter n mod 26.  A chat's prompt is its messages' contents, joined.  The file MODEL/control, which it
+token is the letter n mod 26.  A chat's prompt is its messages' contents, joined.  The file MODEL.control, which it
 reads for each token, has what it does from the fourth token on: hold, die (SIGKILL), stop (SIGSTOP), or send nonsense,
-an error, or an early end; or busy: it refuses requests.  MODEL/requests gets a line for each body.
+an error, or an early end; or busy: it refuses requests.  MODEL.requests gets a line for each body.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class StandIn(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], model: Path) -> None:
         super().__init__(address, Handler)
-        self.requests = model / "requests"
+        self.requests = model.with_name(model.name + ".requests")
         self.running = 0
-        self._control = model / "control"
+        self._control = model.with_name(model.name + ".control")
 
     def control(self) -> str:
         """What the test wants now."""

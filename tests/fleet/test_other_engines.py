@@ -45,8 +45,9 @@ def write_program(folder: Path) -> Path:
 
 def set_control(model: Path, word: str) -> None:
     """Tell the stand-in what to do; it never reads a part of the file."""
-    (model / "control.new").write_text(word)
-    (model / "control.new").replace(model / "control")
+    new = model.with_name(model.name + ".new")
+    new.write_text(word)
+    new.replace(model.with_name(model.name + ".control"))
 
 
 class Site:
@@ -85,7 +86,7 @@ class Site:
         set_control(self.model, words)
 
     def requests(self) -> list[dict[str, Any]]:
-        path = self.model / "requests"
+        path = self.model.with_name(self.model.name + ".requests")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     async def post(
@@ -229,12 +230,13 @@ async def test_a_busy_engine_and_a_bad_prompt(site: Site) -> None:
 
 
 async def test_an_engine_that_is_silent_counts_as_dead(site: Site) -> None:
-    engine = await site.start(silent_ms=300, answer_timeout_ms=300)
+    engine = await site.start(silent_ms=2000, answer_timeout_ms=2000)
     ended = asyncio.create_task(engine.ended())
     site.control("stop")
     _, stream = await site.post("/v1/completions", {**PROMPT, "stream": True})
     assert "".join(texts(stream)) == expected("once", 3) and b"MODEL_UNAVAILABLE" in stream
-    assert "has not answered /health for 0.3 s" in (await ended).message
+    assert (await engine.queue()).submitted == 1  # heartbeats do not wait for it
+    assert "has not answered /health for 2 s" in (await ended).message
     await engine.stop(at_once=True)
 
 
@@ -254,6 +256,22 @@ async def test_a_shut_door_ends_what_is_under_way(site: Site) -> None:
     assert (await site.post("/v1/completions", PROMPT))[0] == 200
 
 
+async def test_an_engine_that_is_unloaded_ends_what_it_has_and_takes_no_more(site: Site) -> None:
+    engine = await site.start()
+    site.control("hold")
+    running = asyncio.create_task(site.post("/v1/completions", PROMPT))
+    await until(lambda: len(site.requests()) == 1)
+    stopping = asyncio.create_task(engine.stop())
+    await asyncio.sleep(0)
+    status, answer = await site.post("/v1/completions", PROMPT)
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "DRAINING")
+    site.control("")
+    status, answer = await running
+    assert status == 200 and json.loads(answer)["choices"][0]["text"] == expected("once", 8)
+    await stopping
+    assert len(site.requests()) == 1
+
+
 async def test_no_more_requests_than_allowed(site: Site) -> None:
     await site.start(max_requests=1)
     site.control("hold")
@@ -261,7 +279,10 @@ async def test_no_more_requests_than_allowed(site: Site) -> None:
     await until(lambda: len(site.requests()) == 1)
     status, answer = await site.post("/v1/completions", PROMPT)
     assert (status, json.loads(answer)["error"]["code"]) == (503, "OVERLOADED")
-    assert (await site.engine.queue()).running == 1
+    watched = asyncio.create_task(site.engine.ended())  # which looks at the metrics, too
+    while (await site.engine.queue()).running != 1:
+        await asyncio.sleep(0.01)
+    watched.cancel()
     site.control("")
     assert (await first)[0] == 200
 
@@ -297,6 +318,7 @@ async def test_its_output_is_kept_and_its_limits_hold(site: Site) -> None:
     assert re.search(rf"Max data size\s+{512 << 20}\s", limits) and re.search(r"Max core file size\s+0\s", limits)
     assert os.getpgid(pid) != os.getpgid(0)
     environment = Path(f"/proc/{pid}/environ").read_bytes()
+    assert b"SPT_NOENV=1" in environment  # or it would hide itself from fence.py
     assert engine.key.encode() not in environment  # the door's key is not the engine's
     os.kill(pid, signal.SIGKILL)
     assert "signal 9" in (await engine.ended()).message
@@ -346,6 +368,8 @@ def test_the_digest_follows_the_files(tmp_path: Path) -> None:
         ({"model": "all"}, "engines.0.model"),
         ({"args": ["--port=1"]}, "engines.0.args"),
         ({"args": ["--api-key", "x"]}, "engines.0.args"),
+        ({"args": ["--api_key=x"]}, "engines.0.args"),
+        ({"args": ["--hf-repo", "x/y"]}, "engines.0.args"),
         ({"model": "smollm2-135m-instruct"}, "engines.0.model"),
     ],
 )

@@ -42,7 +42,7 @@ class Host(Agent):
         set_control(self.model, word)
 
     def requests(self) -> list[dict[str, Any]]:
-        path = self.model / "requests"
+        path = self.model.with_name(self.model.name + ".requests")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

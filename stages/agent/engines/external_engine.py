@@ -86,6 +86,7 @@ class ExternalEngine(Engine):
         self._child: Child | None = None
         self._door: Door | None = None
         self._listening: Listening | None = None
+        self._measured = Queue()  # what its metrics said last
 
     async def start(self) -> None:
         """Fence what an earlier one has left, start the program, and open the door."""
@@ -125,6 +126,7 @@ class ExternalEngine(Engine):
             async with asyncio.timeout(start_s):
                 while not ended.done():
                     if await self._is_healthy():
+                        await self._measure(ANSWER_S)
                         return
                     await asyncio.wait([ended], timeout=POLL_S)
         except TimeoutError:
@@ -146,6 +148,7 @@ class ExternalEngine(Engine):
             while not ended.done():
                 if await self._is_healthy(min(ANSWER_S, silent_s)):
                     answered = time.monotonic()
+                    await self._measure(min(ANSWER_S, silent_s))
                 elif time.monotonic() - answered >= silent_s and not ended.done():
                     return EngineDied(f"the engine has not answered /health for {silent_s:g} s")
                 await asyncio.wait([ended], timeout=min(HEALTH_S, silent_s / 2))
@@ -154,15 +157,10 @@ class ExternalEngine(Engine):
         return await self._exit()
 
     async def queue(self) -> Queue:
-        """From its metrics; what the door holds counts as well."""
+        """As of the last look at its metrics; what the door holds counts as well. Does not wait for the engine."""
         assert self._door is not None
-        try:
-            async with self._call("/metrics") as answer:
-                found = self._dialect.queue(values(await answer.text()))
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineDied(f"the engine does not answer: {error}") from None
-        running = max(found.running, self._door.under_way - found.waiting)
-        return found._replace(running=running, submitted=self._door.submitted)
+        running = max(self._measured.running, self._door.under_way - self._measured.waiting)
+        return self._measured._replace(running=running, submitted=self._door.submitted)
 
     async def suspend(self) -> None:
         """Shut the door."""
@@ -177,6 +175,7 @@ class ExternalEngine(Engine):
     async def stop(self, *, at_once: bool = False) -> None:
         """Let its streams end, stop the program, and shut the door."""
         if self._door is not None and not at_once and self._child is not None and self._child.is_running:
+            self._door.drain()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.server.drain_timeout_ms / 1000):
                     while self._door.under_way:
@@ -206,6 +205,14 @@ class ExternalEngine(Engine):
                 return bool(answer.status == 200)
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def _measure(self, timeout_s: float) -> None:
+        """Look at its metrics. An engine that does not show them keeps those of the last look."""
+        try:
+            async with self._call("/metrics", timeout_s) as answer:
+                self._measured = self._dialect.queue(values(await answer.text()))
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return
 
     def _call(self, path: str, timeout_s: float = ANSWER_S) -> Any:
         return self._session.request(

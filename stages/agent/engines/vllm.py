@@ -26,8 +26,13 @@ class Vllm(Dialect):
         return [engine.program or "vllm", *own, "--generation-config", "vllm", *engine.args]
 
     def environment(self, key: str) -> dict[str, str]:
-        """See `Dialect`. It loads files of this host only, and reports nothing to its makers."""
-        return {"VLLM_API_KEY": key, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        """See `Dialect`. It loads files of this host only, and reports nothing to its makers.
+
+        Its processes name themselves; without SPT_NOENV (of setproctitle) they would write the name over the
+        environment in /proc, by which fence.py finds what a killed agent has left.
+        """
+        own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "SPT_NOENV": "1"}
+        return {"VLLM_API_KEY": key, **own}
 
     def queue(self, metrics: Mapping[str, float]) -> Queue:
         """See `Dialect`."""

@@ -76,6 +76,7 @@ class Door:
         self._max_body_bytes = max_body_bytes
         self._wall = wall
         self._is_open = True
+        self._is_draining = False
         self._under_way: set[asyncio.Task[object]] = set()
         self._salt: str | None = None  # of the prompts in the engine's cache
         self._is_mixed = False  # it has prompts of several salts
@@ -101,6 +102,10 @@ class Door:
     def open(self) -> None:
         """Take requests."""
         self._is_open = True
+
+    def drain(self) -> None:
+        """Take no more requests, and let those under way end."""
+        self._is_draining = True
 
     # ------------------------------------------------------------------ a request
 
@@ -226,6 +231,8 @@ class Door:
     def _check_room(self) -> None:
         if not self._is_open:
             raise self._shut_error()
+        if self._is_draining:
+            raise StarlingError("DRAINING", "this engine is being unloaded; try another agent", status=503)
         if len(self._under_way) >= self._engine.max_requests:
             raise Overloaded(
                 f"{self._engine.max_requests} requests are under way at this engine (max_requests of "
