@@ -38,6 +38,8 @@ class KeyTable:
 
     def __init__(self, keys: Keys, slots: NDArray[np.int32]) -> None:
         """Raises `ValueError` for arrays that no table has."""
+        if keys.dtype != np.uint64 or slots.dtype != np.int32:  # machine code reads them without looking
+            raise ValueError(f"keys are {keys.dtype} and slots {slots.dtype}, expected uint64 and int32")
         lacks_seed = not len(slots) or slots[-1] < 0
         if lacks_seed or (len(slots) > 1 and int(slots[:-1].max()) >= len(keys)) or int(slots.min()) < -1:
             raise ValueError(f"{len(slots)} slots for {len(keys)} keys")

@@ -6,6 +6,7 @@ NAME.symbol   the name of the function in it, and the object's SHA-256; written 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -41,5 +42,7 @@ def load(directory: Path, name: str) -> tuple[ObjectCode, int]:
         code = ObjectCode(raw)
         return code, code.address(symbol)
     except (OSError, ValueError, ObjectCodeError) as error:
-        path.unlink(missing_ok=True)
+        if not isinstance(error, OSError):  # it may be readable the next time
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         raise ObjectCodeError(f"kernel {name!r} in {directory} cannot be loaded: {error}") from None

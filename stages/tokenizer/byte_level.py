@@ -24,6 +24,8 @@ from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.whole_pieces import WholePieces
 from stages.tokenizer.word_encoder import WordEncoder
 
+FEW_WORDS = 32  # for which the kernel is not called
+
 
 class ByteLevelEncoder:
     """Implements `vocabulary.Encoder`."""
@@ -74,7 +76,8 @@ class ByteLevelEncoder:
 
     def _encode(self, text: str, lengths: list[int]) -> Generator[None, None, list[int]]:
         """Return the ids of the first pieces of a text, which have these numbers of characters."""
-        if not self._encoder.is_compiled:
+        # A call of the kernel costs as much as many known words; between names of tokens there are often few.
+        if len(lengths) <= FEW_WORDS or not self._encoder.is_compiled:
             return (yield from self._encoder.encode(cut_pieces(text, lengths)))
         if not lengths:
             return []

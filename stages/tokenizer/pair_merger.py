@@ -33,6 +33,8 @@ class PairMerger:
     def __init__(self, pairs: KeyTable, merged: NDArray[np.int32], ranks: NDArray[np.int32]) -> None:
         if not len(pairs) == len(merged) == len(ranks):
             raise ValueError(f"{len(pairs)} pairs become {len(merged)} symbols of {len(ranks)} ranks")
+        if not merged.dtype == ranks.dtype == np.int32:  # the kernel reads them without looking
+            raise ValueError(f"symbols are {merged.dtype} and ranks {ranks.dtype}, expected int32")
         self._pairs, self._merged, self._ranks = pairs, merged, ranks
         self._known: dict[int, tuple[int, int]] = {}
 

@@ -133,9 +133,15 @@ def test_tables_that_do_not_fit_are_refused(kind: str, tmp_path: Path) -> None:
         "an end behind all bytes": tables | {"ends": tables["ends"] + np.uint32(1 << 20)},
         "a slot behind all keys": tables | {slots: tables[slots] + np.int32(1 << 30)},
         "no slots": tables | {slots: tables[slots][:0]},
+        "slots of another type": tables | {slots: tables[slots].astype("<i8")},
         "fewer types than names": tables | {"types": tables["types"][:1]},
         "no types": without_an_array(tables, "types"),
     }
+    if "ranks" in tables:
+        wrong |= {
+            "keys of another type": tables | {"pairs": tables["pairs"].astype("<u4")},
+            "ranks of another type": tables | {"ranks": tables["ranks"].astype("u1")},
+        }
     if kind == "t5":
         wrong |= {
             "a score of no number": tables | {"scores": tables["scores"] * np.float32("nan")},

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.native import link_once, object_file
 from pipeline.runtime import process
+from stages.tokenizer.kernels import compiled
 from stages.tokenizer.kernels.compiled import NAME
 from stages.tokenizer.kernels.merge_words import OPTIONS, merge_words
 
@@ -19,6 +20,8 @@ from stages.tokenizer.kernels.merge_words import OPTIONS, merge_words
 def main(directory: str, parent: str) -> None:
     """Compile it and store its object code."""
     process.die_with_parent(int(parent))
+    if Path(directory).name != compiled.directory().name:
+        sys.exit("the sources have changed since it was asked for")
     link_once.install()
     object_file.store(Path(directory), NAME, *link_once.entry_object(merge_words, 1, OPTIONS))
 

@@ -48,7 +48,7 @@ SCRATCH_RANKS, SCRATCH_MERGED, N_PARAMETERS = range(12, 15)
 _SOURCES = ("compile.py", "compiled.py", "merge_words.py")
 _COMPILE_S = 600  # time limit of the compiler on a busy machine; it needs seconds
 _KEPT_S = 30 * 86_400  # how long the code of other sources is kept after its last use
-_COMPILER = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2", "NUMBA_OPT": "2"}
+_COMPILER = {"PYTHONHASHSEED": "0", "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2", "NUMBA_OPT": "2"}
 Ints = NDArray[np.int32]
 Ends = NDArray[np.int64]
 
@@ -75,8 +75,9 @@ def compiling() -> Iterator[None]:
     process = None
     try:
         place.mkdir(parents=True, exist_ok=True)
-        os.utime(place)
-        _prune(place)
+        with contextlib.suppress(OSError):  # of another owner, or pruned by another process
+            os.utime(place)
+            _prune(place)
         if not object_file.symbol_path(place, NAME).exists():
             # -P: the modules of this installation, also in a folder that has others of their names
             command = [sys.executable, "-P", "-m", "stages.tokenizer.kernels.compile", str(place), str(os.getpid())]
@@ -92,15 +93,22 @@ def compiling() -> Iterator[None]:
     try:
         yield
         if process is not None:
-            _, words = process.communicate(timeout=_COMPILE_S)
-            if process.returncode:
-                _warn(words.decode(errors="replace").strip()[-500:])
-    except subprocess.TimeoutExpired:
-        _warn(f"it did not end in {_COMPILE_S} s")
+            _end(process)
     finally:
         if process is not None:
             process.kill()
             process.communicate()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Wait for the compiler."""
+    try:
+        _, words = process.communicate(timeout=_COMPILE_S)
+    except subprocess.TimeoutExpired:
+        _warn(f"it did not end in {_COMPILE_S} s")
+        return
+    if process.returncode:
+        _warn(words.decode(errors="replace").strip()[-500:])
 
 
 def _warn(reason: str) -> None:
@@ -140,11 +148,11 @@ def load() -> Callable[[int], int] | None:
     """The stored function, loaded once; None if there is none."""
     place = directory()
     if place not in _loaded:
-        if not object_file.symbol_path(place, NAME).exists():
-            return None
         try:
+            if not object_file.symbol_path(place, NAME).exists():
+                return None
             _loaded[place] = _Function(*object_file.load(place, NAME))
-        except ObjectCodeError as error:
+        except (ObjectCodeError, OSError) as error:
             log.warning("the tokenizer's kernel cannot be loaded", extra={"reason": str(error)})
             return None
     return _loaded[place]
