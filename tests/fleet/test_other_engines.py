@@ -27,6 +27,7 @@ from stages.agent.engines.interface import EngineDied
 from stages.agent.engines.log_file import LogFile
 from stages.agent.stage import free_port, open_door
 from tests.fleet.coordination_stores import until
+from tests.fleet.engine_hosts import texts
 from tests.fleet.stand_in_engine import expected
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
@@ -110,15 +111,6 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
             await made.engine.stop(at_once=True)
 
 
-def texts(stream: bytes) -> list[str]:
-    """The texts of a stream's events."""
-    found = []
-    for event in re.findall(rb"^data: (\{.*)$", stream, re.M):
-        for choice in json.loads(event).get("choices", []):
-            found.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-    return [one for one in found if one]
-
-
 async def test_answers_are_ours_and_the_engine_gets_our_defaults(site: Site) -> None:
     engine = await site.start()
     name = {"X-Starling-Request": NAME}
@@ -155,6 +147,7 @@ async def test_a_request_needs_the_key_and_none_is_repeated(site: Site) -> None:
         ("completions", {"dry_multiplier": 1.0}, "dry_multiplier"),
         ("completions", {"logprobs": 2}, "logprobs"),
         ("completions", {"prompt": [1, 2]}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
         ("completions", {"session_id": "s"}, "session_id"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import shutil
 import tempfile
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 
-from pipeline.fleet import token
 from tests.fleet.agent_process import Agent
+from tests.fleet.engine_hosts import KEYS, MINE, OTHER, Hosts, texts
 from tests.fleet.stand_in_engine import expected
-from tests.fleet.test_other_engines import set_control, texts, write_program
+from tests.fleet.test_other_engines import set_control, write_program
 from tests.orchestrator.fleet import Fleet
 
 BODY = {"model": "m", "prompt": "once upon a time", "max_tokens": 12, "stream": True}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 12, "stream": True}
-MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-other"}
-KEYS = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
 
 
 class Host(Agent):
@@ -46,38 +43,8 @@ class Host(Agent):
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class Hosts:
-    """The fleet, and its agents by id."""
-
-    def __init__(self, fleet: Fleet, agents: dict[str, Host]) -> None:
-        self.fleet = fleet
-        self.agents = agents
-
-    def ready(self) -> None:
-        """Wait until the model is ready at both agents."""
-        self.fleet.wait(lambda state: [_is_ready(one) for one in state["agents"]] == [True, True])
-
-    def serving(self, request_id: str) -> tuple[Host, Host]:
-        """The agent that was sent a request last, and the other one."""
-        why = self.fleet.get(f"/v1/fleet/why/{request_id}", token.authorization(self.fleet.secret)).json
-        name = why["choices"][-1]["agent_id"]
-        (other,) = [one for one in self.agents if one != name]
-        return self.agents[name], self.agents[other]
-
-    def open(self, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPConnection, Any]:
-        connection = self.fleet.connect()
-        headers = {"Content-Type": "application/json", **MINE}
-        connection.request("POST", path, json.dumps(body).encode(), headers)
-        return connection, connection.getresponse()
-
-
-def _is_ready(agent: dict[str, Any]) -> bool:
-    models = agent.get("loaded_models", [])
-    return agent["health"] == "READY" and any(one["cache_state"] == "READY" for one in models)
-
-
 @pytest.fixture(scope="module")
-def hosts(homes: Callable[[], Path]) -> Iterator[Hosts]:
+def hosts(homes: Callable[[], Path]) -> Iterator[Hosts[Host]]:
     base = homes()
     fleet = Fleet(base / "orchestrator", {"auth": {"api_keys": KEYS}})
     agents = {name: Host(base, name, fleet.secret, base / "orchestrator" / "fleet.db") for name in ("one", "two")}
@@ -105,7 +72,7 @@ def homes() -> Iterator[Callable[[], Path]]:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT)])
 @pytest.mark.parametrize("death", ["die", "nonsense"])
-def test_a_stream_goes_on_from_its_text(hosts: Hosts, path: str, body: dict[str, Any], death: str) -> None:
+def test_a_stream_goes_on_from_its_text(hosts: Hosts[Host], path: str, body: dict[str, Any], death: str) -> None:
     hosts.ready()
     for agent in hosts.agents.values():
         agent.control("hold")
@@ -133,7 +100,7 @@ def test_a_stream_goes_on_from_its_text(hosts: Hosts, path: str, body: dict[str,
     victim.control("")
 
 
-def test_a_whole_answer_outlives_its_engine(hosts: Hosts) -> None:
+def test_a_whole_answer_outlives_its_engine(hosts: Hosts[Host]) -> None:
     hosts.ready()
     for agent in hosts.agents.values():
         agent.control("die")  # each engine kills itself once
@@ -144,7 +111,7 @@ def test_a_whole_answer_outlives_its_engine(hosts: Hosts) -> None:
         agent.control("")
 
 
-def test_the_fleet_shows_the_engine_and_enforces_keys(hosts: Hosts) -> None:
+def test_the_fleet_shows_the_engine_and_enforces_keys(hosts: Hosts[Host]) -> None:
     hosts.ready()
     (model,) = hosts.fleet.get("/v1/models", MINE).json["data"]
     assert (model["id"], model["engine"], model["ready"]) == ("m", "vllm", True)
@@ -159,7 +126,7 @@ def test_the_fleet_shows_the_engine_and_enforces_keys(hosts: Hosts) -> None:
     assert len({one["cache_salt"] for one in sent}) == 2
 
 
-def test_a_request_loads_the_model(hosts: Hosts) -> None:
+def test_a_request_loads_the_model(hosts: Hosts[Host]) -> None:
     hosts.ready()
     for agent in hosts.agents.values():
         assert agent.call("/unload_model", model_id="m", drop_cached=True)[0] == 200
@@ -172,7 +139,7 @@ def test_a_request_loads_the_model(hosts: Hosts) -> None:
         assert agent.call("/load_model", model_id="m")[0] == 200
 
 
-def test_requests_follow_what_was_sent_where(hosts: Hosts) -> None:
+def test_requests_follow_what_was_sent_where(hosts: Hosts[Host]) -> None:
     """The engines publish no prefixes: the orchestrator remembers what it sent to which one."""
     hosts.ready()
     chosen = []
@@ -185,7 +152,7 @@ def test_requests_follow_what_was_sent_where(hosts: Hosts) -> None:
     assert len(set(chosen[:3])) == len(set(chosen[3:])) == 1
 
 
-def test_by_configuration_a_stream_ends_with_an_error(hosts: Hosts, homes: Callable[[], Path]) -> None:
+def test_by_configuration_a_stream_ends_with_an_error(hosts: Hosts[Host], homes: Callable[[], Path]) -> None:
     """A second orchestrator of the same fleet replays nothing."""
     hosts.ready()
     shared = hosts.fleet.home

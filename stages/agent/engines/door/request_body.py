@@ -67,6 +67,10 @@ def read(path: str, raw: bytes, content_type: str, dialect: Dialect) -> Generati
                 f"prompt has several texts, or token ids; the model is computed by {dialect.name}: send one text",
                 "prompt",
             )
+        elif not request.prompts[0]:  # llama-server's answer would be empty, with the reason `length`
+            raise InvalidRequest(
+                f"prompt is empty, and {dialect.name} needs a token to continue from: send some text", "prompt"
+            )
     except StarlingError as error:
         error.names = names_of(body)
         raise
