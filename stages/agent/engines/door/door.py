@@ -20,9 +20,10 @@ import msgspec
 from aiohttp import web
 
 from pipeline.api import sse
+from pipeline.api.content_coding import decompress
 from pipeline.api.error_response import error_event, error_response
 from pipeline.api.json_body import CONTENT_TYPE, to_json
-from pipeline.api.output_text import TEXT, split_body
+from pipeline.api.output_text import MAX_TEXT_BYTES, TEXT, split_body
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.request_name import new_request_name, read_request_name
@@ -49,7 +50,7 @@ BODY_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0  # for the caller to read
 CONNECT_S = 5.0
 MAX_ERROR_BYTES = 64 << 10  # of the engine's answer to a bad request
-MAX_WHOLE_BYTES = 32 << 20  # of an answer's text
+MAX_WHOLE = 8 << 20  # characters of an answer that is not streamed: orchestrators take 64 MB of JSON
 RETRY_AFTER_S = 1.0
 
 
@@ -89,7 +90,8 @@ class Door:
 
     def app(self) -> web.Application:
         """The application."""
-        app = web.Application(client_max_size=self._max_body_bytes, handler_args={"access_log": None})
+        args = {"access_log": None, "auto_decompress": False}  # what follows the body has no coding
+        app = web.Application(client_max_size=self._max_body_bytes + 6 * MAX_TEXT_BYTES, handler_args=args)
         app.router.add_route("*", "/{path:.*}", self._answered)
         return app
 
@@ -112,7 +114,9 @@ class Door:
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         try:
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), self._own_key.encode()):
+            if scheme.lower() != "bearer" or not hmac.compare_digest(
+                given.strip().encode("utf-8", "surrogateescape"), self._own_key.encode()
+            ):
                 raise Unauthenticated("unknown key; orchestrators get the engine's key from the agent's heartbeat")
             if request.method != "POST" or not request.path.startswith("/v1/"):
                 raise NotFound(f"there is no {request.method[:16]} {request.path[:200]} at a model of another engine")
@@ -123,6 +127,8 @@ class Door:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         raw, so_far = split_body(request.headers.get(TEXT), await self._body(request))
+        if len(raw) > self._max_body_bytes:
+            raise self._too_large()
         for header in ("Idempotency-Key", "Last-Event-ID"):
             if header in request.headers:
                 raise InvalidRequest(
@@ -131,6 +137,8 @@ class Door:
                     header,
                 )
         name = read_request_name(request.headers.get(NAME)) or new_request_name()
+        coding = request.headers.get("Content-Encoding", "")
+        raw = await asyncio.to_thread(decompress, raw, coding, self._max_body_bytes)
         wanted = await asyncio.to_thread(read, request.path, raw, request.content_type, self._dialect)
         self._check_room()
         may_reuse = self._note_salt(cache_salt(wanted, name))
@@ -146,6 +154,10 @@ class Door:
             if self._is_open or not task.uncancel() == 0:
                 raise
             raise self._shut_error() from None
+        except ConnectionResetError:  # the caller has left, or does not read
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
         finally:
             self._under_way.discard(task)
 
@@ -186,7 +198,7 @@ class Door:
             return
         stream = EventStream(self._dialect, is_chat=asked.request.messages is not None)
         silent_s = self._engine.answer_timeout_ms / 1000
-        n_bytes = 0
+        n_characters = 0
         try:
             async with self._session.request(
                 "POST",
@@ -200,10 +212,10 @@ class Door:
                     raise self._refusal(answer.status, await answer.content.read(MAX_ERROR_BYTES))
                 self.submitted += 1
                 async for data in answer.content.iter_any():
-                    n_bytes += len(data)
-                    if not asked.request.stream and n_bytes > MAX_WHOLE_BYTES:
-                        raise ModelUnavailable(f"{self._dialect.name} does not end: {n_bytes} bytes of an answer")
                     for piece in stream.feed(data):
+                        n_characters += len(piece.text)
+                        if not asked.request.stream and n_characters > MAX_WHOLE:
+                            raise TooLarge(f"the answer has more than {MAX_WHOLE} characters; set max_tokens or stream")
                         yield piece
                     if stream.is_over:
                         break
@@ -251,13 +263,16 @@ class Door:
     def _shut_error() -> ModelUnavailable:
         return ModelUnavailable("this agent's lease has ended, so that it must not serve; try another agent")
 
+    def _too_large(self) -> TooLarge:
+        return TooLarge(f"the body is larger than {self._max_body_bytes} bytes (server.max_body_mb); send less")
+
     async def _body(self, request: web.Request) -> bytes:
         """Raises `TooLarge`, a 408."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge:
-            raise TooLarge(f"the body is larger than {self._max_body_bytes} bytes (server.max_body_mb)") from None
+            raise self._too_large() from None
         except TimeoutError:
             late = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
             raise StarlingError("INVALID_REQUEST", late, status=408) from None
