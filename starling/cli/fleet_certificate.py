@@ -62,7 +62,7 @@ def _issuing(role: Role, what: str, argument: str) -> click.Command:
 
 agent = _issuing("agent", "the host of the agent with this id", "ID")
 orchestrator = _issuing("orchestrator", "an orchestrator", "NAME")
-monitor = _issuing("monitor", "what reads the metrics of agents", "NAME")
+monitor = _issuing("monitor", "a reader of metrics", "NAME")
 
 
 @certificate.command(epilog=CODES)

@@ -22,8 +22,15 @@ from shm.arena import Arena
 
 arena = Arena.attach(Path(sys.argv[1]), "test", 1)
 def resident():
-    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
-    return int(fields["RssShmem"].split()[0]) << 10
+    # Page by page: the kernel adds up RssShmem of /proc/self/status for each CPU, and may be some pages behind.
+    total, is_arena = 0, False
+    for line in open("/proc/self/smaps"):
+        name, *values = line.split()
+        if not name.endswith(":"):
+            is_arena = values[-1] == sys.argv[1]
+        elif is_arena and name == "Rss:":
+            total += int(values[0]) << 10
+    return total
 before = resident()
 arena.populate()
 for thread in threading.enumerate():

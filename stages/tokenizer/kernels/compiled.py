@@ -112,7 +112,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _warn(reason: str) -> None:
-    log.warning("the tokenizer's kernel was not compiled", extra={"reason": reason})
+    log.warning("the kernel of the tokenizer was not compiled", extra={"reason": reason})
 
 
 def _prune(place: Path) -> None:
@@ -153,7 +153,7 @@ def load() -> Callable[[int], int] | None:
                 return None
             _loaded[place] = _Function(*object_file.load(place, NAME))
         except (ObjectCodeError, OSError) as error:
-            log.warning("the tokenizer's kernel cannot be loaded", extra={"reason": str(error)})
+            log.warning("the kernel of the tokenizer cannot be loaded", extra={"reason": str(error)})
             return None
     return _loaded[place]
 
