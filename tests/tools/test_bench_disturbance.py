@@ -106,11 +106,17 @@ def test_the_real_counters_see_another_program() -> None:
             while read_ticks([busy.pid]).own < begun + 20:
                 os.sched_yield()
 
-        core = min(os.sched_getaffinity(0))
-        _, other = Watch([], [core]).observe(until_used)
-        _, own = Watch([busy.pid], [core]).observe(until_used)
-        assert other.others > own.others
-        assert other.is_disturbed
+        read: list[Ticks] = []
+
+        def reading(pids: Sequence[int]) -> Ticks:
+            read.append(read_ticks(pids))
+            return read[-1]
+
+        # One inside the other, so that both see what else runs on the machine.
+        without = Watch([], [0], reading, lambda core: 1.0)
+        counting = Watch([busy.pid], [0], reading, lambda core: 1.0)
+        (_, own), other = without.observe(lambda: counting.observe(until_used))
+        assert (other.others - own.others) * (read[-1].total - read[0].total) > 10
     finally:
         busy.kill()
         busy.wait()
