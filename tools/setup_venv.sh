@@ -17,6 +17,28 @@ fail() {
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
 
+# Removes what this run has made. An environment that was there before stays.
+cannot_create() {
+    [ ! -s "$log" ] || tail -n 8 "$log" >&2
+    [ -z "$created" ] || {
+        rm -rf "$venv"
+        fail "$python cannot create a virtual environment." \
+            "On Debian and Ubuntu: apt install python3-venv. Or name another Python: make PYTHON=..."
+    }
+    fail "$venv has no pip, and none could be installed (full log: $log)." \
+        "Is there a network and a package index? Or remove $venv: the next make creates another one."
+}
+
+# Two set-ups of one environment at once would remove each other's files.
+wait_for_turn() {
+    command -v flock >/dev/null || return 0
+    exec 9<"$(dirname "$venv")"
+    flock --nonblock 9 || {
+        echo "Waiting until another set-up in $(dirname "$venv") has ended"
+        flock 9
+    }
+}
+
 find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
@@ -34,15 +56,18 @@ find_python() {
         "Install one, or name one: make PYTHON=/path/to/python3.12 ..."
 }
 
+# Else bash goes on with the next way to install: pip exits with 1 on Ctrl-C.
+trap 'exit 130' INT
+trap 'exit 143' TERM
+wait_for_turn
+created=
 if ! new_enough "$venv/bin/python"; then
+    created=yes
     python=$(find_python)
     echo "Creating $venv with $("$python" -V)"
     rm -rf "$venv"
-    "$python" -m venv "$venv" >/dev/null 2>&1 || {
-        rm -rf "$venv"
-        fail "$python cannot create a virtual environment." \
-            "On Debian and Ubuntu: apt install python3-venv. Or name another Python: make PYTHON=..."
-    }
+    # Without pip: unpacking the one that comes with Python takes longer than all of uv's work.
+    "$python" -m venv "$venv" --without-pip >/dev/null 2>&1 || cannot_create
 fi
 
 total=$(grep -cE '^[A-Za-z0-9]' "$lock")
@@ -50,14 +75,60 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
 # --no-deps: the lock file is complete, and leaves out what no import needs ([tool.uv] in pyproject.toml).
 locked=(--no-deps --require-hashes --only-binary :all: -r)
 
-# uv needs a tenth of pip's time. It does not read pip's configuration: where that names another index, or none, pip is used.
+# The pip of the Python that makes environments, at work on this one.
+base_pip() {
+    "$python" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" "$@"
+}
+
+# uv does not read pip's configuration: where that names another index, or none, pip is used.
+has_own_index() {
+    [ -n "${settings+known}" ] || settings=$("$@" config list 2>/dev/null) || unset settings
+    [[ ${settings:-} =~ \.(index-url|no-index)= ]]
+}
+
+# pip, and uv where it is needed and not here; where Python has no pip that can do it, Python's own copy of pip.
+install_pip() {
+    local wanted='pip|uv'
+    python=${python:-$(find_python)}
+    if has_own_index base_pip || command -v uv >/dev/null; then wanted=pip; fi
+    awk -v wanted="^($wanted)==" '/^[a-z]/ { found = $0 ~ wanted } found' locks/setup.lock |
+        base_pip install --retries 0 --no-compile "${locked[@]}" /dev/stdin >>"$log" 2>&1 && [ -e "$venv/bin/pip" ] ||
+        "$venv/bin/python" -m ensurepip --default-pip >>"$log" 2>&1 || cannot_create
+}
+
+# What no server imports before it pulls a model of a hub: more than half of all sources.
+unused='/site-packages/(.+/(tests|cuda)|pip|setuptools|numpy/(distutils|f2py)'
+unused+='|huggingface_hub|fsspec|anyio|httpx2|httpcore2|filelock)/|/pygments/lexers/[a-z]'
+
+# Bytecode of the other modules, meanwhile and on all cores: in containers Python often writes none by itself.
+compile_modules() { # FOLDER...
+    local processes
+    processes=$(nproc)
+    [ "$processes" -le 8 ] || processes=8 # a container may have a share of many cores, and each process takes memory
+    set -m # a process group of its own, for the processes that it starts
+    "$venv/bin/python" -m compileall -q -j "$processes" -x "$unused" "$@" >>"$log" 2>&1 </dev/null &
+    set +m
+}
+
+end_jobs() {
+    local job
+    for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done
+}
+
+# uv needs a tenth of pip's time.
 find_uv() {
-    if "${pip[@]}" config list 2>/dev/null | grep -qE '\.(index-url|no-index)='; then
+    local version
+    if has_own_index "${pip[@]}"; then
         return 1
     elif command -v uv; then
         return
     fi
-    "${pip[@]}" install --retries 0 "${locked[@]}" locks/setup.lock >>"$log" 2>&1 && echo "$venv/bin/uv"
+    version=$("$venv/bin/uv" --version 2>/dev/null | cut -d ' ' -f 2) || version=
+    if grep -q "^uv==$version " locks/setup.lock; then
+        echo "$venv/bin/uv"
+        return
+    fi
+    "${pip[@]}" install --retries 0 --no-compile "${locked[@]}" locks/setup.lock >>"$log" 2>&1 && echo "$venv/bin/uv"
 }
 
 # uv draws its own progress on a terminal. Otherwise its output goes into the log.
@@ -65,7 +136,8 @@ install_with_uv() {
     local output=/dev/stderr settings=()
     [ "$mode" != alone ] || settings=(--no-config) # [tool.uv] leaves out what only the project does without
     [ -t 2 ] || output=$log
-    "$1" pip install "${settings[@]}" --compile-bytecode --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
+    "$1" pip install "${settings[@]}" --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
+        compile_modules "$venv"/lib/python*/site-packages &&
         { [ "$mode" = alone ] || "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation \
             --editable . >>"$log" 2>&1; }
 }
@@ -88,7 +160,7 @@ show() {
 }
 
 install_with_pip() {
-    if ! "${pip[@]}" install "${locked[@]}" "$lock" 2>&1 | tee -a "$log" | show; then
+    if ! "${pip[@]}" install --no-compile "${locked[@]}" "$lock" 2>&1 | tee -a "$log" | show; then
         tail -n 8 "$log" >&2
         if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
             fail "The package index has other files than $lock names (full log: $log)." \
@@ -97,6 +169,7 @@ install_with_pip() {
         fail "Packages could not be fetched (full log: $log)." \
             "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
     fi
+    compile_modules "$venv"/lib/python*/site-packages
     [ "$mode" = alone ] || "${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
         tail -n 8 "$log" >&2
         fail "The project itself could not be installed (full log: $log)."
@@ -105,7 +178,11 @@ install_with_pip() {
 
 echo "Setting up $venv from $lock ($total packages)"
 : >"$log"
+trap end_jobs EXIT # Ctrl-C does not reach them
+[ "$mode" = alone ] || compile_modules shm pipeline stages starling
+[ -e "$venv/bin/pip" ] || install_pip
 if ! { uv=$(find_uv) && install_with_uv "$uv"; }; then
     install_with_pip
 fi
+wait
 echo "$venv is ready"

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib.metadata
 import os
 import re
+import select
+import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -112,7 +117,7 @@ def test_packages_that_cannot_be_fetched(tmp_path: Path, log: str, message: str)
     venv_python = f'[ "$1" = -c ] && exit 0; echo "{log}"; exit 1'
     result = setup(
         tmp_path,
-        'if [ "$2" = venv ]; then mkdir -p "$3/bin"; '
+        'if [ "$2" = venv ]; then mkdir -p "$3/bin"; touch "$3/bin/pip"; '
         f"printf '#!/bin/bash\\n%s\\n' '{venv_python}' >\"$3/bin/python\"; chmod +x \"$3/bin/python\"; fi",
     )
     assert result.returncode != 0
@@ -127,6 +132,7 @@ def test_packages_that_cannot_be_fetched(tmp_path: Path, log: str, message: str)
         ("", "exit 2", ["uv", "pip", "pip"]),
         ("global.index-url='https://packages.example.org'", "exit 0", ["pip", "pip"]),
         (":env:.no-index='1'", "exit 0", ["pip", "pip"]),
+        pytest.param(":env:.no-index='1'" + "\n" * 200_000, "exit 0", ["pip", "pip"], id="more than a pipe holds"),
         ("global.extra-index-url='https://packages.example.org'", "exit 0", ["uv", "uv"]),
     ],
 )
@@ -141,17 +147,155 @@ def test_uv_installs_unless_pip_has_an_index_of_its_own(
         case "$*" in
             *" config list") echo "{configuration}" ;;
             *" install "*) echo pip >>{calls} ;;
+            *" compileall "*) echo compile >>{calls} ;;
         esac
         """
     )
     (tmp_path / "venv_python").chmod(0o755)
     result = setup(
         tmp_path,
-        f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python"; fi',
+        'if [ "$2" = venv ]; then mkdir -p "$3/bin"; touch "$3/bin/pip"; '
+        f'cp {tmp_path}/venv_python "$3/bin/python"; fi',
         PATH=f"{tmp_path}:{os.environ['PATH']}",
     )
     assert result.returncode == 0, result.stderr
-    assert calls.read_text().split() == used
+    found = calls.read_text().split()
+    assert [call for call in found if call != "compile"] == used
+    assert found.count("compile") == 2  # the project's modules, and the packages
+
+
+@pytest.mark.parametrize(("pip", "asked"), [('touch "${6%python}pip"', ["base"]), ("exit 1", ["base", "ensurepip"])])
+def test_pip_comes_from_the_python_that_makes_the_environment_or_from_its_copy(
+    tmp_path: Path, pip: str, asked: list[str]
+) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "uv").write_text("#!/bin/bash\n")
+    (tmp_path / "uv").chmod(0o755)
+    (tmp_path / "venv_python").write_text(f'#!/bin/bash\n[ "$2" != ensurepip ] || echo ensurepip >>{calls}\n')
+    (tmp_path / "venv_python").chmod(0o755)
+    result = setup(
+        tmp_path,
+        f'case "$2" in venv) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;; '
+        f'pip) case "$*" in *" install "*) echo base >>{calls}; {pip} ;; esac ;; esac',
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert calls.read_text().split() == asked
+
+
+@pytest.mark.parametrize(
+    ("configuration", "has_uv", "fetched"),
+    [
+        ("", False, ["pip", "uv"]),
+        ("", True, ["pip"]),
+        ("global.index-url='https://packages.example.org'", False, ["pip"]),
+    ],
+)
+def test_uv_is_fetched_only_where_it_is_used_and_missing(
+    tmp_path: Path, configuration: str, has_uv: bool, fetched: list[str]
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("awk", "bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "nproc", "rm", "tail", "tee", "touch"):
+        (tools / tool).symlink_to(shutil.which(tool) or tool)
+    for program, script in (("venv_python", "exit 0"), *([("tools/uv", "exit 0")] if has_uv else [])):
+        (tmp_path / program).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / program).chmod(0o755)
+    lock = tmp_path / "lock"
+    result = setup(
+        tmp_path,
+        f"""case "$*" in
+            "-m venv "*) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;;
+            *" config list") echo "{configuration}" ;;
+            *" install "*) cat >{lock}; touch "${{6%python}}pip" ;;
+        esac""",
+        PATH=str(tools),
+    )
+    assert result.returncode == 0, result.stderr
+    entries = re.findall(r"^([a-z]+)==.*((?:\n    --hash=sha256:.*)+)", lock.read_text(), re.M)
+    assert [name for name, _ in entries] == fetched
+    assert "".join(lock.read_text().split()) in "".join((ROOT / ALONE).read_text().split())
+
+
+def test_an_environment_that_was_there_stays_when_it_gets_no_pip(tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/bash\n[ "$1" = -c ] || { echo "Temporary failure in name resolution"; exit 1; }\n')
+    python.chmod(0o755)
+    result = setup(tmp_path, '[ "$1" = -c ]')
+    assert result.returncode != 0
+    assert python.exists()
+    assert "Temporary failure in name resolution" in result.stderr
+    assert f"{tmp_path}/venv has no pip, and none could be installed" in result.stderr
+
+
+def test_a_set_up_that_fails_ends_what_compiles(tmp_path: Path) -> None:
+    """Also the processes that compileall has started: one of them holds the pipe."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "pip").touch()
+    started = tmp_path / "started"
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            *" compileall "*) sleep 1000 & touch {started}; wait ;;
+            *" config list") echo ":env:.no-index='1'" ;;
+            *" install "*) until [ -e {started} ]; do sleep 0.05; done; exit 1 ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    ours, theirs = os.pipe()
+    with os.fdopen(ours, "rb") as pipe:
+        command = [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "locks/requirements.lock"]
+        result = subprocess.run(command, pass_fds=[theirs], capture_output=True, text=True, timeout=60)
+        os.close(theirs)
+        assert result.returncode != 0
+        assert select.select([pipe], [], [], 60)[0]
+        assert pipe.read() == b""
+
+
+@pytest.mark.skipif(not shutil.which("flock"), reason="flock is not installed")
+def test_two_set_ups_of_a_folder_take_turns_and_ctrl_c_ends_one_that_waits(tmp_path: Path) -> None:
+    command = [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "locks/requirements.lock"]
+    first = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+    try:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as second:
+            assert second.stdout is not None
+            assert second.stdout.readline() == f"Waiting until another set-up in {tmp_path} has ended\n"
+            os.killpg(second.pid, signal.SIGINT)
+            assert second.wait(60) != 0
+            assert second.stdout.read() == ""
+    finally:
+        os.close(first)
+    assert not (tmp_path / "venv").exists()
+
+
+def test_ctrl_c_is_the_end_also_where_pip_handles_it(tmp_path: Path) -> None:
+    """pip exits with 1 then; no other way to install is tried."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    (tmp_path / "venv" / "bin" / "pip").touch()
+    python = tmp_path / "venv" / "bin" / "python"
+    python.write_text(
+        """#!/bin/bash
+        case "$*" in
+            *" config list") echo ":env:.no-index='1'" ;;
+            *" install "*) trap 'exit 1' INT; echo pip >&2; sleep 1000 & wait ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    command = [ROOT / "tools" / "setup_venv.sh", tmp_path / "venv", "locks/requirements.lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
+        log = tmp_path / "venv" / "install.log"
+        deadline = time.monotonic() + 60
+        while not (log.exists() and "pip" in log.read_text()):
+            assert time.monotonic() < deadline
+        os.killpg(running.pid, signal.SIGINT)
+        assert running.wait(60) == 130
 
 
 def test_the_product_needs_its_dependencies_and_no_development_tool() -> None:
