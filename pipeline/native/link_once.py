@@ -8,16 +8,22 @@ code as soon as it is compiled, and again in each of its callers, into which it 
 is called, so the libraries of its callees wait, unoptimized, until the entry links them.  LLVM then sees the same
 functions with the same attributes.
 
-Uses names of numba.core.codegen that are not part of Numba's interface; the tests fail if they change.
+Work that only a process which calls its functions needs is left out, and so is repeated work: together a quarter of the
+time, with the same object code.
+
+Uses names of numba.core that are not part of Numba's interface; the tests fail if they change.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from numba import njit, types
-from numba.core import caching, codegen, registry
+from numba.core import caching, codegen, ir, registry
+from numba.core.targetconfig import TargetConfig
+from numba.core.types.functions import BaseFunction
 
 _UNWRAPPED = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # Python calls none of them
 
@@ -65,9 +71,64 @@ def install() -> None:
     generator = registry.cpu_target.target_context.codegen()
     generator._library_class = _Waiting
     generator.set_env = lambda name, environment: None  # a variable of machine code, of which there is none
+    for wrapping in ("create_cpython_wrapper", "create_cfunc_wrapper"):  # each function would get two that Python calls
+        setattr(registry.cpu_target.target_context, wrapping, lambda *arguments, **options: None)
+    # A function that is merged into its caller is copied first, and each block with all variables and positions.
+    ir.Scope.__deepcopy__ = ir.Loc.__deepcopy__ = lambda self, memo: self
+    functions: Any = BaseFunction
+    functions.get_call_type = _remembering(BaseFunction.get_call_type)
+    ir.Inst._rec_list_vars = _variables
+    TargetConfig.values = _options
     # Numba's own cache holds machine code.
     caching.FunctionCache.load_overload = lambda self, signature, context: None
     caching.FunctionCache.save_overload = lambda self, signature, data: None
+
+
+def _remembering(resolve: Any) -> Any:
+    """`BaseFunction.get_call_type` that tries an operator's many overloads once for each combination of types."""
+    operators = {one for one in vars(operator).values() if callable(one)}
+    known: dict[Any, tuple[Any, Any]] = {}
+
+    def get_call_type(self: Any, context: Any, args: Any, kws: Any) -> Any:
+        if kws or self.typing_key not in operators:
+            return resolve(self, context, args, kws)
+        key = self.key, args
+        if key not in known:
+            signature = resolve(self, context, args, kws)
+            known[key] = signature, self.get_impl_key(signature)
+        signature, implementation = known[key]
+        self._impl_keys[signature.args] = implementation
+        return signature
+
+    return get_call_type
+
+
+_CONTAINERS = (list, tuple), dict
+_is_part: dict[type, Any] = {}  # by class of an instruction's part: as what it is searched for variables; None: not
+
+
+def _variables(instruction: Any, part: Any) -> list[Any]:
+    """`ir.Inst._rec_list_vars`, which finds out the type of each part of each instruction by up to five questions."""
+    kind = type(part)
+    if kind not in _is_part:
+        _is_part[kind] = next((one for one in (ir.Var, ir.Inst, *_CONTAINERS) if issubclass(kind, one)), None)
+    searched_as = _is_part[kind]
+    if searched_as is None:
+        return []
+    if searched_as is ir.Var:
+        return [part]
+    if searched_as is ir.Inst:
+        return part.list_vars()
+    found = []
+    for one in part.values() if searched_as is dict else part:
+        if _is_part.get(type(one), True):  # most are numbers, names and positions in the source
+            found += _variables(instruction, one)
+    return found
+
+
+def _options(config: Any) -> dict[str, Any]:
+    """`TargetConfig.values`, which calls a property for each of dozens of options to compare two configurations."""
+    return {name: option.default for name, option in config.options.items()} | config._values
 
 
 def entry_object(function: Any, n: int, options: Mapping[str, Any]) -> tuple[bytes, str]:
