@@ -1,6 +1,6 @@
 """A trie of the texts of tokens in arrays, which can be mapped from a file: finds all tokens of many texts at once.
 
-    keys     u64 (nodes,)   the node before << 32 | the character; node 0 is the root, and entry `i` is node `i + 1`
+    keys     u64 (nodes,)   the node before << 32 | the character, in order; node 0 is the root, entry `i` node `i + 1`
     slots    i32            places of the keys (`key_table.py`)
     tokens   i32 (nodes,)   of each entry, the token that ends there; -1: none
 
@@ -27,7 +27,14 @@ class TokenTrie:
         """Raises `ValueError` for arrays that do not fit."""
         if len(keys) != len(tokens):
             raise ValueError(f"{len(keys)} nodes have {len(tokens)} tokens")
+        if tokens.dtype != np.int32:  # machine code reads them without looking
+            raise ValueError(f"tokens are {tokens.dtype}, expected int32")
         self._children, self._tokens = KeyTable(keys, slots), tokens
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+        """The key and the token of each entry: for searches in machine code."""
+        return self._children.arrays[0], self._tokens
 
     def matches(self, codes: NDArray[np.uint64]) -> Iterator[tuple[Ints, int, Ints]]:
         """Yield the tokens of a text by their length: where they begin, the length in characters, and their ids.

@@ -17,14 +17,15 @@ from numpy.typing import NDArray
 from pipeline.models.key_table import KeyTable
 from pipeline.models.pretokenizers import PreTokenizer
 from pipeline.models.vocabulary_tables import Tables
-from stages.tokenizer.chunked_encode import SpecialTokenFinder, cut_pieces, encode_chunks
+from stages.tokenizer.chunked_encode import Placed, SpecialTokenFinder, cut_pieces, encode_chunks
 from stages.tokenizer.pair_merger import PairMerger
 from stages.tokenizer.piece_pattern import piece_pattern
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.whole_pieces import WholePieces
 from stages.tokenizer.word_encoder import WordEncoder
 
-FEW_WORDS = 32  # for which the kernel is not called
+FEW_WORDS = 32  # for which the kernel is not called,
+FEW_CHARACTERS = 512  # unless they are longer than this together
 
 
 class ByteLevelEncoder:
@@ -48,7 +49,7 @@ class ByteLevelEncoder:
         self._odd_words = msgspec.msgpack.decode(tables["odd_words"].tobytes(), type=dict[bytes, int])
         self._encoder = WordEncoder(self, merger)
         self._symbols_of = self._symbols.astype(np.int32)
-        self._whole = WholePieces(self.whole, int(self._lengths.max(initial=0))) if pre.whole_pieces else None
+        self._whole = WholePieces(self._find_whole, int(self._lengths.max(initial=0))) if pre.whole_pieces else None
         self._pattern = piece_pattern(pre)
 
     # ---------------------------------------------------------------- word_encoder.Symbols
@@ -58,11 +59,22 @@ class ByteLevelEncoder:
         if self._words is None:
             return None
         data = word.encode()
-        entry = self._words.find_one(xxhash.xxh3_64_intdigest(data))
+        return self._whole_at(data, self._words.find_one(xxhash.xxh3_64_intdigest(data)))
+
+    def _whole_at(self, data: bytes, entry: int) -> tuple[int, ...] | None:
+        """The token that a piece is, by the entry of its hash; an entry below 0 is none."""
         if entry < 0:
             return None
         token = int(self._word_ids[entry])
         return (token,) if self.token_bytes[token] == data or self._odd_words.get(data) == token else None
+
+    def _find_whole(self, pieces: list[str]) -> dict[str, tuple[int, ...]]:
+        """The tokens that pieces are: none of those that are no token."""
+        assert self._words is not None
+        encoded = [piece.encode() for piece in pieces]
+        hashes = np.array([xxhash.xxh3_64_intdigest(data) for data in encoded], np.uint64)
+        entries = self._words.find(hashes).tolist()
+        return {piece: self._whole_at(data, at) or () for piece, data, at in zip(pieces, encoded, entries)}
 
     def split(self, words: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The symbols of bytes."""
@@ -74,21 +86,39 @@ class ByteLevelEncoder:
         """Symbols are token ids; bytes without a token are dropped."""
         return tuple([symbol for symbol in symbols if symbol >= 0]) if self.holes else tuple(symbols)
 
-    def _encode(self, text: str, lengths: list[int]) -> Generator[None, None, list[int]]:
-        """Return the ids of the first pieces of a text, which have these numbers of characters."""
-        # A call of the kernel costs as much as many known words; between names of tokens there are often few.
-        if len(lengths) <= FEW_WORDS or not self._encoder.is_compiled:
-            return (yield from self._encoder.encode(cut_pieces(text, lengths)))
-        if not lengths:
-            return []
+    def _encode(self, text: str, lengths: list[int], names: Placed) -> Generator[None, None, list[int]]:
+        """Return the ids of the first pieces of a text, which have these numbers of characters, and of names."""
+        # A call of the kernel costs as much as many known words: short texts have few.
+        is_small = len(lengths) <= FEW_WORDS and sum(lengths) <= FEW_CHARACTERS
+        if is_small or not self._encoder.is_compiled:
+            return (yield from self._encode_words(cut_pieces(text, lengths), names))
         character_ends = np.cumsum(np.fromiter(lengths, np.int64, len(lengths)))
         text = text[: int(character_ends[-1])]
         ends = character_ends if text.isascii() else _byte_ends(text)[character_ends - 1]
         symbols = self._symbols_of[np.frombuffer(text.encode(), np.uint8)]
+        if names:
+            # Each name is a piece of one symbol, its token, and of no characters.
+            places, tokens = np.array(names, np.int64).T
+            symbols = np.insert(symbols, np.append(0, ends)[places], tokens)
+            ends = np.cumsum(np.insert(np.diff(ends, prepend=0), places, 1))
+            character_ends = np.insert(character_ends, places, np.append(0, character_ends)[places])
         merged, merged_ends = yield from self._encoder.merge(symbols, ends)
         if self._whole is not None:
             merged = yield from self._whole.put(merged, merged_ends, text, character_ends)
         ids: list[int] = (merged[merged >= 0] if self.holes else merged).tolist()
+        return ids
+
+    def _encode_words(self, pieces: list[str], names: Placed) -> Generator[None, None, list[int]]:
+        """Return the ids of pieces and of names between them, without the kernel."""
+        ids: list[int] = []
+        at = 0
+        for before, token in names:
+            if at < before:
+                ids += yield from self._encoder.encode(pieces[at:before])
+            ids.append(token)
+            at = before
+        if at < len(pieces):
+            ids += yield from self._encoder.encode(pieces[at:])
         return ids
 
     # ---------------------------------------------------------------- vocabulary.Encoder

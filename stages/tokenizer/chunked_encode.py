@@ -2,9 +2,10 @@
 
 A step then takes time and memory in proportion to a chunk, and other requests run between two steps.
 
-Names of special tokens are chunk borders: the text between them is encoded separately in any case.  Elsewhere a
-window of the text is encoded.  All but the last `MARGIN` of its pieces are used, and the next window starts where they
-end.  A piece is a match of the pre-tokenizer's patterns; merges never cross pieces.  The result is exact because
+A window of the text is encoded at a time.  Names of special tokens are borders: the text between them is encoded as
+texts of their own, all those of a window together, and the next window starts behind its last name.  Of a window
+without names, all but the last `MARGIN` of its pieces are used, and the next window starts where they end.  A piece is
+a match of the pre-tokenizer's patterns; merges never cross pieces.  The result is exact because
 
     a match depends only on the text after its start: no pattern looks back, so the pieces after a border are the same
         with or without the text before it;
@@ -25,15 +26,18 @@ from itertools import accumulate
 
 import numpy as np
 
+from stages.tokenizer.steps import each_step
+
 # Characters of a step, at most: some ms to cut, in which the interpreter lock is held, and ten to encode what is new.
 # New words are merged together: with half of this a new text takes a quarter more time.
 WINDOW = 32_768
 MARGIN = 16  # pieces at a window's end that may change with the text after it
-MAX_RUN = 1 << 18  # characters of a piece; merging them takes about a second
+MAX_RUN = 1 << 18  # characters of a piece; merging them takes a tenth of a second, without the kernel about one
 _BEGINNING = 4  # characters of a name that a pattern finds
 _SEPARATOR = "\0"  # between pieces; a text that has it is cut another way
 _FEW = 32  # pieces up to which slices are faster
 Name = tuple[int, int, int]  # of a special token in a text: where it begins and ends, its id
+Placed = list[tuple[int, int]]  # names between pieces: how many pieces are before each, its id
 
 
 class RunTooLong(Exception):
@@ -86,9 +90,10 @@ class SpecialTokenFinder:
                 # Of the names with this beginning the longest; none: the search goes on behind its first character.
                 begin = first + 1
                 for length in self._lengths_by_beginning[match[0]]:
-                    token = ids.get(text[first : first + length])
+                    name = text[first : first + length]  # shorter at the text's end
+                    token = ids.get(name)
                     if token is not None:
-                        begin = first + length
+                        begin = first + len(name)
                         names.append((first, begin, token))
                         break
                 if begin != match.end():
@@ -197,8 +202,8 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def encode_chunks(
-    cut: Callable[[str], list[int]],
-    encode: Callable[[str, list[int]], Generator[None, None, list[int]]],
+    cut: Callable[[list[str]], list[int]],
+    encode: Callable[[str, list[int], Placed], Generator[None, None, list[int]]],
     names: SpecialTokenFinder,
     text: str,
     window: int = WINDOW,
@@ -209,42 +214,46 @@ def encode_chunks(
     A chunk may be empty: the window had no usable border, and the next one is twice as large; or a long piece takes
     several steps.
 
-    cut: returns the lengths of a text's pieces.  encode: returns the ids of the first pieces
-    of a text, which have these lengths, in steps.
+    cut: returns the lengths of the pieces of texts, one text after the other.  encode: returns the ids of the first
+    pieces of a text, which have these lengths, and of the names between them, in steps.
     groups_from_right: the pieces of a number depend on all of its digits.
     """
     at, size = 0, window
     while at < len(text):
         end = min(at + size, len(text))
-        name = names.find(text, at, end)
-        if name is not None:
-            end = name[0]
-        ids: list[int] = []
-        taken = end - at
-        if taken:
-            part = text[at:end]
-            lengths = cut(part)
-            if name is None and end < len(text):
-                taken = _drop_uncertain(lengths, part, groups_from_right)
+        found = names.find_all(text, at, end)
+        # What is before each name; the text behind the last one comes with the next window, unless it ends here.
+        begins = [at, *(name[1] for name in found)]
+        parts = [text[begin : name[0]] for begin, name in zip(begins, found)]
+        stop = begins[-1]
+        if not found or end == len(text):
+            parts.append(text[stop:end])
+            stop = end
+        lengths = cut(parts)
+        if found:
+            size = window
+        elif end < len(text):
+            taken = _drop_uncertain(lengths, parts[0], groups_from_right)
             # A window of which little was used stays large: otherwise the rest would be cut several times.
-            size = max(window, size // 2) if 4 * taken >= 3 * len(part) else size if taken else 2 * size
-            if len(part) > MAX_RUN and (longest := max(lengths, default=len(part))) > MAX_RUN:
-                raise RunTooLong(
-                    f"{longest} characters without a border between words, more than the tokenizer can process"
-                )
-            steps = encode(part, lengths)
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    ids = done.value
-                    break
-                yield at, []
-        at += taken
-        if name is not None:
-            at, size = name[1], window
-            ids.append(name[2])
+            size = max(window, size // 2) if 4 * taken >= 3 * (end - at) else size if taken else 2 * size
+            stop = at + taken
+        if end - at > MAX_RUN and (longest := max(lengths, default=0 if found else end - at)) > MAX_RUN:
+            raise RunTooLong(
+                f"{longest} characters without a border between words, more than the tokenizer can process"
+            )
+        steps = encode("".join(parts), lengths, _place(found, parts, lengths))
+        ids = yield from each_step(steps, at)
+        at = stop
         yield at, ids
+
+
+def _place(names: list[Name], parts: list[str], lengths: list[int]) -> Placed:
+    """Return the place of each name between the pieces of the parts; before each name is one part."""
+    if not names:
+        return []
+    name_ends = np.cumsum([len(part) for part in parts[: len(names)]])
+    before = np.searchsorted(np.cumsum(lengths), name_ends, "right")  # no piece is empty
+    return list(zip(before.tolist(), [token for _, _, token in names]))
 
 
 def cut_pieces(text: str, lengths: list[int]) -> list[str]:

@@ -6,12 +6,15 @@ the end of a part is certain before the next one is there.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.models.charsmap import LONGEST, Charsmap
 from pipeline.models.vocabularies import SPACE
+from stages.tokenizer.unicode_classes import CODE_POINTS
 
 
 class Normalizer:
@@ -33,20 +36,30 @@ class Normalizer:
         self._spaces = [c for c in charsmap.apart if charsmap.single.get(c) == " "]  # which mean the same
 
     @cached_property
-    def _second(self) -> re.Pattern[str] | None:
-        """Finds the second of several characters: few texts have any."""
-        return re.compile(_one_of(self._charsmap.seconds)) if self._charsmap.starts else None
+    def _kinds(self) -> NDArray[np.uint8]:
+        """Of each code point: 1 if several characters that are replaced begin with it, and 2 if it is the second."""
+        kinds = np.zeros(CODE_POINTS, np.uint8)
+        for characters, bit in ((self._charsmap.starts, 1), (self._charsmap.seconds, 2)):
+            kinds[np.fromiter(map(ord, characters), np.int64)] |= np.uint8(bit)
+        return kinds
 
-    @cached_property
-    def _candidate(self) -> re.Pattern[str]:
-        """Finds where one of several characters may begin: two characters of which few texts have any."""
-        return re.compile(f"{_one_of(self._charsmap.starts)}(?={_one_of(self._charsmap.seconds)})")
+    def _candidates(self, text: str) -> list[int]:
+        """Where several characters may begin that are replaced: by their first two, which few texts have."""
+        if not self._charsmap.starts or len(text) < 2:
+            return []
+        kinds = self._kinds[np.frombuffer(text.encode("utf-32-le"), "<u4")]
+        return np.flatnonzero(kinds[:-1] & (kinds[1:] >> np.uint8(1)) & np.uint8(1)).tolist()
 
     def words(self, text: str) -> list[str]:
         """Return the words of a text, as they are written; some may be empty. Where the rules keep words."""
         for character in self._spaces:
             text = text.replace(character, " ")
         return text.split(" ")
+
+    def parts(self, text: str) -> list[str]:
+        """Return the words of a text normalized, without the space before each; none is empty. Where the rules keep
+        words."""
+        return list(filter(None, self.replaced(text, True)[0].split(" ")))
 
     def written(self, words: list[str]) -> list[str]:
         """Return words normalized, their spaces and the one before each as U+2581. Where the rules keep words."""
@@ -61,10 +74,11 @@ class Normalizer:
         is_end: nothing follows the text, so that all of it is replaced.
         """
         last = len(text) if is_end else max(0, len(text) - self.longest + 1)  # matches before it are certain
-        if self._second is None or self._second.search(text) is None:
+        candidates = self._candidates(text)
+        if not candidates:
             return text[:last].translate(self._single), last
         out, at = [], 0
-        for begin, end, to in self._matches(text):
+        for begin, end, to in self._matches(text, candidates):
             if begin >= last:
                 break
             out += [text[at:begin].translate(self._single), to]
@@ -74,13 +88,11 @@ class Normalizer:
             at = last
         return "".join(out), at
 
-    def _matches(self, text: str) -> Iterator[tuple[int, int, str]]:
+    def _matches(self, text: str, candidates: list[int]) -> Iterator[tuple[int, int, str]]:
         """Yield (begin, end, replacement) of each match of several characters, from left to right."""
         at = 0
-        while (candidate := self._candidate.search(text, at)) is not None:
-            begin = candidate.start()
-            found = self._charsmap.find(text, begin)
-            at = begin + 1
+        for begin in candidates:
+            found = self._charsmap.find(text, begin) if begin >= at else None
             if found is not None:
                 at, to = found
                 yield begin, at, to
@@ -88,18 +100,13 @@ class Normalizer:
     def aligned(self, text: str) -> Iterator[tuple[int, int, str]]:
         """Yield (begin, end, replacement) of each character, or of several that are replaced together."""
         at = 0
-        matches = self._matches(text) if self.longest > 1 else iter(())
+        matches = self._matches(text, self._candidates(text))
         for begin, end, to in [*matches, (len(text), len(text), "")]:
             for place in range(at, begin):
                 yield place, place + 1, text[place].translate(self._single)
             if end > begin:
                 yield begin, end, to
             at = end
-
-
-def _one_of(characters: Iterable[str]) -> str:
-    """Return the pattern for one of some characters."""
-    return "[" + "".join(map(re.escape, sorted(characters))) + "]"
 
 
 class Spaces:

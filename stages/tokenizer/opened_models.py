@@ -150,6 +150,7 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         thinking_switches=template.thinking_switches if template is not None else (),
         pair_separator=_pair_separator(t) if index.hyper.scores_pairs else (),
         quantization=index.quantization,
+        kv_shape=(index.hyper.n_layers, index.hyper.n_kv_heads, index.hyper.head_dim, index.hyper.kv_window),
     )
     return TokenizerModel(vocabulary, template, described)
 

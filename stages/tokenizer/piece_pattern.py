@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,10 +177,14 @@ class PiecePattern:
         # What the patterns from each one on cut short pieces into: that depends on their classes alone.
         self._known: list[dict[bytes, list[int]]] = [{} for _ in patterns]
 
-    def lengths(self, text: str) -> list[int]:
-        """Return the characters of each piece of a text, which has no lone surrogates."""
-        codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
-        return self._lengths([self._classes[codes].tobytes()], 0)
+    def lengths(self, texts: list[str]) -> list[int]:
+        """Return the characters of each piece of texts without lone surrogates, those of one text after the other's."""
+        codes = np.frombuffer("".join(texts).encode("utf-32-le"), "<u4")
+        classes = self._classes[codes].tobytes()
+        if len(texts) == 1:
+            return self._lengths([classes], 0)
+        ends = list(accumulate(map(len, texts)))
+        return self._lengths(list(map(classes.__getitem__, map(slice, [0, *ends], ends))), 0)
 
     def _lengths(self, pieces: list[bytes], first: int) -> list[int]:
         """Return the characters of the pieces that the patterns from `first` on cut pieces into."""

@@ -22,14 +22,16 @@ from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.borders import Borders
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.pair_merger import PairMerger
+from stages.tokenizer.steps import each_step
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_encoder import WordEncoder
 
-MAX_RUN = 1 << 18  # characters without a place that no merge crosses; merging them takes about a second
+MAX_RUN = 1 << 18  # characters without a place that no merge crosses; the kernel merges them in a tenth of a second
 _WINDOW = 16_384  # characters: some ms; new words of a window are merged together, so that small ones are slow
 _NAME = "\ud800"  # begins a word that stands for a special token: no text has it
 _NAME_PLACE = "\0"  # in a text that is cut
 _COMMON = 0x3000  # code points whose symbols are not searched for: most of those of alphabets
+_MAX_KNOWN = 1 << 14  # characters that are no token whose ids are remembered; some 2 MB
 _NO_TOKEN = 1 << 30  # above all symbols of the tables; and the code point of a character in no token
 
 
@@ -83,6 +85,7 @@ class SentencePieceEncoder:
         is_no_token = self._code_symbols >= self._size
         no_tokens = zip(self._code_symbols[is_no_token].tolist(), self._codes[is_no_token].tolist())
         self._texts = {symbol: chr(code) for symbol, code in no_tokens}
+        self._known_ids: dict[int, tuple[int, ...]] = {}  # of characters that are no token
         self._borders = Borders(KeyTable(tables["borders"], tables["border_slots"]))
         merger = PairMerger(KeyTable(tables["pairs"], tables["pair_slots"]), tables["merged"], tables["ranks"])
         self._encoder = WordEncoder(self, merger)
@@ -162,13 +165,8 @@ class SentencePieceEncoder:
                     raise _too_long(size // 2)
             at = place
             steps = self._encode(cut)
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    yield at, done.value
-                    break
-                yield at, []
+            ids = yield from each_step(steps, at)
+            yield at, ids
 
     def _cut(self, parts: list[str], tokens: list[int]) -> _Cut:
         """Cut parts where no merge crosses, and at their ends. `tokens`: of the names among the parts."""
@@ -190,8 +188,21 @@ class SentencePieceEncoder:
         symbols = self._symbols(cut.codes[: cut.ends[-1]])
         symbols[cut.names] = cut.tokens
         merged, _ = yield from self._encoder.merge(symbols, cut.ends)
-        ids: list[int] = merged.tolist()
-        return ids if int(merged.max()) < self._size else list(self.to_ids(ids))
+        symbols_left: list[int] = merged.tolist()
+        ids: list[int] = []
+        at = 0
+        for place in np.flatnonzero(merged >= self._size).tolist():  # of characters that are no token: as a rule few
+            ids += symbols_left[at:place]
+            symbol = symbols_left[place]
+            known = self._known_ids.get(symbol)
+            if known is None:
+                known = self.to_ids((symbol,))
+                if len(self._known_ids) >= _MAX_KNOWN:
+                    self._known_ids = {}
+                self._known_ids[symbol] = known
+            ids += known
+            at = place + 1
+        return ids + symbols_left[at:] if ids else symbols_left[at:]
 
     # ---------------------------------------------------------------- offsets
 

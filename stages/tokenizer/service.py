@@ -18,6 +18,7 @@ import msgspec
 from pipeline.errors import InternalError, InvalidRequest, ModelUnavailable, StarlingError
 from pipeline.protocol import messages as m
 from stages.tokenizer.chunked_encode import RunTooLong
+from stages.tokenizer.steps import result_of
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import TooManyTokens, Vocabulary
 
@@ -63,12 +64,7 @@ class TokenizerService:
     def reply(self, frame: Any) -> m.Frame | None:
         """Return the reply to a frame, None if it needs none. Does not raise for any content of a frame."""
         if self.is_text_request(frame):
-            steps = self.reply_steps(frame)
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    return end.value
+            return result_of(self.reply_steps(frame))
         try:
             if isinstance(frame, m.Describe):
                 return self._describe(frame)

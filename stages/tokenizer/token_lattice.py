@@ -1,8 +1,9 @@
 """The best tokens of words in a unigram vocabulary: those whose scores have the highest sum (Viterbi 1967).
 
-All tokens in some words are found at once, with NumPy (`pipeline/models/token_trie.py`); then each word's best ones
-from left to right.  Of equal sums the one whose last token is longer counts.  A character that no token is alone
-is unknown, and unknown ones side by side are one token.  Independent of normalization and of what a word is.
+A kernel finds them where it is stored (`kernels/cut_words.py`).  Otherwise all tokens in some words are found at once,
+with NumPy (`pipeline/models/token_trie.py`); then each word's best ones from left to right.  Of equal sums the one
+whose last token is longer counts.  A character that no token is alone is unknown, and unknown ones side by side are one
+token.  Independent of normalization and of what a word is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.models.token_trie import END, TokenTrie
+from stages.tokenizer.kernels.word_cutter import WordCutter
+from stages.tokenizer.word_cache import Ids
 
 _SLAB = 16_384  # characters that are searched at once: some ms
 STEP = 32_768  # tokens that are compared without a pause: some ms
@@ -37,11 +40,32 @@ class TokenLattice:
             raise ValueError(f"the unknown token is {unknown} of {len(scores)}")
         self._trie, self._longest, self._scores = trie, longest, scores
         self._unknown, self._unknown_score = unknown, unknown_score
+        self._compiled = WordCutter.find(trie, len(scores), scores, unknown, unknown_score)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the kernel is stored; then new words take about as long as known ones."""
+        return self._compiled is not None
+
+    def all_ids(self, words: Sequence[str], prefix: str) -> Generator[None, None, list[int]]:
+        """Return the ids of words with a prefix, one word after the other, by the kernel. Yields between steps."""
+        assert self._compiled is not None
+        found: list[int] = (yield from self._compiled.cut(words, prefix)).ids.tolist()
+        return found
+
+    def ids(self, words: Sequence[str]) -> Generator[None, None, list[Ids]]:
+        """Return the ids of each word's tokens. Yields between steps."""
+        if self._compiled is not None:
+            return (yield from self._compiled.cut(words)).ids_of_words()
+        cuts = yield from self.cut(words)
+        return [tuple([i for i, _ in cut]) for cut in cuts]
 
     def cut(self, words: Sequence[str]) -> Generator[None, None, list[Cut]]:
         """Return the tokens of each word. Yields between steps."""
         if not words:
             return []
+        if self._compiled is not None:
+            return (yield from self._compiled.cut(words)).pairs_of_words()
         lengths = np.fromiter(map(len, words), np.int64, len(words))
         ends = np.cumsum(lengths + 1) - 1  # where the `END` behind each word is
         text = "\n".join(words) + "\n"

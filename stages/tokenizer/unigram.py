@@ -28,6 +28,7 @@ from stages.tokenizer.borders import Borders
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
 from stages.tokenizer.normalizer import Normalizer, Spaces
+from stages.tokenizer.steps import each_step, result_of
 from stages.tokenizer.token_lattice import TokenLattice
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_cache import Ids, WordCache
@@ -35,6 +36,7 @@ from stages.tokenizer.word_cache import Ids, WordCache
 MAX_RUN = 1 << 18  # normalized characters without a place that no token crosses
 _UNKNOWN_PENALTY = np.float32(10)  # below the lowest score of a token
 _WINDOW = 16_384  # characters: some ms
+_FEW = 512  # characters of a text for which the kernel is not called: its words may be cached
 _SHORT = 48  # characters of a normalized word that is cut as a whole: its parts are rarely cached
 T = TypeVar("T")
 
@@ -53,6 +55,8 @@ class UnigramEncoder:
         self._is_special = np.isin(tables["types"], NAMED)
         self.holes: frozenset[int] = frozenset()
         scores = tables["scores"]
+        if scores.dtype != np.float32 or len(scores) != len(tables["types"]):
+            raise ValueError(f"{len(tables['types'])} tokens have {len(scores)} scores ({scores.dtype})")
         lowest = scores[tables["types"] == NORMAL].min(initial=np.float32(np.inf))
         trie = TokenTrie(tables["trie"], tables["trie_slots"], tables["trie_tokens"])
         longest = int(self.token_bytes.lengths.max(initial=1))
@@ -81,7 +85,7 @@ class UnigramEncoder:
             if not is_whole and self._has_words and (space := text.rfind(" ", at, end)) >= 0:
                 end, is_whole = space + 1, True
             if is_whole and self._has_words and not (rest or spaces.is_in_word or SPACE in text[at:end]):
-                steps = self._words.encode(self._rules.words(text[at:end]))
+                steps = self._encode_whole(text[at:end])
                 at = end
             else:
                 replaced, n = self._rules.replaced(text[at:end], is_whole)
@@ -94,13 +98,7 @@ class UnigramEncoder:
                 if len(rest) > MAX_RUN:
                     raise RunTooLong(f"{len(rest)} characters without a border, more than the tokenizer can process")
                 steps = self._runs.encode(list(filter(None, runs)))
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    ids: list[int] = done.value
-                    break
-                yield at, []
+            ids = yield from each_step(steps, at)
             if self._unknown in ids:
                 ids = [i for before, i in zip([last, *ids], ids) if not before == i == self._unknown]
             last = ids[-1] if ids else last
@@ -108,6 +106,12 @@ class UnigramEncoder:
                 at, spaces, last = name[1], Spaces(self._rules), -1
                 ids.append(name[2])
             yield at, ids
+
+    def _encode_whole(self, text: str) -> Generator[None, None, list[int]]:
+        """Return the ids of a text of whole words."""
+        if len(text) <= _FEW or not self._lattice.is_compiled:
+            return (yield from self._words.encode(self._rules.words(text)))
+        return (yield from self._lattice.all_ids(self._rules.parts(text), SPACE))
 
     def _encode_words(self, words: list[str]) -> Generator[None, None, dict[str, Ids]]:
         """Return the ids of words as they are written."""
@@ -126,8 +130,7 @@ class UnigramEncoder:
 
     def _cut(self, texts: list[str]) -> Generator[None, None, dict[str, Ids]]:
         """Return the ids of normalized texts."""
-        cuts = yield from self._lattice.cut(texts)
-        return {text: tuple([i for i, _ in cut]) for text, cut in zip(texts, cuts)}
+        return dict(zip(texts, (yield from self._lattice.ids(texts))))
 
     # ---------------------------------------------------------------- offsets
 
@@ -146,7 +149,7 @@ class UnigramEncoder:
             # A space that was added belongs to what is before the text.
             n_added = max(0, len(new) - len(to))
             source += [begin] * n_added + [end] * (len(new) - n_added)
-        (cut,) = _result(self._lattice.cut(["".join(parts)]))
+        (cut,) = result_of(self._lattice.cut(["".join(parts)]))
         return [source[end - 1] for _, end in cut]
 
     # ---------------------------------------------------------------- decoding
@@ -165,13 +168,3 @@ class UnigramEncoder:
                 piece, is_first = piece.removeprefix(b" "), False
             parts.append(piece)
         return parts, is_first
-
-
-def _result(steps: Generator[object, None, T]) -> T:
-    """Run a generator to its end, and return its result."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result

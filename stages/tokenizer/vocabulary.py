@@ -37,6 +37,7 @@ from stages.tokenizer.byte_level import ByteLevelEncoder
 from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTokenFinder
 from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
+from stages.tokenizer.steps import result_of
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.unigram import UnigramEncoder
@@ -167,12 +168,7 @@ class Vocabulary:
         self, text: str, parse_special: bool, add_bos: bool = False, marks: Collection[int] | None = None
     ) -> list[int]:
         """Return the token ids of `text`, with the arguments of `encode_steps`."""
-        steps = self.encode_steps(text, parse_special, add_bos, marks=marks)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return list(end.value)
+        return list(result_of(self.encode_steps(text, parse_special, add_bos, marks=marks)))
 
     def encode_steps(
         self,

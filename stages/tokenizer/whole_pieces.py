@@ -20,16 +20,16 @@ Ends = NDArray[np.int64]
 class WholePieces:
     """May be called in several threads.
 
-    find: returns the token that a piece is, None if it is none.  longest: bytes of the longest token.
+    find: returns the tokens that pieces are, none of those that are no token.  longest: bytes of the longest token.
     """
 
-    def __init__(self, find: Callable[[str], Ids | None], longest: int) -> None:
+    def __init__(self, find: Callable[[list[str]], dict[str, Ids]], longest: int) -> None:
         self._find, self._longest = find, longest
         self._cache = WordCache(self._compute)
 
     def _compute(self, pieces: list[str]) -> Steps:
         yield from ()  # `WordCache` expects steps; this is one
-        return {piece: self._find(piece) or () for piece in pieces}
+        return self._find(pieces)
 
     def put(self, merged: Symbols, merged_ends: Ends, text: str, ends: Ends) -> Generator[None, None, Symbols]:
         """Return merged symbols with one token in place of the symbols of pieces that are one; yields never.

@@ -65,8 +65,8 @@ class WordEncoder:
             counts.append(np.diff(merged_ends, prepend=0))
             if word < len(ends):
                 first, begin = word + 1, int(ends[word])
-                found = yield from self._merger.merge_long(symbols[before:begin].tolist())
-                parts.append(np.array(found, np.int32))
+                found = yield from self._compiled.merge_long(symbols[before:begin])
+                parts.append(found)
                 counts.append(np.array([len(found)]))
         return np.concatenate(parts), np.cumsum(np.concatenate(counts))
 

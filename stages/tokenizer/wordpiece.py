@@ -21,12 +21,15 @@ from pipeline.models.vocabularies import SPACE
 from pipeline.models.vocabulary_tables import NAMED, Tables
 from stages.tokenizer.chunked_encode import RunTooLong, SpecialTokenFinder
 from stages.tokenizer.covered import covered_bytes
+from stages.tokenizer.kernels.word_cutter import WordCutter
+from stages.tokenizer.steps import each_step
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.word_cache import Ids, WordCache
 from stages.tokenizer.wordpiece_characters import WHITE_SPACE, normalized
 
 MAX_WORD = 1 << 18  # characters
 _WINDOW = 16_384  # characters: some ms
+_FEW = 512  # characters of a text for which the kernel is not called: its words may be cached
 _BETWEEN = "\ud800"  # between parts of a text: no text has it
 _DROPPED = "\x1c\x1d\x1e\x1f"  # control characters that Python takes for white space
 
@@ -50,6 +53,7 @@ class WordPieceEncoder:
         self._unknown = unknown
         self.token_bytes = TokenTable(tables)
         self._trie = TokenTrie(tables["trie"], tables["trie_slots"], tables["trie_tokens"])
+        self._compiled = WordCutter.find(self._trie, len(self.token_bytes), unknown=unknown)
         self._is_special = np.isin(tables["types"], NAMED)
         self.holes: frozenset[int] = frozenset()
         self._normalizer = _Normalizer({ord(_BETWEEN): _BETWEEN})
@@ -78,19 +82,21 @@ class WordPieceEncoder:
             part = text[at:end]
             for character in _DROPPED:
                 part = part.replace(character, "")
-            steps = self._written.encode(part.split())
+            steps = self._encode(part)
             at, size = end, window
-            while True:
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    ids: list[int] = done.value
-                    break
-                yield at, []
+            ids = yield from each_step(steps, at)
             if name is not None:
                 at = name[1]
                 ids.append(name[2])
             yield at, ids
+
+    def _encode(self, text: str) -> Generator[None, None, list[int]]:
+        """Return the ids of a text without names."""
+        if len(text) <= _FEW or self._compiled is None:
+            return (yield from self._written.encode(text.split()))
+        cuts = yield from self._compiled.cut(text.translate(self._normalizer).split(), SPACE)
+        ids: list[int] = cuts.ids.tolist()
+        return ids
 
     def _encode_written(self, parts: list[str]) -> Generator[None, None, dict[str, Ids]]:
         """Return the ids of parts of a text without white space."""
@@ -101,6 +107,8 @@ class WordPieceEncoder:
 
     def _encode_words(self, words: list[str]) -> Generator[None, None, dict[str, Ids]]:
         """Return the ids of normalized words."""
+        if self._compiled is not None:
+            return dict(zip(words, (yield from self._compiled.cut(words, SPACE)).ids_of_words()))
         unknown = (self._unknown,)
         found: dict[str, Ids] = {}
         begin = 0
@@ -109,8 +117,8 @@ class WordPieceEncoder:
             while end < len(words) and size < _WINDOW:
                 size += len(words[end])
                 end += 1
-            cuts = self._cut(words[begin:end])
-            found |= {word: tuple([i for i, _ in cut]) or unknown for word, cut in zip(words[begin:end], cuts)}
+            parts = self._cut(words[begin:end])
+            found |= {word: tuple([i for i, _ in cut]) or unknown for word, cut in zip(words[begin:end], parts)}
             begin = end
             if begin < len(words):
                 yield

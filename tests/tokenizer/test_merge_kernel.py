@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from pipeline.config import paths
 from pipeline.models.key_table import KeyTable, make_slots
 from pipeline.native import object_file
+from stages.tokenizer import byte_level
+from stages.tokenizer.chunked_encode import WINDOW
 from stages.tokenizer.kernels import compiled
 from stages.tokenizer.kernels.compiled import KNOWN_BITS, KNOWN_SYMBOLS, LONGEST, WordMerger, compiling
 from stages.tokenizer.pair_merger import PairMerger
@@ -78,9 +81,7 @@ def test_the_two_ways_are_two(both: dict[str, tuple[Vocabulary, Vocabulary]]) ->
         assert (one._encoder._encoder.is_compiled, other._encoder._encoder.is_compiled) == (True, False)
 
 
-@settings(deadline=None)
-@given(pairs, st.lists(st.lists(st.integers(-1, N - 1), max_size=2 * KNOWN_SYMBOLS), max_size=12))
-def test_merges_are_those_of_the_definition(ranks: Pairs, words: list[list[int]]) -> None:
+def _kernel_of(ranks: Pairs) -> WordMerger:
     keys = np.array([left << 32 | right for left, right in ranks], np.uint64)
     found = WordMerger.find(
         KeyTable(keys, make_slots(keys)),
@@ -88,12 +89,54 @@ def test_merges_are_those_of_the_definition(ranks: Pairs, words: list[list[int]]
         np.array([rank for rank, _ in ranks.values()], np.int32),
     )
     assert found is not None
+    return found
+
+
+@settings(deadline=None)
+@given(pairs, st.lists(st.lists(st.integers(-1, N - 1), max_size=2 * KNOWN_SYMBOLS), max_size=12))
+def test_merges_are_those_of_the_definition(ranks: Pairs, words: list[list[int]]) -> None:
+    found = _kernel_of(ranks)
     symbols = np.array([symbol for word in words for symbol in word], np.int32)
     ends = np.cumsum([len(word) for word in words], dtype=np.int64)
     expected = [merged(word, ranks) for word in words]
     for _ in range(2):  # the second time they are known
         out, out_ends = found.merge(symbols, ends)
         assert [part.tolist() for part in np.split(out, out_ends)[:-1]] == expected
+
+
+@settings(deadline=None)
+@given(pairs, st.lists(st.integers(-1, N - 1), min_size=1, max_size=60), st.sampled_from([1, 7, 1 << 16]))
+def test_long_words_merge_as_short_ones(ranks: Pairs, word: list[int], steps: int) -> None:
+    """In one call of the kernel and in many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "LONG_STEPS", steps)
+        calls = _kernel_of(ranks).merge_long(np.array(word, np.int32))
+        n_steps = 0
+        while True:
+            try:
+                next(calls)
+            except StopIteration as done:
+                found = done.value.tolist()
+                break
+            n_steps += 1
+    assert found == merged(word, ranks)
+    if steps == 1:
+        assert n_steps >= len(word) - 1
+
+
+@pytest.mark.parametrize("name", ["qwen2", "sentencepiece"])
+def test_long_words_are_merged_by_the_kernel(
+    name: str, both: dict[str, tuple[Vocabulary, Vocabulary]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In steps, between which other texts are encoded."""
+    one, other = both[name]
+    text = "eses" * 1000
+    expected = other.encode(text, False)
+    monkeypatch.setattr(compiled, "LONG_STEPS", 1000)
+    monkeypatch.setattr(PairMerger, "merge_long", lambda self, word: pytest.fail("merged without the kernel"))
+    chunks = [ids for _, ids in one._encoder.chunks(one._specials, text, WINDOW)]
+    assert list(chain.from_iterable(chunks)) == expected
+    assert sum(not ids for ids in chunks) >= 2
 
 
 @settings(deadline=None)
@@ -104,6 +147,17 @@ def test_ids_are_the_same(
 ) -> None:
     one, other = both[name]
     assert one.encode(text, parse_special) == other.encode(text, parse_special)
+
+
+@settings(deadline=None)
+@pytest.mark.parametrize("name", ["gpt-2", "qwen2", "whole pieces and holes"])
+@given(text=st.lists(texts | st.sampled_from([*CONTROL, *USER_DEFINED]), max_size=6).map("".join))
+def test_names_between_words_of_one_call(name: str, text: str, both: dict[str, tuple[Vocabulary, Vocabulary]]) -> None:
+    """The kernel gets all words of a window, and the names between them; without it they come one by one."""
+    one, other = both[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(byte_level, "FEW_WORDS", 0)
+        assert one.encode(text, True) == other.encode(text, True)
 
 
 @pytest.mark.parametrize("name", ["whole pieces and holes", "sentencepiece"])
@@ -153,12 +207,12 @@ def test_without_the_kernel_the_tokenizer_works(tmp_path: Path, monkeypatch: pyt
     place = compiled.directory()
     assert place.parent == tmp_path and place.name == stored.name
     place.mkdir()
-    for name in ("merge_words.o", "merge_words.symbol"):
-        (place / name).write_bytes((stored / name).read_bytes())
+    for path in stored.iterdir():
+        (place / path.name).write_bytes(path.read_bytes())
     (place / "merge_words.o").write_bytes(b"damaged")
     assert compiled.load() is None
     assert Vocabulary(SPECS["gpt-2"]).encode("the end", False) == ids
-    assert not object_file.symbol_path(place, compiled.NAME).exists()
+    assert not object_file.symbol_path(place, compiled.MERGE_WORDS).exists()
     with compiling():
         pass
     assert compiled.load() is not None

@@ -1,11 +1,11 @@
-"""The compiled `merge_words` (merge_words.py), called from Python, without numba.
+"""The tokenizer's compiled functions, and `merge_words` (merge_words.py) called from Python, without numba.
 
-    with compiling(): ...       compile it meanwhile, in a process of its own, unless it is stored
+    with compiling(): ...       compile them meanwhile, in a process of its own, unless they are stored
     WordMerger.find(...)        the stored function over a vocabulary's tables; None: there is none
 
-It is compiled for any x86-64 CPU by `starling prepare` and `starling up`, before a tokenizer starts: a tokenizer never
-waits for a compiler.  Without it `pair_merger.py` does the same.  A directory of the cache is named by the sources;
-what they were compiled with does not matter to what they do.
+They are compiled for any x86-64 CPU by `starling prepare` and `starling up`, before a tokenizer starts: a tokenizer
+never waits for a compiler.  Without them `pair_merger.py`, `token_lattice.py` and `wordpiece.py` do the same.  A
+directory of the cache is named by the sources; what they were compiled with does not matter to what they do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Self
 
@@ -37,15 +37,27 @@ log = logging.getLogger("starling.tokenizer")
 
 __all__ = ["MIX", "MIX_2", "WordMerger", "compiling"]
 
-NAME = "merge_words"
-LONGEST = 512  # symbols of a word: a merge looks at all of its pairs
+NAMES = MERGE_WORDS, CUT_WORDS = "merge_words", "cut_words"
+LONGEST = 512  # symbols of a word of which a merge looks at all pairs; longer ones have a heap
+LONG_STEPS = 1 << 16  # pairs of a long word that one call weighs or merges: some ms
+GONE = -2  # in place of a long word's symbol: merged into the one before
 KNOWN_BITS = 12  # of the number of places for words whose results are remembered
 KNOWN_SYMBOLS, KNOWN_RESULTS = 24, 6  # of such a word
 KNOWN_ENTRY = 2 + KNOWN_RESULTS + KNOWN_SYMBOLS  # i32 of a place: how many symbols, how many results, both
 # The parameters.
 SYMBOLS, ENDS, N_WORDS, KEYS, SLOTS, N_SLOTS, SEED, MERGED, RANKS, OUT, OUT_ENDS, KNOWN = range(12)
-SCRATCH_RANKS, SCRATCH_MERGED, N_PARAMETERS = range(12, 15)
-_SOURCES = ("compile.py", "compiled.py", "merge_words.py")
+SCRATCH_RANKS, SCRATCH_MERGED = range(12, 14)
+# Of one long word: its symbols (0: there is none), steps of a call, links, keys, how many of them, symbols weighed.
+N_SYMBOLS, STEPS, AFTER, BEFORE, HEAP, HEAP_SIZE, WEIGHED, N_PARAMETERS = range(14, 22)
+_SOURCES = (
+    "compile.py",
+    "compiled.py",
+    "cut_words.py",
+    "merge_long.py",
+    "merge_words.py",
+    "pairs.py",
+    "word_cutter.py",
+)
 _COMPILE_S = 600  # time limit of the compiler on a busy machine; it needs seconds
 _KEPT_S = 30 * 86_400  # how long the code of other sources is kept after its last use
 _COMPILER = {"PYTHONHASHSEED": "0", "NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2", "NUMBA_OPT": "2"}
@@ -64,13 +76,18 @@ def _key() -> str:
 
 
 def directory() -> Path:
-    """Where the compiled function of these sources is stored."""
+    """Where the compiled functions of these sources are stored."""
     return paths.cache_dir() / f"tokenizer-{_key()}"
+
+
+def is_stored() -> bool:
+    """Whether all functions of these sources are compiled."""
+    return all(object_file.symbol_path(directory(), name).exists() for name in NAMES)
 
 
 @contextlib.contextmanager
 def compiling() -> Iterator[None]:
-    """Compile the function while the body runs, unless it is stored. A failure is logged, and costs speed alone."""
+    """Compile the functions while the body runs, unless they are stored. A failure is logged, and costs speed alone."""
     place = directory()
     process = None
     try:
@@ -78,7 +95,7 @@ def compiling() -> Iterator[None]:
         with contextlib.suppress(OSError):  # of another owner, or pruned by another process
             os.utime(place)
             _prune(place)
-        if not object_file.symbol_path(place, NAME).exists():
+        if not is_stored():
             # -P: the modules of this installation, also in a folder that has others of their names
             command = [sys.executable, "-P", "-m", "stages.tokenizer.kernels.compile", str(place), str(os.getpid())]
             process = subprocess.Popen(
@@ -112,7 +129,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _warn(reason: str) -> None:
-    log.warning("the kernel of the tokenizer was not compiled", extra={"reason": reason})
+    log.warning("the kernels of the tokenizer were not compiled", extra={"reason": reason})
 
 
 def _prune(place: Path) -> None:
@@ -123,7 +140,7 @@ def _prune(place: Path) -> None:
 
 
 class _Function:
-    """The stored function. Releases the interpreter lock while it runs.
+    """A stored function. Releases the interpreter lock while it runs.
 
     Numba's calling convention (numba.core.callconv.CPUCallConv): a status is returned; pointers to the result and to
     the description of an exception precede the arguments.
@@ -144,18 +161,19 @@ class _Function:
 _loaded: dict[Path, _Function] = {}
 
 
-def load() -> Callable[[int], int] | None:
-    """The stored function, loaded once; None if there is none."""
+def load(name: str = MERGE_WORDS) -> Callable[[int], int] | None:
+    """A stored function, loaded once; None if there is none."""
     place = directory()
-    if place not in _loaded:
+    path = object_file.symbol_path(place, name)
+    if path not in _loaded:
         try:
-            if not object_file.symbol_path(place, NAME).exists():
+            if not path.exists():
                 return None
-            _loaded[place] = _Function(*object_file.load(place, NAME))
+            _loaded[path] = _Function(*object_file.load(place, name))
         except (ObjectCodeError, OSError) as error:
-            log.warning("the kernel of the tokenizer cannot be loaded", extra={"reason": str(error)})
+            log.warning("a kernel of the tokenizer cannot be loaded", extra={"kernel": name, "reason": str(error)})
             return None
-    return _loaded[place]
+    return _loaded[path]
 
 
 class WordMerger:
@@ -185,7 +203,7 @@ class WordMerger:
             known = np.zeros(KNOWN_ENTRY << KNOWN_BITS, np.int32)
             room = known, np.empty(LONGEST, np.int64), np.empty(LONGEST, np.int32)
         keys, slots, merged, ranks = self._tables
-        given = np.empty(N_PARAMETERS, np.int64)
+        given = np.zeros(N_PARAMETERS, np.int64)
         given[N_WORDS], given[N_SLOTS], given[SEED] = len(ends), self._n_slots, self._seed
         for place, array in (
             (SYMBOLS, symbols),
@@ -204,3 +222,26 @@ class WordMerger:
         n = self._function(given.ctypes.data)
         self._rooms.append(room)
         return out[:n], out_ends
+
+    def merge_long(self, symbols: Ints) -> Generator[None, None, Ints]:
+        """Return the merged symbols of a word of any length, which is not empty. Yields between calls of some ms."""
+        symbols = np.array(symbols, np.int32)
+        n = len(symbols)
+        after, before, heap = np.empty(n, np.int32), np.empty(n, np.int32), np.empty(3 * n, np.int64)
+        keys, slots, merged, ranks = self._tables
+        given = np.zeros(N_PARAMETERS, np.int64)
+        given[N_SYMBOLS], given[N_SLOTS], given[SEED], given[STEPS] = n, self._n_slots, self._seed, LONG_STEPS
+        for place, array in (
+            (SYMBOLS, symbols),
+            (KEYS, keys),
+            (SLOTS, slots),
+            (MERGED, merged),
+            (RANKS, ranks),
+            (AFTER, after),
+            (BEFORE, before),
+            (HEAP, heap),
+        ):
+            given[place] = array.ctypes.data
+        while not self._function(given.ctypes.data):
+            yield
+        return symbols[symbols != GONE]

@@ -5,17 +5,14 @@ each merge looks at all of its pairs and moves the rest.  Results of words of at
 become at most `KNOWN_RESULTS` are remembered in a table that the caller keeps, one word for each place: a text has most
 words more than once.
 
-The one argument is the address of `N_PARAMETERS` int64, mostly addresses of arrays; compiled.py fills them.  Nothing
-is checked here.
+The one argument is the address of `N_PARAMETERS` int64, mostly addresses of arrays; compiled.py fills them.  With
+N_SYMBOLS above 0 they are of one long word (merge_long.py).  Nothing is checked here.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 from stages.tokenizer.kernels.compiled import (
     ENDS,
@@ -29,6 +26,7 @@ from stages.tokenizer.kernels.compiled import (
     MIX,
     MIX_2,
     N_SLOTS,
+    N_SYMBOLS,
     N_WORDS,
     OUT,
     OUT_ENDS,
@@ -39,51 +37,17 @@ from stages.tokenizer.kernels.compiled import (
     SLOTS,
     SYMBOLS,
 )
+from stages.tokenizer.kernels.merge_long import merge_long
+from stages.tokenizer.kernels.pairs import INLINE, OPTIONS, find, i32, i64, u64
 
-OPTIONS = {"nogil": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
-_INLINE = {**OPTIONS, "forceinline": True}
 _NEVER = 1 << 62
 _U64 = np.uint64
 
 
-def _pointer(kind: Any) -> Any:
-    """A function from an address to a pointer to numbers of a kind."""
-
-    @intrinsic
-    def pointer(typingctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return builder.inttoptr(arguments[0], context.get_value_type(types.CPointer(kind)))
-
-        return types.CPointer(kind)(types.int64), codegen
-
-    return pointer
-
-
-_i32, _i64, _u64 = _pointer(types.int32), _pointer(types.int64), _pointer(types.uint64)
-
-
-@njit(**_INLINE)
-def _find(left, right, keys, slots, n_slots, seed):
-    """The entry of a pair, -1: none (`pipeline/models/key_table.py`)."""
-    if left < 0 or right < 0 or n_slots == 0:
-        return -1
-    key = _U64(left) << _U64(32) | _U64(right)
-    mixed = (key ^ _U64(seed)) * _U64(MIX)
-    mixed = (mixed ^ (mixed >> _U64(32))) * _U64(MIX_2)
-    entry = slots[np.int64((mixed >> _U64(32)) * _U64(n_slots) >> _U64(32))]
-    if entry >= 0 and keys[entry] == key:
-        return np.int64(entry)
-    mixed = mixed * _U64(MIX)
-    entry = slots[np.int64((mixed >> _U64(32)) * _U64(n_slots) >> _U64(32))]
-    if entry >= 0 and keys[entry] == key:
-        return np.int64(entry)
-    return -1
-
-
-@njit(**_INLINE)
+@njit(**INLINE)
 def _weigh(at, out, keys, slots, n_slots, seed, ranks, merged, pair_ranks, pair_merged):
     """Set rank and result of the pair of `out` at `at`."""
-    entry = _find(np.int64(out[at]), np.int64(out[at + 1]), keys, slots, n_slots, seed)
+    entry = find(np.int64(out[at]), np.int64(out[at + 1]), keys, slots, n_slots, seed)
     if entry >= 0:
         pair_ranks[at], pair_merged[at] = np.int64(ranks[entry]), merged[entry]
     else:
@@ -92,20 +56,22 @@ def _weigh(at, out, keys, slots, n_slots, seed, ranks, merged, pair_ranks, pair_
 
 @njit(**OPTIONS)
 def merge_words(parameters):
-    """Merge all words; returns the number of symbols that remain."""
-    given = _i64(parameters)
-    symbols_at, ends, n_words = given[SYMBOLS], _i64(given[ENDS]), given[N_WORDS]
-    keys, slots, n_slots, seed = _u64(given[KEYS]), _i32(given[SLOTS]), given[N_SLOTS], given[SEED]
-    ranks, merged = _i32(given[RANKS]), _i32(given[MERGED])
-    out_at, out_ends = given[OUT], _i64(given[OUT_ENDS])
-    pair_ranks, pair_merged = _i64(given[SCRATCH_RANKS]), _i32(given[SCRATCH_MERGED])
+    """Merge all words; returns the number of symbols that remain. Of a long word: whether it is done."""
+    given = i64(parameters)
+    if given[N_SYMBOLS] > 0:
+        return merge_long(parameters)
+    symbols_at, ends, n_words = given[SYMBOLS], i64(given[ENDS]), given[N_WORDS]
+    keys, slots, n_slots, seed = u64(given[KEYS]), i32(given[SLOTS]), given[N_SLOTS], given[SEED]
+    ranks, merged = i32(given[RANKS]), i32(given[MERGED])
+    out_at, out_ends = given[OUT], i64(given[OUT_ENDS])
+    pair_ranks, pair_merged = i64(given[SCRATCH_RANKS]), i32(given[SCRATCH_MERGED])
     known_at = given[KNOWN]
     begin, done = 0, 0
     for word in range(n_words):
         end = ends[word]
         n = end - begin
-        symbols = _i32(symbols_at + 4 * begin)
-        out = _i32(out_at + 4 * done)
+        symbols = i32(symbols_at + 4 * begin)
+        out = i32(out_at + 4 * done)
         begin = end
         if n == 1:
             out[0] = symbols[0]
@@ -113,13 +79,13 @@ def merge_words(parameters):
             out_ends[word] = done
             continue
         is_short = 1 < n <= KNOWN_SYMBOLS
-        known = _i32(known_at)
+        known = i32(known_at)
         if is_short:
             mixed = _U64(n)
             for i in range(n):
                 mixed = (mixed ^ _U64(symbols[i])) * _U64(MIX)
                 mixed ^= mixed >> _U64(29)
-            known = _i32(known_at + 4 * KNOWN_ENTRY * np.int64((mixed * _U64(MIX_2)) >> _U64(64 - KNOWN_BITS)))
+            known = i32(known_at + 4 * KNOWN_ENTRY * np.int64((mixed * _U64(MIX_2)) >> _U64(64 - KNOWN_BITS)))
             if known[0] == n:
                 i = 0
                 while i < n and known[2 + KNOWN_RESULTS + i] == symbols[i]:

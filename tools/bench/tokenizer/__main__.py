@@ -3,14 +3,16 @@
     python -m tools.bench.tokenizer model.gguf ggml-vocab-qwen2.gguf [--text FILE]
 
 The vocabulary of each GGUF file is compiled into an index in a directory of its own, which is removed; files without
-weights will do.  The default texts are this repository's documents and code; `--text` adds others, such as ones in
-other languages.  Times are CPU time of one thread, the best of `--runs`; "first" is of a vocabulary that has encoded
-nothing yet.  The last line is one JSON object.
+weights will do.  The default texts are this repository's code and documents, sentences of 32 languages in random order,
+and random mixtures of their words, code, numbers and characters; `--text` adds others.  Times are CPU time of one
+thread, the best of `--runs`; "first" is of a vocabulary that has encoded nothing yet.  The last line is one JSON
+object.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,7 @@ from stages.tokenizer.opened_models import spec_of
 from stages.tokenizer.vocabulary import Vocabulary
 from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.vocabulary import read_vocabulary
+from tools.reference.lines import LANGUAGES, make_lines
 
 ROOT = Path(__file__).parents[3]
 _STEP = 16_384  # tokens that the stage decodes at once
@@ -36,7 +39,15 @@ _STEP = 16_384  # tokens that the stage decodes at once
 def _texts(files: tuple[Path, ...], nbytes: int) -> Iterator[tuple[str, str]]:
     code = "".join(path.read_text() for path in sorted(ROOT.glob("stages/**/*.py")))
     documents = "".join(path.read_text() for path in sorted(ROOT.glob("docs/*.md")))
-    for name, text in [("code", code), ("documents", documents), *((path.stem, path.read_text()) for path in files)]:
+    rng = random.Random(3)
+    languages = "\n".join(rng.choice(LANGUAGES) for _ in range(3_000))
+    texts = [
+        ("code", code),
+        ("documents", documents),
+        ("languages", languages),
+        ("mixtures", "\n".join(make_lines(4_000))),
+    ]
+    for name, text in [*texts, *((path.stem, path.read_text()) for path in files)]:
         yield name, (text * (nbytes // len(text.encode()) + 1)).encode()[:nbytes].decode(errors="ignore")
 
 
