@@ -2,6 +2,8 @@
 
 arena.py        mapped files with a checked header
 pages.py        the KV arena: page headers and pages
+prefix_hash.py  names of pages
+sent_pages.py   pages on their way to another engine
 step_ring.py    the step arena: ring of steps, rows of sequences
 checkpoint.py   the pair of files that a model is loaded from
 decoding.py     what decoders raise for invalid bytes
