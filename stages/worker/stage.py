@@ -5,6 +5,9 @@
 
 Between steps it polls the head counter for `SPIN_NS`, then requests a doorbell and sleeps.  The control socket is read
 when no step is published, and under load every `POLL_EVERY_NS` or at the end of a step that takes longer.
+
+Of a checkpoint that is still downloaded (arriving_weights.py) the layers of a step are computed as they arrive; then
+there are no dummy passes.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ from shm.pages import attach_kv
 from shm.step_ring import attach_steps
 from stages.worker import activations_arena as act
 from stages.worker.adapters.memory import AdapterMemory
+from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
 from stages.worker.kernels import compiled, features, stored_code
+from stages.worker.kernels import parameter_block as pb
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 from stages.worker.warm_up import warm_up
@@ -44,6 +49,7 @@ log = logging.getLogger("starling.worker")
 
 PREPARE_S = 3600.0  # longest preparation: a large download, during which heartbeats and progress go on
 SPIN_NS = 60_000  # polling of the head counter before sleeping
+ARRIVAL_POLL_S = 0.002  # between two looks at the weights that a step waits for; a frame ends it
 POLL_EVERY_NS = 50_000_000  # between reads of the control socket under load; published steps need no Python between
 
 
@@ -69,6 +75,7 @@ class WorkerStage:
 
         self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
+        self._arriving: ArrivingWeights | None = None  # None: all weights are here
         checkpoint = self._prepare()
         self.adapters: dict[str, str] = {}  # digest by name
         self.model = Model(checkpoint, self._load_adapters(checkpoint))
@@ -106,7 +113,11 @@ class WorkerStage:
             allowed = self.config.registry.sources
             index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest, allowed)
             store.mark_used(index_path.stem, paths.models_dir())
-            checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
+            if (opened := open_arriving(index_path)) is not None:
+                checkpoint, self._arriving = opened
+                log.info("weights are still downloaded", extra={"model": self.name})
+            else:
+                checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
             self._phases.enter("start ranks")
             return checkpoint
 
@@ -125,6 +136,8 @@ class WorkerStage:
 
     def _warm_up(self) -> None:
         """Dummy passes, so that the first request finds the weights mapped; without them it is only slower."""
+        if self._arriving is not None:
+            return  # they would end when the last weights have arrived, and a request has to wait for them
         self._phases.enter("warm up")
         self.loop.reason = f"warming up {self.name}"
         settings, path = self.model_config, paths.arena_dir(self.config) / f"{self.version.slug}.act"
@@ -271,6 +284,10 @@ class WorkerStage:
             limit_ns = 0  # return to Python after each step
             self._steps += 1
             self._fault.trigger(self._steps)
+        if self._arriving is not None:
+            if not self._compute_arriving(attachment, step, self._arriving):
+                return True  # to look at once whether there is another attachment
+            limit_ns = 0  # the last part is computed alone
         self._announced += 2
         began = time.monotonic_ns()
         refused = compiled.run_steps(
@@ -283,6 +300,7 @@ class WorkerStage:
             base,
             self._bell.fileno() if self._is_bell_connected else -1,
         )
+        attachment.table.table[pb.FIRST_LAYER] = 0
         done = int(control[sh.DONE])
         self._announced += 2 * (done - step)
         if 0 < control[sh.WAKE_AT] <= done:
@@ -297,6 +315,43 @@ class WorkerStage:
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_NS
             self.loop.poll(0)
+        return True
+
+    def _compute_arriving(self, attachment: Attachment, step: int, arriving: ArrivingWeights) -> bool:
+        """Compute the layers of a step as their weights arrive, and leave its last part.
+
+        Frames, signals and ticks are handled meanwhile, between two parts, when all ranks have passed a barrier. False
+        if the step is given up, because the group is attached to other arenas, or to none, or the stage ends: what it
+        has computed does not count, and the arenas may be unmapped.
+        Raises `ModelUnavailable` if the download ends without the weights.
+        """
+        done, most = 0, self.model.hyper.n_layers - 1  # the last part has a layer, and all that follows the layers
+        table, control = attachment.table, attachment.steps.control
+        while not arriving.is_complete:
+            arriving.check()
+            end, wait_s = min(arriving.n_layers, most), ARRIVAL_POLL_S
+            if end > done:
+                if not done:
+                    log.info("layers are computed as they arrive", extra={"model": self.name, "layers": end})
+                table.table[pb.FIRST_LAYER], table.table[pb.END_LAYER] = done, end
+                self._announced += 2
+                compiled.run_steps(
+                    table.address, attachment.control, self._announced, step, attachment.timing, 0, 0, -1
+                )
+                # The parameter block names no part but while one is computed: a step that is given up leaves none.
+                table.table[pb.FIRST_LAYER] = table.table[pb.END_LAYER] = 0
+                done, wait_s = end, 0.0
+            # The scheduler must not take the wait for a stuck step, nor the other stages for the end of this one.
+            words.store(control, sh.PROGRESS, words.load(control, sh.PROGRESS) + 1)
+            self.loop.report_progress()
+            self.loop.poll(wait_s)
+            if self._attachment is not attachment or self.loop.ended or self._is_drained():
+                log.info("a step that waits for weights is given up", extra={"model": self.name, "layers": done})
+                return False
+        log.info("all weights have arrived", extra={"model": self.name, "layers_before": done})
+        arriving.close()
+        self._arriving = None
+        table.table[pb.FIRST_LAYER], table.table[pb.END_LAYER] = done, 0
         return True
 
     def _wake_scheduler(self, step: int) -> None:

@@ -25,6 +25,19 @@ def hyper(heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int, contex
     return Hyper(2, heads * head_dim, heads, kv_heads, head_dim, ffn, vocab, context, 1e-5, n_rot, "neighbours", "silu")
 
 
+def test_a_sequence_has_at_most_the_positions_of_the_arena_unless_a_window_bounds_its_pages() -> None:
+    model = {"name": "m", "path": "/m.gguf", "kv_cache_mb": 1}
+    config = resolve({"models": [model]}, {})
+    (settings,) = config.models
+    geometry = KvGeometry(2, 4, 64, settings.page_tokens, settings.kv_type)
+    positions = pages_that_fit(geometry, 1 << 20) * settings.page_tokens
+    assert positions > 0
+    for context, expected in ((positions, 0), (positions + 1, positions + 1), (1 << 20, positions + 1)):
+        assert arena_sizes.max_positions(config, settings, (2, 4, 64, 0), context) == expected
+    wide = resolve({"models": [{**model, "kv_cache_mb": 64}]}, {})
+    assert arena_sizes.max_positions(wide, wide.models[0], (2, 4, 64, 128), 1 << 30) == 0
+
+
 @settings(deadline=None)
 @given(
     heads=st.integers(1, 40),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -159,6 +160,23 @@ def test_records_of_other_versions_are_probed_again(
 def test_kernels_with_other_formats_by_tiles_have_another_cache() -> None:
     keys = {features.cache_key("amx", formats) for formats in (ALL_FORMATS, frozenset({"Q4_1"}), frozenset[str]())}
     assert len(keys) == 3
+
+
+def test_another_installation_uses_the_same_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And other sources use another one."""
+    sources = Path(features.__file__).parents[3]
+    names = ("stages/worker/kernels", "stages/worker/activations_arena.py", "pipeline/native", "shm")
+    for name in names:
+        copy = shutil.copytree if (sources / name).is_dir() else shutil.copy
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(sources / name, tmp_path / name)
+    here = features.cache_key.__wrapped__("portable", ALL_FORMATS)
+    monkeypatch.setattr(features, "__file__", str(tmp_path / "stages/worker/kernels/features.py"))
+    assert features.cache_key.__wrapped__("portable", ALL_FORMATS) == here
+    for name in ("barrier", "sampler_steps"):
+        before = features.cache_key.__wrapped__("portable", ALL_FORMATS)
+        (tmp_path / f"shm/{name}.py").write_text("changed")
+        assert features.cache_key.__wrapped__("portable", ALL_FORMATS) != before
 
 
 @pytest.mark.parametrize("missing", MINIMUM)

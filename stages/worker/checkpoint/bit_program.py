@@ -23,7 +23,7 @@ from stages.worker.kernels.formats import FORMATS, GROUP, Format
 
 _WORDS: dict[int, np.dtype[Any]] = {4: np.dtype("<u4"), 2: np.dtype("<u2"), 1: np.dtype("u1")}
 _WORDS_AT_ONCE = 8  # of a move
-_PAD = 4  # zero bytes on both sides of a row's unit, so that every move reads whole words
+PAD = 4  # zero bytes on both sides of a row's unit, so that every move reads whole words
 
 
 class _Move(NamedTuple):
@@ -58,7 +58,7 @@ class BitProgram:
         """`define`: (16 n, source_bytes) u8 to (n, unit_bytes) u8. Raises `NoProgram`."""
         self._fmt = fmt
         source, constant = _sources(fmt, define)
-        self._parts = tuple(_parts(source, constant, fmt.source_bytes))
+        self.parts = tuple(_parts(source, constant, fmt.source_bytes))
         probe = np.random.default_rng(0).integers(0, 256, (GROUP * 8, fmt.source_bytes), np.uint8)
         if not np.array_equal(self.pack(probe).reshape(8, -1), define(probe)):
             raise NoProgram(f"{fmt.name}: random rows are packed differently")
@@ -68,16 +68,16 @@ class BitProgram:
         size = self._fmt.source_bytes
         groups, units = rows.shape[0] // GROUP, rows.shape[1] // size
         buffers = _Buffers()
-        padded = buffers.take((rows.size + 2 * _PAD,), _WORDS[1])
-        padded[:_PAD] = padded[-_PAD:] = 0
-        padded[_PAD:-_PAD].reshape(rows.shape)[...] = rows
+        padded = buffers.take((rows.size + 2 * PAD,), _WORDS[1])
+        padded[:PAD] = padded[-PAD:] = 0
+        padded[PAD:-PAD].reshape(rows.shape)[...] = rows
         out = np.empty((groups, units, self._fmt.unit_bytes), np.uint8)
         # Of every word, its 16 rows are neighbours in memory: (word, group, unit, row).
         lanes, strides = (groups, units, GROUP), (GROUP * units * size, size, units * size)
-        for part in self._parts:
+        for part in self.parts:
             words = buffers.take((len(part.offsets), *lanes), part.word)
             for i, offset in enumerate(part.offsets.tolist()):
-                words[i] = np.ndarray(lanes, part.word, padded.data, _PAD + offset, strides)
+                words[i] = np.ndarray(lanes, part.word, padded.data, PAD + offset, strides)
             made = buffers.take((len(part.inverted), *lanes), part.word)
             made[:] = part.inverted[:, None, None, None]
             for move in part.moves:
@@ -173,7 +173,7 @@ def _part(width: int, places: list[int], source: np.ndarray, constant: np.ndarra
             if one < 0:
                 continue
             offset = one // 8 - bit // 8
-            if width == 1 or not -_PAD <= offset <= size + _PAD - width:
+            if width == 1 or not -PAD <= offset <= size + PAD - width:
                 offset = min(max(offset, 0), size - width)
             moves[word, offset, bit - (one - 8 * offset)] |= 1 << bit
     offsets = sorted({offset for _, offset, _ in moves})
@@ -220,11 +220,15 @@ def program_of(name: str) -> BitProgram | None:
         return None
 
 
+def whole_groups(rows: np.ndarray) -> np.ndarray:
+    """Rows (n, row_bytes) u8, and rows of zeros up to a multiple of 16."""
+    short = -rows.shape[0] % GROUP
+    return np.concatenate([rows, np.zeros((short, rows.shape[1]), np.uint8)]) if short else rows
+
+
 def pack_rows(rows: np.ndarray, fmt: Format) -> list[np.ndarray]:
     """Rows of GGUF bytes (rows, row_bytes) u8 to the pieces that `layout.pack` gives, joined as they are."""
-    short = -rows.shape[0] % GROUP
-    if short:
-        rows = np.concatenate([rows, np.zeros((short, rows.shape[1]), np.uint8)])
+    rows = whole_groups(rows)
     if fmt.dense:
         values = np.ascontiguousarray(rows).view(_WORDS[fmt.source_bytes])
         by_row = values.reshape(rows.shape[0] // GROUP, GROUP, -1)

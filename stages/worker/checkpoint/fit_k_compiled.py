@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.models.store import Progress
+from stages.worker.checkpoint.conversion_kernel import is_loaded
 from stages.worker.checkpoint.quantize_k import PLAIN, Fits
-from stages.worker.kernels import compiled, stored_code
+from stages.worker.kernels import compiled
 
 NAME = "fit_k"
 WORTH_BYTES = 64 << 20  # of weights: the plain fits take 3 s for them, and the compiler about as long
@@ -19,10 +20,9 @@ _LANES = 16
 
 
 def choose_fits(weights_bytes: int, progress: Progress) -> Fits:
-    """The fits for so many bytes of weights. Compiles the kernel if that is worth it; raises `RuntimeError`."""
-    if weights_bytes < WORTH_BYTES and not stored_code.symbol_path(NAME, "").exists():
+    """The fits for so many bytes of weights. Compiles the kernel if that is worth it."""
+    if not is_loaded(NAME, weights_bytes >= WORTH_BYTES, progress):
         return PLAIN
-    compiled.load_extra(NAME, progress)
     return Fits(_fit_with_minimum, _fit_signed)
 
 

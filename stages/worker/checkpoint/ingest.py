@@ -32,9 +32,9 @@ from shm.checkpoint import Hyper, Index, TokenizerData
 from shm.checkpoint_writer import CheckpointWriter
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.architectures import Sizes, tensors
-from stages.worker.checkpoint.bit_program import pack_rows
 from stages.worker.checkpoint.gguf import AGAIN, GgufError, GgufFile
 from stages.worker.checkpoint.hyperparameters import ROPE_TENSORS, HyperReader
+from stages.worker.checkpoint.pack_compiled import Packer, choose_packer
 from stages.worker.checkpoint.source import Rows, Source, TensorInfo, vector
 from stages.worker.checkpoint.vocabulary import read_vocabulary
 from stages.worker.kernels.formats import GROUP, Format
@@ -116,6 +116,23 @@ def convert_and_hash(
         return _convert(file, folder / "checkpoint.idx", progress, pretokenizer, partial, check)
 
 
+def convert_arriving(
+    file: GgufFile,
+    folder: Path,
+    progress: Progress,
+    pretokenizer: str,
+    partial: PartialCheckpoint,
+    wait_digest: Callable[[], str],
+) -> Index:
+    """Write the checkpoint of a file that is being downloaded (while_arriving.py) to `folder`.
+
+    wait_digest: returns the file's SHA-256 (hex), computed by the download, when the file is complete and accepted.
+    Raises as `ingest` does.
+    """
+    with _reported(file.path, folder / "checkpoint"):
+        return _convert(file, folder / "checkpoint.idx", progress, pretokenizer, partial, _ArrivalCheck(wait_digest))
+
+
 @contextmanager
 def _reported(source: Path, index_path: Path) -> Iterator[None]:
     try:
@@ -144,16 +161,16 @@ def _convert(
     progress: Progress,
     pretokenizer: str,
     partial: PartialCheckpoint | None,
-    check: _SourceCheck | _IdentityCheck,
+    check: _SourceCheck | _IdentityCheck | _ArrivalCheck,
 ) -> Index:
     reader, hyper, tokenizer, plan = _read_head(file, pretokenizer)
     tables = reader.rope(hyper)
     report = _Report(progress, sum(part.nbytes for part in plan))
     with (
         check,
-        _Pool() as pool,
         ThreadPoolExecutor(1, "vocabulary") as other,
         CheckpointWriter(index_path, partial) as writer,
+        _Pool(choose_packer(sum(part.nbytes for part in plan if not part.info.format.dense), progress)) as pool,
     ):
         vocabulary = other.submit(make_tables, tokenizer)
         written = {tensor.name for tensor in writer.tensors}
@@ -170,7 +187,7 @@ def _convert(
         return writer.finish(
             digest=digest,
             architecture=reader.architecture,
-            name=reader.name(file.path.stem),
+            name=reader.name(_stem(file.path, digest)),
             parameters=sum(int(np.prod(part.shape, dtype=np.int64)) for part in plan),
             source_bytes=file.size,
             hyper=hyper,
@@ -179,6 +196,13 @@ def _convert(
             adds_eos=reader.adds_eos(),
             tables=vocabulary.result(),
         )
+
+
+def _stem(path: Path, digest: str) -> str:
+    """The stem of a file's name, or of the name that it gets when its download is complete."""
+    if path.name == "part":  # of pipeline/models/pull.py: it is named by its digest
+        return digest
+    return Path(path.stem).stem if path.suffix == ".part" else path.stem
 
 
 def _write(writer: CheckpointWriter, file: Source, part: Part, pool: _Pool, report: _Report) -> None:
@@ -213,7 +237,8 @@ class _Report:
 class _Pool:
     """Packs pieces of a matrix on all cores, in order; a few are ready ahead."""
 
-    def __init__(self) -> None:
+    def __init__(self, pack: Packer) -> None:
+        self._pack = pack
         self._n_cores = len(os.sched_getaffinity(0))
         self._threads = ThreadPoolExecutor(self._n_cores, "ingest")
 
@@ -231,7 +256,7 @@ class _Pool:
         done = 0
         for first in range(0, n, step):
             chunk = slice(part.first + first, part.first + min(first + step, n))
-            ahead.append(self._threads.submit(_pack, rows, chunk, part.info.format))
+            ahead.append(self._threads.submit(self._pack_chunk, rows, chunk, part.info.format))
             if len(ahead) > 2 * self._n_cores:
                 done += step
                 yield from ahead.popleft().result()
@@ -239,9 +264,8 @@ class _Pool:
         while ahead:
             yield from ahead.popleft().result()
 
-
-def _pack(rows: Rows, chunk: slice, fmt: Format) -> list[np.ndarray]:
-    return pack_rows(rows[chunk], fmt)
+    def _pack_chunk(self, rows: Rows, chunk: slice, fmt: Format) -> list[np.ndarray]:
+        return self._pack(rows[chunk], fmt)
 
 
 class _IdentityCheck:
@@ -265,6 +289,25 @@ class _IdentityCheck:
                 f"{self._source.path} was changed while it was read; run this again when it is complete", "model"
             )
         return self._digest
+
+
+class _ArrivalCheck:
+    """Waits for the digest that the download computes from the same bytes. `finish` may raise what `wait` raises."""
+
+    is_expected = False
+
+    def __init__(self, wait: Callable[[], str]) -> None:
+        self._wait = wait
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return
+
+    def finish(self) -> str:
+        """The digest."""
+        return self._wait()
 
 
 class _SourceCheck:

@@ -25,6 +25,7 @@ from stages.worker.checkpoint.one_pass import prepare_file
 from stages.worker.checkpoint.usable import is_usable, usable_version
 from stages.worker.checkpoint.verify import migrate, verify, verify_once
 from stages.worker.checkpoint.weights_memory import read_weights
+from stages.worker.checkpoint.while_arriving import IngestWhileArriving
 from stages.worker.kernels import stored_code
 from stages.worker.kernels.background_build import BackgroundBuild
 
@@ -62,7 +63,8 @@ def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Pro
     is_checkpoint = store.is_checkpoint(model, models_dir)
     if not is_checkpoint and source.is_file() and store.find_index(model, models_dir) is None:
         _convert_local(source, model, models_dir, progress)
-    located = store.fetch(model, models_dir, progress, allowed)
+    with IngestWhileArriving(models_dir, model.pretokenizer, progress) as reader:
+        located = store.fetch(model, models_dir, progress, allowed, reader)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
         if is_checkpoint:

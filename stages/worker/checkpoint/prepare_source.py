@@ -24,6 +24,7 @@ from stages.worker.checkpoint.fit_k_compiled import choose_fits
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import check_head, convert
 from stages.worker.checkpoint.one_pass import REVISION, check_space, prepare_file
+from stages.worker.checkpoint.quantize_compiled import choose_quantizer
 from stages.worker.checkpoint.requantized import Requantized
 from stages.worker.checkpoint.source import Source
 from stages.worker.checkpoint.usable import is_usable
@@ -67,8 +68,10 @@ def prepare_source(
                 if not is_usable(index_path):
                     partial = PartialCheckpoint(models_dir / ".fetch" / tag, f"{digest} {identity}")
                     check_space(source, models_dir, partial)
-                    if isinstance(source, Requantized) and source.k_quantized_bytes:
-                        source.fits = choose_fits(source.k_quantized_bytes, progress)
+                    if isinstance(source, Requantized):
+                        if source.k_quantized_bytes:
+                            source.fits = choose_fits(source.k_quantized_bytes, progress)
+                        source.quantizer = choose_quantizer(source.simply_quantized_bytes, progress)
                     convert(source, index_path, digest, progress, pretokenizer, partial)
         return load_index(index_path)
 

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipeline.errors import ConfigError
-from stages.worker.checkpoint.quantize import NotFinite, quantize
+from stages.worker.checkpoint.quantize import NotFinite
+from stages.worker.checkpoint.quantize_compiled import SIMPLE, Quantizer, quantize_rows
 from stages.worker.checkpoint.quantize_k import PLAIN, Fits
-from stages.worker.checkpoint.source import Rows, Source, TensorInfo, dense_values
+from stages.worker.checkpoint.source import Rows, Source, TensorInfo
 from stages.worker.kernels.formats import FORMATS, Format
 
 _QUANTIZED_BYTES = 1 << 17  # at a time: as f32 they fit into a core's cache
@@ -56,6 +57,7 @@ class Requantized:
     """Implements `Source`: another source, its matrices in the types of a `--quant`."""
 
     fits: Fits = PLAIN  # of K-quants
+    quantizer: Quantizer = staticmethod(quantize_rows)
 
     def __init__(self, source: Source, quant: str) -> None:
         """Raises `ConfigError` for a tensor that is quantized already."""
@@ -101,9 +103,20 @@ class Requantized:
     @property
     def k_quantized_bytes(self) -> int:
         """Bytes in the source of the matrices that become K-quants."""
+        return self._bytes_of("Q4_K", "Q6_K")
+
+    @property
+    def simply_quantized_bytes(self) -> int:
+        """Bytes in the source of the matrices that become a type of blocks of 32."""
+        return self._bytes_of(*SIMPLE)
+
+    def _bytes_of(self, *types: str) -> int:
         before = self.source.tensors
-        k_quants = (name for name, info in self.tensors.items() if info.format.name in ("Q4_K", "Q6_K"))
-        return sum(before[name].nbytes for name in k_quants)
+        return sum(
+            before[name].nbytes
+            for name, info in self.tensors.items()
+            if info.format.name in types and info.format is not before[name].format
+        )
 
     def rows(self, info: TensorInfo) -> Rows:
         """The rows in their new type."""
@@ -112,7 +125,7 @@ class Requantized:
         return (
             rows
             if own.format is info.format
-            else _QuantizedRows(rows, own.format, info.format, self.label(info.name), self.fits)
+            else _QuantizedRows(rows, own.format, info.format, self.label(info.name), self.fits, self.quantizer)
         )
 
     def release(self, info: TensorInfo) -> None:
@@ -142,6 +155,7 @@ class _QuantizedRows:
     format: Format
     label: str
     fits: Fits
+    quantizer: Quantizer
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -154,8 +168,8 @@ class _QuantizedRows:
         step = max(1, _QUANTIZED_BYTES // raw.shape[1])
         try:
             for first in range(0, raw.shape[0], step):
-                values = dense_values(raw[first : first + step], self.source_format.name)
-                out[first : first + step] = quantize(values, self.format.name, self.fits)
+                part = raw[first : first + step]
+                out[first : first + step] = self.quantizer(part, self.source_format.name, self.format.name, self.fits)
             return out
         except NotFinite as error:
             raise ConfigError(

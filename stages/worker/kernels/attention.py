@@ -32,6 +32,7 @@ from stages.worker.kernels.attention_tiles import (
     F32,
     INT8,
     NEXT,
+    TILE_ROWS,
     VECTORS,
     all_scores,
     all_values,
@@ -57,12 +58,18 @@ def set_next_prefetch(to, pages, head_at, page_bytes, tables, split, last, page_
 
     Of the row's last position (`last`) on, the last 16 are named again; a `split` past it or below 0 is nothing.
     """
+    position = split * KV_SPLIT
+    place, slot = position // page_tokens, position % page_tokens
+    is_there = 0 <= position <= last
     for group in range(VECTORS):
         at = np.int64(0)
-        if 0 <= split * KV_SPLIT <= last:
-            position = min(split * KV_SPLIT + LANES * group, last // LANES * LANES)
-            page = get_i32(tables + 4 * (position // page_tokens))
-            at = pages + page * page_bytes + head_at + position % page_tokens * k_width
+        if is_there:
+            at = pages + get_i32(tables + 4 * place) * page_bytes + head_at + slot * k_width
+            if position + LANES <= last:
+                position += LANES
+                slot += LANES
+                if slot == page_tokens:
+                    place, slot = place + 1, np.int64(0)
         put_i64(to + 8 * group, at)
 
 
@@ -77,16 +84,20 @@ def _fill_table(table, pages, head_at, page_bytes, tables, split, n, page_tokens
     both = codes + head_dim // 32 * page_tokens * e_width
     # Tiles read four places at once, and ahead_step for the four after them.
     groups = min(KV_SPLIT, (n + 2 * VECTORS * LANES - 1) // (VECTORS * LANES) * VECTORS * LANES) // LANES
+    place, slot = split * KV_SPLIT // page_tokens, split * KV_SPLIT % page_tokens
+    base = pages + get_i32(tables + 4 * place) * page_bytes + head_at
+    first_base, first_slot = base, slot
     for group in range(groups):
-        position = LANES * group if LANES * group < n else 0
-        at = split * KV_SPLIT + position
-        page = get_i32(tables + 4 * (at // page_tokens))
-        slot = at % page_tokens
-        base = pages + page * page_bytes + head_at
+        if LANES * group >= n:
+            base, slot = first_base, first_slot
+        elif slot == page_tokens:
+            place, slot = place + 1, np.int64(0)
+            base = pages + get_i32(tables + 4 * place) * page_bytes + head_at
         put_i64(table + 8 * group, base + slot * k_width)
         put_i64(table + 128 + 8 * group, base + codes + slot * e_width)
         put_i64(table + 256 + 8 * group, base + both + slot * head_dim * k_width)
         put_i64(table + 384 + 8 * group, base + both + codes + slot * (head_dim // 32) * e_width)
+        slot += LANES
 
 
 @numba.njit(**INNER)
@@ -137,8 +148,9 @@ def attend_split(
     low = np.int64(0)  # the first position of the split that a row sees
     if window:
         low = max(low, first + skipped // group_size + 1 - window - begin)
-    for group in range(low // (VECTORS * LANES) * VECTORS, (n + LANES - 1) // LANES, VECTORS):
-        all_scores(kv, at_q, at_s, table, group, todo, head_dim, page_tokens, scale)
+    groups = (n + LANES - 1) // LANES
+    for group in range(low // (VECTORS * LANES) * VECTORS, groups, VECTORS):
+        all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)
     zero = splat_f32(np.float32(0.0))
     for i in range(0, 4 * todo * head_dim, 64):
         store_f32(at_o + i, zero)
@@ -162,14 +174,20 @@ def attend_split(
                 all_values(kv, at_sr, at_or, table, group_size, own, stop, head_dim, page_tokens)
     if shared < common:
         all_values(kv, at_s, at_o, table, todo, shared, common, head_dim, page_tokens)
-        query = skipped // group_size + 1
-        while query * group_size < rows:
+        # Neighbouring queries share the positions that the first of them sees: tiles of several rows take less time.
+        at_once, queries = max(1, TILE_ROWS // group_size), rows // group_size
+        for query in range(skipped // group_size + 1, queries, at_once):
+            together = min(at_once, queries - query)
             seen = min(KV_SPLIT, first + query + 1 - begin)
-            if seen > common:
-                r = query * group_size
+            for other in range(query, query + together):
+                r = other * group_size
                 at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
-                all_values(kv, at_sr, at_or, table, group_size, common, seen, head_dim, page_tokens)
-            query += 1
+                if other == query:
+                    begun, stop, n_rows = common, seen, together * group_size
+                else:
+                    begun, stop, n_rows = seen, min(KV_SPLIT, first + other + 1 - begin), group_size
+                if begun < stop:
+                    all_values(kv, at_sr, at_or, table, n_rows, begun, stop, head_dim, page_tokens)
     return skipped
 
 

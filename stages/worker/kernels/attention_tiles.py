@@ -42,6 +42,7 @@ VECTORS = 4  # of 16 positions whose K is fetched together
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
 NEXT, AFTER = 512, 544  # bytes from TABLE
+TILE_ROWS = 6  # of the largest tile
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 
 
@@ -168,14 +169,18 @@ def _make_scores(rows: int) -> Any:
         tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
 
     @numba.njit(**INNER)
-    def scores(kv, q, s, table, group, head_dim, page_tokens, scale):
-        """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE."""
+    def scores(kv, q, s, table, group, groups, head_dim, page_tokens, scale):
+        """q: rows of head_dim f32; s: rows of 256 f32, written from 16 * group on; table: TABLE.
+
+        The split has `groups` groups of 16 positions.  A tile past them is left out, unless it prefetches.
+        """
         # With so few rows memory is what takes time: they prefetch what comes next, a little with each dim.
         # A place that repeats the first is past the end: V comes next.
         ahead = table + 256
         if alone and group + VECTORS < KV_SPLIT // LANES and get_i64(table + 8 * group + 32) != get_i64(table):
             ahead = table + 8 * group + 32
-        for i in range(0, VECTORS, columns):
+        stop = VECTORS if alone else min(VECTORS, groups - group)
+        for i in range(0, stop, columns):
             part(kv, q, s, table, group + i, ahead + 8 * i, head_dim, page_tokens, scale)
 
     return scores
@@ -250,26 +255,26 @@ thin_1, thin_3, thin_6 = (_make_values(n, 1) for n in (1, 3, 6))
 
 
 @numba.njit(**MERGED)
-def all_scores(kv, q, s, table, group, rows, head_dim, page_tokens, scale):
-    """Scores of all rows at the 64 positions from 16 * group of the split on."""
+def all_scores(kv, q, s, table, group, groups, rows, head_dim, page_tokens, scale):
+    """Scores of all rows at the 64 positions from 16 * group of the split on; it has `groups` groups of 16."""
     r = 0
     while r < rows:
         left = rows - r
         at_q, at_s = q + 4 * r * head_dim, s + 4 * r * KV_SPLIT
         if left >= 6:
-            scores_6(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            scores_6(kv, at_q, at_s, table, group, groups, head_dim, page_tokens, scale)
             r += 6
         elif left >= 4:
-            scores_4(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            scores_4(kv, at_q, at_s, table, group, groups, head_dim, page_tokens, scale)
             r += 4
         elif left == 3:
-            scores_3(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            scores_3(kv, at_q, at_s, table, group, groups, head_dim, page_tokens, scale)
             r += 3
         elif left == 2:
-            scores_2(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            scores_2(kv, at_q, at_s, table, group, groups, head_dim, page_tokens, scale)
             r += 2
         else:
-            scores_1(kv, at_q, at_s, table, group, head_dim, page_tokens, scale)
+            scores_1(kv, at_q, at_s, table, group, groups, head_dim, page_tokens, scale)
             r += 1
 
 

@@ -21,6 +21,9 @@ from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.rank_sync import share, wait_for_ranks
 from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_f32
 
+# Tokens whose K of one head is written together: they share cache lines, which leave the first-level cache otherwise.
+KEYS_AT_ONCE = 16
+
 
 @njit(**INNER)
 def _rotate(params, layer, token, heads, n_heads, head, norm, y):
@@ -109,12 +112,13 @@ def write_kv_of_chunks(params, layer, index):
     """K and V of this rank's share of the tokens of entries with several tokens; `layer` is row `index` of LAYERS."""
     heads = param(params, pb.N_KV_HEADS)
     first, end = share(params, param(param(params, pb.PLAN), p.TOKENS))
-    for t in range(first, end):
-        entry = p.entry_at(params, get_i64(p.token_at(params, t) + 16))
-        if param(entry, p.P_COUNT) > 1:
-            for head in range(heads):
-                at = (index * heads + head) * param(params, pb.HEAD_BYTES)
-                write_kv(params, layer, entry, t, head, at, param(params, pb.ATTENTION))
+    for begin in range(first, end, KEYS_AT_ONCE):
+        for head in range(heads):
+            at = (index * heads + head) * param(params, pb.HEAD_BYTES)
+            for t in range(begin, min(end, begin + KEYS_AT_ONCE)):
+                entry = p.entry_at(params, get_i64(p.token_at(params, t) + 16))
+                if param(entry, p.P_COUNT) > 1:
+                    write_kv(params, layer, entry, t, head, at, param(params, pb.ATTENTION))
 
 
 @njit(**MERGED)

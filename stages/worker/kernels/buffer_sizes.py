@@ -12,7 +12,7 @@ from stages.worker.kernels.formats.description import LINE, RUNS
 
 # ------------------------------------------------------------------ plan.py
 
-PLAN_HEAD = 8  # i64 words
+PLAN_HEAD = 10  # i64 words
 ENTRY_PLAN = 12  # i64 words of an entry
 TOKEN_PLAN = 3  # of a token
 SAMPLE_PLAN = 3  # of a sample

@@ -21,6 +21,8 @@ from stages.worker.kernels import (
     experts,
     fit_k,
     matmul,
+    pack_units,
+    quantize_blocks,
     rank_loop,
     sampler,
     score_head,
@@ -41,6 +43,8 @@ FUNCTIONS: dict[str, tuple[Callable[[str], Any], int]] = {
     "expand": (lambda kv_type: adapters.expand, adapters.EXPAND_ARGUMENTS),
     "find_adapter": (lambda kv_type: adapters.find_adapter, adapters.FIND_ARGUMENTS),
     "fit_k": (lambda kv_type: fit_k.fit_k, fit_k.ENTRY_ARGUMENTS),
+    "pack_units": (lambda kv_type: pack_units.pack_units, pack_units.ENTRY_ARGUMENTS),
+    "quantize_blocks": (lambda kv_type: quantize_blocks.quantize_blocks, quantize_blocks.ENTRY_ARGUMENTS),
     "score_head": (lambda kv_type: score_head.score_pair, score_head.ENTRY_ARGUMENTS),
     "list_adapted": (lambda kv_type: adapters.list_adapted, adapters.LIST_ARGUMENTS),
 }

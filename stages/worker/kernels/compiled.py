@@ -2,7 +2,8 @@
 
     addresses("f16")          the entries that the parameter block names; compiles what the cache lacks
     wait_for_head, run_steps  the entries that Python calls; see rank_loop.py
-    fit_k                     likewise, to quantize weights; see fit_k.py
+    fit_k, quantize_blocks    likewise, to quantize weights; see fit_k.py, quantize_blocks.py
+    pack_units                likewise, to pack them; see pack_units.py
 
 Each entry is loaded once per process; children of a `fork` share the memory.
 """
@@ -15,7 +16,7 @@ import functools
 from pipeline.native.object_code import ObjectCode, ObjectCodeError
 from stages.worker.kernels import build, stored_code
 
-HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS = 3, 8, 7
+HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS, PACK_ARGUMENTS, QUANTIZE_ARGUMENTS = 3, 8, 7, 8, 6
 
 
 @functools.cache
@@ -97,3 +98,15 @@ def run_steps(
 def fit_k(kind: int, x: int, n: int, codes: int, scale: int, least: int, scratch: int) -> None:
     """`fit_k.fit_k`. Call `load_extra` first."""
     _function("fit_k", FIT_ARGUMENTS)(kind, x, n, codes, scale, least, scratch)
+
+
+def pack_units(
+    program: int, source: int, groups: int, units: int, source_bytes: int, out: int, unit_bytes: int, scratch: int
+) -> None:
+    """`pack_units.pack_units`. Call `load_extra` first."""
+    _function("pack_units", PACK_ARGUMENTS)(program, source, groups, units, source_bytes, out, unit_bytes, scratch)
+
+
+def quantize_blocks(kind: int, bits: int, dense: int, source: int, blocks: int, out: int) -> int:
+    """`quantize_blocks.quantize_blocks`. Call `load_extra` first."""
+    return _function("quantize_blocks", QUANTIZE_ARGUMENTS)(kind, bits, dense, source, blocks, out)

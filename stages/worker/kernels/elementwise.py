@@ -1,7 +1,8 @@
 """Norm, RoPE, gate, residual and the writing of K and V: one row of f32 at a time.
 
 Arithmetic as in docs/numerics.md, for any number of values in a row.  Every function takes byte addresses and returns
-nothing, or a scalar; the modules of the forward pass distribute rows over ranks.
+nothing, or a scalar; the modules of the forward pass distribute rows over ranks.  Whole vectors are loaded and stored
+without masks: without AVX-512 a masked store takes several times as long.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import numba
 import numpy as np
 
 from stages.worker.kernels.simd import (
+    INLINE,
     JIT,
     LANES,
     absolute,
@@ -128,9 +130,12 @@ def rms_norm_part(x, n, eps, part, weight, y, size):
 def scale(x, factor, n):
     """x *= factor over n f32 values."""
     by = splat_f32(factor)
-    for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        store_f32_part(x + 4 * i, load_f32_part(x + 4 * i, rest, np.float32(0.0)) * by, rest)
+    whole = n // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(x + i, load_f32(x + i) * by)
+    if whole < n:
+        i, rest = 4 * whole, n - whole
+        store_f32_part(x + i, load_f32_part(x + i, rest, np.float32(0.0)) * by, rest)
 
 
 @numba.njit(**JIT)
@@ -141,16 +146,25 @@ def add_scaled(x, y, factor, n):
         store_f32(x + i, fma(load_f32(y + i), by, load_f32(x + i)))
 
 
+@numba.njit(**INLINE)
+def _capped(x, largest, inverse):
+    """largest * tanh(x * inverse), 16 lanes."""
+    one, two = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0))
+    z = x * inverse
+    t = one - two / (exp(two * z) + one)
+    return largest * t
+
+
 @numba.njit(**JIT)
 def soft_cap(x, cap, n):
     """x = cap * tanh(x / cap) over n f32 values."""
-    one, two = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0))
     largest, inverse = splat_f32(cap), splat_f32(np.float32(1.0) / cap)
-    for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        z = load_f32_part(x + 4 * i, rest, np.float32(0.0)) * inverse
-        t = one - two / (exp(two * z) + one)
-        store_f32_part(x + 4 * i, largest * t, rest)
+    whole = n // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(x + i, _capped(load_f32(x + i), largest, inverse))
+    if whole < n:
+        i, rest = 4 * whole, n - whole
+        store_f32_part(x + i, _capped(load_f32_part(x + i, rest, np.float32(0.0)), largest, inverse), rest)
 
 
 @numba.njit(**JIT)
@@ -180,31 +194,37 @@ def silu_times(gate, up, y, n):
         store_f32_part(y + i, (g / (one + exp(-g))) * u, rest)
 
 
+@numba.njit(**INLINE)
+def _gelu(x):
+    """gelu(x), the tanh form, 16 lanes."""
+    one, two, half = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0)), splat_f32(np.float32(0.5))
+    cubic, outer = splat_f32(np.float32(0.044715)), splat_f32(np.float32(0.7978845608))
+    z = outer * fma(cubic * x * x, x, x)
+    t = one - two / (exp(two * z) + one)
+    return half * x * (one + t)
+
+
 @numba.njit(**JIT)
 def gelu_times(gate, up, y, n):
     """y = gelu(gate) * up over n f32 values, the tanh form."""
-    one, two, half = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0)), splat_f32(np.float32(0.5))
-    cubic, outer = splat_f32(np.float32(0.044715)), splat_f32(np.float32(0.7978845608))
-    for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        x = load_f32_part(gate + 4 * i, rest, np.float32(0.0))
-        u = load_f32_part(up + 4 * i, rest, np.float32(0.0))
-        z = outer * fma(cubic * x * x, x, x)
-        t = one - two / (exp(two * z) + one)
-        store_f32_part(y + 4 * i, half * x * (one + t) * u, rest)
+    whole = n // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(y + i, _gelu(load_f32(gate + i)) * load_f32(up + i))
+    if whole < n:
+        i, rest = 4 * whole, n - whole
+        u = load_f32_part(up + i, rest, np.float32(0.0))
+        store_f32_part(y + i, _gelu(load_f32_part(gate + i, rest, np.float32(0.0))) * u, rest)
 
 
 @numba.njit(**JIT)
 def gelu(x, y, n):
     """y = gelu(x) over n f32 values, the tanh form."""
-    one, two, half = splat_f32(np.float32(1.0)), splat_f32(np.float32(2.0)), splat_f32(np.float32(0.5))
-    cubic, outer = splat_f32(np.float32(0.044715)), splat_f32(np.float32(0.7978845608))
-    for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        v = load_f32_part(x + 4 * i, rest, np.float32(0.0))
-        z = outer * fma(cubic * v * v, v, v)
-        t = one - two / (exp(two * z) + one)
-        store_f32_part(y + 4 * i, half * v * (one + t), rest)
+    whole = n // LANES * LANES
+    for i in range(0, 4 * whole, 64):
+        store_f32(y + i, _gelu(load_f32(x + i)))
+    if whole < n:
+        i, rest = 4 * whole, n - whole
+        store_f32_part(y + i, _gelu(load_f32_part(x + i, rest, np.float32(0.0))), rest)
 
 
 @numba.njit(**JIT)
@@ -220,13 +240,32 @@ def rope_angles(cos_hi, sin_hi, cos_lo, sin_lo, cosine, sine, n):
         store_f32_part(sine + 4 * i, fma(sh, cl, ch * sl), rest)
 
 
+@numba.njit(**INLINE)
+def _copy_rest(x, y, begin, n):
+    """y = x for f32 values begin .. n-1."""
+    whole = begin + (n - begin) // LANES * LANES
+    for i in range(4 * begin, 4 * whole, 64):
+        store_f32(y + i, load_f32(x + i))
+    if whole < n:
+        store_f32_part(y + 4 * whole, load_f32_part(x + 4 * whole, n - whole, np.float32(0.0)), n - whole)
+
+
 @numba.njit(**JIT)
 def rotate(x, y, cosine, sine, n_rot, n):
     """y = RoPE of a head x (n f32): pairs (2i, 2i+1) of the first n_rot values are rotated, the rest is copied."""
-    for i in range(0, n_rot, 32):
+    whole = n_rot // 32 * 32
+    for i in range(0, whole, 32):
+        low, high = load_f32(x + 4 * i), load_f32(x + 4 * i + 64)
+        a, b = evens(low, high), odds(low, high)
+        c, s = load_f32(cosine + 2 * i), load_f32(sine + 2 * i)
+        a_rotated, b_rotated = fma(a, c, -(b * s)), fma(a, s, b * c)
+        store_f32(y + 4 * i, zip_low(a_rotated, b_rotated))
+        store_f32(y + 4 * i + 64, zip_high(a_rotated, b_rotated))
+    if whole < n_rot:
+        i = whole
         first = min(n_rot - i, 16)
         second = max(min(n_rot - i - 16, 16), 0)
-        pairs = min(n_rot - i, 32) // 2
+        pairs = (n_rot - i) // 2
         low = load_f32_part(x + 4 * i, first, np.float32(0.0))
         high = load_f32_part(x + 4 * i + 64, second, np.float32(0.0))
         a, b = evens(low, high), odds(low, high)
@@ -235,26 +274,28 @@ def rotate(x, y, cosine, sine, n_rot, n):
         a_rotated, b_rotated = fma(a, c, -(b * s)), fma(a, s, b * c)
         store_f32_part(y + 4 * i, zip_low(a_rotated, b_rotated), first)
         store_f32_part(y + 4 * i + 64, zip_high(a_rotated, b_rotated), second)
-    for i in range(n_rot, n, LANES):
-        rest = min(n - i, LANES)
-        store_f32_part(y + 4 * i, load_f32_part(x + 4 * i, rest, np.float32(0.0)), rest)
+    _copy_rest(x, y, n_rot, n)
 
 
 @numba.njit(**JIT)
 def rotate_neox(x, y, cosine, sine, n_rot, n):
     """As `rotate`, with NEOX pairs (i, i + n_rot / 2)."""
     half = n_rot // 2
-    for i in range(0, half, LANES):
-        rest = min(half - i, LANES)
+    whole = half // LANES * LANES
+    for i in range(0, whole, LANES):
+        a, b = load_f32(x + 4 * i), load_f32(x + 4 * (i + half))
+        c, s = load_f32(cosine + 4 * i), load_f32(sine + 4 * i)
+        store_f32(y + 4 * i, fma(a, c, -(b * s)))
+        store_f32(y + 4 * (i + half), fma(a, s, b * c))
+    if whole < half:
+        i, rest = whole, half - whole
         a = load_f32_part(x + 4 * i, rest, np.float32(0.0))
         b = load_f32_part(x + 4 * (i + half), rest, np.float32(0.0))
         c = load_f32_part(cosine + 4 * i, rest, np.float32(0.0))
         s = load_f32_part(sine + 4 * i, rest, np.float32(0.0))
         store_f32_part(y + 4 * i, fma(a, c, -(b * s)), rest)
         store_f32_part(y + 4 * (i + half), fma(a, s, b * c), rest)
-    for i in range(n_rot, n, LANES):
-        rest = min(n - i, LANES)
-        store_f32_part(y + 4 * i, load_f32_part(x + 4 * i, rest, np.float32(0.0)), rest)
+    _copy_rest(x, y, n_rot, n)
 
 
 @numba.njit(**JIT)

@@ -268,13 +268,14 @@ def _version(package: str) -> str:
 def cache_key(name: str, formats: frozenset[str]) -> str:
     """Hash of all that compiled kernels depend on: sources, target CPU, compilers, `formats` that use tiles.
 
-    Numba itself looks only at the file of a jitted function, not at the intrinsics it uses.
+    Numba itself looks only at the file of a jitted function, not at the intrinsics it uses. Another installation of
+    the same sources has the same hash.
     """
     h = hashlib.sha256()
     here = Path(__file__).parent
     # Modules outside of this package that kernels call, or whose constants are compiled into them.
     root = here.parents[2]
-    outside = [root / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "step_ring")]
+    outside = [root / "shm" / f"{name}.py" for name in ("atomics", "barrier", "pages", "sampler_steps", "step_ring")]
     for path in [
         *sorted(here.rglob("*.py")),
         here.parent / "activations_arena.py",
@@ -282,8 +283,7 @@ def cache_key(name: str, formats: frozenset[str]) -> str:
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    # Numba names cache files by the path of the source: another checkout cannot use this one's.
-    h.update("|".join((str(here.resolve()), name, *sorted(formats), *_identity(name), sys.version)).encode())
+    h.update("|".join((name, *sorted(formats), *_identity(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {_version(package)}".encode())
     return h.hexdigest()[:16]

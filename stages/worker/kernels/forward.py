@@ -225,20 +225,25 @@ def _run_layer(params, index, tokens, chunks):
 
 @njit(**INNER)
 def run_step(params):
-    """The planned step; all ranks call it, each with its own parameter block."""
+    """The planned step, or the planned part of it; all ranks call it, each with its own parameter block."""
     plan = param(params, pb.PLAN)
     tokens, samples, chunks = param(plan, p.TOKENS), param(plan, p.SAMPLES), param(plan, p.HAS_CHUNKS)
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
     progress = param(params, pb.PROGRESS_AT)
+    first, end = param(plan, p.FIRST_LAYER), param(plan, p.END_LAYER)
     if tokens:
-        now = phase_begin(params)
-        _embed(params, tokens)
-        phase_end(params, EMBED, now)
-        wait_for_ranks(params)
-        for index in range(param(params, pb.N_LAYERS)):
+        if first == 0:
+            now = phase_begin(params)
+            _embed(params, tokens)
+            phase_end(params, EMBED, now)
+            wait_for_ranks(params)
+        for index in range(first, end):
             _run_layer(params, index, tokens, chunks)
             if rank == 0:
                 store_release(progress, get_i64(progress) + 1)
+    if end < param(params, pb.N_LAYERS):
+        wait_for_ranks(params)
+        return
     if param(plan, p.HAS_POOLED):
         pool_entries(params)
     if samples:

@@ -108,6 +108,9 @@ PAGES, PAGE_BYTES, N_PAGES, PAGE_TOKENS, HEAD_BYTES, KV_WIDTH = range(64, 70)
     SINES,
 ) = range(72, 98)
 
+# The part of a step that rank 0 computes next: its first layer and the end of its layers; END_LAYER 0: of all layers
+FIRST_LAYER, END_LAYER = range(98, 100)
+
 # This rank: its number, the number of ranks, and its private scratch (addresses)
 (
     RANK,

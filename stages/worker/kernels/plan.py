@@ -8,7 +8,8 @@ In i64 words at PLAN:
 
     0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
     5   whether any sample needs a token mask        6  whether any entry is pooled      7  tokens with an adapter
-    8   entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
+    8   first layer of the part that is computed now     9  end of its layers
+    10  entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
         SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
         first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none)
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry
@@ -31,7 +32,7 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED, ADAPTED = range(8)
+ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED, ADAPTED, FIRST_LAYER, END_LAYER = range(10)
 (
     P_ROW,
     P_START,
@@ -167,6 +168,19 @@ def _is_void(params, row, start, count, samples):
     if samples == 1:
         put_i32(token + 4 * count, _NO_MASK)
     return True
+
+
+@njit(**INNER)
+def plan_part(params, step):
+    """Only rank 0: plan the step if its first part is next, and name the part's layers. Returns as `make_plan`.
+
+    Later parts keep the plan of the first one.
+    """
+    plan, first, end = param(params, pb.PLAN), param(params, pb.FIRST_LAYER), param(params, pb.END_LAYER)
+    refused = make_plan(params, step) if first == 0 else 0
+    put_i64(plan + 8 * FIRST_LAYER, first)
+    put_i64(plan + 8 * END_LAYER, end if end > 0 else param(params, pb.N_LAYERS))
+    return refused
 
 
 @njit(**INNER)

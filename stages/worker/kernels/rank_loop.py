@@ -16,7 +16,7 @@ from stages.worker.kernels import forward
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.parameter_access import param
-from stages.worker.kernels.plan import make_plan
+from stages.worker.kernels.plan import plan_part
 from stages.worker.kernels.simd import JIT, put_i64
 
 SPIN_NS = 60_000  # until a rank that waits for an announcement sleeps
@@ -85,6 +85,10 @@ def run_steps(params, control, number, step, timing, limit_ns, ring, bell):
     Returns how many entries of the last step were refused.  Whether the scheduler has to be woken for the last step is
     left to the caller.
 
+    A step may be computed in parts, whose layers FIRST_LAYER and END_LAYER of the parameter block name: each but the
+    last with `ring` 0, the last with `limit_ns` 0, so that no other step follows it.  The parts have the same results
+    as the whole.
+
     Others: run every step announced after `number`; returns the first odd number, or the last number seen when
     `limit_ns` have passed without an announcement.
     """
@@ -94,7 +98,7 @@ def run_steps(params, control, number, step, timing, limit_ns, ring, bell):
         while True:
             at = timing + 32 * (step % _SLOTS)
             put_i64(at + _BEGUN, now)
-            refused = make_plan(params, step)
+            refused = plan_part(params, step)
             announce(control, number, param(params, pb.RANKS))
             forward.run_step(params)
             now = monotonic_ns()

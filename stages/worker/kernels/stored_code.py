@@ -17,16 +17,24 @@ from stages.worker.kernels import features
 from stages.worker.kernels import parameter_block as pb
 
 # By name: the word of the parameter block that holds the address; -1: called from Python.
-# Those that take longest to compile come first.
-ENTRIES = {"steps": -1, "draw": pb.DRAW, "attend": pb.ATTEND, "matmul": pb.MATMUL, "embed": pb.EMBED_ROW, "head": -1}
+# Those that take longest to compile come first, so that the compilers end at about the same time.
+ENTRIES = {"steps": -1, "draw": pb.DRAW, "matmul": pb.MATMUL, "attend": pb.ATTEND, "embed": pb.EMBED_ROW, "head": -1}
 _OF_ADAPTERS = {
     "shrink": pb.SHRINK,
     "expand": pb.EXPAND,
     "find_adapter": pb.FIND_ADAPTER,
     "list_adapted": pb.LIST_ADAPTED,
 }
-# Those that only some models need, and `fit_k`, which quantizes weights.
-EXTRA_ENTRIES = {"experts": pb.EXPERTS, **_OF_ADAPTERS, "fit_k": -1, "score_head": pb.SCORE_HEAD}
+# Those that only some models need; `fit_k` and `quantize_blocks`, which quantize weights, and
+# `pack_units`, which packs them.
+EXTRA_ENTRIES = {
+    "experts": pb.EXPERTS,
+    **_OF_ADAPTERS,
+    "fit_k": -1,
+    "pack_units": -1,
+    "quantize_blocks": -1,
+    "score_head": pb.SCORE_HEAD,
+}
 
 
 def extra_entries(hyper: Hyper, has_adapters: bool = False) -> tuple[str, ...]:

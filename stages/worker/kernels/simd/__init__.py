@@ -76,6 +76,7 @@ from stages.worker.kernels.simd.memory import (
     store_f32_part,
     store_i32,
     store_low8,
+    store_low16,
 )
 from stages.worker.kernels.simd.register_tiles import (
     f32_tile,
@@ -175,6 +176,7 @@ __all__ = [
     "store_f32_part",
     "store_i32",
     "store_low8",
+    "store_low16",
     "tile_get",
     "tile_load",
     "tile_operation",

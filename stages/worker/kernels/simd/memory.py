@@ -81,6 +81,9 @@ load_f16_as_f32 = operation("load_f16_as_f32", f32x16, (ADDRESS,), _emit_f16, "1
 store_low8 = operation(
     "store_low8", types.void, (ADDRESS, i32x16), _emit_store_low(I8), "The low byte of each lane: 16 bytes."
 )
+store_low16 = operation(
+    "store_low16", types.void, (ADDRESS, i32x16), _emit_store_low(I16), "The low 16 bits of each lane: 32 bytes."
+)
 
 
 def _scalar_load(name: str, lane: ir.Type, result: Any, extend: str | None, doc: str) -> Any:
