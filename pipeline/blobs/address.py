@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -22,6 +23,11 @@ def open_store(config: Config, env: paths.Env = os.environ) -> BlobStore:
 def open_all(config: Config, env: paths.Env = os.environ) -> list[BlobStore]:
     """The store of the configuration and its mirrors. Raises `ConfigError`."""
     return [_open(address, config, env) for address in (config.fleet.blobs, *config.fleet.mirrors)]
+
+
+def open_without_credentials(config: Config, addresses: Iterable[str], env: paths.Env = os.environ) -> list[BlobStore]:
+    """The stores of those addresses that need no credentials: directories and web servers."""
+    return [_open(address, config, env) for address in addresses if urlsplit(address).scheme not in SCHEMES]
 
 
 def _open(address: str, config: Config, env: paths.Env) -> BlobStore:

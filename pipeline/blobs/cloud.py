@@ -1,16 +1,19 @@
 """Blobs in a bucket: S3 and servers that are compatible with it, Azure Blob Storage, Google Cloud Storage.
 
 `obstore` (the extra `cloud`) speaks their protocols and finds credentials where their own tools do: AWS_ACCESS_KEY_ID
-and the like, web identities, the role of the machine.  Starling's configuration holds no credentials.
+and the like, web identities, the role of the machine.  Starling's configuration holds no credentials.  They also sign
+URLs, for agents that have none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
+from urllib.parse import urlsplit
 
 from pipeline.blobs.interface import MAX_LISTED, BlobInfo, BlobStore, Data, check_key, check_range, wrong_length
 from pipeline.errors import ConfigError, Conflict, NotFound, ResourceError, StorageUnavailable
@@ -25,8 +28,11 @@ _REPORTED = 300  # characters of the library's message
 class CloudStore(BlobStore):
     """The blobs below `address`: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX` or `az://ACCOUNT/CONTAINER/PREFIX`.
 
-    `endpoint`: URL of a server that is compatible with S3; "": the cloud's own.  Raises `ConfigError`.
+    `endpoint`: URL of a server that is compatible with S3, or of the Azure account; "": the cloud's own.
+    Raises `ConfigError`.
     """
+
+    can_sign = True
 
     def __init__(self, address: str, endpoint: str = "", region: str = "") -> None:
         self.address = address.rstrip("/")
@@ -37,26 +43,43 @@ class CloudStore(BlobStore):
             raise ConfigError(
                 f"fleet.blobs = {address!r} needs the extra `cloud`: {how_to_install('cloud')}", "fleet.blobs"
             ) from None
-        self._api, self._exceptions = obstore, exceptions
-        config: dict[str, Any] = {}
+        self._api, self._exceptions, self._from_url = obstore, exceptions, store.from_url
+        self._bucket, self._prefix, self._config = _parts(self.address)
+        self._allows_http = endpoint.startswith("http://")
         if endpoint:
-            config["endpoint"] = endpoint
+            self._config["endpoint"] = endpoint
         if region:
-            config["region"] = region
+            self._config["region"] = region
+        self._store = self._open(f"{self._bucket}/{self._prefix}".rstrip("/"))
+
+    def _open(self, url: str) -> Any:
+        """A store of the library. Raises `ConfigError`."""
         try:
-            self._store: Any = store.from_url(
-                self.address,
-                config=config,
+            return self._from_url(
+                url,
+                config=self._config,
                 client_options={
                     "connect_timeout": timedelta(seconds=CONNECT_S),
                     "timeout": timedelta(seconds=REQUEST_S),
-                    "allow_http": endpoint.startswith("http://"),
+                    "allow_http": self._allows_http,
                 },
                 # The callers retry (retry.py): here only a connection that has just been closed is tried again.
                 retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=REQUEST_S)},
             )
-        except (exceptions.BaseError, ValueError) as error:
-            raise ConfigError(f"fleet.blobs = {address!r}: {_line(error)}", "fleet.blobs") from None
+        except (self._exceptions.BaseError, ValueError) as error:
+            raise ConfigError(f"fleet.blobs = {self.address!r}: {_line(error)}", "fleet.blobs") from None
+
+    @cached_property
+    def _whole_bucket(self) -> Any:
+        """Without the prefix, which some releases of the library leave out of signed URLs."""
+        return self._open(self._bucket)
+
+    async def sign(self, keys: Sequence[str], valid_s: int) -> dict[str, str]:
+        """By key: a URL that reads this blob and does nothing else, for `valid_s`. It is a secret."""
+        paths = [f"{self._prefix}/{check_key(key)}".lstrip("/") for key in keys]
+        with self._errors("signed URLs"):
+            urls = await self._api.sign_async(self._whole_bucket, "GET", paths, timedelta(seconds=valid_s))
+        return dict(zip(keys, urls, strict=True))
 
     async def size(self, key: str) -> int:
         """Bytes of a blob."""
@@ -109,6 +132,18 @@ class CloudStore(BlobStore):
             raise ConfigError(f"{where}: {_line(error)}; check the credentials", "fleet.blobs") from None
         except (known.BaseError, OSError) as error:
             raise StorageUnavailable(f"{where}: {_line(error)}") from None
+
+
+def _parts(address: str) -> tuple[str, str, dict[str, Any]]:
+    """The URL of the bucket as the library reads it, the prefix in it, and the settings for both."""
+    parts = urlsplit(address)
+    path = parts.path.strip("/")
+    if parts.scheme != "az":
+        return f"{parts.scheme}://{parts.netloc}", path, {}
+    container, _, prefix = path.partition("/")  # the library's az:// begins with the container
+    if not container:
+        raise ConfigError(f"fleet.blobs = {address!r}: expected az://ACCOUNT/CONTAINER/PREFIX", "fleet.blobs")
+    return f"az://{container}", prefix, {"account_name": parts.netloc}
 
 
 def _line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import NamedTuple, Self
 
 from pipeline.errors import InternalError, StorageUnavailable
@@ -41,6 +42,7 @@ class BlobStore(ABC):
     address: str  # for messages; contains no secret
     can_list: bool = True
     can_write: bool = True
+    can_sign: bool = False
 
     @abstractmethod
     async def size(self, key: str) -> int:
@@ -68,6 +70,13 @@ class BlobStore(ABC):
         if nbytes > max_bytes:
             raise StorageUnavailable(f"{self.address}/{key} has {nbytes:,} bytes, expected at most {max_bytes:,}")
         return await self.get(key, 0, nbytes) if nbytes else b""
+
+    async def sign(self, keys: Sequence[str], valid_s: int) -> dict[str, str]:
+        """By key: a URL that reads this blob and does nothing else, for `valid_s`. It is a secret.
+
+        Only if `can_sign`: other stores need no credentials.
+        """
+        raise InternalError(f"{self.address} signs no URLs")
 
     async def close(self) -> None:  # noqa: B027  (a store without connections has nothing to close)
         """Release connections. Idempotent."""

@@ -93,6 +93,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of a part."""
         return min(self.part_bytes, self.weights_bytes - part * self.part_bytes)
 
+    def part_of(self, key: str) -> int | None:
+        """The part of the `.bin` that has this key; None if none has."""
+        number = key.removeprefix(f"{self.folder}/{self.weights_checksum}-").removesuffix(".bin")
+        part = int(number) if len(number) == 5 and number.isascii() and number.isdigit() else -1
+        return part if 0 <= part < self.n_parts and key == self.part_key(part) else None
+
+    def has(self, key: str) -> bool:
+        """Whether it is the key of one of the blobs."""
+        return key == self.index_key or self.part_of(key) is not None
+
     def blobs(self) -> dict[str, int]:
         """Key and size of everything that the manifest names."""
         parts = {self.part_key(part): self.part_size(part) for part in range(self.n_parts)}

@@ -71,6 +71,19 @@ def most_positions(end: int, window: int, step_tokens: int, page_tokens: int) ->
     return min(end, window + KV_SPLIT + 3 * step_tokens + LEASED_AHEAD + 3 * page_tokens)
 
 
+def max_positions(config: Config, model: ModelConfig, shape: tuple[int, int, int, int], context: int) -> int:
+    """Most tokens of a prompt and its output that an empty KV arena has room for; 0: of the whole context.
+
+    shape: layers, KV heads, head dim, and the window of attention, 0 if it reads all positions.
+    """
+    layers, heads, head_dim, window = shape
+    kv = KvGeometry(layers, heads, head_dim, model.page_tokens, model.kv_type)
+    positions = pages_that_fit(kv, config.kv_cache_bytes(model)) * model.page_tokens
+    if most_positions(context, window, config.scheduler.max_step_tokens, model.page_tokens) <= positions:
+        return 0
+    return positions + 1  # the last token is never computed
+
+
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)

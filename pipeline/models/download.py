@@ -1,12 +1,14 @@
 """Downloads one file over HTTP: several ranges at a time, resumed after any interruption. Knows nothing of models.
 
     GET Range: bytes=0-...   206 and a strong validator:  pieces of `PIECE_BYTES`, `CONNECTIONS` at a time, each with
-                             If-Range, written to their place in PART; PART.json names the complete ones
+                             If-Range, written to their place in PART; PART.json names the complete ones, until
+                             the caller has placed PART
                              200, or no validator:        one stream, which cannot be resumed
     SHA-256                  follows the pieces in order while the next ones arrive
 
 A validator is a strong entity tag or a date.  A file that changes between two ranges is noticed by it (and by its
-total length), and the download starts again.  Bytes that the server sends beyond the range are not read.
+total length), and the download starts again.  Bytes that the server sends beyond the range are not read.  Where
+redirects led is remembered: later pieces come from there, until that address fails or has another file.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urljoin
+from urllib.parse import urljoin, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
-from pipeline.files import replace_file
+from pipeline.files import replace_file, write_all
+from pipeline.models.arriving import ArrivingFile, Reader
+from pipeline.models.sources import shown
 from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
 
@@ -54,6 +59,11 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 def allow_all(url: str) -> None:
     """An `allow` that refuses no address."""
+
+
+def no_headers(url: str) -> dict[str, str]:
+    """A `headers_of` that adds none."""
+    return {}
 
 
 class State(msgspec.Struct):
@@ -96,14 +106,29 @@ def download(
     allow: Callable[[str], None] = allow_all,
     connections: int = CONNECTIONS,
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    reader: Reader | None = None,
+    headers_of: Callable[[str], dict[str, str]] = no_headers,
 ) -> str:
     """Download `url` into `part`, which keeps the received bytes when this raises; the file's SHA-256, hex.
 
-    `allow(url)` raises for an address that must not be fetched, redirects included.  Raises `ConfigError` (the server
-    refuses or lacks the file), `ModelUnavailable` (network, 5xx, connection lost), `ResourceError` (not enough space).
-    Messages begin with `subject`.
+    Call `discard(part)` when the file has been placed: until then another download of it has all bytes.
+    `reader` gets the file while it arrives, if it arrives in ranges; the caller reports the end to it. `allow(url)`
+    raises for an address that must not be fetched, redirects included. `headers_of(url)`: further headers of a request
+    to that address, for example a token that no other host gets.  Raises `ConfigError` (the server refuses or lacks the
+    file), `ModelUnavailable` (network, 5xx, connection lost), `ResourceError` (not enough space).  Messages begin with
+    `subject`.
     """
-    return asyncio.run(_Download(url, part, progress, subject, allow, connections, pause).run())
+    return asyncio.run(_Download(url, part, progress, subject, allow, connections, pause, reader, headers_of).run())
+
+
+def discard(part: Path) -> None:
+    """Remove what a download has left: its file, unless that was moved, and the list of complete pieces."""
+    part.unlink(missing_ok=True)
+    _state_file(part).unlink(missing_ok=True)
+
+
+def _state_file(part: Path) -> Path:
+    return part.with_name(part.name + ".json")
 
 
 class _Download:
@@ -116,12 +141,18 @@ class _Download:
         allow: Callable[[str], None],
         connections: int,
         pause: Callable[[float], Awaitable[None]],
+        reader: Reader | None,
+        headers_of: Callable[[str], dict[str, str]],
     ) -> None:
+        self._reader = reader
+        self._headers_of = headers_of
         self._url = url
+        self._location = ""  # where redirects led last; "": ask the first address
         self._part = part
-        self._state_file = part.with_name(part.name + ".json")
+        self._state_file = _state_file(part)
         self._progress = progress
-        self._subject = subject
+        self._subject = subject = subject.replace(url, shown(url))
+        self._named = shown(url) if subject == shown(url) else f"{subject}: {shown(url)}"
         self._allow = allow
         self._connections = connections
         self._pause = pause
@@ -133,29 +164,37 @@ class _Download:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT_S, sock_read=TIMEOUT_S)
         headers = {"User-Agent": "starling", "Accept-Encoding": "identity"}
         try:
-            async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=True) as session:
+            async with aiohttp.ClientSession(
+                timeout=timeout, headers=headers, trust_env=True, middlewares=(self._add_headers,)
+            ) as session:
                 for _ in range(CHANGES):
                     try:
                         return await self._whole_file(session)
                     except _Changed:
-                        self._drop()
-                raise ModelUnavailable(f"{self._subject}: {self._url} changed {CHANGES} times while it was downloaded")
+                        self._location = ""
+                        discard(self._part)
+                raise ModelUnavailable(f"{self._named} changed {CHANGES} times while it was downloaded")
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
-            raise ConfigError(f"{self._subject}: {self._url!r} is not an address ({error})") from None
+            raise ConfigError(
+                f"{self._subject}: {shown(self._url)!r} is not an address, or leads to none ({type(error).__name__})"
+            ) from None
 
-    def _drop(self) -> None:
-        self._part.unlink(missing_ok=True)
-        self._state_file.unlink(missing_ok=True)
+    async def _add_headers(
+        self, request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+    ) -> aiohttp.ClientResponse:
+        """They replace what `.netrc` has for the host."""
+        request.headers.update(self._headers_of(str(request.url)))
+        return await send(request)
 
     async def _whole_file(self, session: aiohttp.ClientSession) -> str:
         state = self._read_state()
         try:
             identity = await self._with_attempts(lambda: self._identify(session, state))
         except _NoRanges:
-            self._drop()
+            discard(self._part)
             return await self._one_stream(session)
         if state is None or identity != Identity(state.validator, state.total):
-            self._drop()
+            discard(self._part)
             state = State(identity.validator, identity.total, PIECE_BYTES, [])
         return await self._pieces(session, state)
 
@@ -174,7 +213,7 @@ class _Download:
 
     async def _identify(self, session: aiohttp.ClientSession, state: State | None) -> Identity:
         """Validator and total length. Raises `_NoRanges`."""
-        async with self._get(session, 0, 0, "") as response:
+        async with self._get(session, 0, 0) as response:
             if response.status == 200:
                 raise _NoRanges
             validator = _validator(response.headers)
@@ -185,37 +224,68 @@ class _Download:
 
     @contextlib.asynccontextmanager
     async def _get(
-        self, session: aiohttp.ClientSession, begin: int, end: int, validator: str
+        self, session: aiohttp.ClientSession, begin: int, end: int, state: State | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response of 200 or 206 to a request for the bytes [begin, end], after redirects. Raises `_Failed`."""
+        """A response of 200 or 206 to a request for the bytes [begin, end], after redirects. Raises `_Failed`.
+
+        `state`: what the bytes are part of.
+        """
         import aiohttp
 
-        headers = (
-            {"Range": f"bytes={begin}-{end}", **({"If-Range": validator} if validator else {})} if end >= 0 else {}
-        )
-        url = self._url
+        headers = {"Range": f"bytes={begin}-{end}"} if end >= 0 else {}
+        if state is not None:
+            headers["If-Range"] = state.validator
+        remembered = self._location
+        url = remembered or self._url
         try:
             for _ in range(REDIRECTS):
                 self._allow(url)
-                async with session.get(url, headers=headers, allow_redirects=False) as response:
+                async with session.get(url, headers=headers, allow_redirects=False, proxy=self._proxy(url)) as response:
                     if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                         url = urljoin(url, response.headers["Location"])
                         continue
                     if response.status in (200, 206):
+                        if remembered and state is not None and not _is_of(response, state):
+                            raise _Failed(f"{shown(url)} has another file")  # the first address decides
+                        self._location = url if url != self._url else ""
                         yield response
                         return
+                    if remembered and response.status in _REFUSED:  # perhaps its signature has expired
+                        raise _Failed(f"{shown(url)} answers {response.status} {response.reason}")
                     self._refuse(url, response, begin)
-            raise ConfigError(f"{self._subject}: {self._url} redirects more than {REDIRECTS} times")
+            raise ConfigError(f"{self._named} redirects more than {REDIRECTS} times")
+        except _Failed:
+            self._location = ""
+            raise
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError):
             raise
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
+            self._location = ""
             raise _Failed(_reason(error)) from None
 
+    def _proxy(self, url: str) -> str | None:
+        """The proxy of ALL_PROXY, if it holds for `url`: aiohttp reads the other variables itself."""
+        proxies = getproxies()
+        proxy = proxies.get("all", "")
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # the request will say so
+            return None
+        if not proxy or parts.scheme in proxies or proxy_bypass(parts.hostname or ""):
+            return None
+        scheme, separator, _ = proxy.partition("://")
+        if separator and scheme not in ("http", "https"):
+            raise ConfigError(
+                f"{self._subject}: ALL_PROXY names a {scheme}:// proxy; downloads go through http:// and https:// ones"
+            )
+        return proxy if separator else f"http://{proxy}"
+
     def _refuse(self, url: str, response: aiohttp.ClientResponse, begin: int) -> None:
-        reason = f"{self._subject}: {url} answers {response.status} {response.reason}"
+        reason = f"{self._subject}: {shown(url)} answers {response.status} {response.reason}"
         if response.status == 416:
+            reason = reason.removeprefix(f"{self._subject}: ")
             raise _Failed(f"{reason} to a request for bytes from {begin:,}: the file is shorter than was announced")
         if response.status in _REFUSED:
             raise ConfigError(reason)
@@ -235,8 +305,7 @@ class _Download:
                 failures = 1 if self._received > received else failures + 1
                 if failures >= ATTEMPTS:
                     raise ModelUnavailable(
-                        f"{self._subject}: {self._url} could not be downloaded ({failed}); the received part is kept, "
-                        f"try again"
+                        f"{self._named} could not be downloaded ({failed}); the received part is kept, try again"
                     ) from None
                 await self._pause(max(failed.wait_s, BACKOFF_S * 2 ** (failures - 1)))
             except OSError as error:
@@ -262,6 +331,9 @@ class _Download:
         have = total - sum(_length(piece, total) for piece in missing)
         self._check_space(sum(_length(piece, total) for piece in missing))
         self._received = have
+        arriving = ArrivingFile(self._part, total, PIECE_BYTES, set(range(count)) - set(missing))
+        with contextlib.suppress(OSError):
+            self._part.chmod(0o600)  # a complete one may have been interrupted as it was placed
         fd = os.open(self._part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             if os.fstat(fd).st_size != total:
@@ -269,18 +341,24 @@ class _Download:
             complete = [asyncio.Event() for _ in range(count)]
             for piece in set(range(count)) - set(missing):
                 complete[piece].set()
+            if self._reader is not None:
+                self._reader.begin(arriving)
             waiting = iter(missing)
 
             async def work() -> None:
                 for piece in waiting:  # shared: each piece is taken once, in order
                     await self._piece(session, fd, piece, state)
                     complete[piece].set()
+                    arriving.add(piece)
 
             tasks = [asyncio.create_task(work()) for _ in range(min(self._connections, len(missing)))]
             hashing = asyncio.create_task(_hash(fd, total, complete))
             try:
                 for done in asyncio.as_completed([*tasks, hashing]):
                     await done
+            except BaseException:
+                arriving.abandon()
+                raise
             finally:
                 for task in (*tasks, hashing):
                     task.cancel()
@@ -289,7 +367,6 @@ class _Download:
             raise ResourceError(f"{self._subject}: {self._part}: {error.strerror}; free space there") from None
         finally:
             os.close(fd)
-        self._state_file.unlink(missing_ok=True)
         return hashing.result()
 
     async def _piece(self, session: aiohttp.ClientSession, fd: int, piece: int, state: State) -> None:
@@ -298,19 +375,15 @@ class _Download:
 
         async def attempt() -> None:
             nonlocal at
-            async with self._get(session, at, end - 1, state.validator) as response:
-                if response.status == 200:
+            async with self._get(session, at, end - 1, state) as response:
+                if not _is_of(response, state):
                     raise _Changed
-                found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
-                if not found or int(found[3]) != state.total:
-                    raise _Changed
-                if _validator(response.headers) not in ("", state.validator):
-                    raise _Changed
-                if int(found[1]) != at:
-                    raise _Failed(f"the server sent bytes from {int(found[1]):,} for a request from {at:,}")
+                found = _CONTENT_RANGE.fullmatch(response.headers["Content-Range"])
+                if not found or int(found[1]) != at:
+                    raise _Failed(f"the server sent {response.headers['Content-Range']!r} for a request from {at:,}")
                 async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                     data = chunk[: end - at]
-                    _write(fd, data, at)
+                    self._write(fd, data, at)
                     at += len(data)
                     self._received += len(data)
                     self._progress("download", self._received, state.total)
@@ -318,10 +391,21 @@ class _Download:
                         break
             if at < end:
                 raise _Failed(f"connection lost after {self._received:,} of {state.total:,} bytes")
+            await uninterrupted(os.fdatasync, fd)  # what is recorded as done outlives a power failure
 
         await self._with_attempts(attempt)
         state.done.append(piece)
         replace_file(self._state_file, msgspec.json.encode(state))
+
+    def _write(self, fd: int, data: bytes, at: int) -> None:
+        try:
+            write_all(fd, data, at)
+        except OSError as error:
+            if self._reader is None or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._reader.close()  # what it has made of the file so far takes space that the file needs
+            self._reader = None
+            write_all(fd, data, at)
 
     # -------------------------------------------------------------- without ranges
 
@@ -331,7 +415,7 @@ class _Download:
         async def attempt() -> str:
             nonlocal digest
             digest, done = hashlib.sha256(), 0
-            async with self._get(session, 0, -1, "") as response:
+            async with self._get(session, 0, -1) as response:
                 total = response.content_length or 0
                 self._check_space(total)
                 with self._part.open("wb") as out:
@@ -365,11 +449,15 @@ def _length(piece: int, total: int) -> int:
     return min(PIECE_BYTES, total - piece * PIECE_BYTES)
 
 
-def _write(fd: int, data: bytes, at: int) -> None:
-    rest = memoryview(data)
-    while rest:
-        done = os.pwrite(fd, rest, at)
-        at, rest = at + done, rest[done:]
+def _is_of(response: aiohttp.ClientResponse, state: State) -> bool:
+    """Whether the response has a part of the file that the download has begun with."""
+    found = _CONTENT_RANGE.fullmatch(response.headers.get("Content-Range", ""))
+    return (
+        response.status == 206
+        and found is not None
+        and int(found[3]) == state.total
+        and _validator(response.headers) in ("", state.validator)
+    )
 
 
 def _validator(headers: Any) -> str:

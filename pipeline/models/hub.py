@@ -1,9 +1,11 @@
-"""Files of a model hub's repositories: which there are, which one to take, and its download by `huggingface_hub`.
+"""Files of a model hub's repositories: which there are, which one to take, and its download.
 
-The library honours HF_ENDPOINT, HF_TOKEN and the token of `hf auth login`.  It is imported when it is used.
+`huggingface_hub` looks up repositories and addresses; it honours HF_ENDPOINT, HF_TOKEN and the token of `hf auth
+login`.  It is imported when it is used.  download.py brings the file, in ranges and for a reader; the token goes to
+the hub's own origin, and to none of the hosts where it redirects to.
 
-Where `registry.sources` bounds what may be fetched, the library sends requests to the hub itself, to the hosts of files
-of the public hub, and to what a pattern allows; a redirect elsewhere is refused.
+Where `registry.sources` bounds what may be fetched, requests go to the hub itself, to the hosts of files of the public
+hub, and to what a pattern allows; a redirect elsewhere is refused.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable
+from pipeline.models.arriving import Reader
+from pipeline.models.download import Progress, download
 from pipeline.models.sources import HubSource, check_allowed
 
 # By use: what fits most machines at little loss comes first.
@@ -25,8 +29,6 @@ PREFERRED = (*_FIRST, "Q3_K_M", "Q3_K_L", "Q3_K_S", "Q2_K", "F16", "BF16", "F32"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(IQ[1-4]_[A-Z0-9_]+|Q[2-8](?:_[0-9KSML]+)*|BF16|F16|F32|FP16|FP32)", re.I)
 _SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-
-Progress = Callable[[str, int, int], None]
 
 ANY = ("*",)
 PUBLIC_HUB = "https://huggingface.co"
@@ -125,43 +127,51 @@ def look_up(source: HubSource, allowed: Sequence[str] = ANY) -> Repository:
 
 
 def fetch(
-    repository: Repository, file: HubFile, folder: Path, progress: Progress, allowed: Sequence[str] = ANY
-) -> Path:
-    """Download the file below `folder`, which keeps the received bytes when this raises; its path there."""
-    from huggingface_hub import hf_hub_download
+    source: HubSource,
+    repository: Repository,
+    file: HubFile,
+    part: Path,
+    progress: Progress,
+    allowed: Sequence[str] = ANY,
+    reader: Reader | None = None,
+) -> str:
+    """Download the file to `part`, which keeps the received bytes when this raises; its SHA-256, hex.
 
-    source = HubSource(repository.name, file.name, repository.commit)
+    `source`: for messages. `reader`: uses the file while it arrives.  Raises as `look_up` and `download`.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(repository.name, file.name, revision=repository.commit)
     with _errors(source), _bounded(allowed):
-        path = hf_hub_download(
-            repository.name,
-            file.name,
-            revision=repository.commit,
-            local_dir=folder,
-            tqdm_class=_reporter(progress, file.nbytes),
-        )
-    return Path(path)
+        get_hf_file_metadata(url)  # a file that may not be read is refused by its reason
+    token = build_hf_headers().get("authorization", "")
+    origin, patterns = _origin(url), _patterns(allowed)
+
+    def headers_of(address: str) -> dict[str, str]:
+        return {"Authorization": token} if token and _origin(address) == origin else {}
+
+    def allow(address: str) -> None:
+        check_allowed(address, patterns)
+
+    return download(url, part, progress, str(source), allow, reader=reader, headers_of=headers_of)
 
 
-def _reporter(progress: Progress, total: int) -> Any:
-    """A class that `huggingface_hub` uses as its progress bar, and that calls `progress`."""
-    from huggingface_hub.utils import tqdm
-
-    class Reporter(tqdm):  # type: ignore[misc, unused-ignore]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            self._done = int(options.get("initial") or 0)
-            options.pop("name", None)
-            super().__init__(*args, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self._done += int(n or 0)
-            progress("download", min(self._done, total or self._done), total)
-            return None
-
-    return Reporter
+def _origin(url: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port. Raises `ValueError` for a port that is none."""
+    parts = urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT") or PUBLIC_HUB
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or PUBLIC_HUB
+
+
+def _patterns(allowed: Sequence[str]) -> tuple[str, ...]:
+    """What requests for a file of the hub may go to."""
+    endpoint = urlsplit(_endpoint())
+    own = f"{endpoint.scheme}://{endpoint.netloc}/*"
+    return (*allowed, own, *(PUBLIC_FILES if _endpoint() == PUBLIC_HUB else ()))
 
 
 @contextlib.contextmanager
@@ -170,24 +180,20 @@ def _bounded(allowed: Sequence[str]) -> Iterator[None]:
     if "*" in allowed:
         yield
         return
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import get_session
 
-    endpoint = urlsplit(_endpoint())
-    own = f"{endpoint.scheme}://{endpoint.netloc}/*"
-    patterns = (*allowed, own, *(PUBLIC_FILES if _endpoint() == PUBLIC_HUB else ()))
+    patterns = _patterns(allowed)
 
     def check(request: Any) -> None:
         check_allowed(str(request.url), patterns)
 
-    session, uses_xet = get_session(), constants.HF_HUB_DISABLE_XET
+    session = get_session()
     hooks = session.event_hooks
     session.event_hooks = {**hooks, "request": [*hooks["request"], check]}
-    constants.HF_HUB_DISABLE_XET = True  # a client of its own, whose requests no hook sees
     try:
         yield
     finally:
         session.event_hooks = hooks
-        constants.HF_HUB_DISABLE_XET = uses_xet
 
 
 @contextlib.contextmanager
@@ -208,15 +214,17 @@ def _errors(source: HubSource) -> Iterator[None]:
         ) from None
     except (errors.RevisionNotFoundError, errors.EntryNotFoundError, errors.HFValidationError) as error:
         raise ConfigError(f"{source}: {_line(error)}", "source") from None
+    except errors.OfflineModeIsEnabled:
+        raise ConfigError(
+            f"{source}: HF_HUB_OFFLINE is set, so nothing is fetched from {endpoint}; unset it", "source"
+        ) from None
     except OSError as error:  # connections are OSErrors of several kinds
-        if error.errno in (28, 122):  # ENOSPC, EDQUOT
-            raise ResourceError(f"{source}: {error.strerror}; free space there or move STARLING_HOME") from None
-        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; the received part is kept, try again") from None
+        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; try again") from None
     except Exception as error:
         # The library's HTTP client has exceptions of its own, which are no OSErrors.
         if type(error).__module__.partition(".")[0] not in ("httpx", "httpx2", "httpcore", "httpcore2", "requests"):
             raise
-        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; the received part is kept, try again") from None
+        raise ModelUnavailable(f"{source}: {endpoint}: {_line(error)}; try again") from None
 
 
 def _line(error: Exception) -> str:

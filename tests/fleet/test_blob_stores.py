@@ -1,4 +1,4 @@
-"""One suite for all blob stores: a folder, a web server over it, and S3 where a server is installed."""
+"""One suite for all blob stores: a folder, a web server over it, and S3 and Azure where servers are installed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.blobs.folder import ABANDONED_S, INCOMING, FolderStore
-from pipeline.blobs.http import HttpStore, retry_after_s
+from pipeline.blobs.http import HttpStore
 from pipeline.blobs.interface import BlobStore, check_key
+from pipeline.blobs.ranged_get import retry_after_s
 from pipeline.errors import ConfigError, Conflict, InternalError, NotFound, ResourceError, StorageUnavailable
-from tests.fleet.peers import s3_bucket
 from tests.fleet.range_server import Handler, RangeServer, served
 
 CONTENT = bytes(range(256)) * 40
@@ -26,10 +26,10 @@ class Place:
         self.writer, self.reader = writer, reader
 
 
-@pytest.fixture(params=["folder", "http", "s3"])
+@pytest.fixture(params=["folder", "http", "s3", "azure"])
 async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Place]:
-    if request.param == "s3":
-        bucket = request.getfixturevalue("bucket")
+    if request.param in ("s3", "azure"):
+        bucket = request.getfixturevalue("bucket" if request.param == "s3" else "container")
         async with bucket.open(tmp_path.name) as store:
             yield Place(store, store)
         return
@@ -40,12 +40,6 @@ async def place(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         with served(tmp_path / "blobs") as server:
             async with HttpStore(server.url) as reader:
                 yield Place(folder, reader)
-
-
-@pytest.fixture(scope="session")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    with s3_bucket(tmp_path_factory.mktemp("s3")) as found:
-        yield found
 
 
 # ------------------------------------------------------------------ every store

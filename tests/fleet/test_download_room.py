@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from pipeline.catalog.publish import publish
 from pipeline.errors import Overloaded, ResourceError, StorageUnavailable
 from shm.checkpoint import PIECE_BYTES
 from stages.agent.cache.eviction import Bounds
+from stages.agent.cache.model_cache import lock_path
 from stages.agent.downloads.model import download_model
 from stages.agent.downloads.queue import DownloadQueue
 from tests.fleet.checkpoints import write_checkpoint
@@ -80,6 +82,17 @@ async def test_the_least_recently_used_model_goes_and_pinned_and_own_ones_stay(s
     left = sorted(path.stem for path in site.models_dir.glob("*.bin"))
     assert left == sorted([entries[0].digest, entries[2].digest, own.stem])
     assert sorted(record.entry.name for record, _ in pulled.read_all(site.models_dir)) == ["m11", "m13"]
+
+
+async def test_a_model_whose_files_get_their_places_is_not_evicted(site: Site) -> None:
+    await site.pull()
+    cache = site.context().cache
+    assert [(item.key, item.is_pinned) for item in cache.items()] == [(site.entry.digest, False)]
+    with open(lock_path(site.models_dir, site.entry.digest), "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as another process does that only looks
+        assert not cache.items()[0].is_pinned
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert cache.items()[0].is_pinned
 
 
 async def test_a_checkpoint_that_was_prepared_here_is_never_evicted(site: Site, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
+from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
 from pipeline.models import download as downloads
 from pipeline.models.download import no_progress
 from tests.pipeline.file_server import FileServer
@@ -57,7 +57,7 @@ def test_the_pieces_make_the_file(tmp_path: Path, files: FileServer) -> None:
     digest = fetch(files, tmp_path / "p", progress=lambda what, done, total: seen.append((done, total)))
     assert digest == DIGEST
     assert (tmp_path / "p").read_bytes() == CONTENT
-    assert names(tmp_path) == ["p"]
+    assert names(tmp_path) == ["p", "p.json"]
     wanted = [f"bytes={at}-{min(at + PIECE, len(CONTENT)) - 1}" for at in range(0, len(CONTENT), PIECE)]
     assert sorted(filter(None, files.ranges)) == sorted(["bytes=0-0", *wanted])
     assert seen[-1] == (len(CONTENT), len(CONTENT))
@@ -105,6 +105,19 @@ def test_what_was_received_is_not_fetched_again(tmp_path: Path, files: FileServe
         "bytes=0-0",
         *(f"bytes={n * PIECE}-{min((n + 1) * PIECE, len(CONTENT)) - 1}" for n in range(7, 10)),
     ]
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o444])
+def test_a_complete_file_that_was_not_placed_is_not_fetched_again(tmp_path: Path, files: FileServer, mode: int) -> None:
+    part = tmp_path / "p"
+    assert fetch(files, part) == DIGEST
+    part.chmod(mode)  # the caller was killed before it could move the file
+    files.ranges.clear()
+    assert fetch(files, part) == DIGEST
+    assert (files.ranges, part.stat().st_mode & 0o777) == (["bytes=0-0"], 0o600)
+    part.rename(tmp_path / "placed")
+    downloads.discard(part)
+    assert names(tmp_path) == ["placed"]
 
 
 def test_a_download_survives_sigkill(tmp_path: Path, files: FileServer) -> None:
@@ -181,8 +194,11 @@ def test_a_server_that_lies_about_the_length(tmp_path: Path, files: FileServer, 
     if announced < len(CONTENT):
         assert fetch(files, tmp_path / "p") == hashlib.sha256(CONTENT[:announced]).hexdigest()
         return
-    with pytest.raises(ModelUnavailable, match="shorter than was announced|connection lost|could not be downloaded"):
+    with pytest.raises(
+        ModelUnavailable, match="shorter than was announced|connection lost|could not be downloaded"
+    ) as raised:
         fetch(files, tmp_path / "p")
+    assert str(raised.value).count("m: ") == 1  # the subject stands once
 
 
 @pytest.mark.parametrize("tag", ["", 'W/"weak"'])
@@ -227,6 +243,100 @@ def test_a_redirect_leads_only_where_it_may(tmp_path: Path, files: FileServer) -
             files.redirect = target
             with pytest.raises(ConfigError, match=reason):
                 fetch(files, tmp_path / "q")
+
+
+def test_pieces_come_from_where_a_redirect_led_until_that_address_expires(tmp_path: Path) -> None:
+    with FileServer(b"") as front, FileServer(CONTENT) as old, FileServer(CONTENT) as new:
+        front.redirect = old.url
+
+        def expire(server: FileServer, begin: int) -> None:
+            if begin == 4 * PIECE:
+                server.status, front.redirect = 403, new.url
+
+        old.before = expire
+        assert fetch(front, tmp_path / "p", connections=1) == DIGEST
+        assert len(front.ranges) == 2
+        assert len(old.ranges) == 7  # the first byte, five pieces, and the refusal
+        assert len(new.ranges) == 5
+        new.status = 403
+        front.ranges.clear()
+        with pytest.raises(ConfigError, match="answers 403"):
+            fetch(front, tmp_path / "q")
+        assert len(front.ranges) == 1
+
+
+@pytest.mark.parametrize("fault", ["no ranges", "another length", "another tag"])
+def test_a_location_that_has_another_file_costs_no_piece(tmp_path: Path, fault: str) -> None:
+    with FileServer(b"") as front, FileServer(CONTENT) as old, FileServer(CONTENT) as new:
+        front.redirect = old.url
+
+        def change(server: FileServer, begin: int) -> None:
+            if begin == 4 * PIECE:
+                front.redirect = new.url
+                old.has_ranges = fault != "no ranges"
+                old.announced = len(CONTENT) + 1 if fault == "another length" else 0
+                old.tag = '"two"' if fault == "another tag" else old.tag
+
+        old.before = change
+        assert fetch(front, tmp_path / "p", connections=1) == DIGEST
+        assert len(old.ranges) == 7  # the first byte, five pieces, and the one with the fault
+        assert len(new.ranges) == 5
+
+
+PROXIES = ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+
+def test_the_proxy_of_all_addresses(tmp_path: Path, files: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+    address = files.url.rpartition("/")[0]
+    with FileServer(b"") as proxy:  # it has the file of no address
+        proxy.status = 404
+        monkeypatch.setenv("ALL_PROXY", proxy.url.rpartition("/")[0])
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        assert fetch(files, tmp_path / "direct") == DIGEST
+        assert proxy.ranges == []
+        monkeypatch.setenv("http_proxy", address)  # of its scheme: it comes first
+        url = "http://models.invalid/m.gguf"
+        assert downloads.download(url, tmp_path / "scheme", no_progress, "m", pause=no_pause) == DIGEST
+        monkeypatch.delenv("http_proxy")
+        for value in (address, address.removeprefix("http://")):
+            monkeypatch.setenv("ALL_PROXY", value)
+            assert downloads.download(url, tmp_path / "all", no_progress, "m", pause=no_pause) == DIGEST
+        monkeypatch.setenv("ALL_PROXY", "socks5://user:secret@127.0.0.1:1")
+        with pytest.raises(ConfigError, match="ALL_PROXY names a socks5:// proxy") as refused:
+            downloads.download(url, tmp_path / "socks", no_progress, "m", pause=no_pause)
+        assert "secret" not in str(refused.value)
+
+
+def test_headers_are_sent_to_their_host_alone(tmp_path: Path, files: FileServer) -> None:
+    with FileServer(CONTENT) as other:
+        files.redirect = other.url
+
+        def headers_of(url: str) -> dict[str, str]:
+            return {"Authorization": "Bearer one"} if url == files.url else {}
+
+        assert fetch(files, tmp_path / "p", headers_of=headers_of) == DIGEST
+        assert (files.authorizations, other.authorizations) == ({"Bearer one"}, {None})
+
+
+@pytest.mark.parametrize("status", [403, 404, 503])
+def test_no_message_has_the_query_of_an_address(tmp_path: Path, files: FileServer, status: int) -> None:
+    """It may be a signature, and an address that a redirect names is often signed."""
+    with FileServer(b"x") as inside:
+        files.redirect = f"{inside.url}?X-Amz-Signature=canary"
+        inside.status = status
+        messages = []
+        for url in (files.url, f"{inside.url}?token=canary"):
+            with pytest.raises(StarlingError, match=f"answers {status}") as caught:
+                downloads.download(url, tmp_path / "p", no_progress, url, pause=no_pause)
+            messages.append(str(caught.value))
+        with pytest.raises(ConfigError, match="not an address") as failed:
+            downloads.download("http://[canary", tmp_path / "p", no_progress, "model 'm'", pause=no_pause)
+        assert "canary" not in "".join(messages)
+        assert all(f"{inside.url}?..." in message for message in messages)
+        assert "model 'm'" in str(failed.value)
 
 
 def test_a_lack_of_space_is_known_before(tmp_path: Path, files: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:

