@@ -4,6 +4,8 @@ manager.py           leases: acquire, extend, commit, release, reconcile
 pool/                page table, page headers, hashes, arena, sources of pages
 storage/             page files: evicted and saved pages; removal of old files
 sessions/            tokens of conversations, in memory and on disk
+page_exchange.py     pages for other engines, and pages from them
+page_import.py       copies those into the arena
 model.py             one version of a model: arena, manager and page files
 loaded_versions.py   all versions in the record: opening, sharing, removing
 stage.py             the process: sockets, frames, periodic work

@@ -40,6 +40,7 @@ def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
             ("starling_kv_cache_disk_errors_total",): sum(store.counters.errors for store in stores),
             ("starling_kv_cache_spilled_pages_total",): model.spilled.counters.stored if model.spilled else 0,
             ("starling_kv_cache_restored_pages_total",): counters.restored,
+            ("starling_kv_cache_imported_pages_total", model.name): counters.imported,
             ("starling_kv_cache_warmed_pages_total", model.name): counters.warmed,
             ("starling_kv_cache_warm_hits_total", model.name): counters.warm_hits,
             ("starling_kv_cache_compacted_bytes_total",): sum(s.counters.returned_bytes for s in stores),

@@ -29,6 +29,7 @@ from shm.checkpoint import CheckpointError
 from stages.kv.cache_metrics import RemovedVersions
 from stages.kv.manager import Manager
 from stages.kv.model import ModelPages, ReservedArena, prune
+from stages.kv.page_import import PageImports
 from stages.kv.page_ins import PageIns
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_thread import SessionResult, SessionThread
@@ -71,6 +72,7 @@ class LoadedVersion:
         self.version = version
         self.pages = pages
         self.page_ins = PageIns(pages)
+        self.imports = PageImports()
         self.warming = Warming(pages, pages.config.cache.warm_mb << 20 if pages.config.cache.enabled else 0)
         self.reserving: Future[ReservedArena] | None = None  # the thread creates its arena
         self.error = "not prepared yet"  # why there is no manager

@@ -29,7 +29,7 @@ Independent of sockets, files and the scheduler.  Times and tokens are arguments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,6 +119,8 @@ class Manager:
         self.page_tokens = page_tokens
         self.is_reconciled = is_reconciled
         self.leases: dict[str, Lease] = {}
+        # Pages that are held for a sequence until it has its grant, by place, by sequence (page_import.py); all full.
+        self.imports: dict[str, dict[int, int]] = {}
         self._table = pool.table
         self.root_hash_of = root_hash_of
         self.owners = RootOwners()
@@ -163,6 +165,7 @@ class Manager:
                 and known.hashes == hashes
                 and known.n_final == known.n_shared
                 and not known.n_released
+                and not known.is_suspect
             ):
                 extended = self.extend(sequence, self._wanted(want_tokens, known.n_shared, window, ahead))
                 if isinstance(extended, Denial):
@@ -199,11 +202,11 @@ class Manager:
         )
         return Grant(tuple(pages), n_shared * self.page_tokens)
 
-    def _find(self, hashes: list[PageHash], window: int) -> Hit:
+    def _find(self, hashes: list[PageHash], window: int, sent: Container[PageHash] = ()) -> Hit:
         if not window:
             return self.pool.find(hashes)
         each = self.page_tokens
-        return self.pool.find_last(hashes, lambda n_places: first_read(n_places * each, window) // each)
+        return self.pool.find_last(hashes, lambda n_places: first_read(n_places * each, window) // each, sent)
 
     def _wanted(self, want_tokens: int, n_shared: int, window: int, ahead: int) -> int:
         """Positions that a new lease holds, or has held."""
@@ -214,17 +217,37 @@ class Manager:
         most = max(0, len(tokens) - 1) if sharable < 0 else min(sharable, max(0, len(tokens) - 1))
         return min(len(hashes), most // self.page_tokens)
 
+    def sharable_hashes(self, tokens: np.ndarray, salt: str = "", sharable: int = -1) -> list[PageHash]:
+        """The pages that `acquire` may share for these tokens (n,) int32; none without caching."""
+        hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
+        return hashes[: self._n_sharable(tokens, hashes, sharable)]
+
+    def places_with(self, hashes: list[PageHash], window: int, sent: Container[PageHash]) -> range:
+        """The places that `acquire` would share if the pages of `sent` were in the arena, and sources contained none.
+
+        With a window sources count as well, because each of its pages is fetched by itself.
+        """
+        if window:
+            hit = self._find(hashes, window, sent)
+            return range(hit.first, hit.end)
+        table = self._table
+        missing = (
+            place
+            for place, page_hash in enumerate(hashes)
+            if table.get_cached_page(page_hash) is None and page_hash not in sent
+        )
+        return range(next(missing, len(hashes)))
+
     def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0) -> list[PageHash]:
         """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
-        hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
-        hit = self._find(hashes[: self._n_sharable(tokens, hashes, sharable)], window)
-        return [hashes[place] for place in hit.outside]
+        hashes = self.sharable_hashes(tokens, salt, sharable)
+        return [hashes[place] for place in self._find(hashes, window).outside]
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
-        """Add new pages at the end of a lease. An unknown sequence is denied: it must acquire again."""
+        """Add new pages at the end of a lease. Denies an unknown or suspect one: it must acquire again."""
         lease = self.leases.get(sequence)
         needed = self.pages_for(want_tokens)
-        if lease is None or not self.is_reconciled:
+        if lease is None or lease.is_suspect or not self.is_reconciled:
             return self._denial(needed)
         missing = max(0, needed - len(lease.pages))
         if not self.pool.make_room(missing):
@@ -234,6 +257,11 @@ class Manager:
             now = self.pool.clock_ns()
             lease.pages += self._table.get_new_pages(missing, lease.root, lease.serial, now, lease.born_ns)
         return Grant(tuple(lease.pages), lease.n_shared * self.page_tokens)
+
+    def is_suspect(self, sequence: str) -> bool:
+        """Whether the sequence's lease was refused, and the scheduler has not released it yet."""
+        lease = self.leases.get(sequence)
+        return lease is not None and lease.is_suspect
 
     def commit(self, sequence: str, n_tokens: int, unread: int = 0) -> None:
         """The first `n_tokens` positions are final, and no step reads the first `unread` ones any more.
@@ -268,27 +296,52 @@ class Manager:
         """Take over all leases that the scheduler holds and end the others. Returns the sequences refused.
 
         A claim is refused when one of its pages is another sequence's, is free, has another sequence's tokens or is
-        damaged.  The scheduler must release a refused sequence and acquire it again.
+        damaged, or when it contradicts the lease that this manager has granted.  Then every later claim of that
+        sequence is refused as well, until its release: the first refusal may be lost.  The scheduler must release a
+        refused sequence and acquire it again; until then no page of either is granted to another sequence, since a
+        step in flight may write it.
         """
         claim_of = {claim.sequence: claim for claim in claims}
+        refused = []
         for lease in list(self.leases.values()):
             claim = claim_of.get(lease.sequence)
-            if claim is None or lease.row != claim.row or not self._matches(lease, claim):
+            if claim is None or lease.row != claim.row or not claim.pages:
                 self._end(lease)
+            elif lease.is_suspect or not self._matches(lease, claim):
+                self._hold_both(lease, claim)
+                refused.append(lease.sequence)
         new_claims = [claim for claim in claim_of.values() if claim.sequence not in self.leases]
-        refused = [claim.sequence for claim in new_claims if not self._take_over(claim)]
+        refused += [claim.sequence for claim in new_claims if not self._take_over(claim)]
         self._table.free_unclaimed()
         self.is_reconciled = True
         return refused
 
     def _matches(self, lease: Lease, claim: LeaseClaim) -> bool:
-        """Whether the claim has the lease's pages. Releases those that it does not need any more."""
-        n_unread = _leading_gap(claim.pages)
-        if len(lease.pages) != len(claim.pages) or tuple(lease.pages[n_unread:]) != tuple(claim.pages[n_unread:]):
+        """Whether the claim has the lease's pages. Releases those that it does not need any more, or never learnt of.
+
+        The frame that granted the last pages may be lost: no step has them then.
+        """
+        n_unread, n_pages = _leading_gap(claim.pages), len(claim.pages)
+        if n_pages < max(lease.n_final, lease.n_unread + 1):
             return False
-        if not lease.is_suspect:
-            self._release_unread(lease, n_unread)
+        if tuple(lease.pages[n_unread:n_pages]) != tuple(claim.pages[n_unread:]):
+            return False
+        if surplus := lease.pages[n_pages:]:
+            del lease.pages[n_pages:]
+            self._table.release_ref(surplus, self.pool.clock_ns())
+        self._release_unread(lease, n_unread)
         return lease.n_unread == n_unread
+
+    def _hold_both(self, lease: Lease, claim: LeaseClaim) -> None:
+        """Hold the pages of the lease and of a claim that contradicts it, until the sequence's release."""
+        lease.is_suspect = True
+        held = set(lease.held)
+        more = [
+            page for page in dict.fromkeys(claim.pages) if page not in held and self._may_hold(page, claim.pages[-1])
+        ]
+        for page in more:
+            self._table.claim(page)
+        lease.pages += more
 
     def _end(self, lease: Lease) -> None:
         del self.leases[lease.sequence]
@@ -409,6 +462,7 @@ class Manager:
     def count(self) -> PageCounts:
         """Pages in the free list, in the eviction order, and in leases or unclaimed."""
         held = {page for lease in self.leases.values() for page in lease.held}
+        held.update(page for pages in self.imports.values() for page in pages.values())
         held.update(self._table.unclaimed_pages())
         return PageCounts(self.pool.free, self.pool.cached, len(held))
 
@@ -418,6 +472,9 @@ class Manager:
         for lease in self.leases.values():
             assert NO_PAGE not in lease.held, f"{lease.sequence} lacks a page behind the first that it holds"
             for page in lease.held:
+                held[page] = held.get(page, 0) + 1
+        for pages in self.imports.values():
+            for page in pages.values():
                 held[page] = held.get(page, 0) + 1
         self._table.check()
         for page in range(self.pool.total):

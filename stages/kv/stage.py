@@ -2,7 +2,8 @@
 
     scheduler  one peer: attaches to a model, acquires, extends, commits and releases leases
     gateways   begin, commit, abort and close turns of sessions
-    control    `starling kv check` requests an audit of the page tables, `starling kv clear` drops cached pages
+    control    `starling kv check` requests an audit of the page tables, `starling kv clear` drops cached pages, and
+               a fleet's agent exchanges pages with other engines (page_exchange.py)
 
 `pipeline/protocol/messages.py` defines the frames.  After a start of the scheduler or of this stage, the scheduler
 attaches, receives `KvReady` with reconciled = False, and sends `Reconcile` with its leases.  It receives that `KvReady`
@@ -34,6 +35,7 @@ from stages.kv.cache_metrics import measure
 from stages.kv.clearing import Clearing
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
+from stages.kv.page_exchange import PageExchange
 from stages.kv.sessions.model_sessions import answer
 
 log = logging.getLogger("starling.kv")
@@ -60,7 +62,8 @@ class KvStage:
         self.gateways = self.loop.bind("gateway-kv", self._on_gateway_frame)
         self.gateways.on_down = self._on_gateway_down
         self.control = PollControlServer(paths.run_dir(config), self.loop, self._on_command)
-        self.loop.on_tick += [self._tick, MallocTrimmer(self.loop.clock).tick]
+        self.exchange = PageExchange(lambda name: self.versions.find(name, ""))
+        self.loop.on_tick += [self._tick, self.exchange.expire, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
         self._has_noted_uses = False  # at the stop
         self._next_chores = self._pushed_at = float("-inf")
@@ -71,6 +74,7 @@ class KvStage:
             return self.loop.run(self._work)
         finally:
             self.control.close()
+            self.exchange.close()
             self.versions.close()
 
     # -------------------------------------------------------------- between frames
@@ -78,11 +82,13 @@ class KvStage:
     def _work(self) -> float | None:
         """Periodic work; returns the seconds until the next call, None: at the next tick."""
         now = time.monotonic()
+        is_importing = self._import_pages()
         self._finish_page_ins()
         for result in self.versions.poll_sessions():
             self._reply(result.holder, result.reply)
         if self.loop.stopping:
-            return self._work_while_stopping()
+            delay = self._work_while_stopping()
+            return 0.0 if is_importing else delay
         self.versions.poll_record()
         missing = self.versions.open_missing(now)
         if not missing:
@@ -95,7 +101,7 @@ class KvStage:
         if self.clearing is not None and not self.clearing.is_done and self.clearing.step():
             self.loop.mark_active()
             return 0.0
-        if self.versions.warm_some():
+        if is_importing or self.versions.warm_some():
             self.loop.mark_active()
             return 0.0
         page_in_due = min((one.page_ins.next_due for one in self.versions.by_id.values()), default=float("inf"))
@@ -135,6 +141,7 @@ class KvStage:
                 loaded.peer = loaded.frame = None
                 loaded.pages.rows.detach()
                 loaded.page_ins.clear()
+                loaded.imports.clear()
 
     def _on_frame(self, peer: bytes, frame: m.Frame) -> None:
         self.loop.progress += 1
@@ -153,12 +160,17 @@ class KvStage:
             manager.commit(frame.sequence, frame.n_tokens, frame.unread)
         elif isinstance(frame, m.Extend):
             self._answer(peer, frame, manager.extend(frame.sequence, frame.want_tokens))
+            if manager.is_suspect(frame.sequence):  # its refusal was lost
+                self._refuse(peer, loaded, manager, frame.sequence)
         elif isinstance(frame, m.Acquire):
             self.versions.pause_warming()
-            if not loaded.page_ins.begin(frame):
-                self._grant(peer, loaded, manager, frame)
+            loaded.page_ins.end(frame.sequence)
+            loaded.imports.end(frame.sequence)
+            if not self.exchange.begin(loaded, frame):
+                self._read_and_grant(peer, loaded, manager, frame)
         elif isinstance(frame, m.Release):
             loaded.page_ins.end(frame.sequence)
+            loaded.imports.end(frame.sequence)
             manager.release(frame.sequence, frame.n_tokens)
         elif isinstance(frame, m.Reconcile):
             self._reconcile(peer, loaded, manager, frame)
@@ -170,6 +182,7 @@ class KvStage:
             return
         if loaded.peer != peer:
             loaded.page_ins.clear()
+            loaded.imports.clear()
             loaded.is_answered = False
             if loaded.manager is not None:
                 loaded.manager.is_reconciled = False
@@ -226,9 +239,13 @@ class KvStage:
                 "a lease of the scheduler is refused",
                 extra={"request_id": request_of(sequence), "sequence": sequence, "model": loaded.name},
             )
-            pool = manager.pool
-            self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, loaded.name))
+            self._refuse(peer, loaded, manager, sequence)
         self.hub.send(peer, self._ready(loaded, manager, reconciled=True))
+
+    def _refuse(self, peer: bytes, loaded: LoadedVersion, manager: Manager, sequence: str) -> None:
+        """Let the scheduler release a lease, and acquire it again."""
+        pool = manager.pool
+        self.hub.send(peer, m.Denied(0, sequence, True, 0, pool.free + pool.cached, pool.total, loaded.name))
 
     def _grant(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> None:
         began = time.monotonic()
@@ -240,6 +257,21 @@ class KvStage:
             facts = {"pages": granted[0], "cached_tokens": granted[1], "duration_ms": took_ms}
             log.debug("pages are requested", extra={**_of(frame), **facts})
         loaded.page_ins.end(frame.sequence)
+        loaded.imports.end(frame.sequence)
+
+    def _read_and_grant(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> None:
+        """Grant the pages now, or when those on a disk have been read."""
+        if not loaded.page_ins.begin(frame):
+            self._grant(peer, loaded, manager, frame)
+
+    def _import_pages(self) -> bool:
+        """Copy some pages of other engines, and answer the grants that waited for them. True: call again."""
+        for loaded, frame in self.exchange.step(self.versions.by_id.values()):
+            if loaded.peer is not None and loaded.manager is not None:
+                self._read_and_grant(loaded.peer, loaded, loaded.manager, frame)
+            else:
+                loaded.imports.end(frame.sequence)
+        return any(loaded.imports.is_waiting for loaded in self.versions.by_id.values())
 
     def _finish_page_ins(self) -> None:
         """Answer the grants whose pages have been read, or that have waited long enough."""
@@ -307,8 +339,12 @@ class KvStage:
         """The control socket's handler.
 
         `{"op": "audit"}` for `starling kv check`; `{"op": "clear", "model", "tenant"}` and `{"op": "clear_progress"}`
-        for `starling kv clear`, where "" stands for all.
+        for `starling kv clear`, where "" stands for all; those of page_exchange.py.
         """
+        if request.get("op") == "tails":
+            return self.exchange.tails(request)
+        if request.get("op") == "take":
+            return self.exchange.take(request)
         if request.get("op") == "clear":
             self._clear(str(request.get("model", "")), str(request.get("tenant", "")))
             return self._clearing_report()
@@ -337,6 +373,7 @@ class KvStage:
         chosen = [one for one in self.versions.by_id.values() if model in ("", one.version.name)]
         for one in chosen:
             one.warming.stop()
+        self.exchange.close()  # what they would bring is cached by no answer of this server
         self.clearing = Clearing([one.pages for one in chosen], owner, owners)
         self.loop.mark_active()
         log.info("cached pages are cleared by an operator", extra={"model": model, "tenant": tenant})

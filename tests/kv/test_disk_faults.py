@@ -60,10 +60,10 @@ def test_a_session_file_that_cannot_be_removed(home: Path, fault: str) -> None:
     with KvProcess(home) as kv, Peers(home, digest) as peers:
         scheduler, gateway = peers.scheduler, peers.gateway
         peers.wait_up()
+        peers.begin(f"disk:{fault}@sessions_unlink")  # before the expiry
         open_session(gateway, "closed")
         open_session(gateway, "expired", ttl_s=1)
         assert len(session_files(home)) == 2
-        peers.begin(f"disk:{fault}@sessions_unlink")
         assert gateway.ask(m.SessionClose(3, "tiny", "t", "closed")) == m.SessionDone(3, "closed", 0)
         peers.idle(2.5)  # expiry, twice
         assert kv.process is not None

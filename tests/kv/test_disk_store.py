@@ -341,9 +341,8 @@ def test_a_damaged_page_is_not_moved(path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("written", range(4))
-def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
-    """The page is moved with four writes; the process ends before the one of number `written`."""
+def interrupted_move(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> DiskPageStore:
+    """A store of the last of three extents, whose move of a page has ended before the write of number `written`."""
     store = full_store(path, 3)
     for i in range(2 * EXTENT_CELLS):
         store.remove(page(i)[0])
@@ -359,12 +358,52 @@ def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: py
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", write)
         assert not store.compact(4)
-    assert all(fetch(store, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))  # this process continues
+    return store
+
+
+def check_last_extent(store: DiskPageStore) -> None:
+    assert len(store) == EXTENT_CELLS
+    assert all(fetch(store, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))
+
+
+def check_removal(path: Path, store: DiskPageStore) -> None:
+    """What is removed is gone for the next process: no second copy was left."""
+    for digest in store.hashes():
+        store.remove(digest)
+    store.close()
+    cleared = open_store(path, BLOCK + 3 * EXTENT)
+    assert len(cleared) == 0
+    cleared.close()
+
+
+@pytest.mark.parametrize("written", range(4))
+def test_a_crash_while_a_page_is_moved_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> None:
+    """The page is moved with four writes; the process ends before the one of number `written`."""
+    store = interrupted_move(path, monkeypatch, written)
+    check_last_extent(store)  # this process continues
     store.close()  # writes nothing
     again = open_store(path, BLOCK + 3 * EXTENT)
-    assert len(again) == EXTENT_CELLS
-    assert all(fetch(again, i) for i in range(2 * EXTENT_CELLS, 3 * EXTENT_CELLS))
-    again.close()
+    check_last_extent(again)
+    check_removal(path, again)
+
+
+def test_a_second_copy_that_cannot_be_cleared_takes_no_page_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted_move(path, monkeypatch, 3).close()
+
+    def fail(fd: int, data: Any, offset: int) -> int:
+        raise OSError(30, "injected")
+
+    with monkeypatch.context() as patch:  # a disk that can only be read
+        patch.setattr(os, "pwrite", fail)
+        again = open_store(path, BLOCK + 3 * EXTENT)
+        check_last_extent(again)
+        assert (again.is_write_paused, again.counters.errors) == (True, 1)
+        assert not again.save(*page(0))
+        again.close()
+    repaired = open_store(path, BLOCK + 3 * EXTENT)
+    assert repaired.counters.errors == 0
+    check_last_extent(repaired)
+    check_removal(path, repaired)
 
 
 def test_age_on_disk_is_since_the_last_use(path: Path) -> None:

@@ -173,6 +173,21 @@ class Rules(RuleBasedStateMachine):
             assert answer.pages[: len(self.tables[who])] == self.tables[who]
             self._granted(who, answer.pages)
 
+    @rule(who=sequences, more=st.integers(1, 40))
+    def grant_is_lost(self, who: str, more: int) -> None:
+        """Both processes live; the scheduler claims what it knows when they have contact again."""
+        if who not in self.plain.held:
+            return
+        missing = -(-more // PAGE_TOKENS)
+        if missing > self.manager.pool.free:
+            return  # nothing is evicted for it
+        before = self.manager.count()
+        assert isinstance(self.manager.extend(who, len(self.tables[who]) * PAGE_TOKENS + more), Grant)
+        self.manager.is_reconciled = False
+        claims = [LeaseClaim(one, self.row_of[one], self.computed[one], self.tables[one]) for one in self.plain.held]
+        assert self.manager.reconcile(claims) == []
+        assert self.manager.count() == before
+
     @rule(who=sequences, part=st.floats(0, 1))
     def step_and_commit(self, who: str, part: float) -> None:
         held = self.plain.held.get(who)

@@ -284,6 +284,99 @@ def test_a_wrong_claim_is_refused(pages) -> None:  # type: ignore[no-untyped-def
     assert w.counts()[2] == 0
 
 
+def test_a_grant_that_was_lost_takes_no_page_from_its_sequence() -> None:
+    """Both processes live: the scheduler claims what it knows, and a step in flight writes its last page."""
+    w = World()
+    mine = w.acquire("a", words(1, 2, tail=3))
+    assert isinstance(mine, Grant)
+    assert isinstance(w.m.extend("a", 4 * PAGE_TOKENS), Grant)
+    w.m.commit("a", 2 * PAGE_TOKENS)
+    w.m.is_reconciled = False
+    assert w.m.reconcile([LeaseClaim("a", 0, 33, mine.pages)]) == []
+    assert w.counts() == (5, 0, 3)
+    other = w.acquire("b", words(5, 6, 7))
+    assert isinstance(other, Grant)
+    assert not set(mine.pages) & set(other.pages)
+    again = w.m.extend("a", 4 * PAGE_TOKENS)
+    assert isinstance(again, Grant)
+    assert again.pages[:3] == mine.pages
+    w.m.release("a", 33)
+    w.m.release("b", 33)
+    w.m.check()
+    assert w.counts()[2] == 0
+
+
+@pytest.mark.parametrize(
+    "claimed",
+    [
+        pytest.param(lambda mine, other: (*mine[:-1], other[0]), id="another sequence's page"),
+        pytest.param(lambda mine, other: (*mine[1:], mine[0]), id="another order"),
+        pytest.param(lambda mine, other: (*mine, 7), id="a free page"),
+        pytest.param(lambda mine, other: mine[:1], id="fewer than are cached"),
+    ],
+)
+def test_a_claim_against_a_living_lease_frees_no_page_before_the_release(claimed) -> None:  # type: ignore[no-untyped-def]
+    w = World()
+    mine, other = w.acquire("a", words(1, 2)), w.acquire("b", words(3, 4))
+    assert isinstance(mine, Grant)
+    assert isinstance(other, Grant)
+    w.m.commit("a", 2 * PAGE_TOKENS)
+    claims = [LeaseClaim("b", 1, 33, other.pages), LeaseClaim("a", 0, 33, claimed(mine.pages, other.pages))]
+    for _ in range(2):
+        w.m.is_reconciled = False
+        assert w.m.reconcile(claims) == ["a"]
+        w.m.check()
+        assert w.counts()[2] == len(mine.pages) + len(other.pages)
+    third = w.acquire("c", words(5))
+    assert isinstance(third, Grant)
+    assert not set(third.pages) & {*mine.pages, *other.pages}
+    for who in "abc":
+        w.m.release(who, 33)
+    w.m.check()
+    assert w.counts()[2] == 0
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_claim_that_was_refused_once_is_refused_until_the_release(restarts: bool) -> None:
+    """The refusal may be lost: the pages of a suspect lease prove nothing, though the next claim has the same ones."""
+    w = World()
+    mine = w.acquire("a", words(1, 2))
+    assert isinstance(mine, Grant)
+    w.m.commit("a", 2 * PAGE_TOKENS)
+    if restarts:
+        w.restart()
+    else:
+        w.m.is_reconciled = False
+    claim = LeaseClaim("a", 0, 33, (mine.pages[1], mine.pages[0], mine.pages[2]))
+    assert w.m.reconcile([claim]) == ["a"]
+    for pages in (claim.pages, tuple(w.m.leases["a"].pages), mine.pages):
+        w.m.is_reconciled = False
+        assert w.m.reconcile([claim._replace(pages=pages)]) == ["a"]
+        w.m.check()
+    w.m.release("a", 33)
+    w.m.check()
+    assert w.counts()[2] == 0
+
+
+def test_a_suspect_lease_gets_no_more_pages_and_is_not_granted_again() -> None:
+    """It may hold pages of other sequences, which a step of its own must not write."""
+    w = World()
+    mine, other = w.acquire("a", words(1, 2)), w.acquire("b", words(3, 4))
+    assert isinstance(mine, Grant)
+    assert isinstance(other, Grant)
+    w.m.commit("b", 2 * PAGE_TOKENS)
+    w.m.is_reconciled = False
+    wrong = (*mine.pages[:-1], other.pages[0])
+    assert w.m.reconcile([LeaseClaim("a", 0, 33, wrong), LeaseClaim("b", 1, 33, other.pages)]) == ["a"]
+    assert other.pages[0] in w.m.leases["a"].pages
+    assert isinstance(w.m.extend("a", 5 * PAGE_TOKENS), Denial)
+    # Its release was lost: the same row, serial and tokens.
+    again = w.m.acquire("a", np.array(words(1, 2), np.int32), 33, 0, 1)
+    assert isinstance(again, Grant)
+    assert not set(again.pages) & set(other.pages)
+    w.m.check()
+
+
 def test_no_page_is_granted_before_the_reconciliation() -> None:
     w = World()
     held = w.acquire("a", words(1))

@@ -7,7 +7,7 @@ states.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,10 +40,11 @@ class PoolCounters:
     expired: int = 0  # of these, by their age
     spilled: int = 0  # pages copied to disk on eviction
     restored: int = 0  # pages copied back into the arena
-    checksum_failures: int = 0  # pages in the arena dropped because their bytes had changed
+    checksum_failures: int = 0  # pages in the arena, or of other engines, dropped because their bytes had changed
     warmed: int = 0  # pages copied into the arena before a sequence needed them
     warm_hits: int = 0  # of these, found by a sequence
     restore_s: list[float] = field(default_factory=list)  # of each page restored; the reader clears it
+    imported: int = 0  # pages of other engines that were copied into the arena
     unread: int = 0  # times that pages stayed without a hash because their tokens could not be read
 
 
@@ -132,16 +133,19 @@ class PagePool:
                 found.append(NO_PAGE)
         return Hit(0, found)
 
-    def find_last(self, hashes: Sequence[PageHash], first_needed: Callable[[int], int]) -> Hit:
+    def find_last(
+        self, hashes: Sequence[PageHash], first_needed: Callable[[int], int], sent: Container[PageHash] = ()
+    ) -> Hit:
         """The longest prefix of `hashes` that a sequence with a window can continue.
 
-        first_needed: (number of places) -> the first place that is read by the position behind them.
+        first_needed: (number of places) -> the first place that is read by the position behind them.  `sent`: pages
+        that count as those of a source.
         """
         table = self.table
         while True:
             end = gap = 0  # `gap`: the place behind the last unknown page
             for place, page_hash in enumerate(hashes):
-                if table.get_cached_page(page_hash) is None and not self._is_outside(page_hash):
+                if table.get_cached_page(page_hash) is None and not (page_hash in sent or self._is_outside(page_hash)):
                     gap = place + 1
                 elif gap <= first_needed(place + 1):
                     end = place + 1

@@ -108,8 +108,8 @@ class DiskPageStore:
         self.counters.damaged += contents.n_torn
         self._free = contents.free[::-1]
         for page in contents.pages:
-            if page.page_hash in self._cell_of:
-                self._free.append(page.cell)
+            if page.page_hash in self._cell_of:  # a crash during `_move`: `remove` must leave no second copy
+                self._clear_and_free(page.cell)
             else:
                 self._cell_of[page.page_hash] = page.cell
                 self._last_use_ns[page.page_hash] = page.last_use_ns
@@ -304,6 +304,9 @@ class DiskPageStore:
     def _drop(self, page_hash: PageHash) -> None:
         cell = self._cell_of.pop(page_hash)
         del self._last_use_ns[page_hash]
+        self._clear_and_free(cell)
+
+    def _clear_and_free(self, cell: int) -> None:
         self._free.append(cell)
         try:
             self._file.clear(cell)

@@ -21,27 +21,22 @@ cut leaves half-done therefore has no record, or fails its checksum.
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import msgspec
 import numpy as np
-import xxhash
 
-from shm.decoding import DECODE_ERRORS
+from shm.identity_block import BLOCK_BYTES, decode_identity, encode_identity
 from shm.pages import HEADER, PAGE_FULL, PAGE_RECORD
 from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 
-BLOCK = 4096
+BLOCK = BLOCK_BYTES
 EXTENT_CELLS = BLOCK // PAGE_RECORD  # most cells of an extent
 
 _MAGIC = b"STARPAGE"
 _LAYOUT = 1
 _READ_ATTEMPTS = 3  # for a page that looks damaged: its writer may be changing it
-_HEAD = struct.Struct("<8sIIQ")
-assert _HEAD.size == 24
 assert EXTENT_CELLS == 32
 _FIELDS = HEADER.fields
 assert _FIELDS is not None
@@ -92,24 +87,12 @@ class CellLayout(NamedTuple):
 
 def encode_head(identity: dict[str, Any]) -> bytes:
     """Return the first bytes of a file; zeros follow up to BLOCK."""
-    packed = msgspec.msgpack.encode(identity, order="deterministic")
-    return _HEAD.pack(_MAGIC, _LAYOUT, len(packed), xxhash.xxh3_64_intdigest(packed)) + packed
+    return encode_identity(_MAGIC, _LAYOUT, identity)
 
 
 def decode_head(head: bytes) -> dict[str, Any]:
     """Return the identity of a file. Raises `ValueError` with what is wrong."""
-    if len(head) < BLOCK or head[:8] != _MAGIC:
-        raise ValueError("it is not a file of pages")
-    _, layout, length, check = _HEAD.unpack_from(head)
-    packed = head[_HEAD.size : _HEAD.size + length]
-    if layout != _LAYOUT:
-        raise ValueError(f"its layout is {layout}, expected {_LAYOUT}")
-    if xxhash.xxh3_64_intdigest(packed) != check:
-        raise ValueError("its identity is damaged")
-    try:
-        return msgspec.msgpack.decode(packed, type=dict[str, Any])
-    except DECODE_ERRORS as error:
-        raise ValueError(f"its identity does not decode: {error}") from None
+    return decode_identity(head, _MAGIC, _LAYOUT)
 
 
 def is_in_use(record: bytes) -> bool:
