@@ -133,7 +133,11 @@ class Service:
         self.relay.count_gaps = self.metrics.gaps
         self.embedder = Embedder(send_scheduler, clock, _window(config))
         self.sessions = Sessions(self.relay, send_kv)
-        self.responses = Responses(self.relay, StoredResponses(responses_path, config.stored_responses, steady))
+        self.responses = Responses(
+            self.relay,
+            StoredResponses(responses_path, config.stored_responses, steady),
+            config.server.max_concurrent_requests,
+        )
         self.readers = Readers(self.relay, clock)
         timeout_s = config.server.request_timeout_ms / 1000
         server = config.server
@@ -143,6 +147,7 @@ class Service:
         writer = state_writer or StateWriter(None)
         self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys, self.timelines)
         self.responses.waiting = self.recovery.waiting
+        self.recovery.store_end = self.responses.ended
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         changes = ChangeSignal()
         self.page_namer = PageNamer(paths.arena_dir(config), self.catalog)
@@ -171,7 +176,6 @@ class Service:
             self.metrics,
             clock,
             self.embedder,
-            self.responses,
             self.timelines,
         )
         self.use = ModelUse(clock, wall)
@@ -188,6 +192,7 @@ class Service:
             steady,
         )
         self.on_demand = OnDemand(config, self.catalog, self.loaded, self.readiness, self.loader, self.use, clock)
+        self.on_demand.has_keys = lambda: bool(self.api_keys)
         self.lifecycle.on_used = self.on_demand.used
         self.recovery.load = self.on_demand.start
         self.loader.on_demand_failed = self.on_demand.failed

@@ -149,10 +149,11 @@ class GatewayStage:
                     inherited.close()
             await self.control.close()
             await self._runner.cleanup()
+            self.service.responses.store.close()
+            await asyncio.sleep(0)  # its answers: the ends of requests in the background are journaled after them
             self.state_writer.close()
             if self.service.tracer is not None:
                 self.service.tracer.exporter.close()
-            self.service.responses.store.close()
             self.endpoints.close()
 
     async def _listen(self) -> None:

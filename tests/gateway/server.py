@@ -24,6 +24,7 @@ from stages.tokenizer.service import TokenizerService
 from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
+from tests.warm_programs import WarmProgram
 
 STEP_S = 0.002
 # A `preamble` for tests that use up quotas: their minutes and days last so long that none refills meanwhile.
@@ -145,18 +146,19 @@ class Server(HttpClient):
         self.port = int(self.wait_log("listening").get("port", 0))
 
     def _start(self, pass_fds: tuple[int, ...] = ()) -> None:
-        command = ["-m", "starling", "stage", "gateway"]
-        if self._preamble:
+        self.process: WarmProgram | subprocess.Popen[str]
+        if self._preamble or pass_fds:
             run = "import runpy; runpy.run_module('starling', run_name='__main__')"
-            command = ["-c", f"{self._preamble}\n{run}", *command[2:]]
-        self.process = subprocess.Popen(
-            [sys.executable, *command],
-            env=self.env,
-            stderr=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-            pass_fds=pass_fds,
-        )
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"{self._preamble}\n{run}", "stage", "gateway"],
+                env=self.env,
+                stderr=subprocess.PIPE,
+                text=True,
+                bufsize=1,
+                pass_fds=pass_fds,
+            )
+        else:
+            self.process = WarmProgram(["stage", "gateway"], self.env)
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

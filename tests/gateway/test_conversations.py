@@ -122,6 +122,16 @@ def test_items_are_listed_in_pages(client: Client) -> None:
     assert (empty["data"], empty["first_id"], empty["has_more"]) == ([], None, False)
 
 
+def test_a_response_larger_than_the_tenants_bound_is_refused_and_drops_nothing(client: Client) -> None:
+    name, before = client.make(items=[message("a")]), client.respond("one")["id"]
+    body = {"model": MODEL, "input": "x" * (MIB // 2)}  # an item and a message
+    refused = client.send("POST", "/v1/responses", body)
+    assert (refused.status, refused.error["param"]) == (507, "store")
+    assert client.send("POST", "/v1/responses", {**body, "store": False}).status != 507
+    assert client.send("GET", f"/v1/responses/{before}").status == 200
+    assert texts(client.items(name)["data"]) == ["a"]
+
+
 def test_responses_continue_a_conversation(client: Client) -> None:
     name = client.make(items=[message("Be brief.", "system"), message("x"), message("y", "assistant")])
     first = client.respond("one", conversation=name)
@@ -222,6 +232,9 @@ REFUSED: list[tuple[str, str, Any, str]] = [
     ("POST", f"{PATH}/ID/items", {}, "items"),
     ("GET", f"{PATH}/ID/items?limit=0", None, "limit"),
     ("GET", f"{PATH}/ID/items?limit=101", None, "limit"),
+    ("GET", f"{PATH}/ID/items?limit=00000000150000", None, "limit"),
+    ("GET", f"{PATH}/ID/items?limit=000000001{'0' * 20}", None, "limit"),
+    ("GET", f"{PATH}/ID/items?limit=%C2%B2", None, "limit"),
     ("GET", f"{PATH}/ID/items?order=up", None, "order"),
     ("GET", f"{PATH}/ID/items?after=x", None, "after"),
     ("POST", "/v1/responses", {"model": MODEL, "input": "x", "conversation": 5}, "conversation"),

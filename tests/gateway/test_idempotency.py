@@ -121,6 +121,18 @@ async def test_a_failed_request_frees_its_key_and_only_its_own() -> None:
     assert await table.named("k") == "req-2"
 
 
+async def test_nothing_is_kept_of_tenants_without_keys() -> None:
+    table = Table()
+    for number in range(20):
+        assert await table.named("k", f"released-{number}") == ""
+        spec = await table.start(f"req-{number}", "k", f"answered-{number}")
+        table.keys.run_again(spec)
+        assert table.keys.keep(spec, 1)
+    table.now += TTL_S
+    table.keys.expire()
+    assert (len(table.keys), dict(table.keys._answered), dict(table.keys._of_tenant)) == (0, {}, {})
+
+
 async def test_the_oldest_answers_of_the_tenant_make_room_and_running_requests_never_do() -> None:
     table = Table(tenant_bytes=4 * KEY_BYTES)
     other = await table.start("req-other", "k", tenant="b")

@@ -310,6 +310,18 @@ def test_answers_with_a_key_stay_until_they_are_forgotten(tmp_path: Path) -> Non
     assert "req-keyed" in recovered_ids(tmp_path), "it leaves the file with the next rewriting"
 
 
+def test_an_answer_that_was_dropped_stays_away(tmp_path: Path) -> None:
+    target = open_journal(tmp_path)
+    for name in ("req-1", "req-2"):
+        assert target.open(make_spec(name))
+        target.end(RequestEnd(name, NOW), is_kept=True)
+    for name in ("req-1", "req-1", "req-unknown"):
+        target.drop(name)
+    target.close()
+    for _ in range(2):
+        assert recovered_ids(tmp_path) == ["req-2"]
+
+
 def test_answers_with_a_key_make_room_for_requests_in_flight(tmp_path: Path) -> None:
     target = open_journal(tmp_path, max_bytes=8192)
     for number in range(40):

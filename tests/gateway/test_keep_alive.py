@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from typing import Any
 
 import pytest
 
+from tests.gateway.peers import MODEL
 from tests.gateway.raw_http import exchange, raw_request, read_to_end, split_responses
 from tests.gateway.server import MakeServer, Server
 
@@ -21,6 +23,15 @@ ROUTES = (
     "/v1/requests/{stream}",
     "/v1/requests/{whole}",
     "/v1/requests/none",
+    "/v1/responses/{response}",
+    "/v1/responses/{response}?stream=true",
+    "/v1/responses/{response}/input_items",
+    "/v1/responses/{response}/cancel",
+    "/v1/responses/none?stream=true",
+    "/v1/conversations",
+    "/v1/conversations/{conversation}",
+    "/v1/conversations/{conversation}/items",
+    "/v1/conversations/{conversation}/items/{item}",
     "/v1/session/close",
     "/v1/tokenize",
     "/v1/detokenize",
@@ -40,9 +51,21 @@ ROUTES = (
 
 @pytest.fixture(scope="module")
 def ended(server: Server) -> dict[str, str]:
-    """The ids of a request that was streamed and of one that was not."""
+    """The ids of a request that was streamed and of one that was not, of a streamed response, and of a conversation."""
     stream = server.stream("/v1/generate", SHORT).all()
-    return {"stream": stream[0].id.partition(":")[0], "whole": server.post("/v1/generate", SHORT).json["id"]}
+    body = {"model": MODEL, "input": "x", "seed": 1, "max_output_tokens": 20, "stream": True}
+    response = re.search(rb"resp_[0-9a-f]+", server.post("/v1/responses", body).body)
+    assert response
+    items = {"items": [{"type": "message", "role": "user", "content": "x"}]}
+    conversation = server.post("/v1/conversations", items).json["id"]
+    (item,) = server.get(f"/v1/conversations/{conversation}/items").json["data"]
+    return {
+        "stream": stream[0].id.partition(":")[0],
+        "whole": server.post("/v1/generate", SHORT).json["id"],
+        "response": response[0].decode(),
+        "conversation": conversation,
+        "item": item["id"],
+    }
 
 
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "GET", "POST", "PUT", "DELETE"])
@@ -64,6 +87,18 @@ def test_options_with_cors_and_a_missing_key(make_server: MakeServer) -> None:
             answers = split_responses(exchange(server.port, first, LAST), method, "GET")
             assert [a.is_complete for a in answers] == [True, True], route
             assert b'"uptime_seconds"' in answers[1].body, route
+
+
+def test_head_of_what_is_stored_has_its_headers_and_no_body(server: Server, ended: dict[str, str]) -> None:
+    conversation = server.post("/v1/conversations", {"items": [{"type": "message", "role": "user", "content": "x"}]})
+    response = server.post("/v1/responses", {"model": MODEL, "input": "x"}).json["id"]
+    base = f"/v1/conversations/{conversation.json['id']}"
+    item = server.get(f"{base}/items").json["data"][0]["id"]
+    for path in (base, f"{base}/items", f"{base}/items/{item}", f"/v1/responses/{response}"):
+        sent = exchange(server.port, raw_request("HEAD", path), raw_request("GET", path), LAST)
+        head, get, _ = split_responses(sent, "HEAD", "GET", "GET")
+        assert (head.status, get.status) == (200, 200), path
+        assert head.headers["content-length"] == get.headers["content-length"] == str(len(get.body)), path
 
 
 def test_head_of_a_stream_has_its_headers_and_no_body(server: Server, ended: dict[str, str]) -> None:

@@ -17,6 +17,10 @@ OPEN = Bounds(100, 0, 0)
         (99, None, OPEN, 1),
         (10, None, Bounds(100, 0, 20), 20),
         (95, None, Bounds(100, 0, 20), 5),
+        (10, None, Bounds(100, 0, 0, 33), 23),
+        (10, None, Bounds(100, 0, 20, 33), 20),
+        (33, None, Bounds(100, 0, 0, 33), 1),
+        (10, 60, Bounds(100, 0, 0, 33), 60),
         (10, 90, OPEN, 90),
         (10, 20, Bounds(100, 10, 20), 20),
     ],
@@ -30,6 +34,8 @@ def test_an_answer_may_end_with_the_context() -> None:
         return output_budget(n_prompt, max_tokens, bounds, "messages", "max_tokens", ends_at_context=True)
 
     assert (budget(10, 32_000), budget(99, 2), budget(10, 20)) == (90, 1, 20)
+    in_arena = Bounds(100, 0, 0, 33)
+    assert (budget(10, 32_000, in_arena), budget(40, 2, in_arena), budget(10, 20, in_arena)) == (23, 1, 20)
     with pytest.raises(InvalidRequest, match="at most 99"):
         budget(100, 1)
     with pytest.raises(InvalidRequest, match=r"scheduler\.max_output_tokens"):

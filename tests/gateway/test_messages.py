@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pipeline.api.requests.messages import read_count, text_characters
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL
 from tests.gateway.server import LONG_MINUTE, Server
@@ -249,6 +250,20 @@ def test_the_prompt(server: Server) -> None:
     assert "<tool_response>\nError: no city\n</tool_response>" in prompt(server)
     counted = {name: body[name] for name in ("model", "system", "tools", "messages")}
     assert server.post(f"{PATH}/count_tokens", counted).json == {"input_tokens": len(prompt(server).encode())}
+
+
+def test_thinking_and_the_input_of_calls_are_charged_when_tokens_are_counted() -> None:
+    def characters(*blocks: dict[str, Any]) -> int:
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": list(blocks)}]
+        results = [{"type": "tool_result", "tool_use_id": block["id"]} for block in blocks if "id" in block]
+        talk.append({"role": "user", "content": results or "y"})
+        return text_characters(read_count({"model": MODEL, "messages": talk}))
+
+    text = {"type": "text", "text": "t"}
+    thinking = {"type": "thinking", "thinking": "t" * 1000, "signature": ""}
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {"x": "y" * 1000}}
+    assert characters(thinking, text) == characters(text) + 1000
+    assert characters(text, call) > characters(text) + 1000
 
 
 def test_a_last_message_of_the_assistant_is_continued(server: Server) -> None:

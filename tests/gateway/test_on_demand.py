@@ -6,7 +6,6 @@ The gateway's service, catalog and loader are real, without sockets; stages, mem
 from __future__ import annotations
 
 import asyncio
-import math
 from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -14,24 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipeline.api.generation_fields import read_keep_alive
 from pipeline.api.keys import Caller
 from pipeline.api.requests import generate
 from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
-from pipeline.durations import MAX_SECONDS, seconds_of
-from pipeline.errors import ConfigError, InvalidRequest, ResourceError, StarlingError
+from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.models.capacity import FreeMemory, MemoryPlan, check_plan
 from pipeline.models.versions import ModelVersion, write_failure
 from pipeline.protocol import messages as m
 from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
-from stages.gateway.versions.model_use import MAX_TENANTS, ModelUse
 
 NAMES = ("a", "b", "c")
 NEED = (16 + 64) << 20  # bytes of arenas that a model takes: its pages, and what is assumed for one not prepared
@@ -279,6 +273,61 @@ def test_a_model_that_stays_in_use_is_not_waited_for_without_end(tmp_path: Path)
     with_gateway(tmp_path, test)
 
 
+def test_a_model_that_is_retiring_with_requests_delays_no_load_that_fits_without_another(tmp_path: Path) -> None:
+    """Its requests may take hours, and all changes of models wait for that load."""
+
+    async def test(gateway: Gateway) -> None:
+        await gateway.use("b")
+        running = await gateway.start("a")
+        gateway.catalog.retire("a", "change", 1e10)
+        await gateway.use("c")
+        assert gateway.loaded == {"c"}
+        assert [one.name for one in gateway.catalog.retiring()] == ["a"]
+        busy = await gateway.start("c")
+        task = gateway.ask("b", stream=True)
+        await gateway.until(lambda: "has requests" in gateway.service.on_demand.progress("b"))
+        gateway.now += 61.0
+        assert "beside models that have requests" in (await refused(task)).message
+        for request in (running, busy):
+            gateway.end(request)
+
+    with_gateway(tmp_path, test)
+
+
+def test_a_version_that_retires_without_requests_is_waited_for_although_its_model_is_asked_for(tmp_path: Path) -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.use("b")
+        reports: list[str] = []
+        with gateway.service.in_flight.admitting("a"):
+            gateway.catalog.retire("a", "change", 1e10)
+            load = gateway.loader._eviction.make_room(gateway.config.models[2], reports.append)
+            task = asyncio.get_running_loop().create_task(load)
+            while not reports:
+                assert gateway.catalog.serving("b"), "it was unloaded"
+                await asyncio.sleep(0)
+            task.cancel()
+        assert reports == ["waiting for the memory of a model that is being unloaded"]
+
+    with_gateway(tmp_path, test)
+
+
+def test_a_model_that_is_unloaded_while_requests_wait_for_it_stays_unloaded(tmp_path: Path) -> None:
+    async def test(gateway: Gateway) -> None:
+        first, second = await gateway.start("a"), await gateway.start("b")
+        task = gateway.ask("c", stream=True)
+        await gateway.until(lambda: "has requests" in gateway.service.on_demand.progress("c"))
+        gateway.loader.unload("c", "change", 60.0)
+        await refused(task, "MODEL_NOT_FOUND")
+        await gateway.until(lambda: not gateway.loader.phase("c"))
+        gateway.end(second)
+        gateway.tick()
+        assert gateway.loaded == {"a", "b"}
+        assert not gateway.loading("c")
+        gateway.end(first)
+
+    with_gateway(tmp_path, test)
+
+
 def test_a_load_that_cannot_fit_is_refused_with_the_numbers_and_unloads_nothing(tmp_path: Path) -> None:
     async def test(gateway: Gateway) -> None:
         error = await refused(gateway.ask("b"), "INSUFFICIENT_RESOURCES")
@@ -431,70 +480,3 @@ def test_a_plan_counts_weights_arenas_and_the_weights_of_others(
         check_plan(Config(), "m", plan, FreeMemory(arenas, memory), mapped)
     needed = "needs 100 bytes (50 of weights, 40 of KV pages, 10 of other arenas and 0 of adapters)"
     assert needed in error.value.message
-
-
-# ---------------------------------------------------------------- times
-
-
-@given(st.integers(0, 99), st.integers(0, 59), st.integers(0, 59))
-@settings(deadline=None)
-def test_times(hours: int, minutes: int, seconds: int) -> None:
-    total = 3600 * hours + 60 * minutes + seconds
-    assert seconds_of(f"{hours}h{minutes}m{seconds}s") == seconds_of(total) == seconds_of(str(total)) == total
-    assert seconds_of(f"-{1 + total}s") == seconds_of(-1 - total) == math.inf
-
-
-@pytest.mark.parametrize("value", ["", "5 m", "m", "1e3", "5x", "1h-2m", "nan", MAX_SECONDS + 1, "367d", math.nan])
-def test_wrong_times(value: Any) -> None:
-    with pytest.raises(ValueError, match="never"):
-        seconds_of(value)
-    with pytest.raises(InvalidRequest, match="keep_alive"):
-        read_keep_alive(value, "keep_alive")
-
-
-@pytest.mark.parametrize("value", [True, None, [5], {}])
-def test_what_is_no_time(value: Any) -> None:
-    with pytest.raises(InvalidRequest, match="keep_alive"):
-        read_keep_alive(value, "keep_alive")
-
-
-def test_wrong_times_in_the_configuration() -> None:
-    raw = {"models": [{"name": "m", "path": "/m", "keep_alive": "soon"}], "on_demand": {"keep_alive": "5 min"}}
-    with pytest.raises(ConfigError) as error:
-        resolve(raw, {})
-    assert "on_demand.keep_alive" in error.value.message
-    assert "models.0.keep_alive" in error.value.message
-
-
-@given(st.lists(st.tuples(st.sampled_from("xyz"), st.floats(0, 100), st.floats(0, 10)), max_size=30))
-@settings(deadline=None)
-def test_a_model_stays_until_the_last_time_ends(uses: list[tuple[str, float, float]]) -> None:
-    now = 0.0
-    use = ModelUse(lambda: now, lambda: now)
-    use.loaded("m", "m@1", 1.0)
-    last: dict[str, float] = {}
-    for tenant, keep_alive_s, pause_s in uses:
-        now += pause_s
-        use.used("m", "m@1", tenant, keep_alive_s)
-        last[tenant] = now + keep_alive_s
-        assert use.end("m") == max(last.values())
-        assert use.idle_since("m") == now
-
-
-def test_the_tenants_of_a_model_are_bounded() -> None:
-    use = ModelUse(lambda: 0.0, lambda: 0.0)
-    for number in range(MAX_TENANTS + 10):
-        use.used("m", "m@1", str(number), number)
-    assert len(use._holds["m"]) == MAX_TENANTS
-    assert use.end("m") == MAX_TENANTS + 9
-
-
-def test_what_requests_asked_of_one_version_does_not_hold_for_the_next() -> None:
-    use = ModelUse(lambda: 5.0, lambda: 5.0)
-    use.used("m", "m@1", "x", 0.0)
-    use.unloaded("m")
-    use.asked("m")  # a request that ended after its model was unloaded
-    use.loaded("m", "m@2", 10.0)
-    assert (use.end("m"), use.last_used("m")) == (15.0, 5.0)
-    use.used("m", "m@3", "x", 1.0)
-    assert use.end("m") == 6.0

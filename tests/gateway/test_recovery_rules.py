@@ -90,6 +90,15 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path / "journal")
 
 
+async def test_an_answer_that_is_forgotten_takes_no_running_request_of_the_same_name(world: World) -> None:
+    world.open()
+    await world.recovery.forget("req-1", "other")
+    await world.recovery.forget("req-1", "mine")
+    world.restart()
+    await world.tick()
+    assert world.find().spec.id == "req-1"
+
+
 async def test_a_successor_submits_what_its_predecessor_had_submitted(world: World) -> None:
     world.open()
     before = list(world.sent)

@@ -190,6 +190,19 @@ def test_the_bounds_hold_and_the_oldest_entries_are_dropped_first(
         ]
 
 
+@pytest.mark.parametrize("max_bytes", [1 << 30, 40_000])
+def test_a_tenant_drives_out_only_its_own_answers(max_bytes: int) -> None:
+    buffer = ReplayBuffer(lambda: 0.0, max_bytes, 20)
+    for i in range(8):
+        buffer.put(make_state(f"b{i}", tenant="b"))
+    for i in range(300):
+        buffer.put(make_state(f"a{i}", tenant="a"))
+    assert all(buffer.find(f"b{i}") for i in range(8))
+    assert buffer.find("a299")
+    assert len(buffer) <= 20
+    assert buffer.bytes <= max_bytes
+
+
 def test_concurrent_readers_share_one_restored_request() -> None:
     now = [0.0]
     buffer = ReplayBuffer(lambda: now[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -341,6 +342,30 @@ def test_streams_and_whole_responses_share_entries(make_server: Callable[..., Se
     rest = server.resume(f"/v1/requests/{hit[0].id.partition(':')[0]}").all()
     assert texts(rest) == texts(streamed)
     assert rest[-1].data == "[DONE]"
+
+
+def test_a_response_from_the_cache_is_stored_and_continues_its_conversation(make_server: Callable[..., Server]) -> None:
+    server = make_server(**ON)
+    server.wait_ready()
+    texts = []
+    for body in ({}, {"stream": True}, {"background": True}):
+        conversation = server.post("/v1/conversations", {}).json["id"]
+        for more in ({}, {"conversation": conversation}):
+            answer = server.post("/v1/responses", {"model": MODEL, "input": "Hi", "seed": 7, **body, **more})
+            found = re.search(r"resp_[0-9a-f]+", answer.body.decode())
+            assert found
+            request = "req-" + found[0].removeprefix("resp_")
+            whole = server.get(f"/v1/requests/{request}").body  # waits for the end
+            stored = server.get(f"/v1/responses/{found[0]}")
+            assert stored.status == 200, stored.body
+            assert (stored.json["status"], b"completed" in whole) == ("completed", True)
+            texts.append((answer.headers["X-Starling-Cache"], stored.json["output"][0]["content"]))
+            after = server.post("/v1/responses", {"model": MODEL, "input": "x", "previous_response_id": found[0]})
+            assert after.status == 200, after.body
+        items = server.get(f"/v1/conversations/{conversation}/items").json["data"]
+        assert [item["role"] for item in items] == ["assistant", "user"]
+    assert [cache for cache, _ in texts] == ["miss"] + ["hit"] * 5
+    assert all(content == texts[0][1] for _, content in texts)
 
 
 def test_a_request_without_a_seed_bypasses_the_cache(make_server: Callable[..., Server]) -> None:

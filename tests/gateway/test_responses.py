@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.gateway.peers import MODEL
+from tests.gateway.peers import MODEL, make_tokenizer
 from tests.gateway.server import Server
 
 PATH = "/v1/responses"
@@ -211,6 +212,44 @@ def test_a_response_is_read_again_until_it_is_deleted(server: Server) -> None:
     assert server.post(PATH, said("x", previous_response_id=unstored["id"])).status == 404
 
 
+def test_a_deleted_response_frees_its_idempotency_key(server: Server) -> None:
+    key = {"Idempotency-Key": "a-key"}
+    first = server.post(PATH, said("Hello"), key).json["id"]
+    assert server.post(PATH, said("Hello"), key).json["id"] == first
+    assert server.request("DELETE", f"{PATH}/{first}").status == 200
+    again = server.post(PATH, said("Hello"), key)
+    assert again.status == 200, again.body
+    assert again.json["id"] != first
+    assert server.get(f"{PATH}/{again.json['id']}").json == again.json
+
+
+DIES_AS_IT_DELETES = """
+import os, signal
+from stages.gateway.requests.stored_responses import StoredResponses
+delete = StoredResponses._delete
+def delete_and_die(*arguments):
+    delete(*arguments)
+    os.kill(os.getpid(), signal.SIGKILL)
+StoredResponses._delete = delete_and_die
+"""
+
+
+def test_a_gateway_killed_as_it_deletes_a_response_has_freed_its_idempotency_key(
+    make_server: Callable[..., Server],
+) -> None:
+    server = make_server(preamble=DIES_AS_IT_DELETES)
+    server.wait_ready()
+    key = {"Idempotency-Key": "a-key"}
+    first = server.post(PATH, said("Hello"), key).json["id"]
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        server.request("DELETE", f"{PATH}/{first}")
+    server.kill_and_restart()
+    server.wait_ready()
+    again = server.post(PATH, said("Hello"), key)
+    assert again.status == 200, again.body
+    assert server.get(f"{PATH}/{again.json['id']}").json == again.json
+
+
 def test_a_stream_is_continued_after_any_event(server: Server) -> None:
     events = read_events(server, PATH, said(f"I look. {PARIS}"))
     whole = assembled(events)
@@ -225,7 +264,9 @@ def test_a_stream_is_continued_after_any_event(server: Server) -> None:
             assert [e.name for e in rest if "delta" not in e.name] == [
                 e.name for e in events[at + 1 :] if "delta" not in e.name
             ]
-    assert server.get(f"{path}&starting_after=x").status == 400
+    for number in ("x", "%C2%B2", "-2", "1" * 5000, "0" * 20 + "1"):
+        refused = server.get(f"{path}&starting_after={number}")
+        assert (refused.status, refused.error["param"]) == (400, "starting_after")
     unstreamed = server.post(PATH, said("x")).json["id"]
     assert server.get(f"{PATH}/{unstreamed}?stream=true").error["param"] == "stream"
 
@@ -249,6 +290,23 @@ def test_a_killed_gateway_loses_no_response(make_server: Callable[..., Server]) 
     assert prompt(server) == "user: please say later\nassistant: later\nuser: please say two\n"
 
 
+def test_a_response_in_the_background_that_cannot_be_recovered_has_failed(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    server.wait_ready()
+    peers = server.peers
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    waiting = server.post(PATH, said("later", background=True)).json["id"]
+    peers.do(peers.kill_tokenizer)
+    peers.do(lambda: setattr(peers, "_make_tokenizer", lambda: make_tokenizer(digest="cd" * 32)))  # another model
+    peers.do(peers.start_tokenizer)
+    server.kill_and_restart()
+    whole = server.get("/v1/requests/" + waiting.replace("resp_", "req-"))  # waits for the end
+    assert (whole.status, whole.error["code"]) == (409, "CONFLICT")
+    stored = server.get(f"{PATH}/{waiting}")
+    assert (stored.status, stored.json["status"]) == (200, "failed"), stored.body
+    assert "another version" in stored.json["error"]["message"]
+
+
 def test_a_response_in_the_background_is_cancelled(make_server: Callable[..., Server]) -> None:
     server = make_server()
     server.wait_ready()
@@ -263,6 +321,8 @@ def test_a_response_in_the_background_is_cancelled(make_server: Callable[..., Se
     assert server.get(f"{PATH}/{made[0]}").json == cancelled
     assert server.post(f"{PATH}/{made[0]}/cancel", {}).json == cancelled
     assert server.post(f"{PATH}/resp_00/cancel", {}).status == 404
+    server.kill_and_restart()
+    assert server.get(f"{PATH}/{made[0]}").json == cancelled
 
 
 def test_responses_belong_to_their_tenant(make_server: Callable[..., Server]) -> None:

@@ -172,3 +172,23 @@ def test_a_heartbeat_counts_from_its_arrival(gaps: list[float], until_tick: floa
         assert health.problem == ""
         last = msgspec.structs.replace(last)
         readiness.on_heartbeat(health, last)
+
+
+def test_models_are_described_as_soon_as_the_tokenizer_is_ready() -> None:
+    class Loaded:
+        asked = 0
+
+        def describe_missing(self) -> None:
+            self.asked += 1
+
+    loaded: Any = Loaded()
+    none: Any = None
+    readiness = ServerReadiness(Config(), none, loaded, ChangeSignal(), Clock())
+    for health in (readiness.kv, readiness.tokenizer):
+        health.up()
+        readiness.on_heartbeat(health, msgspec.structs.replace(beat(1), ready=False))
+    assert loaded.asked == 0
+    readiness.on_heartbeat(readiness.kv, beat(2))
+    assert loaded.asked == 0
+    readiness.on_heartbeat(readiness.tokenizer, beat(2))
+    assert loaded.asked == 1

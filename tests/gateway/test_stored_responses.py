@@ -78,10 +78,46 @@ def test_a_tenant_keeps_its_latest() -> None:
             await put(store, f"r{number}", MIB // 3)
         assert await names(store, *(f"r{number}" for number in range(5))) == ["r3", "r4"]
         assert await names(store, "other", tenant="b") == ["other"]
-        await put(store, "huge", 2 * MIB)
-        assert await names(store, "huge", "r3", "r4") == []  # it is larger than all that the tenant may have
+        error = await put(store, "huge", MIB)
+        assert isinstance(error, StarlingError)
+        assert (error.code, error.param) == ("INSUFFICIENT_RESOURCES", "store")
+        assert await names(store, "huge", "r3", "r4") == ["r3", "r4"]
 
     run(use, None, tenant_mb=1)
+
+
+def test_a_response_larger_than_the_bound_of_all_is_refused() -> None:
+    async def use(store: StoredResponses, clock: Clock) -> None:
+        await put(store, "r1", tenant="b")
+        assert isinstance(await put(store, "huge", MIB), StarlingError)
+        assert await names(store, "r1", tenant="b") == ["r1"]
+
+    run(use, None, tenant_mb=8, max_size_mb=1)
+
+
+def test_a_failed_response_is_stored_beside_a_full_conversation() -> None:
+    """It adds nothing to the conversation."""
+
+    async def use(store: StoredResponses, clock: Clock) -> None:
+        done: asyncio.Future[StarlingError | None] = asyncio.get_running_loop().create_future()
+        conversation = "conv_" + "0" * 32
+        store.put(StoredResponse("a", "r1", b"x" * (MIB - 100), [], added_to=conversation), done.set_result)
+        assert await done is None
+        assert await names(store, "r1") == ["r1"]
+
+    run(use, None, tenant_mb=1)
+
+
+def test_after_the_end_nothing_is_stored_and_that_is_said() -> None:
+    said: list[StarlingError | None] = []
+    store = StoredResponses(None, StoredResponsesConfig(), Clock())
+
+    async def use() -> None:
+        store.close(timeout_s=60)
+        store.put(StoredResponse("a", "r1", b"x", []), said.append)
+
+    asyncio.run(use())
+    assert [error.code for error in said if error is not None] == ["STORAGE_UNAVAILABLE"]
 
 
 def test_the_tenant_with_the_most_makes_room() -> None:

@@ -434,8 +434,11 @@ def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def text_characters(generation: GenerationRequest) -> int:
-    """Return the number of characters of the messages and tools, to charge for their tokens."""
+    """Return the number of characters of the messages, their thinking and calls, and the tools, to charge for them."""
     template = generation.template or TemplateArguments()
-    return sum(len(message["content"]) for message in generation.messages or []) + len(
-        msgspec.json.encode(template.tools or [])
-    )
+    count = len(msgspec.json.encode(template.tools or []))
+    for message in generation.messages or []:
+        count += len(message["content"]) + len(message.get("reasoning_content", ""))
+        if calls := message.get("tool_calls"):
+            count += len(msgspec.json.encode(calls))
+    return count

@@ -17,6 +17,7 @@ class Bounds(NamedTuple):
     context: int
     max_prompt_tokens: int  # configured; 0: as many as the context leaves
     max_output_tokens: int  # configured; 0: as many as the context leaves
+    max_positions: int = 0  # for which the KV arena has room; 0: for the whole context
 
 
 def longest_prompt(bounds: Bounds) -> int:
@@ -54,7 +55,8 @@ def output_budget(
 ) -> int:
     """Return how many tokens may be generated. Raises `InvalidRequest` that names the exceeded bound.
 
-    ends_at_context: the answer may end where the context does, before `max_tokens`; it then says so.
+    Without `max_tokens` an answer may also end where the KV arena does.
+    ends_at_context: as without `max_tokens` an answer may end before it; it then says so.
     """
     if n_prompt == 0:
         raise InvalidRequest(
@@ -65,16 +67,17 @@ def output_budget(
         raise too_long(n_prompt, bounds, prompt_field)
     left = bounds.context - n_prompt
     limit = bounds.max_output_tokens
+    room = max(1, min(left, bounds.max_positions - n_prompt)) if bounds.max_positions else left
     if max_tokens is None:
-        return min(left, limit) if limit else left
+        return min(room, limit) if limit else room
     if limit and max_tokens > limit:
         raise InvalidRequest(
             f"{max_field} is {max_tokens}; at most {limit} are allowed (scheduler.max_output_tokens): lower it",
             max_field,
         )
+    if max_tokens > room and ends_at_context:
+        return room
     if max_tokens > left:
-        if ends_at_context:
-            return left
         raise InvalidRequest(
             f"{prompt_field} has {n_prompt} tokens and {max_field} is {max_tokens}, together "
             f"{n_prompt + max_tokens}; {_context(bounds)}: shorten {prompt_field} or "

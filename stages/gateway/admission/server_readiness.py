@@ -99,6 +99,8 @@ class ServerReadiness:
         health.observe(heartbeat)
         if had_problem != bool(health.problem):
             self.notify()
+            if health is self.tokenizer:
+                self.describe_missing()
 
     # ---------------------------------------------------------------- now
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -193,7 +194,7 @@ def _page_of(request: web.Request) -> tuple[str, int, bool]:
     """The parameters `after`, `limit` and `order`. Raises `InvalidRequest`."""
     query = request.query
     limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_LIMIT:
+    if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_LIMIT:
         raise InvalidRequest(f"limit is {limit[:40]!r}; it must be a whole number from 1 to {MAX_LIMIT}", "limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest(f"order is {order[:40]!r}; it must be asc or desc", "order")

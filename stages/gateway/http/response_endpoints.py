@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from aiohttp import web
+import re
 
+from aiohttp import web
+from aiohttp.hdrs import METH_HEAD
+
+from pipeline.api import sse
 from pipeline.api.json_body import to_json
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from stages.gateway.endpoints.response_events import response_object
@@ -12,7 +16,7 @@ from stages.gateway.http.text_endpoints import resume_after
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.responses import check_cancel, find_open, request_id_of
 
-_MAX_NUMBER = 1 << 40
+_NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 
 
 def _not_found(response_id: str) -> NotFound:
@@ -24,7 +28,7 @@ async def get_response(request: web.Request) -> web.StreamResponse:
     service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
     if request.query.get("stream", "false") == "true":
         after = request.query.get("starting_after", "-1")
-        if not after.removeprefix("-").isdigit() or not -1 <= int(after[:20]) < _MAX_NUMBER:
+        if not _NUMBER.fullmatch(after):
             raise InvalidRequest(
                 f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
             )
@@ -33,6 +37,8 @@ async def get_response(request: web.Request) -> web.StreamResponse:
             raise _not_found(name)
         if not state.spec.generation.stream:
             raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
+        if request.method == METH_HEAD:
+            return web.Response(headers=sse.HEADERS)
         return await resume_after(request, service, state, int(after))
     with service.in_flight.counted(request[PRINCIPAL]):
         if (running := find_open(service.recovery, name, tenant)) is not None:
@@ -47,11 +53,15 @@ async def delete_response(request: web.Request) -> web.Response:
     """DELETE /v1/responses/ID."""
     service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
     with service.in_flight.counted(request[PRINCIPAL]):
+        is_stored = await service.responses.store.has(tenant, name)
         if find_open(service.recovery, name, tenant) is not None:
             raise Conflict(f"response {name!r} is being generated; cancel it first, or wait for its end")
+        if not is_stored:
+            raise _not_found(name)
+        # First: an idempotency key never names a response that is not there, also if this process is killed in between.
+        await service.recovery.forget(request_id_of(name), tenant)
         if not await service.responses.store.delete(tenant, name):
             raise _not_found(name)
-        service.recovery.forget(request_id_of(name))
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
@@ -70,4 +80,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
             message = "the response waits for its model after a restart; try again"
             raise StarlingError("MODEL_UNAVAILABLE", message, retry_after_s=1.0)
         service.relay.abandon(state)
-        return await send_body(request, to_json(response_object(state)))
+        cancelled = to_json(response_object(state))
+        await service.responses.store.has(tenant, name)  # it is stored, and then
+        await service.recovery.forget(state.id, tenant)  # journaled: a successor does not generate it again
+        return await send_body(request, cancelled)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from aiohttp import web
+from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
@@ -40,7 +41,7 @@ async def send_body(request: web.Request, body: bytes) -> web.StreamResponse:
 async def send_parts(
     request: web.Request, parts: Sequence[bytes], headers: Mapping[str, str] | None = None
 ) -> web.StreamResponse:
-    """Send a body that is given in parts; without `headers` it is JSON.
+    """Send a body that is given in parts, or its length alone for a HEAD; without `headers` it is JSON.
 
     Raises a TIMEOUT if the client does not read it in time.
     """
@@ -52,7 +53,7 @@ async def send_parts(
         async with asyncio.timeout(limit_s):
             with suppress(ConnectionResetError):  # the client has disconnected: it needs no response
                 await response.prepare(request)
-                for part in parts:
+                for part in parts if request.method != METH_HEAD else ():
                     for begin in range(0, len(part), PART_BYTES):
                         await response.write(memoryview(part)[begin : begin + PART_BYTES])
                 await response.write_eof()

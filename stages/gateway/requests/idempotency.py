@@ -124,7 +124,7 @@ class IdempotencyKeys:
         """The stored answer of a key is generated again: it does not expire meanwhile."""
         claim = self._of(spec)
         if claim is not None:
-            self._answered[claim.tenant].pop(claim.key, None)
+            self._take_out(claim)
 
     def keep(self, spec: RequestSpec, size: int, age_s: float = 0.0) -> bool:
         """The request was answered `age_s` ago: keep its key. `size`: bytes of the stored answer.
@@ -157,7 +157,7 @@ class IdempotencyKeys:
     def expire(self) -> None:
         """Forget answers that are older than `ttl_s`."""
         now = self._clock()
-        for answered in self._answered.values():
+        for answered in list(self._answered.values()):
             while answered and (oldest := next(iter(answered.values()))).until <= now:
                 self._drop(oldest)
 
@@ -200,7 +200,16 @@ class IdempotencyKeys:
 
     def _remove(self, claim: Claim) -> None:
         del self._claims[claim.tenant, claim.key]
-        self._answered[claim.tenant].pop(claim.key, None)
+        self._take_out(claim)
         self._of_tenant[claim.tenant] -= claim.size
+        if not self._of_tenant[claim.tenant]:
+            del self._of_tenant[claim.tenant]
         self.bytes -= claim.size
         claim.settled.set()
+
+    def _take_out(self, claim: Claim) -> None:
+        """Take a claim out of those that are answered. No table keeps a tenant without claims."""
+        answered = self._answered.get(claim.tenant, {})
+        answered.pop(claim.key, None)
+        if not answered:
+            self._answered.pop(claim.tenant, None)

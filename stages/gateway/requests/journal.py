@@ -8,9 +8,9 @@
 The journal has no tokens: an answer is determined by its `RequestSpec`, so it is generated again from that. When
 `open` returns, the kernel has the record, and it survives the death of any process; `sync` makes it survive a power
 failure. Length and checksum reveal what a crash or a bad disk has damaged: records before the first damage count,
-everything after it is dropped. The file is rewritten, without expired requests, when it reaches its bound and at
-every start; the new file replaces the old one by a rename. The journal is never fatal: when the disk or the journal
-is full, a request is left out, and that is counted.
+everything after it is dropped. A second end, "ABANDONED", drops an answer. The file is rewritten, without expired
+requests, when it reaches its bound and at every start; the new file replaces the old one by a rename. The journal is
+never fatal: when the disk or the journal is full, a request is left out, and that is counted.
 
 In memory are the records of requests in flight. Of an ended request only the position of its record is in memory.
 Answered requests with an idempotency key are pinned: they stay, while there is room, until `forget`.
@@ -184,6 +184,12 @@ class Journal(DurableFile):
         location.spec_record = b""
         self._expire()
 
+    def drop(self, request_id: str) -> None:
+        """Drop a request that has ended, also for a successor. Does nothing if it is unknown."""
+        if request_id in self._locations:
+            self.forget(request_id)
+            self._append(encode(_END, RequestEnd(request_id, self._wall(), "ABANDONED")))
+
     def _append(self, record: bytes) -> bool:
         try:
             if self._size + len(record) > self.max_bytes:
@@ -309,10 +315,11 @@ class Journal(DurableFile):
                 found[value.id] = JournalEntry(value, None)
                 self._locations[value.id] = _Location(end - len(record), len(record), record)
                 self._live += len(record)
-            elif value.id in found and not self._locations[value.id].end_record:
-                found[value.id] = JournalEntry(found[value.id].spec, value)
-                is_pinned = bool(found[value.id].spec.idempotency_key) and not value.code
-                self._register_end(value, self._locations[value.id], record, is_pinned)
+            elif value.id in found:
+                if not self._locations[value.id].end_record:
+                    found[value.id] = JournalEntry(found[value.id].spec, value)
+                    is_pinned = bool(found[value.id].spec.idempotency_key) and not value.code
+                    self._register_end(value, self._locations[value.id], record, is_pinned)
                 if value.code == "ABANDONED":
                     self.forget(value.id)
                     del found[value.id]

@@ -20,7 +20,6 @@ from stages.gateway.requests.readers import Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.response_cache import BYPASS, HIT, MISS, ResponseCache, is_determined, key_of
-from stages.gateway.requests.responses import Responses
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.tracing.recorder import Recorder
@@ -42,12 +41,10 @@ class RequestLifecycle:
         metrics: GatewayMetrics,
         clock: Callable[[], float],
         embedder: Embedder,
-        responses: Responses,
         timelines: Recorder,
     ) -> None:
         """`clock` is monotonic. Set `on_used` to learn of the models that ended requests have used."""
         self._timelines = timelines
-        self._responses = responses
         self.on_used: Callable[[str, str, float | None], None] = lambda model, tenant, keep_alive: None
         self._admitted = points.fault_point("gateway", "admitted")
         self._journaled = points.fault_point("gateway", "journaled")
@@ -144,7 +141,6 @@ class RequestLifecycle:
         self._readers.forget(request.id)
         self._recovery.record_end(request)
         self._sessions.ended(request)
-        self._responses.ended(request)
         if request.response_key is not None and request.outcome is Outcome.FINISHED:
             self._response_cache.put(request.response_key, [output_of(sequence) for sequence in request.sequences])
 

@@ -53,6 +53,7 @@ class Recovery:
         self.keys.on_drop = self._drop
         self.replay_buffer = ReplayBuffer(clock)
         self.load: Callable[[str], None] = lambda model: None  # starts loading a model that a waiting request needs
+        self.store_end: Callable[[RequestState, Callable[[], None]], None] = lambda request, then: then()
         self._relay = relay
         self._readers = readers
         self._clock = clock
@@ -82,7 +83,7 @@ class Recovery:
         self.journal.end(RequestEnd(spec.id, self._wall(), "ABANDONED"), is_kept=False)
 
     def record_end(self, request: RequestState) -> None:
-        """Journal the outcome, and store the answer for readers."""
+        """Store the answer for readers, and journal the outcome when `store_end` has stored what clients read of it."""
         is_kept = request.outcome is not Outcome.ABANDONED
         error = request.error
         is_pinned = False
@@ -100,7 +101,8 @@ class Recovery:
                 self.replay_buffer.put(request)
         code = "" if is_kept else "ABANDONED"
         code, message = (error.code, error.message) if error is not None else (code, "")
-        self.journal.end(RequestEnd(request.id, self._wall(), code, message), is_kept, is_pinned)
+        end = RequestEnd(request.id, self._wall(), code, message)
+        self.store_end(request, lambda: self.journal.end(end, is_kept, is_pinned))
 
     def _drop(self, request_id: str) -> None:
         """The answer that was kept for an idempotency key need not be stored any longer."""
@@ -160,9 +162,22 @@ class Recovery:
         """A request that has not ended."""
         return self._relay.requests.get(request_id) or self._waiting.get(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Drop the answer of a request that has ended."""
-        self._drop(request_id)
+    async def forget(self, request_id: str, tenant: str) -> None:
+        """Drop the answer of a tenant's request that has ended, and free its key: on return also for a successor.
+
+        Does nothing while a request of that name runs, or is being admitted.
+        """
+        if request_id in self._named or self.find_open(request_id) is not None:
+            return
+        ended, entry = self.replay_buffer.find(request_id), self._dormant.get(request_id)
+        for spec in (ended.spec if ended is not None else None, entry.spec if entry is not None else None):
+            if spec is not None:
+                if spec.tenant != tenant:  # it has chosen the same name
+                    return
+                self.keys.forget(spec)
+        self.replay_buffer.drop(request_id)
+        self._dormant.pop(request_id, None)
+        await self.journal.drop(request_id)
 
     def waiting(self) -> Collection[RequestState]:
         """The requests that wait for a version of their model."""

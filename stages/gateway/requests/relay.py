@@ -127,7 +127,7 @@ class Relay:
             self.vocabularies[request.spec.vocabulary] = vocabulary  # last: most recently used
 
     def open_answered(self, request: RequestState, outputs: list[SequenceOutput]) -> None:
-        """Register a request that has its sink, and end it with an answer from the response cache."""
+        """Register a request that has its sink, and end it with the response cache's answer when that is stored."""
         now = self._clock()
         self._register(request)
         for sequence, output in zip(request.sequences, outputs, strict=True):
@@ -143,7 +143,8 @@ class Relay:
                 if sequence.n_emitted or sequence.text_length:
                     sink.text(sequence, "".join(sequence.text), 0, sequence.n_emitted)
                 sink.ended(sequence)
-        self.complete(request)
+        if not self._on_text_complete(request):
+            self.complete(request)
 
     def abandon(self, request: RequestState) -> None:
         """The client has disconnected. Does nothing if the request has ended."""

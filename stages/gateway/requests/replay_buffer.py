@@ -1,5 +1,7 @@
 """Answers of ended requests that clients may still read, bounded in bytes, in number and in time.
 
+When it is full, the tenant that holds most loses its oldest answer: no tenant can drive out those of the others.
+
 A request with its sequences, tokens and logprobs (hundreds of bytes for each token) becomes one msgpack record,
 without what no reader can ask for: the prompts, and tokens past a stop string. A reader gets a `RequestState` that
 is restored from the record and gives the same bytes; concurrent readers share it. The clock is injected.
@@ -7,6 +9,7 @@ is restored from the record and gives the same bytes; concurrent readers share i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -39,6 +42,7 @@ _decode = msgspec.msgpack.Decoder(_EndedRequest).decode
 class _Entry(NamedTuple):
     record: bytes
     until: float
+    tenant: str
 
     @property
     def size(self) -> int:
@@ -67,17 +71,28 @@ class ReplayBuffer:
         If `pin` is true of its size in bytes it stays until `drop`, and does not count against the bounds.
         """
         self.drop(request.id)
-        entry = _Entry(to_record(request), self._clock() + KEEP_S)
+        entry = _Entry(to_record(request), self._clock() + KEEP_S, request.spec.tenant)
         if pin(entry.size):
             self._pinned[request.id] = entry.record
             return True
         if entry.size > self.max_bytes:
             return False
-        while len(self._entries) >= self.max_entries or self.bytes + entry.size > self.max_bytes:
-            self.drop(next(iter(self._entries)))
+        while len(self._entries) >= self.max_entries:
+            self._drop_of_largest(entry, lambda one: 1)
+        while self.bytes + entry.size > self.max_bytes:
+            self._drop_of_largest(entry, lambda one: one.size)
         self._entries[request.id] = entry
         self.bytes += entry.size
         return True
+
+    def _drop_of_largest(self, new: _Entry, weight: Callable[[_Entry], int]) -> None:
+        """Drop the oldest answer of the tenant that would hold most, `new` included."""
+        held: Counter[str] = Counter()
+        for one in (*self._entries.values(), new):
+            held[one.tenant] += weight(one)
+        owners = {one.tenant for one in self._entries.values()}
+        largest = max(owners, key=lambda tenant: held[tenant])
+        self.drop(next(name for name, one in self._entries.items() if one.tenant == largest))
 
     def find(self, request_id: str) -> RequestState | None:
         """The request, restored for a reader."""

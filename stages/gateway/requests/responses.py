@@ -1,6 +1,6 @@
 """Responses as conversations: what is stored of them, and how a request continues one.
 
-claim     before everything: one request at a time continues a conversation
+claim     before everything: one request at a time continues a conversation; so many may be in the background
 join      before admission: the conversation up to `previous_response_id` comes before the input
 commit    when all text has been sent: the response is stored; only then does the request end
 ended     a request in the background that failed or was cancelled: its response says so
@@ -8,6 +8,7 @@ ended     a request in the background that failed or was cancelled: its response
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -34,66 +35,75 @@ from stages.gateway.requests.stored_responses import StoredResponse, StoredRespo
 if TYPE_CHECKING:
     import sqlite3
 
-MAX_IN_BACKGROUND = 16  # requests of a tenant; they count against no bound of requests in flight
+MAX_IN_BACKGROUND = 16  # requests of a tenant; in all `Responses` has a bound. They count against no other one
 
 
 class Claim:
-    """A request's claim of its conversation, from the first look at it until the relay has the request."""
+    """What a request reserves from its arrival until the relay has it: its conversation, a place in the background."""
 
-    def __init__(self, claimed: set[tuple[str, str]], conversation: tuple[str, str] | None) -> None:
-        self._claimed = claimed
-        self._conversation = conversation
+    def __init__(self, claims: set[Claim], tenant: str, conversation: str, *, is_in_background: bool) -> None:
+        self.tenant = tenant
+        self.conversation = conversation  # "": none
+        self.is_in_background = is_in_background
+        self._claims = claims
+        claims.add(self)
 
     def release(self) -> None:
         """Idempotent."""
-        if self._conversation is not None:
-            self._claimed.remove(self._conversation)
-            self._conversation = None
+        self._claims.discard(self)
 
 
 class Responses:
     """One per gateway, beside its relay."""
 
-    def __init__(self, relay: Relay, store: StoredResponses) -> None:
+    def __init__(self, relay: Relay, store: StoredResponses, max_in_background: int) -> None:
+        """`max_in_background`: requests of all tenants."""
         self.store = store
         self.waiting: Callable[[], Iterable[RequestState]] = lambda: ()  # after a restart: the relay will have them
         self._relay = relay
-        self._claimed: set[tuple[str, str]] = set()  # tenants and conversations of requests that are being admitted
+        self._max_in_background = max_in_background
+        self._claims: set[Claim] = set()  # of requests that are being admitted
 
     def claim(self, generation: GenerationRequest, tenant: str) -> Claim:
-        """Claim the request's conversation, if it has one. Raises `Conflict` if another request continues it."""
+        """Reserve what a request needs until the relay has it.
+
+        Raises `Conflict` if another request continues its conversation, and `Overloaded` if too many are in the
+        background.
+        """
         name = generation.response.conversation_id if generation.response else ""
-        if not name:
-            return Claim(self._claimed, None)
-        requests = (*self._relay.requests.values(), *self.waiting())
-        is_running = any(r.spec.tenant == tenant and _conversation_of(r) == name for r in requests)
-        if is_running or (tenant, name) in self._claimed:
-            raise Conflict(
-                f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it", "conversation"
-            )
-        self._claimed.add((tenant, name))
-        return Claim(self._claimed, (tenant, name))
+        if name:
+            running = {(r.spec.tenant, _conversation_of(r)) for r in self._requests()}
+            if (tenant, name) in running or any((c.tenant, c.conversation) == (tenant, name) for c in self._claims):
+                raise Conflict(
+                    f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it",
+                    "conversation",
+                )
+        if generation.is_in_background:
+            self._check_background(tenant)
+        return Claim(self._claims, tenant, name, is_in_background=generation.is_in_background)
+
+    def _requests(self) -> Iterable[RequestState]:
+        return (*self._relay.requests.values(), *self.waiting())
 
     async def join(self, generation: GenerationRequest, tenant: str) -> GenerationRequest:
-        """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound`, `Overloaded`."""
+        """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound` or `StarlingError`."""
         fields = generation.response
         if not fields:
             return generation
-        if fields.in_background:
-            self._check_background(tenant)
+        previous: list[dict[str, Any]] | None = []
         if fields.conversation_id:
-            previous: list[dict[str, Any]] | None = await self._messages(tenant, fields.conversation_id)
-        else:
-            previous = await self.store.conversation(tenant, fields.previous) if fields.previous else []
-        if previous is None:
+            previous = await self._messages(tenant, fields.conversation_id)
+        elif fields.previous and not (previous := await self.store.conversation(tenant, fields.previous)):
             raise NotFound(
                 f"there is no response {fields.previous[:80]!r}; it was not stored, or was deleted, or has expired",
                 "previous_response_id",
             )
         given = fields.conversation
-        conversation = [*previous, *given]
+        conversation = [*(previous or []), *given]
+        if fields.is_stored:
+            self.store.check_fits(len(msgspec.msgpack.encode(conversation)) + len(fields.inputs) + len(fields.repeated))
         before = "conversation" if fields.conversation_id else "previous_response_id"
-        places = [before] * len(previous) + [f"input[{index}]" for index in range(len(given))]
+        places = [before] * (len(conversation) - len(given)) + [f"input[{index}]" for index in range(len(given))]
         check_results(conversation, places, "call_id")
         instructions = (generation.messages or [])[: fields.n_instructions]
         return msgspec.structs.replace(
@@ -117,8 +127,17 @@ class Responses:
         return joined
 
     def _check_background(self, tenant: str) -> None:
-        running = [r.spec for r in self._relay.requests.values() if r.spec.generation.is_in_background]
-        if sum(spec.tenant == tenant for spec in running) >= MAX_IN_BACKGROUND:
+        running = Counter(r.spec.tenant for r in self._requests() if r.spec.generation.is_in_background)
+        running.update(claim.tenant for claim in self._claims if claim.is_in_background)
+        reserve = self._max_in_background // 8 if running[tenant] else 0  # for tenants that have none
+        if running.total() >= self._max_in_background - reserve:
+            raise Overloaded(
+                f"{self._max_in_background} requests in the background have not ended, the most of all tenants "
+                f"(server.max_concurrent_requests); try again later",
+                "background",
+                retry_after_s=1.0,
+            )
+        if running[tenant] >= MAX_IN_BACKGROUND:
             raise Overloaded(
                 f"{MAX_IN_BACKGROUND} requests in the background have not ended, the most of a tenant; wait for one",
                 "background",
@@ -141,12 +160,22 @@ class Responses:
         self.store.put(self._stored(request, conversation), on_stored)
         return True
 
-    def ended(self, request: RequestState) -> None:
-        """A request has its outcome."""
+    def ended(self, request: RequestState, then: Callable[[], None]) -> None:
+        """A request has its outcome. Calls `then` when its response says so, or cannot."""
         fields = request.spec.generation.response
         is_finished = request.outcome is Outcome.FINISHED
-        if fields and fields.in_background and not is_finished and not request.is_charged:
-            self.store.put(self._stored(request, fields.conversation), lambda error: None)
+        if not fields or not fields.in_background or is_finished or request.is_charged:
+            then()
+            return
+        failed = self._stored(request, fields.conversation)
+
+        def on_stored(error: StarlingError | None) -> None:
+            if error is not None and error.code == "INSUFFICIENT_RESOURCES":  # it can be read, and not be continued
+                self.store.put(failed._replace(conversation=[], inputs=b"[]"), lambda error: then())
+            else:
+                then()
+
+        self.store.put(failed, on_stored)
 
     @staticmethod
     def _stored(request: RequestState, conversation: list[dict[str, object]]) -> StoredResponse:

@@ -12,6 +12,7 @@ file for more than look-ups.  A request in flight has at most three jobs here, s
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
@@ -102,6 +103,23 @@ class StateWriter:
         if self._journal is not None:
             journal = self._journal
             self._put(lambda: journal.forget(request_id), is_write=False)
+
+    async def drop(self, request_id: str) -> None:
+        """Drop a request that has ended from the journal, also for a successor: that is written on return."""
+        if self._journal is None:
+            return
+        journal = self._journal
+        written: Future[None] = Future()
+        written.set_running_or_notify_cancel()  # it is written also if the caller is cancelled
+
+        def write() -> None:
+            try:
+                journal.drop(request_id)
+            finally:
+                written.set_result(None)
+
+        self._put(write)
+        await asyncio.wrap_future(written)
 
     # ---------------------------------------------------------------- quotas
 

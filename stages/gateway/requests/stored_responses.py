@@ -71,6 +71,7 @@ class StoredResponses:
         self._ttl_s = config.ttl_s
         self._tenant_bytes = config.tenant_mb << 20
         self._max_bytes = config.max_size_mb << 20
+        self._row_bytes = min(self._tenant_bytes, self._max_bytes)  # a larger one would only drop all others
         self._clock = clock
         self._db: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, "responses")
@@ -92,6 +93,8 @@ class StoredResponses:
                     f"the response does not fit into its conversation: {problem}; begin another one",
                     "conversation",
                 )
+            except StarlingError as problem:
+                error = problem
             except Exception as problem:
                 self.errors += 1
                 log.error("a response could not be stored", extra={"reason": str(problem)})
@@ -103,7 +106,24 @@ class StoredResponses:
                 )
             loop.call_soon_threadsafe(on_stored, error)
 
-        self._thread.submit(store)
+        try:
+            self._thread.submit(store)
+        except RuntimeError:  # closed, at the end of the process
+            on_stored(StarlingError("STORAGE_UNAVAILABLE", "the gateway ends; send the request again", "store"))
+
+    def check_fits(self, size: int) -> None:
+        """Raises `StarlingError` for a response of `size` bytes that its tenant can never store."""
+        if size > self._row_bytes:
+            raise StarlingError(
+                "INSUFFICIENT_RESOURCES",
+                f"the response has {size} bytes with its conversation; a tenant may store {self._row_bytes} "
+                f'(stored_responses.tenant_mb and max_size_mb): send a shorter conversation, or "store": false',
+                "store",
+            )
+
+    async def has(self, tenant: str, response_id: str) -> bool:
+        """Whether there is such a response, after every `put` before this call."""
+        return await self._run(lambda: self._get("id", tenant, response_id)) is not None
 
     async def body(self, tenant: str, response_id: str) -> bytes | None:
         """The JSON of a response; None: there is none."""
@@ -165,8 +185,8 @@ class StoredResponses:
 
     @property
     def tenant_bytes(self) -> int:
-        """Most bytes of a tenant."""
-        return self._tenant_bytes
+        """Most bytes of a conversation: those of a tenant."""
+        return self._row_bytes
 
     async def _run(self, job: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
@@ -183,6 +203,8 @@ class StoredResponses:
         conversation = msgspec.msgpack.encode(response.conversation)
         size = len(response.body) + len(conversation) + len(response.inputs)
         tenant, name = response.tenant, response.id
+        if response.is_stored:
+            self.check_fits(size)
         with db:
             db.execute("BEGIN IMMEDIATE")
             if response.is_stored:
@@ -191,8 +213,9 @@ class StoredResponses:
                     (tenant, name, now, now + self._ttl_s, size, response.body, conversation),
                 )
                 db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, response.inputs))
-            if response.added_to:
-                conversations.add(db, tenant, response.added_to, response.added, now, self._ttl_s, self._tenant_bytes)
+            if response.added_to and response.added:
+                room = self._row_bytes - (size if response.is_stored else 0)  # neither drops the other
+                conversations.add(db, tenant, response.added_to, response.added, now, self._ttl_s, room)
             self._keep_bounds(db, tenant, now)
 
     def _keep_bounds(self, db: sqlite3.Connection, tenant: str, now: float) -> None:

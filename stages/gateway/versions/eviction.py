@@ -63,22 +63,26 @@ class Eviction:
         """
         deadline = self._clock() + self._config.on_demand.wait_ms / 1000
         while (problem := self._problem(settings)) is not None:
-            if self._catalog.retiring():
-                report("waiting for the memory of a model that is being unloaded")
-            else:
-                victims = self._candidates()
+            retiring = self._catalog.retiring()
+            victims = self._candidates()
+            if not retiring:
                 self._check_gain(settings, victims, problem)
-                idle = [version for version in victims if self._is_idle(version)]
-                if idle:
-                    self._unload(idle[0], f"room for {settings.name}")
-                elif self._clock() >= deadline:
-                    raise ModelUnavailable(
-                        f"model {settings.name!r} does not fit beside models that have requests: {problem.message}",
-                        "model",
-                        retry_after_s=BUSY_RETRY_AFTER_S,
-                    )
-                else:
-                    report("waiting for a model that has requests, to unload it")
+            idle = [version for version in victims if self._is_idle(version)]
+            # A retiring version without requests is about to free its memory.  One with requests may take hours.
+            # Requests of its model's other versions do not keep it.
+            is_leaving = not all(self._in_flight.on_version(version.id) for version in retiring)
+            if not is_leaving and idle and (not retiring or self._suffices(settings, idle)):
+                self._unload(idle[0], f"room for {settings.name}")
+            elif is_leaving and self._clock() < deadline:
+                report("waiting for the memory of a model that is being unloaded")
+            elif self._clock() >= deadline:
+                raise ModelUnavailable(
+                    f"model {settings.name!r} does not fit beside models that have requests: {problem.message}",
+                    "model",
+                    retry_after_s=BUSY_RETRY_AFTER_S,
+                )
+            else:
+                report("waiting for a model that has requests, to unload it")
             await asyncio.sleep(POLL_S)
 
     # ---------------------------------------------------------------- what fits
@@ -108,6 +112,14 @@ class Eviction:
             freed_weights = 0
         free = free._replace(arenas=free.arenas + freed, memory=free.memory + freed + freed_adapters + freed_weights)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
+
+    def _suffices(self, settings: ModelConfig, idle: list[ModelVersion]) -> bool:
+        """Whether the model fits without the idle ones alone."""
+        try:
+            self._check(settings, {version.id for version in idle})
+        except ResourceError:
+            return False
+        return True
 
     def _check_gain(self, settings: ModelConfig, victims: list[ModelVersion], problem: ResourceError) -> None:
         """Raise `ResourceError` if the model does not fit even without all the others that may go."""

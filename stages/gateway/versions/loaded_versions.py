@@ -16,6 +16,7 @@ import msgspec
 
 from pipeline.config.schema import Config
 from pipeline.errors import InternalError, ModelUnavailable, StarlingError
+from pipeline.models.arena_sizes import max_positions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds
@@ -57,10 +58,14 @@ class LoadedVersions:
     def bounds(self, version: ModelVersion) -> Bounds:
         """The bounds on prompt and output lengths. The version must be described."""
         limit = version.settings.max_sequence_length
-        context = self.described[version.id].context_length
+        described = self.described[version.id]
+        context = described.context_length
         scheduler = self._config.scheduler
         context = min(context, limit) if limit else context
-        return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens)
+        positions = 0
+        if described.generates and described.kv_shape[0]:
+            positions = max_positions(self._config, version.settings, described.kv_shape, context)
+        return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens, positions)
 
     def adapter_digest(self, version: ModelVersion, adapter: str) -> str:
         """The digest of the adapter that a ready version has in memory under that name; "" for "".

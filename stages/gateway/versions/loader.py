@@ -279,7 +279,7 @@ class Loader:
                 settings = of_adapter.renew()  # another change may have come first
             check_slug(self._catalog, settings)
             if op == "demand":
-                await self._eviction.make_room(settings, lambda phase: self._set_phase(change, phase))
+                await self._make_room(change, settings)
             else:
                 await self._steps.wait_for_memory(change, settings, until)
             digest = known_digest(settings) if op == "demand" else ""
@@ -289,6 +289,18 @@ class Loader:
             self.on_begun()
             log.info("loading", extra={"version": new.id, "path": settings.path, "op": op})
             await self._steps.finish(new)
+
+    async def _make_room(self, change: str, settings: ModelConfig) -> None:
+        """Make room for a model that requests wait for. Raises `StarlingError`, also if an operator unloads it."""
+
+        def report(phase: str) -> None:
+            self._set_phase(change, phase)
+            if not self._catalog.may_load(settings.name):
+                raise _not_loaded(settings.name, self._catalog.names)
+
+        report("waiting for memory")
+        await self._eviction.make_room(settings, report)
+        report("waiting for memory")
 
     def _continue(self, version: ModelVersion) -> Change:
         log.warning("continuing a load of an earlier gateway", extra={"version": version.id})

@@ -46,6 +46,8 @@ class OnDemand:
         share = config.on_demand.max_waiting_per_tenant or max(1, most - most // 4)
         self.waiting = FairShares(most, min(most, share), reserve=0)
         self.use = use
+        self.has_keys: Callable[[], bool] = lambda: False  # whether there may be several tenants
+        self._is_enabled = config.on_demand.enabled
         self._wait_s = config.on_demand.wait_ms / 1000
         self._catalog = catalog
         self._loaded = loaded
@@ -86,8 +88,12 @@ class OnDemand:
         if version is None:
             self.use.asked(model)
             return
-        seconds = self._catalog.loadable.keep_alive_s(version.settings) if keep_alive is None else keep_alive
-        self.use.used(model, version.id, tenant, math.inf if seconds < 0 else seconds)
+        configured = self._catalog.loadable.keep_alive_s(version.settings)
+        seconds = configured if keep_alive is None else keep_alive
+        seconds = math.inf if seconds < 0 else seconds
+        if (version.settings.preload and self.has_keys()) or not self._is_enabled:
+            seconds = max(seconds, configured)  # it is there for all tenants, or could not be loaded again
+        self.use.used(model, version.id, tenant, seconds)
 
     @contextmanager
     def using(self, model: str, caller: Caller, keep_alive: float | None) -> Iterator[None]:
