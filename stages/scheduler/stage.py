@@ -193,6 +193,8 @@ class SchedulerStage:
         self.loop.progress = (kv.progress if kv is not None else 0) + sum(
             runner.engine.stats.steps + runner.engine.stats.submitted + runner.progress for runner in runners
         )
+        if not self.loop.ready and not self.loop.stopping:
+            self._update_readiness(now)  # a worker may have been attached: not only at the next tick
         is_busy = any(runner.engine.is_busy for runner in runners)
         self.loop.busy = self.loop.serves_stopping_clients(self.gateways) if self.loop.stopping else is_busy
         delay_s = min((runner.engine.steps.delay_s(now) for runner in runners), default=math.inf)
@@ -377,6 +379,7 @@ class SchedulerStage:
         for runner in self.runners.values():
             if runner.peer == peer:
                 runner.worker_down(self._clock())
+        self._update_readiness(self._clock())
 
     # -------------------------------------------------------------- kv
 
@@ -387,6 +390,7 @@ class SchedulerStage:
     def _kv_down(self) -> None:
         for runner in self.runners.values():
             runner.kv_down()
+        self._update_readiness(self._clock())
 
     def _on_kv(self, frame: m.Frame) -> None:
         runner = self.runners.get(getattr(frame, "model", ""))

@@ -50,6 +50,7 @@ class Stats:
         self.finished: dict[str, int] = {}  # by finish reason
         self.steps = 0
         self.generated = 0  # output tokens
+        self.endless = 0  # those of requests whose output does not stop by itself (`ignore_eos`)
         self.prompt_computed = 0  # prompt positions computed
         self.prompt_cached = 0  # prompt positions that came from the cache
         self.discarded = 0  # samples computed past a stop or a cancel
@@ -78,10 +79,11 @@ class Stats:
         self.prompt_cached += cached
         self.mean_fresh += 0.05 * (1.0 - cached / prompt - self.mean_fresh)
 
-    def record_finish(self, finish: str, outputs: int) -> None:
-        """A sequence ended with finish reason `finish` after `outputs` tokens."""
+    def record_finish(self, finish: str, outputs: int, can_stop: bool = True) -> None:
+        """A sequence ended with finish reason `finish` after `outputs` tokens; `can_stop`: not with `ignore_eos`."""
         self.finished[finish] = self.finished.get(finish, 0) + 1
-        self.output_lengths.record_end(self.generated, finish == "stop")
+        if outputs and can_stop:
+            self.output_lengths.record_end(self.generated - self.endless, finish == "stop")
         # An output that was cut off would have been longer: it counts only if it raises the mean.
         if finish in ("stop", "length") or outputs > self.mean_output:
             self.mean_output += 0.05 * (outputs - self.mean_output)
@@ -93,7 +95,7 @@ class Stats:
     @property
     def expected_output(self) -> float:
         """Output tokens after which a sequence is expected to stop by itself."""
-        return self.output_lengths.mean(self.generated)
+        return self.output_lengths.mean(self.generated - self.endless)
 
     def merge(self, other: Stats) -> None:
         """Add the counters and histograms of `other`."""

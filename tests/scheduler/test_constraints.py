@@ -274,6 +274,17 @@ def test_a_cancelled_submission_is_not_queued_after_its_trial() -> None:
     assert not world.engine.is_busy
 
 
+def test_a_mask_is_asked_for_with_the_rows_serial_number() -> None:
+    world = ConstrainedWorld()
+    world.submit(constrained("s", 1))
+    world.vet()
+    world.run_round()
+    asked = [frame for frame in world.constraints.frames if isinstance(frame, f.Mask)]
+    row = world.engine.table.live["s"].run.row
+    assert [frame.serial for frame in asked] == [int(world.steps.row_ints[row, sh.SERIAL])]
+    assert asked[0].serial > 0
+
+
 def test_an_automaton_that_fails_ends_its_sequence_alone() -> None:
     world = ConstrainedWorld(speculate=-1)
     world.submit(constrained("a", 1))

@@ -172,6 +172,54 @@ def test_tokens_that_no_mask_allowed_are_a_fault_of_the_server() -> None:
     assert masks.n_compiled == 1
 
 
+def test_a_preempted_sequence_is_not_checked_against_its_rows_next_one() -> None:
+    """Its grammar is compiled when the row has another sequence already."""
+    masks = Masks(PLAIN)
+    masks.steps.row_ints[0, sh.SERIAL] = 7
+    ready: list[Callable[[], None]] = []
+
+    def compile_later(function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        ready.append(lambda: future.set_result(function()))
+        return future
+
+    masks.writer._compile_later = compile_later
+    masks.writer.handle(f.Mask("0", 0, 0, 20, 1, (), 7))
+    masks.steps.row_ints[0, sh.SERIAL] = 8
+    masks.steps.tokens[0, :20] = list(b"12345678901234567890")
+    masks.steps.mask_ready[0, :] = 5
+    ready.pop()()
+    masks.writer.compiled()
+    assert masks.writer.answers == []
+    assert set(masks.steps.mask_ready[0]) == {5}
+    masks.steps.tokens[1, : len(TEXT)] = TEXT  # it is scheduled again, in another row
+    masks.steps.row_ints[1, sh.SERIAL] = 9
+    masks.writer.handle(f.Mask("0", 1, 0, 20, 2, (), 9))
+    assert masks.writer.answers == []
+    assert masks.steps.mask_ready[1, 20 % sh.MASK_SLOTS] == sh.mask_tag(2, 20)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_compilation_that_fails_once_fails_no_later_sequence(failures: int) -> None:
+    """It may have lacked memory for a moment. A sequence fails at the second one."""
+    masks = Masks(PLAIN, PLAIN)
+    left = [failures]
+    compile_now = masks.writer._compile_later
+
+    def fail_first(function: Callable[[], Any]) -> Future[Any]:
+        if not left[0]:
+            return compile_now(function)
+        left[0] -= 1
+        future: Future[Any] = Future()
+        future.set_exception(MemoryError("no memory"))
+        return future
+
+    masks.writer._compile_later = fail_first
+    assert (masks.at(0, 20) is None) == (failures == 2)
+    assert masks.at(1, 20) == alone(PLAIN, 20)
+    assert {name: failed.code for name, failed in masks.failed.items()} == ({"0": "INFERENCE"} if failures == 2 else {})
+
+
 def test_memory_that_is_missing_for_drafts_fails_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     masks = Masks(PLAIN, PLAIN)
     plain = mask_writer.write_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.protocol.messages import Denied
+from stages.scheduler.core.sequence_table import REATTACH_S
 
 from .peers import reference, submission
 from .world import GATEWAY, World
@@ -135,3 +136,17 @@ def test_a_sequence_without_gateway_is_cancelled_after_a_while():
     world.run_until_idle()
     assert world.ends == {}
     assert not world.engine.table.live
+
+
+def test_the_time_to_submit_again_begins_with_the_last_disconnection() -> None:
+    world = World()
+    world.submit(submission("s", [1, 2, 3], 50))
+    world.run_round()
+    world.engine.table.detach_gateway(GATEWAY, world.now)
+    world.advance(0.9 * REATTACH_S)
+    world.submit(world.submitted["s"])
+    world.engine.table.detach_gateway(GATEWAY, world.now)
+    world.advance(0.9 * REATTACH_S)
+    assert "s" in world.engine.table.live
+    world.advance(0.2 * REATTACH_S)
+    assert "s" not in world.engine.table.live

@@ -8,6 +8,7 @@ from array import array
 import msgspec
 import pytest
 
+from pipeline.protocol.messages import Sampling
 from stages.scheduler.core.row_scheduler import PREFETCH
 from stages.scheduler.policy.output_lengths import OutputLengths
 
@@ -58,6 +59,96 @@ def test_a_request_that_can_begin_at_once_is_not_refused() -> None:
     assert world.engine.waits.run_s(submission("short", [1, 2, 3], 390)) > 1.0
     world.submit(submission("short", [1, 2, 3], 390, deadline_ms=1000))
     assert "short" in world.engine.table.live
+
+
+@pytest.mark.parametrize("running", [0, 1])
+def test_choices_that_fit_into_the_batch_are_not_refused(running: int) -> None:
+    """They begin in one round: the estimate, which is for a full batch, would refuse the second."""
+    world = World(batch=8)
+    learned(world, 390)
+    world.set_cost(400_000.0, 1.0, 0.001)
+    world.engine.stats.output_lengths = OutputLengths(390.0)
+    for i in range(running):
+        world.submit(submission(f"r{i}", [1, 2, 3], 390))
+        world.run_round()
+    for i in range(8 - running):
+        world.submit(submission(f"s{i}", [1, 2, 3], 390, deadline_ms=1000))
+    assert world.engine.outbox.rejected == []
+    world.submit(submission("ninth", [1, 2, 3], 390, deadline_ms=1000))
+    assert [refused.sequence for _, refused in world.engine.outbox.rejected] == ["ninth"]
+
+
+@pytest.mark.parametrize("ends", ["at their first token", "at their limit, as asked", "before their first token"])
+def test_outputs_that_could_not_stop_refuse_no_other_tenants_request(ends: str) -> None:
+    world = World()
+    for i in range(200 if ends == "at their first token" else 4):
+        frame = submission(f"c{i}", [1, 2, 3 + i % 50], 1 if ends == "at their first token" else 390)
+        world.submit(msgspec.structs.replace(frame, sampling=Sampling(ignore_eos="as asked" in ends)))
+        if ends == "before their first token":
+            world.cancel(f"c{i}")
+        world.run_until_idle()
+        world.collect()
+    assert 60 < world.engine.stats.expected_output < 80
+
+
+@pytest.mark.parametrize("place", ["new", "waiting", "scheduled"])
+def test_an_output_that_cannot_stop_is_as_long_as_its_limit(place: str) -> None:
+    estimates = []
+    for ignore_eos in (False, True):
+        world = World(batch=4, max_queue_depth=1000)
+        learned(world)
+        world.set_cost(4000.0, 1.0, 0.001)
+        frame = msgspec.structs.replace(submission("", [1, 2, 3], 390), sampling=Sampling(ignore_eos=ignore_eos))
+        if place == "new":
+            estimates.append(world.engine.waits.run_s(frame))
+            continue
+        for name in "abcd":
+            world.submit(msgspec.structs.replace(frame, sequence=name))
+        if place == "scheduled":
+            world.run_round()
+        world.submit(submission("mine", [1, 2, 3], 390))
+        tenant = world.engine.queues.tenant("t")
+        estimates.append(world.engine.waits.backlog_s(tenant))
+        for name in list(world.engine.table.live):
+            world.cancel(name)
+        assert (tenant.waiting, tenant.output_backlog, tenant.endless, tenant.endless_backlog) == (0, 0, 0, 0)
+    assert world.engine.stats.expected_output < 100
+    assert estimates[1] > 1.5 * estimates[0]
+
+
+def test_one_output_that_cannot_stop_does_not_hold_the_whole_batch() -> None:
+    waits = []
+    for ignore_eos in (False, True):
+        world = World(batch=4, max_queue_depth=1000)
+        learned(world)
+        world.set_cost(4000.0, 1.0, 0.001)
+        for i in range(4):
+            frame = submission(f"r{i}", [1, 2, 3], 390)
+            world.submit(msgspec.structs.replace(frame, sampling=Sampling(ignore_eos=ignore_eos and i == 0)))
+        world.run_round()
+        world.submit(submission("mine", [1, 2, 3], 1))
+        waits.append(world.engine.waits.backlog_s(world.engine.queues.tenant("t")))
+    assert waits[0] < waits[1] < 1.4 * waits[0]
+
+
+@pytest.mark.parametrize("waits_for", ["a worker", "a batch"])
+def test_choices_that_wait_for_a_worker_or_a_batch_are_not_refused(waits_for: str) -> None:
+    """They were accepted because they begin at once, and will; those behind them have the estimate of a full batch."""
+    world = World(batch=8, batch_timeout_s=0.5 if waits_for == "a batch" else 0.0)
+    learned(world, 390)
+    world.set_cost(400_000.0, 1.0, 0.001)
+    world.engine.stats.output_lengths = OutputLengths(390.0)
+    if waits_for == "a worker":
+        world.engine.detached(world.now, 1)
+    for i in range(8):
+        world.submit(submission(f"s{i}", [1, 2, 3], 390, deadline_ms=100_000))
+    world.submit(submission("ninth", [1, 2, 3], 390))
+    world.engine.tick(world.now + 0.1)
+    assert world.engine.outbox.rejected == []
+    ninth = world.engine.table.live["ninth"]
+    ninth.deadline = world.now + 100.0  # of a time at which its wait was not known to be so long
+    world.engine.tick(world.now + 0.7)
+    assert [refused.sequence for _, refused in world.engine.outbox.rejected] == ["ninth"]
 
 
 @pytest.mark.parametrize("batch_timeout_s", [0.0, 0.5])

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.protocol.messages import Attach, Frame, Hello, KvReady, WorkerReady
+from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, Hello, KvAttach, KvReady, WorkerReady
 from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
-from stages.scheduler.core.version_runner import REATTACH_S, VersionRunner
+from stages.scheduler.core.version_runner import KV_RETRY_S, REATTACH_S, VersionRunner
 from stages.scheduler.recovery.attach_failure import LASTING_S
 
 from .peers import VOCAB, submission
@@ -192,3 +192,99 @@ def test_a_worker_that_attaches_at_last_serves_again(runner: VersionRunner, grou
     assert runner.problem == ""
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 2.0 + 2 * LASTING_S)
     assert "s" in runner.engine.table.live
+
+
+def test_an_arena_that_kv_could_not_provide_is_asked_for_again(
+    runner: VersionRunner, groups: list[Group], sent: list[Frame]
+) -> None:
+    to_kv: list[Frame] = []
+
+    def ask(frame: Frame) -> bool:
+        to_kv.append(frame)
+        return True
+
+    runner._to_kv = ask
+    runner.worker_ready(b"w", groups[0].hello, groups[0].ready, 1.0)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+    runner.tick(1.0 + 2 * KV_RETRY_S)
+    assert len(to_kv) == 1, "kv may be opening the arena"
+    for i in range(1, 4):
+        runner.kv_ready(KvReady("m", DIGEST, "", 0, 0, 0, False, "Too many open files"), 5.0 * i)
+        runner.tick(5.0 * i + 0.9 * KV_RETRY_S)
+        assert len(to_kv) == i
+        runner.tick(5.0 * i + 1.1 * KV_RETRY_S)
+        runner.tick(5.0 * i + 1.2 * KV_RETRY_S)
+        assert len(to_kv) == i + 1
+    assert set(to_kv) == {to_kv[0]}
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 20.0)
+    assert [type(frame) for frame in sent] == [Attach]
+    runner.tick(30.0)
+    assert len(to_kv) == 4
+
+
+def with_a_step(runner: VersionRunner, group: Group, now: float) -> int:
+    """Attach, and publish steps of a sequence "s". Returns the number of the step that the worker computes."""
+    attach(runner, group, now)
+    ring = runner.engine.worker.ring
+    assert ring is not None
+    words.store(ring._control, sh.WORKER_GENERATION, ring.generation)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), now)
+    grant(runner, now, 0)
+    return runner.engine.steps.unacknowledged[0].number
+
+
+def grant(runner: VersionRunner, now: float, page: int) -> None:
+    """A round, kv's answer to the first pages that were requested, and a round."""
+    runner.run_round(now)
+    leases = runner.engine.leases
+    (acquired,) = [frame for frame in leases.frames if isinstance(frame, Acquire)]
+    leases.frames.clear()
+    runner.engine.pages.granted(Granted(acquired.id, acquired.sequence, (page,), 0, "m"))
+    runner.run_round(now)
+
+
+def other_arena(*, reconciled: bool = False) -> KvReady:
+    return KvReady("m", DIGEST, "/other", 128, 16, 1024, generation=2, reconciled=reconciled)
+
+
+def test_another_kv_arena_waits_for_the_end_of_the_workers_step(
+    runner: VersionRunner, groups: list[Group], sent: list[Frame]
+) -> None:
+    """The end of that step is not taken for the end of a step of the next attachment."""
+    group = groups[0]
+    step = with_a_step(runner, group, 1.0)
+    ring = runner.engine.worker.ring
+    assert ring is not None
+    runner.engine.submissions.submit(GATEWAY, submission("t", [9, 9, 9], 8), 1.0)
+    sent.clear()
+    runner.kv_down()
+    runner.kv_ready(other_arena(), 5.0)
+    assert [type(frame) for frame in sent] == [Detach]
+    runner.kv_ready(other_arena(reconciled=True), 5.0)
+    runner.tick(5.1)
+    runner.run_round(5.1)
+    assert [type(frame) for frame in sent] == [Detach]
+    ring._steps.out_token[:, :] = 42
+    words.store(ring._control, sh.DONE, step)
+    runner.worker_ready(b"w", group.hello, group.ready, 5.2)
+    assert [type(frame) for frame in sent] == [Detach, Attach]
+    runner.engine.outbox.tokens.clear()
+    runner.run_round(5.2)
+    acquired = [frame for frame in runner.engine.leases.frames if isinstance(frame, Acquire)]
+    for page, frame in enumerate(acquired):
+        runner.engine.pages.granted(Granted(frame.id, frame.sequence, (page,), 0, "m"))
+    for i in range(3):
+        runner.run_round(5.3 + i)
+    assert {frame.sequence for frame in acquired} == {"s", "t"}
+    assert not runner.engine.outbox.tokens, "no step of this attachment has been computed"
+
+
+def test_a_worker_that_does_not_detach_is_killed(runner: VersionRunner, groups: list[Group]) -> None:
+    with_a_step(runner, groups[0], 1.0)
+    runner.kv_down()
+    runner.kv_ready(other_arena(), 5.0)
+    runner.tick(5.1)
+    runner.tick(14.0)
+    assert groups[0].process.poll() is None
+    runner.tick(5.1 + 61.0)
+    assert groups[0].process.wait(60) == -9

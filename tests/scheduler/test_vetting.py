@@ -82,14 +82,46 @@ def test_one_that_ends_the_process_is_refused() -> None:
     trial = Trial()
     trial.vet("crash")
     trial.vet("fine")
-    trial.take()
-    trial.vetting.on_died(1.0)
+    for _ in range(module.MAX_ENDS):
+        assert trial.results == []
+        frame = trial.take()
+        assert frame.constraint.text == "crash"
+        trial.vetting.on_begun(Begun(frame.id), 1.0)
+        trial.vetting.on_died(1.0)
     assert trial.results[0][0] == "crash"
     assert "memory" in trial.results[0][1]
-    assert trial.take().constraint.text == "fine"
-    trial.vetting.on_vetted(Vetted(2, ""), 1.0)
+    frame = trial.take()
+    assert frame.constraint.text == "fine"
+    trial.vetting.on_vetted(Vetted(frame.id, ""), 1.0)
     trial.vetting.on_died(2.0)  # nothing was being compiled
     assert len(trial.results) == 2
+
+
+def test_one_during_which_the_process_is_killed_is_tried_again() -> None:
+    """Its time begins with the new process."""
+    trial = Trial()
+    trial.vet("innocent")
+    killed = trial.take()
+    trial.vetting.on_begun(Begun(killed.id), 3.0)
+    trial.vetting.on_died(1.0)
+    frame = trial.take()
+    assert not trial.vetting.is_late(1.0, 100.0)
+    trial.vetting.on_vetted(Vetted(killed.id, "late"), 1.0)
+    trial.vetting.on_begun(Begun(frame.id), 0.5)
+    assert not trial.vetting.is_late(2.0, 5.4)
+    assert trial.vetting.is_late(2.0, 5.6)
+    trial.vetting.on_vetted(Vetted(frame.id, ""), 2.0)
+    assert trial.results == [("innocent", "")]
+
+
+def test_a_process_that_cannot_begin_is_started_a_bounded_number_of_times() -> None:
+    trial = Trial()
+    trial.vet("first")
+    for _ in range(module.MAX_STARTS):
+        assert trial.results == []
+        trial.take()
+        trial.vetting.on_died(1.0)
+    assert trial.results == [("first", "compiling it takes too much memory, or fails")]
 
 
 def test_a_tenant_has_a_bounded_number_waiting() -> None:

@@ -186,7 +186,8 @@ class Constraints:
         masks, run = sequence.masks, sequence.run
         assert masks is not None
         masks.sent_length, masks.sent_at = run.length, now
-        frame = Mask(sequence.id, run.row, sequence.prompt_len, run.length, masks.epoch, drafts)
+        serial = self._worker.ring.serial(run.row) if self._worker.ring is not None else 0
+        frame = Mask(sequence.id, run.row, sequence.prompt_len, run.length, masks.epoch, drafts, serial)
         self.frames.append(frame)
 
     # -------------------------------------------------------------- draft tokens

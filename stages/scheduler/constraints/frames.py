@@ -61,7 +61,8 @@ class Open(Frame, tag="o"):
 class Mask(Frame, tag="m"):
     """Write the mask for the token after the `length` tokens that the row holds, under a tag of this epoch.
 
-    With `drafts`, also those after each draft token that the constraint allows; answered by `Kept`.
+    With `drafts`, also those after each draft token that the constraint allows; answered by `Kept`.  If the row has
+    another serial number (shm/step_ring.py) it belongs to another sequence by now, and no mask is wanted; 0: any.
     """
 
     sequence: str
@@ -70,6 +71,7 @@ class Mask(Frame, tag="m"):
     length: int
     epoch: int
     drafts: tuple[int, ...] = ()
+    serial: int = 0
 
 
 class Kept(Frame, tag="K"):

@@ -23,7 +23,7 @@ from pipeline.procfs import anonymous_bytes
 from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
 from pipeline.runtime.malloc_trim import trim
 from shm.arena import Arena
-from shm.step_ring import MASK_SLOTS, Steps, attach_steps, mask_tag
+from shm.step_ring import MASK_SLOTS, SERIAL, Steps, attach_steps, mask_tag
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
 
@@ -31,10 +31,14 @@ GrammarKey = tuple[str, str, str, ReasoningPrefix | None]  # version, kind, text
 Compile = Callable[[Callable[[], Any]], "Future[Any]"]
 
 
+class _OtherSequenceError(Exception):
+    """The row belongs to another sequence: the one that the mask is for was preempted, and asks again later."""
+
+
 class _Sequence:
     """One open sequence."""
 
-    __slots__ = ("consumed", "key", "matcher", "pending", "recompiled", "source")
+    __slots__ = ("consumed", "failed", "key", "matcher", "pending", "recompiled", "source")
 
     def __init__(self, key: GrammarKey) -> None:
         self.key = key
@@ -42,6 +46,7 @@ class _Sequence:
         self.source: Future[Any] | None = None  # the compiled grammar that the automaton is of
         self.recompiled: Future[Any] | None = None  # the grammar for this sequence alone, after a limit was reached
         self.consumed = 0  # output tokens
+        self.failed: Future[Any] | None = None  # the compilation that has failed for another reason than the grammar
         self.pending: f.Mask | None = None  # until the grammar is compiled
 
     def forget_matcher(self) -> None:
@@ -208,14 +213,28 @@ class MaskWriter:
             if source is known.compiled or source is None:  # otherwise another sequence has had it compiled again
                 sequence.recompiled = self._start_compiling(version, known, steps)
             self._advance(name, sequence)
+        except _OtherSequenceError:
+            sequence.pending = None
         except Exception as error:
-            self._fail(name, error, "INFERENCE")
+            if compiled.exception() is not None and self._compile_again(sequence, known, compiled):
+                self._advance(name, sequence)
+            else:
+                self._fail(name, error, "INFERENCE")
         else:
             if sequence.recompiled is not None:
                 known.compiled, sequence.recompiled = sequence.recompiled, None
             sequence.pending = None
             if frame.drafts:
                 self._write_after_drafts(sequence, frame, steps)
+
+    def _compile_again(self, sequence: _Sequence, known: _Grammar, failed: Future[Any]) -> bool:
+        """Forget a compilation that failed for lack of memory, for instance. False: the sequence had another one."""
+        if known.compiled is failed:
+            known.compiled = None
+        if sequence.recompiled is failed:
+            sequence.recompiled = None
+        is_first, sequence.failed = sequence.failed is None, failed
+        return is_first
 
     def _start_compiling(self, version: str, known: _Grammar, steps: Steps) -> Future[Any]:
         words = steps.masks.shape[2]
@@ -226,11 +245,14 @@ class MaskWriter:
         self._close(name)
 
     def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps, compiled: Future[Any]) -> None:
-        """Write the mask after the known tokens. Raises `GrammarError`."""
+        """Write the mask after the known tokens. Raises `GrammarError`, and `_OtherSequenceError`."""
         if sequence.matcher is None:
             sequence.matcher, sequence.source = compiled.result().deep_copy(), compiled
         matcher = sequence.matcher
         new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
+        # After the copy: the scheduler stores the serial number of a row's new sequence before its tokens.
+        if frame.serial and int(steps.row_ints[frame.row, SERIAL]) != frame.serial:
+            raise _OtherSequenceError
         if new and not matcher.consume_tokens(new):
             grammar.check(matcher)
             raise RuntimeError("the sequence's tokens are not those of its masks")

@@ -1,7 +1,7 @@
 """Vetting: every new constraint is compiled on trial in a process of its own before its sequence is queued.
 
-One constraint at a time, tenants in turn.  One that takes longer than the limit, or ends the process, is refused; the
-next ones continue in a new process.  The limit is one of CPU time, and begins when the process has started: what is
+One constraint at a time, tenants in turn.  One that takes longer than the limit, or twice ends the process, is refused;
+the next ones continue in a new process.  The limit is one of CPU time, and begins when the process has started: what is
 refused does not depend on how busy the machine is.  Constraints that have passed are remembered.  Pure: frames gather
 in `frames`.
 """
@@ -20,6 +20,8 @@ MAX_JOBS = 256
 # A process that has no result after so many times the limit hangs, even if it used no CPU time.  On a machine whose
 # cores are all busy a process of low priority has a fiftieth of a core.
 MAX_DELAY = 60
+MAX_ENDS = 2  # of the process while it compiles a constraint: once it may have been killed for another reason
+MAX_STARTS = 5  # of the process for a constraint, if it ends before it begins with that
 
 Key = tuple[str, Constraint]  # version; the field is part of it, for the error messages
 OnVetted = Callable[[str, float], None]  # called with the error, "" if there is none, and the time
@@ -41,6 +43,8 @@ class Vetting:
         self._callbacks: dict[Key, list[OnVetted]] = {}
         self._current: Key | None = None
         self._id = 0
+        self._starts = self._ends = 0  # of the trial process for the current constraint
+        self._has_begun = False
         self._deadline = 0.0
         self._cpu_limit_s = float("inf")  # of the process, when the current constraint has had its time
 
@@ -78,14 +82,21 @@ class Vetting:
         self._current = queue.popleft()
         if queue:
             self._waiting[tenant] = queue  # behind the others
-        self._id += 1
+        self._starts = self._ends = 0
         self._deadline = now + self.limit_s * MAX_DELAY
+        self._send(*self._current)
+
+    def _send(self, version: str, constraint: Constraint) -> None:
+        self._id += 1
+        self._starts += 1
+        self._has_begun = False
         self._cpu_limit_s = float("inf")
-        self.frames.append(Vet(self._id, *self._current))
+        self.frames = [Vet(self._id, version, constraint)]
 
     def on_begun(self, frame: Begun, cpu_s: float) -> None:
         """The trial process, which has used `cpu_s` so far, begins with a constraint."""
         if frame.id == self._id:
+            self._has_begun = True
             self._cpu_limit_s = cpu_s + self.limit_s
 
     def on_vetted(self, frame: Vetted, now: float) -> None:
@@ -94,8 +105,13 @@ class Vetting:
             self._end(frame.error, now)
 
     def on_died(self, now: float) -> None:
-        """The trial process has ended."""
-        if self._current is not None:
+        """The trial process has ended. The constraint goes to the next one, unless it seems to be the reason."""
+        if self._current is None:
+            return
+        self._ends += self._has_begun
+        if self._ends < MAX_ENDS and self._starts < MAX_STARTS:
+            self._send(*self._current)
+        else:
             self._end("compiling it takes too much memory, or fails", now)
 
     def is_late(self, now: float, cpu_s: float) -> bool:

@@ -189,6 +189,8 @@ class StepCompletion:
         run.tokens.extend(tokens)
         run.length += n
         self._stats.generated += n
+        if sequence.sampling.ignore_eos:
+            self._stats.endless += n
         logprobs: tuple[Logprob, ...] = ()
         top = sequence.sampling.logprobs
         if top >= 0:

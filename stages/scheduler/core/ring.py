@@ -149,6 +149,10 @@ class Ring:
             s.bias_ids[row, i] = token
             s.bias[row, i] = bias
 
+    def serial(self, row: int) -> int:
+        """Serial number of the sequence that the row was written for last."""
+        return int(self._steps.row_ints[row, sh.SERIAL])
+
     def write_tokens(self, row: int, start: int, tokens: array[int]) -> None:
         """Write tokens from position `start` on. Raises `ValueError` if they exceed the row."""
         if start + len(tokens) > self._tokens_stride:

@@ -63,6 +63,19 @@ class RowScheduler:
             else:
                 table.reject(sequence, refusal)
 
+    @property
+    def free_places(self) -> int:
+        """Waiting sequences that join the running batch as soon as a round can schedule them."""
+        scheduled = self._table.scheduled
+        if self._pages.is_short or any(s.run.is_starved or s.is_preempting for s in scheduled):
+            return 0
+        return max(0, self._settings.max_batch_size - len(scheduled))
+
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether a sequence that arrives now joins the running batch in the next round."""
+        return self._queues.depth < self.free_places
+
     def _allocate(self, sequence: SequenceState, now: float) -> None:
         ring, run = self._worker.ring, sequence.run
         assert ring is not None

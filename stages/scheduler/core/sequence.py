@@ -67,6 +67,7 @@ class SequenceState:
         "deadline",
         "dedup_leader",
         "dedup_tokens",
+        "detached_until",
         "draft_state",
         "draft_tokens",
         "gateway",
@@ -107,6 +108,7 @@ class SequenceState:
         self.request: str = frame.request
         self.model: str = frame.model  # the version, for log lines
         self.gateway = gateway  # connection of the gateway that receives the output, b"": none does
+        self.detached_until = math.inf  # s: without a gateway until then it is cancelled
         self.tenant = tenant
         self.max_tokens: int = frame.max_tokens
         self.sampling: Sampling = frame.sampling

@@ -112,7 +112,7 @@ class SequenceTable:
         self._outbox.add_tokens(
             sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message, param
         )
-        self._stats.record_finish(reason, sequence.outputs)
+        self._stats.record_finish(reason, sequence.outputs, not sequence.sampling.ignore_eos)
         if log.isEnabledFor(logging.DEBUG):
             took_ms = round((self._outbox.now - sequence.arrived) * 1000, 3)
             facts = {"finish": reason, "tokens": sequence.outputs, "duration_ms": took_ms}
@@ -226,7 +226,8 @@ class SequenceTable:
         for sequence in self.live.values():
             if sequence.gateway == gateway:
                 sequence.gateway = b""
-                self._set_timer(now + REATTACH_S, sequence)
+                sequence.detached_until = now + REATTACH_S
+                self._set_timer(sequence.detached_until, sequence)
         self._outbox.drop_gateway(gateway)
         self._constraints.drop_gateway(gateway)
 
@@ -254,7 +255,7 @@ class SequenceTable:
                     message=f"the request's time was over after {now - sequence.arrived:.1f} s ({where}, "
                     f"{sequence.outputs} tokens of output)",
                 )
-            elif not sequence.gateway:
+            elif not sequence.gateway and now >= sequence.detached_until:  # later if it was detached again
                 self.cancel_silently(sequence)
 
 

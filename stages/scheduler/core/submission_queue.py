@@ -129,9 +129,10 @@ class SubmissionQueue:
             wait_s = self._waits.retry_after_s(removed.tenant)
             message = f"queue of {frame.model} is full and most of it is yours"
             self._table.reject(removed, Refusal("OVERLOADED", message, "", wait_s))
-        if frame.deadline_ms > 0 and self._is_estimated:
+        # The estimate is for a full batch.  A sequence that begins at once may be faster, and stop early enough.
+        if frame.deadline_ms > 0 and self._is_estimated and not self._rows.begins_at_once:
             done_s = self._waits.backlog_s(tenant)
-            if self._queues.depth:  # a sequence that can start at once may still stop early enough
+            if self._queues.depth:
                 done_s += self._waits.run_s(frame)
             if done_s * 1000 > frame.deadline_ms:
                 message = f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms"
@@ -142,15 +143,18 @@ class SubmissionQueue:
         """Refuse waiting sequences that will miss their deadline. Call about every 100 ms.
 
         They were admitted before costs were known, or before it was known how long outputs become.  A request with a
-        choice that computes is not refused.
+        choice that computes is not refused, nor is one that only waits for a worker or for the batch to begin.
         """
         if now < self._next_shed or not self._queues.depth or not self._is_estimated:
             return
         self._next_shed = now + SHED_S
+        n_begin = self._rows.free_places  # any tenant's first ones may be those
+        if self._queues.depth <= n_begin:
+            return
         begun = {sequence.request for sequence in self._table.scheduled}
         for tenant in [tenant for tenant in self._queues.tenants.values() if tenant.waiting]:
             retry_s = self._waits.retry_after_s(tenant)
-            for sequence, takes_s in list(self._waits.too_late(tenant, now, SHED_MARGIN)):
+            for sequence, takes_s in list(self._waits.too_late(tenant, now, SHED_MARGIN, n_begin)):
                 if not sequence.outputs and sequence.request not in begun:
                     left_s = sequence.deadline - now
                     message = f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left"

@@ -4,6 +4,8 @@ A worker is attached in this order: a group sends `WorkerReady` (it computes no 
 step arena exists, and kv has reported the KV arena.  Each event takes the next step that is possible.
 
     WorkerReady --> step arena --> KvAttach --> KvReady (Reconcile if needed) --> Attach
+
+When kv's arena is another one, the worker gets `Detach`, and is attached again after its next `WorkerReady`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from stages.scheduler.recovery.starvation import Starvation
 log = logging.getLogger("starling.scheduler")
 
 REATTACH_S = 0.5  # between two attachments of one worker group
+KV_RETRY_S = 1.0  # between two requests for an arena that kv could not provide
 STALLED_S = 0.5  # a worker with a step and without signs of computing for so long makes the model not ready
 MAX_LOGGED = 16  # ids of requests in one log line
 FENCE_WAIT_S = 0.2  # after killing a group; if it has not exited by then, the next tick checks again
@@ -66,6 +69,7 @@ class VersionRunner:
         self.vocabulary = ""  # digest of what its token ids mean; "": not known
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
+        self._ask_kv_at = 0.0  # s: if it has reported an error
         self.kv_state: m.KvState | None = None
         self.cores: frozenset[int] = frozenset()  # that its ranks are pinned to; empty: any
         self.weight = 1.0  # share of cores that it has in common with other models
@@ -81,6 +85,7 @@ class VersionRunner:
         self._hello: m.Hello | None = None
         self._ready: m.WorkerReady | None = None  # the group that is attached, or waits to be
         self._pids: tuple[tuple[int, int], ...] = ()  # of the group that has the arenas mapped
+        self._is_detaching = False  # it has a `Detach` to answer, and may compute a step until then
         self._fence: Fence | None = None
         self._suspicion = 0  # DEATH or STALL: why the fenced group did not finish its step
         self._fence_at = math.inf
@@ -114,6 +119,7 @@ class VersionRunner:
         self._suspicion = suspicion
         self.engine.halt(now)
         self._ready = None
+        self._is_detaching = False
         self._fence_at = math.inf
         self._attach_failure.clear()
         self.reason = why
@@ -135,6 +141,7 @@ class VersionRunner:
                 # A successor has started before the end of its predecessor was noticed.
                 self.kill(now, "replaced by a new worker")
         self.peer = peer
+        self._is_detaching = False
         self.vocabulary = frame.vocabulary
         self._hello = hello
         self._ready = frame
@@ -233,13 +240,18 @@ class VersionRunner:
         """kv has the model's arena, or reports why it has none."""
         self.kv = frame
         if frame.error:
-            self._attach_failure.record(f"KV arena: {frame.error}", now)
-            log.error("KV arena is not available", extra={"model": self.name, "reason": frame.error})
+            self._ask_kv_at = now + KV_RETRY_S
+            if self._attach_failure.record(f"KV arena: {frame.error}", now):
+                log.error("KV arena is not available", extra={"model": self.name, "reason": frame.error})
             return
         was_attached = self.engine.worker.is_attached
         if self.engine.kv_ready(frame) and was_attached:
-            # The arena has other contents: the worker must not write with the old page tables.
+            # The arena has other contents: the worker must not write with the old page tables.  It may be in a step,
+            # whose end would acknowledge the first step of another attachment: that waits for `WorkerReady`.
             self.engine.halt(now)
+            self._ready = None
+            self._is_detaching = True
+            self.reason = "waiting for its worker"
             self._to_worker(self.peer, m.Detach(self._generation))
         self._advance(now)
 
@@ -282,6 +294,9 @@ class VersionRunner:
     def tick(self, now: float) -> None:
         """Every 100 ms: deadlines, a stuck step, a fence that has not closed, a worker that does not reconnect."""
         self.engine.tick(now)
+        if self.kv is not None and self.kv.error and now >= self._ask_kv_at:
+            self._ask_kv_at = now + KV_RETRY_S
+            self.attach_kv()
         counter = self._worker_counter()
         self._detect_stall(now, counter)
         if now >= self._fence_at:
@@ -310,7 +325,7 @@ class VersionRunner:
         """Grows while the worker computes; -1: it has no step."""
         engine = self.engine
         ring = engine.worker.ring
-        if ring is None or not engine.steps.unacknowledged or not engine.worker.is_attached:
+        if ring is None or not engine.steps.unacknowledged or not (engine.worker.is_attached or self._is_detaching):
             return -1
         return ring.progress + ring.done
 

@@ -2,14 +2,15 @@
 
 The mean is (output tokens) / (outputs that stopped), as for a radioactive decay.  So outputs that still run count as
 well, and outputs that were cut off by their limit, their deadline or their client do not make the mean too small.
-A request's own limit is applied by the caller.
+Some outputs of an assumed length always count beside them: requests for a single token, none of which stops, say little
+about the length of other outputs.  A request's own limit is applied by the caller.
 """
 
 from __future__ import annotations
 
 INITIAL_MEAN = 64.0  # tokens
-INITIAL_STOPS = 8.0  # outputs of that length that are assumed to have stopped before the first one
-DECAY = 0.98  # weight of earlier outputs, at each one that ends
+ASSUMED_STOPS = 8.0  # outputs of that length that are assumed to have stopped, besides those that did
+DECAY = 0.99  # weight of earlier outputs, at each one that ends
 MAX_MEAN = 1e6  # also of outputs that never stop
 
 
@@ -17,8 +18,8 @@ class OutputLengths:
     """Of one model. `generated` is the number of output tokens so far, of all sequences."""
 
     def __init__(self, mean: float = INITIAL_MEAN) -> None:
-        self._tokens = mean * INITIAL_STOPS  # decaying sums
-        self._stops = INITIAL_STOPS
+        self._assumed_tokens = mean * ASSUMED_STOPS
+        self._tokens = self._stops = 0.0  # decaying sums
         self._counted = 0  # of `generated`
 
     def record_end(self, generated: int, has_stopped: bool) -> None:
@@ -29,4 +30,5 @@ class OutputLengths:
 
     def mean(self, generated: int) -> float:
         """Expected tokens of an output, and as many more of an output that runs."""
-        return min(MAX_MEAN, (self._tokens + generated - self._counted) / max(self._stops, 1e-6))
+        tokens = self._assumed_tokens + self._tokens + generated - self._counted
+        return min(MAX_MEAN, tokens / (ASSUMED_STOPS + self._stops))

@@ -91,9 +91,7 @@ class TenantQueues:
         tenant = sequence.tenant
         heapq.heappush(self._heaps.setdefault(tenant.name, []), (sequence.key, sequence))
         self._waiting.add(sequence)
-        tenant.waiting += 1
-        tenant.prompt_backlog += sequence.run.length
-        tenant.output_backlog += sequence.run.end - sequence.run.length
+        _count(sequence, 1)
         self.depth += 1
 
     def pop(self, tenant: Tenant) -> SequenceState:
@@ -109,9 +107,7 @@ class TenantQueues:
         """Take out a waiting sequence."""
         self._waiting.remove(sequence)
         tenant = sequence.tenant
-        tenant.waiting -= 1
-        tenant.prompt_backlog -= sequence.run.length
-        tenant.output_backlog -= sequence.run.end - sequence.run.length
+        _count(sequence, -1)
         self.depth -= 1
         heap = self._heaps[tenant.name]
         if not tenant.waiting:
@@ -173,3 +169,14 @@ class TenantQueues:
         """Virtual time of the least served active tenant: idle time is not saved up."""
         active = [t.served for t in self.tenants.values() if t.is_active]
         return min(active) if active else max((t.served for t in self.tenants.values()), default=0.0)
+
+
+def _count(sequence: SequenceState, sign: int) -> None:
+    """A sequence has begun to wait (`sign` 1), or ended that (-1)."""
+    tenant, run = sequence.tenant, sequence.run
+    tenant.waiting += sign
+    tenant.prompt_backlog += sign * run.length
+    tenant.output_backlog += sign * (run.end - run.length)
+    if sequence.sampling.ignore_eos:
+        tenant.endless += sign
+        tenant.endless_backlog += sign * (run.end - run.length)

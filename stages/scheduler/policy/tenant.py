@@ -8,6 +8,8 @@ class Tenant:
 
     __slots__ = (
         "computed",
+        "endless",
+        "endless_backlog",
         "inverse",
         "name",
         "output_backlog",
@@ -28,6 +30,8 @@ class Tenant:
         self.waiting = 0  # sequences in the queue
         self.prompt_backlog = 0  # known tokens of the waiting sequences
         self.output_backlog = 0  # most tokens that they may still generate
+        self.endless = 0  # those that do not stop by themselves (`ignore_eos`)
+        self.endless_backlog = 0  # the tokens that these will generate, a part of `output_backlog`
 
     @property
     def is_active(self) -> bool:

@@ -1,7 +1,7 @@
 """Wait estimate: how long a tenant's backlog will take, from measured costs and the tenant's share.
 
 The length of an output is estimated from those that the model has generated so far (output_lengths.py), within the
-request's own limit.
+request's own limit. An output that does not stop by itself (`ignore_eos`) is as long as its limit.
 """
 
 from __future__ import annotations
@@ -42,30 +42,36 @@ class WaitEstimate:
     def run_s(self, frame: Submit) -> float:
         """Expected computing time of a new sequence in a full batch."""
         output_us, prompt_us = self._costs_us()
-        outputs = min(frame.max_tokens, self._stats.expected_output)
+        outputs: float = frame.max_tokens
+        if not frame.sampling.ignore_eos:
+            outputs = min(outputs, self._stats.expected_output)
         return (outputs * output_us * self._max_batch_size + len(frame.prompt) // 4 * prompt_us) * 1e-6
 
-    def too_late(self, tenant: Tenant, now: float, margin: float) -> Iterator[tuple[SequenceState, float]]:
+    def too_late(
+        self, tenant: Tenant, now: float, margin: float, n_begin: int = 0
+    ) -> Iterator[tuple[SequenceState, float]]:
         """The waiting sequences of `tenant` that will miss their deadline, and the seconds that each would take.
 
         Sequences behind one that is yielded are estimated without it.  A sequence is late if it would take more than
-        `margin` times its remaining time.
+        `margin` times its remaining time.  The first `n_begin` are not late: their batch may be far from full.
         """
         output_us, prompt_us = self._costs_us()
         done_s = self._done_s(tenant, output_us, prompt_us)
         mean, ahead_us = self._stats.expected_output, 0.0
-        for sequence in self._queues.in_order(tenant):
-            outputs = min(mean, sequence.run.end - sequence.run.length)
+        for place, sequence in enumerate(self._queues.in_order(tenant)):
+            outputs = _outputs(sequence, mean)
             fresh_us = sequence.run.length * prompt_us
             takes_s = done_s(ahead_us) + (outputs * output_us * self._max_batch_size + fresh_us) * 1e-6
-            if takes_s > margin * (sequence.deadline - now):
+            if place >= n_begin and takes_s > margin * (sequence.deadline - now):
                 yield sequence, takes_s
             else:
                 ahead_us += outputs * output_us + fresh_us
 
     def _work_us(self, tenant: Tenant, output_us: float, prompt_us: float) -> float:
         """Computing time of the waiting sequences of `tenant`."""
-        outputs = min(tenant.waiting * self._stats.expected_output, tenant.output_backlog)
+        endless = tenant.endless_backlog
+        stopping = (tenant.waiting - tenant.endless) * self._stats.expected_output
+        outputs = min(stopping, tenant.output_backlog - endless) + endless
         return outputs * output_us + tenant.prompt_backlog * prompt_us
 
     def _done_s(self, tenant: Tenant, output_us: float, prompt_us: float) -> Callable[[float], float]:
@@ -74,11 +80,12 @@ class WaitEstimate:
         active = [t for t in self._queues.tenants.values() if t.is_active]
         others_us = sum(self._work_us(t, output_us, prompt_us) for t in active if t is not tenant)
         others_us += sum(max(0, s.run.length - s.run.planned) for s in scheduled) * prompt_us
-        outputs = sum(min(mean, s.run.end - s.run.length) for s in scheduled)
-        others_us += outputs * output_us
+        outputs = [_outputs(s, mean) for s in scheduled]
+        others_us += sum(outputs) * output_us
         share = tenant.weight / (sum(t.weight for t in active if t is not tenant) + tenant.weight)
-        # Until a sequence of the running batch ends.
-        first_us = outputs / len(scheduled) * output_us * n / 2 if scheduled else 0.0
+        # Until a sequence of the running batch ends: the harmonic mean, because a long one keeps no other from ending.
+        typical = len(outputs) / sum(1 / max(1.0, left) for left in outputs) if outputs else 0.0
+        first_us = typical * output_us * n / 2
         return lambda own_us: min(others_us + own_us, own_us / share + first_us) * 1e-6
 
     def _costs_us(self) -> tuple[float, float]:
@@ -89,3 +96,9 @@ class WaitEstimate:
         step_us = cost.predict(n, round(n * length))
         prompt_us = (cost.token_us + cost.position_us * length / 2) * self._stats.mean_fresh
         return step_us / n * cost.pace, prompt_us * cost.pace
+
+
+def _outputs(sequence: SequenceState, mean: float) -> float:
+    """Tokens that a sequence is expected to generate still."""
+    most = sequence.run.end - sequence.run.length
+    return most if sequence.sampling.ignore_eos else min(mean, most)
