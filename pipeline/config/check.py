@@ -7,6 +7,7 @@ value.  Values of secrets are never shown.
 from __future__ import annotations
 
 import difflib
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args, get_origin
@@ -117,9 +118,9 @@ def _check_section(kind: type[Section], value: dict[Any, Any], key: Key, finding
             check(fields[name], item, (*key, name), findings)
         elif findings.has_room:
             findings.add((*key, str(name)), "no such key" + _hint(str(name), fields))
-    for field in msgspec.structs.fields(kind):
-        if field.required and field.name not in value:
-            findings.add((*key, field.name), "missing; give it a value")
+    for name in _required(kind):
+        if name not in value:
+            findings.add((*key, name), "missing; give it a value")
 
 
 def _reason(message: str, kind: Any, value: Any) -> str:
@@ -154,7 +155,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 def fields_of(kind: Any) -> dict[str, Any]:
     """Name to type of a section's keys, in order; empty for other types."""
-    return {f.name: f.type for f in msgspec.structs.fields(kind)} if is_section(kind) else {}
+    return _fields(kind) if is_section(kind) else {}
+
+
+@functools.cache  # 20 ms for the whole schema, which every process of a server checks
+def _fields(kind: type[Section]) -> dict[str, Any]:
+    return {f.name: f.type for f in msgspec.structs.fields(kind)}
+
+
+@functools.cache
+def _required(kind: type[Section]) -> tuple[str, ...]:
+    return tuple(f.name for f in msgspec.structs.fields(kind) if f.required)
 
 
 def is_section(kind: Any) -> bool:

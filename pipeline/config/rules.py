@@ -380,8 +380,10 @@ def _fleet(config: Config) -> Iterator[Rule]:
         elif scheme and (reason := _url_problem(address, needs_host=scheme != "file")):
             yield Rule(key, "", reason)
     is_bucket = fleet.blobs.startswith("s3://")
-    if fleet.blobs_endpoint and not is_bucket:
-        yield Rule("fleet.blobs_endpoint", "", "names a server for buckets: set fleet.blobs to s3://BUCKET too")
+    if fleet.blobs_endpoint and not fleet.blobs.startswith(("s3://", "az://")):
+        yield Rule(
+            "fleet.blobs_endpoint", "", "names a server for buckets: set fleet.blobs to s3://BUCKET or az://ACCOUNT too"
+        )
     elif fleet.blobs_endpoint and not fleet.blobs_endpoint.startswith(("http://", "https://")):
         yield Rule("fleet.blobs_endpoint", repr(fleet.blobs_endpoint), "expected an http:// or https:// URL")
     elif fleet.blobs_endpoint and (reason := _url_problem(fleet.blobs_endpoint)):

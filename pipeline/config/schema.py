@@ -301,9 +301,14 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     lease_ms: Annotated[int, Meta(ge=1000, le=600_000)] = 5_000  # an agent that is silent for so long is gone
     max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
     start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
+    signed_urls: bool = False  # a bucket is read by URLs that orchestrators sign: this host needs no credentials of it
+    standby_engines: Annotated[int, Meta(ge=0, le=16)] = 1  # processes that wait to become a model's engine
     peers: bool = True  # pieces of published models go from agent to agent, besides those from fleet.blobs
     peer_connections: Annotated[int, Meta(ge=1, le=64)] = 8  # pieces that it sends to other agents at once
     peer_mb_per_s: MegabytesOrNone = 0  # that it sends to other agents; 0: no bound
+    # KV pages that it gets from other agents at once, for streams that move here, and gives of one stream; 0: none
+    page_mb: MegabytesOrNone = 256
+    layer_streaming: bool = True  # an engine starts with a model that is still downloaded, and computes what is here
     engines: Annotated[tuple[EngineConfig, ...], Meta(max_length=64)] = ()  # models of other programs
 
 
@@ -320,11 +325,14 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     wait_ms: MillisecondsOrNone = 10_000  # that a new request waits for an agent
     move_timeout_ms: MillisecondsOrNone = 60_000  # that a request whose engine died waits for another one
     load_timeout_ms: Milliseconds = 600_000  # of a model
+    url_valid_s: Annotated[int, Meta(ge=60, le=86_400)] = 600  # of the URLs that it signs for agents (signed_urls)
     unload_idle_ms: MillisecondsOrNone = (
         0  # models without a placement leave after this time without requests; 0: never
     )
     # A stream of another engine that dies: another one goes on from the text so far, or the stream ends with an error
     lost_text: Literal["replay", "error"] = "replay"
+    # Which of the agents that have a model ready gets a request; all but the score are for comparison
+    routing: Literal["score", "least-queue", "round-robin", "random"] = "score"
     # Weights of the terms of an agent's score, which are estimates in seconds: see docs/fleet.md.
     alpha: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # start of the model
     beta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # prefill that the KV cache saves
@@ -359,7 +367,7 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     tls: FleetTlsConfig = FleetTlsConfig()
     # Published models: a directory, http(s)://HOST/PATH (read-only), s3://, gs:// or az://; "": STARLING_HOME/blobs
     blobs: str = ""
-    blobs_endpoint: str = ""  # URL of a server that is compatible with S3; "": the cloud's own
+    blobs_endpoint: str = ""  # URL of a server that is compatible with S3, or of an Azure account; "": the cloud's own
     blobs_region: str = ""  # "": AWS_REGION, or us-east-1
     mirrors: tuple[str, ...] = ()  # further addresses of the same contents, to download from
     download_connections: Annotated[int, Meta(ge=1, le=64)] = 16  # requests at once for one model, at most

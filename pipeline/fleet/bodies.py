@@ -8,6 +8,12 @@
     GET  /metrics                                     Prometheus text
     GET  /pieces/DIGEST/CHECKSUM                      -> PieceState        200; 404: the file is not here
     GET  /pieces/DIGEST/CHECKSUM/PIECE                the bytes of a piece; 429: too many are asked for
+    POST /give_pages           GivePagesRequest    -> GivePagesResponse    200; 404: the request has no pages here
+    POST /take_pages           TakePagesRequest    -> TakePagesResponse    200 the engine has them
+    GET  /kv_pages/TICKET                             the pages of a ticket, once
+
+An agent without credentials of the blob store says so in its heartbeats (`takes_signed_urls`).  It gets URLs with the
+load request, names the blobs whose URLs it needs next (`wanted_urls`), and gets those with a later heartbeat.
 
 Every call but /health carries `Authorization: Bearer TOKEN`.  Errors have the form of pipeline/api/error_response.py.
 Model states are on the wire as `cache_state`.
@@ -21,8 +27,9 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.api.json_body import parse_object
+from pipeline.catalog.entry import Entry
 from pipeline.errors import InvalidRequest
-from pipeline.fleet.records import VERSION
+from pipeline.fleet.records import VERSION, AgentRecord
 
 AgentState = Literal["IDLE", "LOADING_MODEL", "INFERRING", "DEGRADED"]
 ModelState = Literal["DOWNLOADING", "LOADING_TO_GPU", "READY", "FAILED", "UNLOADED"]
@@ -31,6 +38,8 @@ CacheLevel = Literal["GPU_RESIDENT", "CPU_RESIDENT", "DRAM_CACHED", "NVME_CACHED
 
 ModelId = Annotated[str, Meta(min_length=1, max_length=128)]
 MAX_CLAIMED = 64
+MAX_URLS = 64  # of one model in one body
+MAX_URL_CHARACTERS = 8192  # a token of a role makes it long
 
 TimeoutMs = Annotated[int, Meta(ge=0, le=86_400_000)]
 
@@ -39,13 +48,34 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of the requests: an unknown field is an error."""
 
 
-class LoadModelRequest(Request, frozen=True, kw_only=True):
-    """Load a published model. Repeated, it waits for the load that runs, or answers at once."""
+class SignedUrls(Request, frozen=True, kw_only=True):
+    """Where blobs of a published model can be read, each for `valid_s` from now. A URL needs nothing else: a secret."""
+
+    entry: Entry
+    valid_s: Annotated[float, Meta(gt=0, le=86_400)]
+    urls: Annotated[
+        dict[
+            Annotated[str, Meta(max_length=512)],  # key of the blob
+            Annotated[str, Meta(max_length=MAX_URL_CHARACTERS, pattern="^https?://")],
+        ],
+        Meta(max_length=MAX_URLS),
+    ] = {}
+
+    def __repr__(self) -> str:
+        return f"SignedUrls({self.entry.name!r}, {len(self.urls)} URLs)"
+
+
+class LoadModelRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Load a published model. Repeated, it waits for the load that runs, or answers at once.
+
+    Fields at their defaults are left out: older agents refuse new ones.
+    """
 
     model_id: ModelId
     digest: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""  # refused if the name has another model
     wait: bool = True  # false: answer at once, with 202 while it is loading
     timeout_ms: TimeoutMs = 600_000  # of waiting; the load goes on
+    signed: SignedUrls | None = None  # sent to agents that say that they take them
 
 
 class UnloadModelRequest(Request, frozen=True, kw_only=True):
@@ -70,6 +100,28 @@ class HeartbeatRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     extend_lease: bool = False  # serve on for another lease while the agent cannot reach the store
     # Which models' prefixes to publish, from where. Sent to agents that say that they publish them.
     prefixes_after: Annotated[dict[ModelId, PrefixCursor], Meta(max_length=64)] = {}
+    signed: Annotated[tuple[SignedUrls, ...], Meta(max_length=64)] = ()  # for models that the agent was told to load
+
+
+class GivePagesRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks the agent of a running request for its KV pages, which another agent is to get."""
+
+    model_id: ModelId
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)]
+    agent_id: Annotated[str, Meta(min_length=1, max_length=63)]  # who may get them
+    max_bytes: Annotated[int, Meta(ge=0, le=1 << 40)] = 0  # that it takes; 0: not known. Only to agents that say theirs
+
+
+class TakePagesRequest(Request, frozen=True, kw_only=True):
+    """Tells an agent to get KV pages for a request that its engine is about to get."""
+
+    model_id: ModelId
+    request_id: Annotated[str, Meta(min_length=1, max_length=128)]  # as the engine will get it
+    source: AgentRecord
+    ticket: Annotated[str, Meta(pattern="^[0-9A-Za-z_-]{16,64}$")]  # of the source's answer
+    bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
+    timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]  # then the engine computes them
+    tenant: Annotated[str, Meta(max_length=64)] = ""  # whose pages they are; "": of none in particular
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +169,22 @@ class PrefixUpdate(msgspec.Struct, frozen=True, kw_only=True):
     removed: bytes = b""  # likewise; applied first
 
 
+class GivePagesResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A ticket for KV pages. It opens nothing else, and nothing twice: a secret."""
+
+    ticket: str
+    pages: int
+    bytes: int  # of all, with what names them
+    of_pages: int = 0  # that the request has, of which those are the first ones; 0: an older release does not say
+
+
+class TakePagesResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """KV pages that wait in the engine for their request."""
+
+    pages: int
+    seconds: float  # that it took
+
+
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that has an engine, or is getting one."""
 
@@ -145,6 +213,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     publishes_prefixes: bool = False  # the agent can say which pages the engine's KV cache holds
     held_pages: int = 0  # of which it has published the names
     prefixes: PrefixUpdate | None = None  # if they were asked for
+    page_tokens: int = 0  # of a KV page; 0: not known
     continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
 
 
@@ -168,6 +237,13 @@ class PieceState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     claimed: tuple[int, ...] = ()  # pieces that it reads from a blob store now, at most MAX_CLAIMED
 
 
+class WantedUrls(msgspec.Struct, frozen=True, kw_only=True):
+    """The blobs of a model whose signed URLs an agent needs next."""
+
+    model_id: str
+    keys: tuple[str, ...]  # at most MAX_URLS
+
+
 class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an agent."""
 
@@ -185,6 +261,10 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     max_models: int = 0  # engines at once
     download_bytes_per_s: float = 0.0  # measured; 0: no download yet
     shares_pieces: bool = False  # it gives pieces of its files to other agents, and gets them from these
+    exchanges_kv_pages: bool = False  # it gives KV pages to other agents, and gets them from these
+    kv_page_bytes: int = 0  # of one request's KV pages that it gives and takes; 0: not known
+    takes_signed_urls: bool = False  # it has no credentials of the blob store
+    wanted_urls: tuple[WantedUrls, ...] = ()
     loaded_models: tuple[LoadedModel, ...] = ()
     cached_models: tuple[CachedModel, ...] = ()
 

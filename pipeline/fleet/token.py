@@ -37,6 +37,16 @@ def load_or_create(path: Path) -> str:
         ) from None
 
 
+def load(path: Path) -> str:
+    """The token in `path`; "" if there is no file. Raises `ConfigError`."""
+    try:
+        return _read(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise ConfigError(f"fleet.token: {path} cannot be read: {error.strerror}", "fleet.token") from None
+
+
 def authorization(token: str) -> dict[str, str]:
     """The header with which a request carries the token."""
     return {"Authorization": f"Bearer {token}"}

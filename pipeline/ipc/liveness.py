@@ -10,8 +10,9 @@ order, so it can tie soft state to the incarnation.
     Heartbeat.sent  counts the frames sent to this peer.  When fewer have arrived, some were lost: the peer is
                     discarded and greeted again, as after its death.
 
-Heartbeats go out every `heartbeat_ms`.  Between idle stages they go out every 1.5 s, except where the receiver derives
-readiness from them (`Edge.is_readiness_source`): a process's death is seen by its pidfd anyway.
+Heartbeats go out every `heartbeat_ms`, and to a peer when it comes up.  Between idle stages they go out every 1.5 s,
+except where the receiver derives readiness from them (`Edge.is_readiness_source`): a process's death is seen by its
+pidfd anyway.
 
 Knows no sockets: it sends and reports through the `Transport` that owns it.
 """
@@ -161,7 +162,13 @@ class Liveness:
         self.send_hello(key)
         log.info("peer up", extra={"edge": self._edge, "peer": hello.stage, "peer_pid": hello.pid})
         self._transport.notify(key, hello, True)
+        self._send_last_heartbeat(key, peer)
         return True
+
+    def _send_last_heartbeat(self, key: bytes, peer: Peer) -> None:
+        """To a new peer at once, which may wait for this stage: the next one may be an interval away."""
+        if self._last_offered.stage and self.peers.get(key) is peer and peer.hello is not None:
+            self._transport.transmit(key, msgspec.structs.replace(self._last_offered, sent=peer.sent))
 
     # -------------------------------------------------------------- receiving
 
@@ -218,8 +225,9 @@ class Liveness:
                     self.discard(key, SILENT)
         # An idle stage ticks less often from now on: its peers must learn it before they count it as silent.
         becomes_idle = heartbeat.idle and not self._last_offered.idle
+        is_urgent = becomes_idle or heartbeat.ready != self._last_offered.ready  # requests wait for a stage
         has_passed = now - self._last_sent >= EARLY_FRACTION * self.interval_s
-        if (becomes_idle or has_passed) and self._is_due(heartbeat, now):
+        if (is_urgent or has_passed) and self._is_due(heartbeat, now):
             self._last_sent = now
             self.broadcast(heartbeat)
 

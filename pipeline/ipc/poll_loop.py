@@ -132,12 +132,13 @@ class PollLoop(StageRuntime):
         For stages with a loop of their own, which check `stopping` (`drained`, `ended`) and call `close` at the end.
         """
         now = self.clock()
-        if now >= self._next_tick:
+        if now >= self._next_tick or self.has_news:
             self._next_tick = now + TICK_S  # before the tick, which may read the clock again
             self.tick()
             now = self.clock()
             self._next_tick = now + self.tick_s
-        wait = max(0.0, min(timeout_s, self._next_tick + self.slack_s - now))
+        # If the tick has changed whether this stage is ready, the next one sends that.
+        wait = 0.0 if self.has_news else max(0.0, min(timeout_s, self._next_tick + self.slack_s - now))
         for fd, _ in self._poll.poll(wait * 1000):
             callback = self._callbacks.get(fd)
             if callback is not None:

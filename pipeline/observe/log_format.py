@@ -115,4 +115,6 @@ def pretty(line: dict[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import stat
@@ -97,10 +98,19 @@ class RotatingFile:
             lost = self.lost - self._reported
             if lost and self._lost_line is not None:
                 line = self._lost_line(lost) + line
-            self._size += os.write(self._fd, line)
+            self._append(line)
             self._reported += lost
         except OSError:
             self.lost += 1
+
+    def _append(self, line: bytes) -> None:
+        """Write the whole line, or raise `OSError`: half of one would make the next line unreadable, too."""
+        written = os.write(self._fd, line)
+        if written < len(line):  # the disk is full; another program may have emptied the file since it was opened
+            self._size = max(0, os.fstat(self._fd).st_size - written)
+            os.ftruncate(self._fd, self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += written
 
     def _open(self) -> None:
         self._points.open.hit()

@@ -117,6 +117,13 @@ FAMILIES: dict[str, Family] = {
         Family("starling_fleet_moves_total", "counter", "Requests sent to another agent, by cause.", ("cause",)),
         Family("starling_fleet_continued_tokens_total", "counter", "Output tokens from which moved streams went on."),
         Family("starling_fleet_replayed_texts_total", "counter", "Streams of other engines that went on from text."),
+        Family(
+            "starling_fleet_page_transfers_total",
+            "counter",
+            "KV pages of moved streams: sent, computed because that is faster, or failed and computed.",
+            ("outcome",),
+        ),
+        Family("starling_fleet_page_bytes_total", "counter", "KV pages that agents have sent each other, in bytes."),
         Family("starling_fleet_cold_waiting", "gauge", "Requests that wait for a model that is loading."),
         Family("starling_fleet_loads_total", "counter", "Models loaded for requests that waited.", ("outcome",)),
         Family("starling_fleet_estimates_total", "counter", "Requests whose time to the first token was estimated."),
@@ -232,6 +239,12 @@ FAMILIES: dict[str, Family] = {
             "starling_kv_cache_restored_pages_total",
             "counter",
             "Pages read back from a disk, or copied from another version of the same model file.",
+        ),
+        Family(
+            "starling_kv_cache_imported_pages_total",
+            "counter",
+            "Pages that another engine of the fleet had computed, and sent.",
+            ("model",),
         ),
         Family(
             "starling_kv_cache_warmed_pages_total",

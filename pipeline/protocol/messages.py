@@ -211,6 +211,7 @@ class Described(Frame, tag="M"):
     thinking_switches: tuple[str, ...] = ()  # variables by which its chat template turns reasoning on and off
     pair_separator: tuple[int, ...] = ()  # with pooling "rank": tokens between the two texts of a pair
     quantization: str = ""  # format of most bytes of the weights; "": not known
+    kv_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # layers, KV heads, head dim, window (0: all positions)
 
 
 class TokenizerFailed(Frame, tag="X"):

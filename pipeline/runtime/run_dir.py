@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline import procfs
@@ -93,36 +94,63 @@ class StageLock:
 
     def __init__(self, run_dir: Path, stage: str) -> None:
         self.path = run_dir / f"{stage}.lock"
-        try:
-            points.DiskPoints("locks").open.hit()
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ResourceError(
-                f"{self.path} cannot be made: {error.strerror}; free space in server.run_dir, or give another one",
-                param="server.run_dir",
-            ) from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._fd, 32, 0).strip()
-            os.close(self._fd)
-            raise ConfigError(
-                f"server.run_dir {run_dir} is in use: stage {stage} already runs there "
-                f"({describe_process(int(holder) if holder.isdigit() else 0)}): stop it first (starling down), or give "
-                f"this server its own STARLING_HOME, or its own server.run_dir and server.state_dir",
-                "server.run_dir",
-            ) from None
+        with _no_sweep(run_dir):
+            while not self._take(run_dir, stage):
+                pass  # the file has been removed in between: the next attempt makes a new one
         # On a full disk the lock holds all the same; only the holder's pid is missing.
         with contextlib.suppress(OSError):
             points.DiskPoints("locks").write.hit()
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
+    def _take(self, run_dir: Path, stage: str) -> bool:
+        """Open and lock the file. False: what has been locked is not the file at the path any more."""
+        try:
+            points.DiskPoints("locks").open.hit()
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ResourceError(
+                f"{self.path} cannot be made: {error.strerror}; free space in server.run_dir, or give another one",
+                param="server.run_dir",
+            ) from None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(fd, 32, 0).strip()
+            os.close(fd)
+            raise ConfigError(
+                f"server.run_dir {run_dir} is in use: stage {stage} already runs there "
+                f"({describe_process(int(holder) if holder.isdigit() else 0)}): stop it first (starling down), or give "
+                f"this server its own STARLING_HOME, or its own server.run_dir and server.state_dir",
+                "server.run_dir",
+            ) from None
+        self._fd = fd
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(fd), os.stat(self.path)):
+                return True
+        self.release()
+        return False
+
     def release(self) -> None:
-        """Idempotent. The file stays: unlinking a locked file would allow two holders."""
+        """Idempotent. The file stays."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+@contextlib.contextmanager
+def _no_sweep(run_dir: Path) -> Iterator[None]:
+    """Wait for a sweep that is under way, which holds all locks, and hold off the next one (supervise/cleanup.py)."""
+    try:
+        fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # the error about the lock says what is wrong
+        yield
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
 
 
 def describe_process(pid: int) -> str:

@@ -204,6 +204,11 @@ class StageRuntime:
             self._last_state, self._active_at = state, now
         self.is_idle = self.ready and now - self._active_at >= IDLE_AFTER_S
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `ready` has changed since the last tick: peers wait for that."""
+        return self.ready != self._last_state[1]
+
     def mark_active(self) -> None:
         """Work has arrived: tick at the full rate again."""
         self._active_at = self.clock()

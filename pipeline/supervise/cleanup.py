@@ -52,7 +52,10 @@ def _all_locks(run_dir: Path) -> Iterator[str]:
             fds.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             fcntl.flock(fds[-1], fcntl.LOCK_EX)
         for path in sorted(run_dir.glob("*.lock")):
-            fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            try:
+                fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+            except FileNotFoundError:  # the worker pool has removed it: that version is over
+                continue
             try:
                 fcntl.flock(fds[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -68,6 +71,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
     for path in run_dir.glob("*.sock"):
         if stat.S_ISSOCK(path.lstat().st_mode):
             yield path
+    yield from run_dir.glob("worker-*.lock")  # one for each version of each model, unlike those of the other stages
     yield from run_dir.glob("*.status")
     yield from run_dir.glob("*.failed")
     yield from run_dir.glob("*.start")

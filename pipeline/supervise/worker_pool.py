@@ -45,7 +45,7 @@ log = logging.getLogger("starling.worker_pool")
 TICK_S = 0.1  # while a member starts or stops
 IDLE_TICK_S = 5.0  # otherwise: changes of the table, signals and deaths wake the pool
 RETRY_S = 60.0  # until a serving version that has given up is started again; its cause may be a full disk
-EXIT_S = 1.0  # beyond a member's drain time, for the end of its supervisor
+EXIT_S = 0.4  # beyond a member's drain time, for the end of its supervisor: honcho kills the pool after 5 s
 
 
 @dataclass
@@ -108,8 +108,9 @@ class WorkerPool(SupervisorBase):
         self._remove_files_of_old_versions()
         while True:
             self._follower.poll()
+            is_stopping = self.stop_requests > 0  # a stop that is requested from here on needs another round
             self._reconcile()
-            if self.stop_requests and all(member.is_over for member in self._members.values()):
+            if is_stopping and all(member.is_over for member in self._members.values()):
                 self.ignore_restart_requests()
                 return self._code
             if self._renames in self.wait(self._timeout_s()):

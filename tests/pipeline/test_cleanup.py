@@ -25,6 +25,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
         left.bind(str(run / "scheduler-kv.sock"))
     (run / "kv.status").write_text("{}")
     (run / "kv.lock").touch()
+    (run / "worker-m@1.lock").touch()
     (arenas / "model.kv").write_bytes(bytes(4096))
     (arenas / ".model.kv.123").write_bytes(bytes(4096))
     return run, arenas
@@ -66,6 +67,54 @@ def test_one_of_two_concurrent_sweeps_succeeds(places: tuple[Path, Path]) -> Non
         thread.join()
     assert "" in results
     assert not arenas.exists()
+
+
+def test_the_lock_of_a_running_version_prevents_removal(places: tuple[Path, Path]) -> None:
+    run, arenas = places
+    lock = StageLock(run, "worker-m@1")
+    assert sweep(run, arenas) == "worker-m@1"
+    assert arenas.exists()
+    lock.release()
+
+
+def test_a_lock_that_the_worker_pool_removes_meanwhile_is_no_error(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, arenas = places
+    real = os.open
+
+    def remove_first(path: os.PathLike[str], flags: int) -> int:
+        if Path(path).name == "worker-m@1.lock":
+            Path(path).unlink()
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", remove_first)
+    assert sweep(run, arenas) == ""
+    assert not arenas.exists()
+
+
+def test_a_stage_that_starts_during_a_sweep_waits_for_its_end(
+    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing large arenas may take seconds; the stage would find its lock taken, and would not be started again."""
+    run, arenas = places
+    begun, real = threading.Event(), Path.unlink
+    with ThreadPoolExecutor(1) as pool:
+        started = []
+
+        def unlink(path: Path, missing_ok: bool = False) -> None:
+            if not begun.is_set():
+                begun.set()
+                started.append(pool.submit(StageLock, run, "kv"))
+                with pytest.raises(TimeoutError):
+                    started[0].result(0.2)
+            real(path, missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", unlink)
+        assert sweep(run, arenas) == ""
+        lock = started[0].result(60)
+    assert sweep(run, arenas) == "kv"
+    lock.release()
 
 
 def test_foreign_files_stay(places: tuple[Path, Path], tmp_path: Path) -> None:

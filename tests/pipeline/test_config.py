@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -280,6 +281,10 @@ def test_search_order_of_the_file(tmp_path: Path) -> None:
         ("a.yaml", b"a: !!python/object/apply:os.system [ls]\n", "not YAML"),
         ("a.yaml", b"#" * ((1 << 20) + 1), "larger than"),
         ("a.yaml", b"? [a]\n: b\n", "not YAML"),
+        ("a.json", b'{"server": {"port": 1, "port": 2}}', "'port' is given twice"),
+        ("a.json", b'{"server": {"port": 1', "not YAML"),
+        ("a.json", b"[" * 10_000, "not YAML"),
+        ("a.json", b'{"tracing": {"otlp": {"sample_ratio": NaN}}}', "sample_ratio"),
         ("a.toml", b"[server", "not TOML"),
         ("a.toml", b"[server]\nport = 1\nport = 2\n", "not TOML"),
         ("none.yaml", None, "No such file"),
@@ -292,6 +297,16 @@ def test_files_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | N
     with pytest.raises(ConfigError, match=re.escape(str(file))) as caught:
         load(file, {})
     assert reason in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content", ['{"tracing": {"otlp": {"sample_ratio": 5e-1}}}', "# YAML\ntracing: {otlp: {sample_ratio: 0.5}}\n"]
+)
+def test_a_json_file_may_be_json_or_yaml(tmp_path: Path, content: str) -> None:
+    """YAML 1.1 has no number `5e-1`."""
+    file = tmp_path / "a.json"
+    file.write_text(content)
+    assert load(file, {}).tracing.otlp.sample_ratio == 0.5
 
 
 def test_a_directory_is_refused_as_configuration(tmp_path: Path) -> None:
@@ -375,23 +390,24 @@ RECEIVERS = {
 }
 
 
-def reading_code() -> str:
-    """Return the source that can read the configuration, without the rules that refuse values."""
+@functools.cache
+def reading_code() -> dict[str, list[str]]:
+    """Return the lines that can read the configuration, by each `.name` in them; not the rules that refuse values."""
     schema_text = (ROOT / "pipeline" / "config" / "schema.py").read_text()
     texts = [schema_text[schema_text.index("class Config(") :]]  # its methods answer for some
     for folder in ("starling", "pipeline", "stages", "shm"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.parent != ROOT / "pipeline" / "config" or path.name in ("paths.py", "addresses.py"):
                 texts.append(path.read_text())
-    return "\n".join(texts)
-
-
-def unread_keys(text: str) -> set[str]:
-    """Return the keys, as `Section.field`, that `text` reads nowhere."""
-    lines: dict[str, list[str]] = {}  # those that have `.name`, by name
-    for line in text.splitlines():
+    lines: dict[str, list[str]] = {}
+    for line in "\n".join(texts).splitlines():
         for name in set(re.findall(r"\.(\w+)", line)):
             lines.setdefault(name, []).append(line)
+    return lines
+
+
+def unread_keys(lines: dict[str, list[str]]) -> set[str]:
+    """Return the keys, as `Section.field`, that `lines` (as of `reading_code`) read nowhere."""
     unread = set()
     for section in vars(schema).values():
         if not isinstance(section, type) or not issubclass(section, schema.Section) or section is schema.Section:
@@ -415,9 +431,9 @@ def test_every_key_is_read() -> None:
 def test_a_key_that_is_not_read_is_found(key: str) -> None:
     """Attributes of the same name that belong to other objects do not count."""
     section, field = key.split(".")
-    text = re.sub(rf"\b({RECEIVERS[section]})\.{field}\b", r"\1.removed", reading_code())
-    assert f"thread.{field}" not in text
-    assert key in unread_keys(f"{text}\nthread.{field}")
+    lines = [re.sub(rf"\b({RECEIVERS[section]})\.{field}\b", r"\1.removed", line) for line in reading_code()[field]]
+    assert not any(f"thread.{field}" in line for line in lines)
+    assert key in unread_keys({**reading_code(), field: [*lines, f"thread.{field}"]})
 
 
 def test_a_tenant_has_one_salt() -> None:

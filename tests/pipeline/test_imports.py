@@ -71,8 +71,8 @@ def test_processes_that_only_start_others_import_little(module: str) -> None:
 def test_the_gateway_spends_nothing_on_certificates_of_a_client(tmp_path: Path) -> None:
     code = """
 import ssl, sys
-from starling.cli.stage import _import_stage
-_import_stage("gateway")
+from starling.cli.stage import import_stage
+import_stage("gateway")
 from aiohttp import connector
 contexts = connector._SSL_CONTEXT_VERIFIED, ssl.create_default_context()
 print(*(context.cert_store_stats()["x509"] for context in contexts))

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -50,6 +51,35 @@ def test_a_link_reports_each_heartbeat_when_it_arrives(pair: Pair) -> None:
     pair.until(lambda: len(arrived) >= before + 2)
     assert arrived[-1] is pair.link.last_heartbeat
     assert {heartbeat.stage for heartbeat in arrived} == {"kv"}
+
+
+def test_peers_learn_at_once_that_a_stage_is_ready(pair: Pair) -> None:
+    arrived: list[m.Heartbeat] = []
+    pair.link.on_heartbeat = arrived.append
+    pair.meet()
+    busy = m.Heartbeat("kv", 1, 8, True, False, "its worker is starting")
+    for heartbeat in (
+        busy,
+        msgspec.structs.replace(busy, reason="its worker warms up"),  # waits for its interval
+        msgspec.structs.replace(busy, ready=True, reason=""),
+    ):
+        pair.hub.tick(heartbeat)  # the clock stands still
+    pair.until(lambda: arrived and arrived[-1].progress == 8 and arrived[-1].ready, ticking=False)
+    assert [heartbeat.ready for heartbeat in arrived if heartbeat.progress == 8] == [False, True]
+
+
+def test_a_peer_that_comes_up_gets_the_state_at_once(pair: Pair) -> None:
+    """It may wait for this stage, whose next heartbeat is an interval away."""
+    arrived: list[m.Heartbeat] = []
+    pair.link.on_heartbeat = arrived.append
+    pair.hub.tick(m.Heartbeat("kv", 1, 7, True, True))  # to no peer, and the only one: the clock stands still
+    pair.tick(pair.link)
+    pair.until(lambda: arrived, ticking=False)
+    assert [(heartbeat.stage, heartbeat.ready, heartbeat.sent) for heartbeat in arrived] == [("kv", True, 0)]
+    assert pair.hub.send(next(iter(pair.hub.peers)), m.Granted(1, "s", ()))
+    pair.hub.tick(m.Heartbeat("kv", 1, 7, True, True))
+    pair.until(lambda: [event for event in pair.events if event[0] == "frame"], ticking=False)
+    assert not [event for event in pair.events if event[0].endswith("down")]
 
 
 def test_unread_frames_are_not_silence(pair: Pair) -> None:
@@ -218,7 +248,9 @@ def test_peers_over_tcp_are_detected_by_heartbeats_only(tmp_path: Path) -> None:
     pair.until(lambda: ("frame", m.Extend(1, "m", "s", 1)) in pair.events)
     pair.link.close(0)
     pair.events.clear()
-    for _ in range(DEAD_AFTER_INTERVALS + 2):
+    for _ in range(4 * (DEAD_AFTER_INTERVALS + 2)):  # a heartbeat that was on its way counts when it arrives
+        if pair.events:
+            break
         pair.clock.now += HEARTBEAT_MS / 1000
         pair.tick(pair.hub)
         pair.hub.receive()

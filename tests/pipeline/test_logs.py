@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,6 +251,32 @@ def test_a_file_says_how_many_lines_it_lost(tmp_path: Path) -> None:
     file.close()
     assert (tmp_path / "logs" / "kv.log").read_bytes() == b"2 lost\nthird\nfourth\n"
     assert file.lost == 2
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_disk_that_fills_within_a_line_tears_none(tmp_path: Path, emptied: bool) -> None:
+    """A write is cut where the disk is full: the rest of the line would be what is written when there is room again.
+
+    emptied: an operator, or logrotate with copytruncate, has emptied the file before.
+    """
+    path = tmp_path / "stage.log"
+    file = RotatingFile(path, 1 << 20, 2, lost_line)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        file.write(b"first\n" * (1 + 9 * emptied))
+        if emptied:
+            os.truncate(path, len(b"first\n"))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # as a disk with room for four bytes
+        file.write(b"second\n")
+        file.write(b"third\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == b"first\n"
+    file.write(b"fourth\n")
+    file.close()
+    assert path.read_bytes() == b"first\n2 lost\nfourth\n"
 
 
 def test_a_single_file_is_replaced(tmp_path: Path) -> None:

@@ -100,6 +100,36 @@ def test_a_signal_ends_the_wait_and_the_loop(config: Config, number: signal.Sign
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
+def test_a_stage_that_becomes_ready_says_so_in_its_next_round(config: Config) -> None:
+    loop = PollLoop("kv", config, clock=lambda: 1.0)
+    ticks: list[bool] = []
+    loop.on_tick.append(lambda: ticks.append(loop.ready))
+    for ready in (False, False, True, True, False):
+        loop.ready = ready
+        loop.poll(0)
+    assert ticks == [False, True, False]  # the clock stands still
+    loop.close()
+
+
+def test_what_a_tick_changes_is_sent_without_a_wait(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = PollLoop("kv", config, clock=lambda: 1.0)
+    waits: list[float] = []
+
+    class Poll:
+        def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+            waits.append(timeout_ms)
+            return []
+
+    loop.on_tick.append(lambda: setattr(loop, "ready", True))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_poll", Poll())
+        for _ in range(2):
+            loop.poll(60)
+    assert waits[0] == 0
+    assert waits[1] > 0
+    loop.close()
+
+
 def test_draining_is_bounded(config: Config) -> None:
     now = [0.0]
     loop = PollLoop("kv", config, clock=lambda: now[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import signal
@@ -106,6 +107,32 @@ def test_a_stage_runs_once(tmp_path: Path) -> None:
     lock.release()
     lock.release()
     run_dir.StageLock(tmp_path, "kv").release()
+
+
+@pytest.mark.parametrize("makes_a_new_one", [False, True])
+def test_a_lock_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes_a_new_one: bool
+) -> None:
+    """The worker pool and the last supervisor remove lock files; a lock on a removed file would exclude no process."""
+    real = fcntl.flock
+    path = tmp_path / "worker-m.lock"
+
+    def remove_first(fd: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB:  # not that of the directory
+            monkeypatch.setattr(fcntl, "flock", real)
+            path.unlink()
+            if makes_a_new_one:
+                path.touch()
+        real(fd, operation)
+
+    lock = run_dir.StageLock(tmp_path, "worker-m")
+    lock.release()
+    monkeypatch.setattr(fcntl, "flock", remove_first)
+    lock = run_dir.StageLock(tmp_path, "worker-m")
+    with pytest.raises(ConfigError, match=rf"worker-m already runs .*pid {os.getpid()}"):
+        run_dir.StageLock(tmp_path, "worker-m")
+    assert run_dir.lock_holder(tmp_path, "worker-m") == os.getpid()
+    lock.release()
 
 
 def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:

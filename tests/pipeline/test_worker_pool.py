@@ -24,6 +24,7 @@ from pipeline.config.schema import ModelConfig
 from pipeline.models import versions
 from pipeline.models.versions import ModelVersion, VersionTable
 from pipeline.runtime.run_dir import StageLock, prepare
+from pipeline.supervise.worker_pool import WorkerPool
 from tests.e2e.server import wait_gone
 
 ROOT = Path(__file__).parents[2]
@@ -234,6 +235,26 @@ def test_files_of_another_pool_are_kept(world: World) -> None:
     world.write(make("exit:78", 0))
     assert world.start().wait(WAIT_S) == 78
     assert not any(path.exists() for path in theirs)
+
+
+def test_a_stop_that_arrives_during_a_round_leaves_no_file(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members wait for their next start, so that the pool could end at once."""
+    lock = world.run_dir / "worker-m@1.lock"
+    lock.touch()
+    world.write(make("stay", 1))
+    pool = WorkerPool(world.config, lambda version: pytest.fail("nothing starts"), [])
+    pool._add(make("stay", 1)).not_before = float("inf")
+    real = pool._reconcile
+
+    def reconcile() -> None:
+        real()
+        pool.stop_requests = 1
+
+    monkeypatch.setattr(pool, "_reconcile", reconcile)
+    for name in ("install_signal_handlers", "ignore_restart_requests"):
+        monkeypatch.setattr(pool, name, lambda: None)
+    assert pool.run() == 0
+    assert not lock.exists()
 
 
 def test_a_concurrent_sweep_does_not_prevent_removal(world: World) -> None:
