@@ -12,5 +12,6 @@ metrics.py     the same as Prometheus text
 engines/       the programs that compute
 downloads/     pieces of published models, from several sources at once
 peers/         pieces that agents give each other
+kv_pages/      KV pages that agents give each other
 cache/         what has arrived: bounds, last use, eviction, adoption after a crash
 """

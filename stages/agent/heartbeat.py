@@ -24,6 +24,7 @@ from pipeline.fleet.bodies import (
 from stages.agent.cache.page_cache import resident_fraction
 from stages.agent.engines import local_model
 from stages.agent.held_prefixes import PrefixLog, read_names
+from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
 from stages.agent.models import MEGABYTE, Models, Stored
 from stages.agent.placement import Placement
@@ -82,6 +83,10 @@ class Reporter:
             max_models=self._config.fleet.agent.max_models,
             download_bytes_per_s=round(self._models.download_rate, 1),
             shares_pieces=self._config.fleet.agent.peers,
+            exchanges_kv_pages=self._config.fleet.agent.page_mb > 0,
+            kv_page_bytes=bytes_of_request(self._config.fleet.agent.page_mb << 20),
+            takes_signed_urls=self._models.takes_signed_urls,
+            wanted_urls=self._models.wanted_urls(),
             loaded_models=loaded,
             cached_models=self._cached,
         )
@@ -140,7 +145,9 @@ class Reporter:
         return LoadedModel(
             model_id=placement.model_id,
             model_state=placement.state,
-            cache_level="CPU_RESIDENT" if is_ready else self.level(entry.digest, placement.model_id),
+            cache_level="CPU_RESIDENT"
+            if is_ready and not placement.is_arriving
+            else self.level(entry.digest, placement.model_id),
             engine=engine.adapter if engine is not None else self._adapter_of(placement.model_id),
             inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
             engine_url=engine.url if engine is not None and is_ready else "",
@@ -150,6 +157,7 @@ class Reporter:
             kv_type=promises.kv_type,
             numerics=promises.numerics,
             can_continue=promises.can_continue,
+            page_tokens=promises.page_tokens,
             continues_text=promises.continues_text,
             running=placement.queue.running,
             vllm_queue_length=placement.queue.waiting,

@@ -33,6 +33,7 @@ from stages.agent.doors import Doors
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Engine
 from stages.agent.heartbeat import CHAT_PATH, Reporter
+from stages.agent.kv_pages.http_api import KvPageApi
 from stages.agent.lease import AgentLease
 from stages.agent.metrics import AgentMetrics
 from stages.agent.models import Models
@@ -50,6 +51,7 @@ OPEN_TO: tuple[tuple[str, tuple[Role, ...]], ...] = (
     ("/health", ("agent", "orchestrator", "monitor")),
     ("/metrics", ("orchestrator", "monitor")),
     ("/pieces/", ("agent",)),
+    ("/kv_pages/", ("agent",)),
 )
 PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Request", "X-Starling-Cache")
 
@@ -71,6 +73,7 @@ class AgentApi:
         pieces: PieceApi,
         tls: PeerTls | None = None,
         doors: Doors | None = None,
+        kv_pages: KvPageApi | None = None,
     ) -> None:
         """`token`: "" if only TLS is accepted. `doors`: of the engines, for what is asked over TLS."""
         self._tls = tls
@@ -83,6 +86,7 @@ class AgentApi:
         self._metrics = metrics
         self._session = session
         self._pieces = pieces
+        self._kv_pages = kv_pages
 
     def app(self) -> web.Application:
         """The application."""
@@ -104,6 +108,8 @@ class AgentApi:
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
         self._pieces.add_routes(app)
+        if self._kv_pages is not None:
+            self._kv_pages.add_routes(app, self._read)
         return app
 
     async def load_model(self, request: web.Request) -> web.Response:
@@ -137,6 +143,7 @@ class AgentApi:
         body = decode_request(HeartbeatRequest, await self._read(request), request.content_type)
         if body.extend_lease:
             self._lease.extend()
+        self._models.take_urls(body.signed)
         report = await self._reporter.report(body.prefixes_after)
         return _json(await self._doors.report(report) if self._doors is not None and request.secure else report)
 
@@ -163,7 +170,10 @@ class AgentApi:
     async def metrics(self, request: web.Request) -> web.Response:
         """GET /metrics."""
         report = await self._reporter.report()
-        return web.Response(body=self._metrics.render(report), headers={"Content-Type": self._metrics.content_type})
+        return web.Response(
+            body=self._metrics.render(report, self._models.standby.waiting),
+            headers={"Content-Type": self._metrics.content_type},
+        )
 
     # ------------------------------------------------------------------ parts
 
@@ -269,7 +279,8 @@ class AgentApi:
             case web.HTTPNotFound():
                 return NotFound(
                     f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "
-                    f"/infer, /pieces, /health and /metrics; chat is at the engine's {CHAT_PATH}"
+                    f"/infer, /pieces, /give_pages, /take_pages, /kv_pages, /health and /metrics; chat is at the "
+                    f"engine's {CHAT_PATH}"
                 )
         return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
 

@@ -29,6 +29,7 @@ class AgentMetrics:
         self._memory = gauge("memory_free_bytes", "Memory available on the host.")
         self._disk = gauge("disk_free_bytes", "Space that downloads may take.")
         self._rate = gauge("download_bytes_per_second", "Speed of the last download.")
+        self._standby = gauge("standby_engines", "Processes that wait to become the engine of a model.")
         model = ("model",)
         self._ready = gauge("model_ready", "1 while the engine of a model answers.", model)
         self._running = gauge("model_running_sequences", "Sequences being generated.", model)
@@ -45,8 +46,9 @@ class AgentMetrics:
         """Count a request."""
         self._requests.labels(endpoint, str(status)).inc()
 
-    def render(self, report: HeartbeatResponse) -> bytes:
-        """The text."""
+    def render(self, report: HeartbeatResponse, standby: int) -> bytes:
+        """The text. `standby`: number of standby engines."""
+        self._standby.set(standby)
         self._degraded.set(float(report.state == "DEGRADED"))
         self._lease.set(report.lease_s)
         self._memory.set(report.memory_free)

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -34,20 +35,23 @@ from pipeline.errors import (
     StarlingError,
 )
 from pipeline.files import replace_file
-from pipeline.fleet.bodies import LoadModelRequest
+from pipeline.fleet.bodies import LoadModelRequest, SignedUrls, WantedUrls
+from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
+from stages.agent.downloads.arriving import Showcase, remove_showcase
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.model import Arrival, Context, Exchange, download_model
 from stages.agent.downloads.queue import DownloadQueue
+from stages.agent.downloads.signed_store import SignedModels, entry_of
 from stages.agent.downloads.transfer import Limits
 from stages.agent.engines import local_model
 from stages.agent.engines.external_engine import ExternalEngine, Listen
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Engine
 from stages.agent.engines.local_model import LocalModel
-from stages.agent.engines.starling_engine import StarlingEngine
+from stages.agent.engines.starling_engine import StarlingEngine, make_standby
 from stages.agent.placement import Placement, Source
 
 log = logging.getLogger("starling.agent")
@@ -88,15 +92,18 @@ class Models:
         is_open: Callable[[], bool],
         exchange: Exchange | None = None,
         listen: Listen | None = None,
+        signed: SignedModels | None = None,
     ) -> None:
         """`stored`: of this agent. `is_open`: whether engines may take requests now. `exchange`: with other agents.
 
         free_port: of a host.  listen: opens the doors of other engines; None: there are none.
+        stores: that this agent reads by itself.  signed: by URLs of orchestrators; None: it takes none.
         """
         self._config = config
         self._agent_dir = agent_dir
         self._stored = stored
         self._stores = stores
+        self._signed = signed
         self._session = session
         self._free_port = free_port
         self._is_open = is_open
@@ -113,6 +120,7 @@ class Models:
         self._downloads: DownloadQueue[Arrival] = DownloadQueue(DOWNLOADS_AT_ONCE)
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
+        self.standby = make_standby(fleet.agent.standby_engines, agent_dir)
         # Of engines of all models: a model that is placed again must not look like its engine of before.
         self._next_incarnation = itertools.count(1).__next__
         self.download_rate = 0.0  # bytes/s of the last download
@@ -138,7 +146,8 @@ class Models:
             raise InvalidRequest(f"model_id = {name!r}: {reason}", "model_id")
         if known := self._known(request):
             return known
-        entry = await self._find(name)
+        signed = request.signed if self._signed is not None and name not in self.other_engines else None
+        entry = entry_of(signed, name) if signed is not None else await self._find(name)
         if request.digest and isinstance(entry, LocalModel) and entry.digest != request.digest:
             raise Conflict(
                 f"{name!r} is a model of {entry.engine.engine} on this host (fleet.agent.engines), and another one is "
@@ -161,9 +170,16 @@ class Models:
                     f"{', '.join(sorted(one.model_id for one in running))}",
                     "fleet.agent.max_models",
                 )
-            self._check_memory(entry)
+            await self.make_memory(entry)
+            if signed is not None and self._signed is not None:
+                self._signed.begin(signed)
             placement = Placement(
-                entry, self._bring, self._engine, self._is_open, next_incarnation=self._next_incarnation
+                entry,
+                self._bring,
+                self._engine,
+                self._is_open,
+                next_incarnation=self._next_incarnation,
+                release=partial(remove_showcase, self._home_of(name)),
             )
             self._placed[name] = placement
             self._placed.move_to_end(name)
@@ -182,6 +198,7 @@ class Models:
                 f"{request.digest[:16]}...: unload it first",
                 "digest",
             )
+        self.take_urls((request.signed,) if request.signed is not None else ())
         return known
 
     async def unload(self, name: str, drop_cached: bool, only_idle: bool = False) -> None:
@@ -195,6 +212,8 @@ class Models:
                 if only_idle:
                     await placement.check_idle()
                 await placement.stop()
+                if self._signed is not None:
+                    self._signed.end(name)
                 del self._placed[name]
                 self._store()
         if not drop_cached or name in self.other_engines:  # whose files are not the agent's
@@ -209,7 +228,10 @@ class Models:
     async def stop(self) -> None:
         """End all engines. They stay stored: the next agent loads them again."""
         async with self._changing:
-            await asyncio.gather(*(one.stop() for one in self.placed))
+            try:
+                await asyncio.gather(*(one.stop() for one in self.placed))
+            finally:
+                await self.standby.stop()
 
     async def open(self) -> None:
         """Let the engines take requests."""
@@ -232,6 +254,23 @@ class Models:
         """Digests of the files that engines use."""
         return {one.entry.digest for one in self.placed if one.state != "FAILED"}
 
+    # ------------------------------------------------------------------ signed URLs
+
+    @property
+    def takes_signed_urls(self) -> bool:
+        """Whether orchestrators are to sign URLs for this agent."""
+        return self._signed is not None
+
+    def take_urls(self, given: tuple[SignedUrls, ...]) -> None:
+        """Use these URLs for models that are loading. Others are dropped."""
+        if self._signed is not None:
+            for one in given:
+                self._signed.take(one)
+
+    def wanted_urls(self) -> tuple[WantedUrls, ...]:
+        """What the next heartbeats are to bring."""
+        return self._signed.wanted() if self._signed is not None else ()
+
     # ------------------------------------------------------------------ how a model gets here
 
     async def _bring(self, placement: Placement) -> None:
@@ -240,17 +279,38 @@ class Models:
         if isinstance(entry, LocalModel):
             return
         begun = time.monotonic()
+        home = self._home_of(entry.name)
+        await uninterrupted(remove_showcase, home)  # of an agent that was killed
+        showcase = Showcase(home, placement.note_arriving) if self._streams_layers(entry.name) else None
+        stores = (self._signed.stores_of(entry) if self._signed is not None else []) or self._stores
         try:
             arrival = await self._downloads.wait_for(
                 f"{entry.digest}/{entry.name}",
-                lambda: download_model(self._context, entry, self._stores, placement.note_progress, pinned=self.pinned),
+                lambda: download_model(
+                    self._context,
+                    entry,
+                    stores,
+                    placement.note_progress,
+                    pinned=self.pinned,
+                    showcase=showcase,
+                ),
             )
-        except ResourceError as error:
-            self.disk_error = error.message
+        except StarlingError as error:
+            if isinstance(error, ResourceError):
+                self.disk_error = error.message
             raise
+        finally:
+            if self._signed is not None:
+                self._signed.end(entry.name)
         self.disk_error = ""
         if arrival.report is not None and arrival.report.received:
             self.download_rate = arrival.report.received / max(time.monotonic() - begun, 1e-3)
+
+    def _streams_layers(self, name: str) -> bool:
+        """Whether an engine may start with a file that is still downloaded."""
+        # Without mmap weights are read at once; adapters are prepared beside the models of the host.
+        is_mapped, has_adapters = self._config.performance.use_mmap, bool(self.settings(name).adapters)
+        return self._config.fleet.agent.layer_streaming and is_mapped and not has_adapters
 
     async def _find(self, name: str) -> Source:
         """The entry, from the first store that answers; without one, of the files that are here."""
@@ -260,16 +320,34 @@ class Models:
         for store in self._stores:
             try:
                 return await contents.find(store, name)
-            except ModelNotFound:
-                raise
             except StarlingError as error:
+                if isinstance(error, ModelNotFound) and self._signed is None:
+                    raise
                 failure = failure or error
         record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
         if record is not None and await asyncio.to_thread(pulled.is_complete, self.cache.models_dir, record.entry):
-            log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
+            if failure is not None:
+                log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
             return record.entry
+        if self._signed is not None:
+            raise ModelUnavailable(
+                f"{name!r} is not on this host, which uses no credentials (fleet.agent.signed_urls), and the "
+                "request to load it has no signed URLs: let orchestrators of this release, which can read the bucket, "
+                "ask for it" + (f" ({failure.message})" if failure is not None else ""),
+                "model_id",
+            )
         assert failure is not None
         raise failure
+
+    async def make_memory(self, entry: Source) -> None:
+        """Raise `ResourceError` unless the machine has memory for the model, without standby engines if need be."""
+        try:
+            self._check_memory(entry)
+        except ResourceError:
+            pause_s = self._config.fleet.agent.start_timeout_s  # until its engine has the memory
+            if not await self.standby.give_up(f"{entry.name} needs the memory", pause_s):
+                raise
+            self._check_memory(entry)
 
     def _check_memory(self, entry: Source) -> None:
         """Raise `ResourceError` unless the machine has memory for the model."""
@@ -309,7 +387,8 @@ class Models:
         # Its name is that of its run directory, too, which is beside those of other agents of this STARLING_HOME.
         return self._agent_dir / "engines" / hashlib.sha256(f"{self._agent_dir}\0{name}".encode()).hexdigest()[:8]
 
-    def _engine(self, entry: Source) -> Engine:
+    def _engine(self, entry: Source, arriving: Path | None) -> Engine:
+        """`arriving`: the folder of a model that is still downloaded."""
         home = self._home_of(entry.name)
         if isinstance(entry, LocalModel):
             assert self._listen is not None
@@ -322,9 +401,10 @@ class Models:
             settings,
             entry.digest,
             home,
-            self.cache.models_dir,
+            arriving or self.cache.models_dir,
             self._session,
             lambda: self._free_port(self._config.fleet.agent.host),
+            standby=self.standby,
         )
 
     # ------------------------------------------------------------------ state

@@ -3,6 +3,11 @@
     DOWNLOADING -> LOADING_TO_GPU -> READY -> (the engine ends) -> LOADING_TO_GPU ...
          `--------------`--------------> FAILED, with the reason
 
+An engine that computes layers as they arrive is started while the download goes on (`note_arriving`), and READY when
+the rest is expected within `ADMIT_S`: until then clients get the progress of the download.  If the rest is later
+expected after more than `WITHDRAW_S`, the model is DOWNLOADING again: its engine keeps the requests that it has, and
+gets no others.  If the download fails, so does the placement, and its engine is ended.
+
 One task owns the engine.  Callers that wait for the model wait for a change of the state.
 """
 
@@ -13,22 +18,30 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
 
 from pipeline.catalog.entry import Entry
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
+from stages.agent.downloads.remaining import Remaining
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.local_model import LocalModel
 
 log = logging.getLogger("starling.agent")
 
+ADMIT_S = 30.0  # of a download: for so long a request may wait in an engine for the last layers
+WITHDRAW_S = 3 * ADMIT_S  # of a download: for longer, no more requests wait in an engine
+ADMIT_POLL_S = 0.1
 FIRST_DEATHS = 3  # more in a short time, and the agent reports that the engine keeps dying
 
 Bring = Callable[["Placement"], Awaitable[None]]
 Source = Entry | LocalModel  # a published model, or one of `fleet.agent.engines`
-MakeEngine = Callable[[Source], Engine]
+MakeEngine = Callable[[Source, Path | None], Engine]  # with the folder of a file that is still downloaded
+Download = asyncio.Future[None]
+T = TypeVar("T")
 
 
 class Placement:
@@ -42,6 +55,7 @@ class Placement:
         is_open: Callable[[], bool],
         *,
         next_incarnation: Callable[[], int] | None = None,
+        release: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
@@ -49,6 +63,7 @@ class Placement:
         """bring: makes the model's files be here.  is_open: whether engines may take requests now.
 
         next_incarnation: a number that no engine of this agent's process has had.
+        release: called in a thread when engine and download have ended, and before the model is FAILED or UNLOADED.
         """
         self.model_id = entry.name
         self.entry = entry
@@ -56,6 +71,7 @@ class Placement:
         self.progress: Progress | None = None
         self.engine: Engine | None = None
         self.incarnation = 0  # of the engine; 0: none was ready yet
+        self._was_ready = False  # this engine, and it still runs
         self._next_incarnation = next_incarnation or itertools.count(1).__next__
         self.restarts = 0
         self.load_s = 0.0
@@ -65,9 +81,13 @@ class Placement:
         self._bring = bring
         self._make_engine = make_engine
         self._is_open = is_open
+        self._release = release
         self._clock = clock
         self._sleep = sleep
         self._policy = RestartPolicy(jitter)
+        self._arriving: Path | None = None
+        self._remaining = Remaining(clock)
+        self._may_start = asyncio.Event()
         self._changed = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -99,7 +119,7 @@ class Placement:
 
     async def measure(self) -> None:
         """Update `queue`."""
-        if self.engine is not None and self.state == "READY":
+        if self.engine is not None and self._was_ready:
             try:
                 self.queue = await self.engine.queue()
             except EngineDied:
@@ -123,7 +143,7 @@ class Placement:
         await self._switch(False)
 
     async def _switch(self, is_open: bool) -> None:
-        if self.engine is None or self.state != "READY":
+        if self.engine is None or not self._was_ready:
             return
         try:
             await (self.engine.resume() if is_open else self.engine.suspend())
@@ -134,6 +154,17 @@ class Placement:
     def note_progress(self, phase: str, done: int, total: int) -> None:
         """How far the download is."""
         self.progress = Progress(phase=phase, done=done, total=total)
+        self._remaining.note(done, total)
+
+    def note_arriving(self, folder: Path) -> None:
+        """An engine can be started with the files in `folder`, of which the weights are still downloaded."""
+        self._arriving = folder
+        self._may_start.set()
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether the engine has requests, and its weights are still downloaded."""
+        return self.state == "READY" and self.progress is not None
 
     def _set(self, state: ModelState) -> None:
         self.state = state
@@ -142,9 +173,7 @@ class Placement:
 
     async def _run(self) -> None:
         try:
-            await self._bring(self)
-            while True:
-                await self._one_start(self.entry)
+            await self._serve()
         except StarlingError as error:
             self.error = error
             self._set("FAILED")
@@ -156,30 +185,94 @@ class Placement:
             self._set("FAILED")
             log.exception("internal error", extra={"model": self.model_id})
 
-    async def _one_start(self, entry: Source) -> None:
+    async def _serve(self) -> None:
+        """Raises the reason of the end, when nothing of this placement is left."""
+        download = asyncio.ensure_future(self._bring(self))
+        download.add_done_callback(self._brought)
+        try:
+            await self._may_start.wait()
+            while True:
+                await self._one_start(self.entry, download)
+        finally:
+            download.cancel()
+            await _finished(self._released(download))
+
+    async def _released(self, download: Download) -> None:
+        await asyncio.wait([download])
+        await asyncio.to_thread(self._release)
+
+    def _brought(self, download: Download) -> None:
+        if not download.cancelled():
+            download.exception()  # `_one_start` or `_while_arriving` raises it, unless the placement ends first
+        if self._was_ready:
+            self.progress = None
+        self._may_start.set()
+
+    async def _ready(self, engine: Engine, download: Download) -> None:
+        """Wait until the engine may get requests. Raises `EngineDied`."""
+        await engine.ready()
+        ended = asyncio.ensure_future(engine.ended())
+        either: list[asyncio.Future[Any]] = [download, ended]
+        try:
+            while not download.done() and self._remaining.seconds() > ADMIT_S:
+                await asyncio.wait(either, timeout=ADMIT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                if ended.done():
+                    raise ended.result()
+        finally:
+            ended.cancel()
+
+    async def _watched(self, engine: Engine, download: Download) -> EngineDied:
+        """The end of an engine that was ready: while its weights arrive, it is READY if the rest is expected soon."""
+        ended = asyncio.ensure_future(engine.ended())
+        either: list[asyncio.Future[Any]] = [download, ended]
+        try:
+            while not (download.done() or ended.done()):
+                left_s = self._remaining.seconds()
+                if self.state == "READY" and left_s > WITHDRAW_S:
+                    self._set("DOWNLOADING")
+                    log.warning("a model gets no requests: its download is slow", extra={"model": self.model_id})
+                elif self.state != "READY" and left_s <= ADMIT_S:
+                    self._set("READY")
+                await asyncio.wait(either, timeout=ADMIT_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            if self.state != "READY" and not ended.done() and not _has_failed(download):
+                self._set("READY")
+            return await ended
+        finally:
+            ended.cancel()
+
+    async def _one_start(self, entry: Source, download: Download) -> None:
         """Start an engine, and return when it may be started again. Raises `StarlingError` to give up."""
-        self.progress = Progress(phase="load")
-        self._set("LOADING_TO_GPU")
+        if download.done():
+            download.result()
+            arriving, self.progress = None, Progress(phase="load")
+            self._set("LOADING_TO_GPU")
+        else:
+            arriving = self._arriving
+            self._set("DOWNLOADING")
         begun = ready_at = self._clock()
-        engine = self._make_engine(entry)
+        engine = self._make_engine(entry, arriving)
         was_ready = False
         try:
             try:
                 await engine.start()
                 self.engine = engine
-                await engine.ready()
+                await _while_arriving(download, self._ready(engine, download))
                 is_suspended = not self._is_open()
                 if is_suspended:
                     await engine.suspend()
-                was_ready, ready_at, self.progress = True, self._clock(), None
+                was_ready, ready_at = True, self._clock()
+                self._was_ready = True
+                if download.done():
+                    self.progress = None
                 self.load_s = ready_at - begun
                 self.incarnation = self._next_incarnation()
                 self._set("READY")
                 if is_suspended and self._is_open():  # since the question
                     await engine.resume()
                 log.info("model is ready", extra={"model": self.model_id, "url": engine.url, "s": self.load_s})
-                raise await engine.ended()
+                raise await _while_arriving(download, self._watched(engine, download))
             finally:
+                self._was_ready = False
                 self.queue = Queue()
                 is_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
                 if not is_cancelled:
@@ -199,7 +292,28 @@ class Placement:
             await self._sleep(delay)
 
 
-async def _finished(work: Awaitable[None]) -> None:
+def _has_failed(download: Download) -> bool:
+    return download.cancelled() or download.exception() is not None
+
+
+async def _while_arriving(download: Download, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. Raises the error of the download if that fails first."""
+    task = asyncio.ensure_future(work)
+    try:
+        if not download.done():
+            either: list[asyncio.Future[Any]] = [task, download]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if download.done():
+                download.result()
+        return await task
+    finally:
+        task.cancel()
+        await _finished(asyncio.wait([task]))
+        if not task.cancelled():
+            task.exception()  # that of the download was raised
+
+
+async def _finished(work: Awaitable[object]) -> None:
     """Wait for the end of `work`, cancelled or not: afterwards the task may be cancelled."""
     task = asyncio.ensure_future(work)
     try:

@@ -23,7 +23,8 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
-from pipeline.blobs.address import open_all
+from pipeline.blobs.address import open_all, open_without_credentials
+from pipeline.blobs.interface import BlobStore
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
@@ -33,11 +34,16 @@ from pipeline.fleet import token as tokens
 from pipeline.fleet.peer_tls import PeerTls, boot_clock, open_tls
 from pipeline.runtime import run_dir
 from stages.agent.doors import Doors, Factory, Server, end_refused
+from stages.agent.downloads.arriving import remove_showcase
+from stages.agent.downloads.signed_store import SignedModels
 from stages.agent.engines.external_engine import Listening
 from stages.agent.engines.fence import fence
 from stages.agent.engines.starling_engine import engine_arena_dir, engine_run_dir
 from stages.agent.heartbeat import Reporter
 from stages.agent.http_api import AgentApi
+from stages.agent.kv_pages.giving import Giver
+from stages.agent.kv_pages.http_api import KvPageApi
+from stages.agent.kv_pages.taking import Taker, bytes_of_request
 from stages.agent.lease import AgentLease
 from stages.agent.metrics import AgentMetrics
 from stages.agent.models import Models, Stored, read_stored, write_stored
@@ -102,7 +108,7 @@ class AgentStage:
                 fleet = msgspec.structs.replace(self.config.fleet, agent=local)
                 engines_config = msgspec.structs.replace(self.config, fleet=fleet)
             store = await stack.enter_async_context(open_store(self.config))
-            blobs = [await stack.enter_async_context(one) for one in open_all(self.config)]
+            blobs, signed = await _open_blobs(self.config, stack)
             # Engines are on this host: connections to them cost nothing, and streams must not wait for one.
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -127,6 +133,7 @@ class AgentStage:
                 lambda: lease.is_valid,
                 exchange,
                 lambda app: open_door(app, engines_config.fleet.agent.host),
+                signed,
             )
             reporter = Reporter(self.config, self._stored, models, lease)
             pieces = PieceApi(agent, holdings)
@@ -134,7 +141,12 @@ class AgentStage:
             if doors is not None:
                 stack.push_async_callback(doors.finish, SHUTDOWN_TLS_S)
             metrics = AgentMetrics((lambda: tls.not_after) if tls is not None else None)
-            api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, pieces, tls, doors)
+            most = agent.page_mb << 20
+            taker = Taker(models, session, self._token, most, tls)
+            kv_pages = KvPageApi(Giver(models, bytes_of_request(most)), taker, pieces.bandwidth)
+            api = AgentApi(
+                self.config, self._token, models, lease, reporter, metrics, session, pieces, tls, doors, kv_pages
+            )
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
@@ -180,6 +192,7 @@ class AgentStage:
             if restoring is None:
                 on_ready(self._stored.agent_id, url)
                 restoring = asyncio.create_task(models.restore(self._models_before))
+                models.standby.keep()
 
         tasks = [
             asyncio.create_task(lease.hold()),
@@ -202,6 +215,7 @@ class AgentStage:
         for home in sorted((self._dir / "engines").glob("*")):
             sockets = engine_run_dir(home)
             killed = fence(home, sockets, engine_arena_dir(self.config, sockets))
+            remove_showcase(home)
             if killed:
                 log.warning("an engine of an earlier agent was ended", extra={"home": str(home), "processes": killed})
 
@@ -210,6 +224,19 @@ class AgentStage:
             write_stored(self._dir, self._stored)
         except OSError as error:
             raise ConfigError(f"{self._dir} cannot be written: {error.strerror}; check the disk") from None
+
+
+async def _open_blobs(config: Config, stack: AsyncExitStack) -> tuple[list[BlobStore], SignedModels | None]:
+    """The stores that this agent reads by itself, and models by signed URLs if it is to use no credentials."""
+    fleet = config.fleet
+    if not fleet.agent.signed_urls:
+        return [await stack.enter_async_context(one) for one in open_all(config)], None
+    own = open_without_credentials(config, [fleet.blobs])
+    mirrors = open_without_credentials(config, fleet.mirrors)
+    stores = [await stack.enter_async_context(one) for one in (*own, *mirrors)]
+    signed = SignedModels(mirrors)
+    stack.push_async_callback(signed.close)
+    return stores, signed
 
 
 async def _ended(task: asyncio.Task[None]) -> None:

@@ -14,6 +14,8 @@ read_body.py    checks its body, and reads what routing uses
 request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
+handover.py     moves streams of an agent that drains
+page_transfers.py  KV pages that agents send each other for them
 event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
 text_stream.py  the text of a stream of another engine, from which another one goes on

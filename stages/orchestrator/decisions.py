@@ -36,6 +36,20 @@ class Choice(msgspec.Struct, kw_only=True):
     scores: tuple[AgentScore, ...]
 
 
+class PageTransfer(msgspec.Struct, kw_only=True):
+    """What was done with the KV pages of a request that moves."""
+
+    source: str  # agents
+    target: str
+    computing_s: float  # estimates
+    sending_s: float = 0.0  # 0: the pages were not counted
+    pages: int = 0
+    bytes: int = 0
+    outcome: str = ""  # "sent"; "computed": that is faster; "failed", and computed
+    reason: str = ""
+    took_s: float = 0.0
+
+
 class Decision(msgspec.Struct, kw_only=True):
     """All choices of one request."""
 
@@ -44,6 +58,7 @@ class Decision(msgspec.Struct, kw_only=True):
     choices: list[Choice] = []
     first_token_s: float = 0.0  # what happened; 0: not yet
     outcome: str = ""  # "": running
+    transfers: list[PageTransfer] = []  # of its KV pages
 
 
 class DecisionLog:
@@ -65,6 +80,13 @@ class DecisionLog:
                 self._decisions.popitem(last=False)
         decision.choices.append(choice)
         del decision.choices[1:-MAX_MOVES]  # the first one stays
+
+    def add_transfer(self, request_id: str, transfer: PageTransfer) -> None:
+        """KV pages of a request were sent, or not."""
+        decision = self._decisions.get(request_id)
+        if decision is not None:
+            decision.transfers.append(transfer)
+            del decision.transfers[:-MAX_MOVES]
 
     def find(self, request_id: str) -> Decision | None:
         """The decision of a request; None if it is unknown or forgotten."""

@@ -18,6 +18,7 @@ from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord, check_agent_id
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
@@ -81,6 +82,7 @@ class FleetApi:
         self.placements: dict[str, Placement] = {}  # by key of the store
         self.published: Mapping[str, Published] = {}
         self.url_of: Callable[[AgentRecord], str] = lambda record: record.url
+        self.pages: PageTransfers | None = None
         self.is_leader = False
         self.is_store_up = True
         self.is_stopping = False
@@ -127,7 +129,7 @@ class FleetApi:
 
     def events(self, after: str) -> dict[str, Any]:
         """The events after a number. Raises `InvalidRequest`."""
-        if not after.isdigit() or len(after) > 18:
+        if not (after.isascii() and after.isdigit() and len(after) <= 18):
             raise InvalidRequest(f"after is {after[:40]!r}; send the number of an event", "after")
         return {"events": [msgspec.to_builtins(event) for event in self._events.after(int(after))]}
 
@@ -151,6 +153,10 @@ class FleetApi:
         metrics.set("starling_fleet_replayed_texts_total", self._relay.replayed_texts)
         for cause, count in self._relay.moves.items():
             metrics.set("starling_fleet_moves_total", count, cause)
+        if self.pages is not None:
+            for outcome in ("sent", "computed", "failed"):
+                metrics.set("starling_fleet_page_transfers_total", self.pages.outcomes[outcome], outcome)
+            metrics.set("starling_fleet_page_bytes_total", self.pages.nbytes)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
         metrics.set("starling_fleet_loads_total", self._cold.started - self._cold.failed, "done")
         metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")

@@ -1,5 +1,6 @@
 """Moves a stream to another agent while its engine goes on: it does not wait until its prompt is computed.
 
+    pages    the successor gets the stream's KV pages, if sending them is faster than computing (page_transfers.py)
     warm     the successor is sent a copy of the request with the tokens so far, under another id, and computes prompt
              and tokens; at its first new token the copy is ended, and its pages stay in the successor's cache
     again    with the tokens that have come meanwhile, until that takes little time
@@ -35,6 +36,8 @@ WARM_S = 30.0  # for all copies of one request; pages of a prompt that takes lon
 RETRY_S = 2.0  # after an attempt has failed
 MAX_AT_ONCE = 4  # handovers: more copies would delay each other, and the successors' own streams
 
+# (agent, route, request, id of its copy, output tokens): the successor may get its pages. Raises nothing.
+BringPages = Callable[[str, Route, Forward, str, int], Awaitable[None]]
 Send = Callable[[Route, Forward, bytes], Awaitable[Answer]]
 
 
@@ -51,12 +54,14 @@ class Handovers:
         send: Send,
         release: Callable[[Route, Forward], object],
         clock: Callable[[], float],
+        bring_pages: BringPages | None = None,
     ) -> None:
         """`send(route, forward, output)`: to an engine. `release(route, forward)`: end it there."""
         self._router = router
         self._send = send
         self._release = release
         self._clock = clock
+        self._bring_pages = bring_pages
         self._tasks: dict[object, asyncio.Task[None]] = {}  # by what is moved
         self._turns = asyncio.Semaphore(MAX_AT_ONCE)
 
@@ -134,8 +139,18 @@ class Handovers:
         if not route.engine.can_continue:
             raise _CannotWarmError
         copy = _copy(forward, routed)
+        self._router.begin(route, copy.routed)  # now: other streams that move go elsewhere meanwhile
+        try:
+            if self._bring_pages is not None and route.agent_id != tries.successor:  # else it has computed most of it
+                await self._bring_pages(agent_id, route, forward, copy.id, output.n_tokens)
+            await self._compute(route, copy, output)
+        finally:
+            self._router.end(route, copy.routed)
+        return route.agent_id
+
+    async def _compute(self, route: Route, copy: Forward, output: OutputRecord) -> None:
+        """Let the engine of `route` run the copy until its first new token. Raises what the exchange raises."""
         known = output.counts()
-        self._router.begin(route, copy.routed)
         try:
             answer = await self._send(route, copy, output.encode())
             try:
@@ -146,8 +161,6 @@ class Handovers:
                 answer.close()
         finally:
             self._release(route, copy)
-            self._router.end(route, copy.routed)
-        return route.agent_id
 
 
 def _copy(forward: Forward, routed: object) -> Forward:

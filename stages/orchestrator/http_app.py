@@ -143,7 +143,8 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
             }
             # An event has a budget of lines: one who watches the fleet must not use up that of the clients' requests.
             if request.path.startswith("/v1/fleet"):
-                log.log(level, "fleet request", extra=facts)
+                is_read = request.method == "GET" and status < 400
+                log.log(logging.DEBUG if is_read else level, "fleet request", extra=facts)
             else:
                 log.log(level, "request", extra=facts)
 

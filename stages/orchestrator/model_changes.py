@@ -17,6 +17,7 @@ from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.forward import read_error
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.upstream import Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
@@ -75,6 +76,7 @@ class ModelChanges:
         is_store_up: Callable[[], bool],
         check_agent: Callable[[str], Awaitable[object]],
         clock: Callable[[], float],
+        signer: UrlSigner,
     ) -> None:
         """`timeout_ms`: for a load. `check_agent(id)`: poll it, because its models have changed."""
         self._calls = calls
@@ -86,6 +88,7 @@ class ModelChanges:
         self._is_store_up = is_store_up
         self._check_agent = check_agent
         self._clock = clock
+        self._signer = signer
 
     async def load(self, agent_id: str, model: str, evict: str = "") -> None:
         """Load a model on an agent, after another one has left. Raises `StarlingError`."""
@@ -99,7 +102,9 @@ class ModelChanges:
         published = self._published.get(model)
         begun = self._clock()
         digest = published.digest if published else ""
-        body = msgspec.json.encode(LoadModelRequest(model_id=model, digest=digest, timeout_ms=self._timeout_ms))
+        signed = await self._signer.begin(agent_id, model)
+        request = LoadModelRequest(model_id=model, digest=digest, timeout_ms=self._timeout_ms, signed=signed)
+        body = msgspec.json.encode(request)
         besides = {model}
         try:
             while True:
@@ -117,6 +122,9 @@ class ModelChanges:
         except StarlingError as error:
             self._events.add("load-failed", agent=agent_id, model=model, text=error.message)
             raise
+        finally:
+            if signed is not None:
+                self._signer.end(agent_id, model)
         self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
         await self._check_agent(agent_id)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from stages.orchestrator.interfaces import NodeView
@@ -38,6 +38,28 @@ def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> l
                 busy.add(view.agent_id)
                 usable.append(view)
                 loads.append(Load(model, view.agent_id))
+    return loads
+
+
+def stalled_loads(
+    wanted: Iterable[tuple[str, int]], table: list[NodeView], has_told: Callable[[str, str], bool]
+) -> list[Load]:
+    """Downloads of placed models that wait for signed URLs, and that no load of this orchestrator has asked for.
+
+    The orchestrator that did has ended, or was another leader.  Agents beyond the wanted number are left alone.
+    """
+    loads = []
+    for model, replicas in wanted:
+        have = [view for view in table if _state(view, model) in ("READY", "DOWNLOADING", "LOADING_TO_GPU")]
+        waiting = [
+            Load(model, view.agent_id)
+            for view in have
+            if view.may_start
+            and view.health == "READY"
+            and any(one.model_id == model for one in view.details.wanted_urls)
+            and not has_told(view.agent_id, model)
+        ]
+        loads += waiting if len(have) <= replicas else []
     return loads
 
 

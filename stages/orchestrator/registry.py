@@ -105,6 +105,11 @@ class Registry(NodeManager):
             return
         agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
 
+    def answer_of(self, agent_id: str) -> HeartbeatResponse | None:
+        """What an agent has answered to the last poll; None if it has not."""
+        agent = self._agents.get(agent_id)
+        return agent.details if agent is not None and agent.health == "READY" else None
+
     def suspect(self, agent_id: str, reason: str) -> None:
         """A request to the agent or its engine has failed: others are preferred until its next answer."""
         agent = self._agents.get(agent_id)

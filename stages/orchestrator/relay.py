@@ -34,7 +34,7 @@ from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
 from stages.orchestrator.forward import MOVABLE_IN_STREAM, Forward, KeptRequests, Out, Refusal, Tries, read_error
-from stages.orchestrator.handover import Handovers
+from stages.orchestrator.handover import BringPages, Handovers
 from stages.orchestrator.opening import Abortable, Opening
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
@@ -73,6 +73,7 @@ class Relay:
         progress_of: Callable[[str], str] = lambda model: "",
         *,
         replays_text: bool = True,
+        bring_pages: BringPages | None = None,
     ) -> None:
         """`replays_text`: streams of other engines go on from their text; else they end with an error."""
         self.kept = KeptRequests(clock)
@@ -92,7 +93,7 @@ class Relay:
         self._streams: dict[Abortable, tuple[EventCutter, Tries]] = {}  # those that have begun, by answer
         self._fixed: set[Abortable] = set()  # streams of text that have begun: they stay where they are
         self._releases = Releases(client)
-        self._handovers = Handovers(router, self._send_copy, self._releases.begin, clock)
+        self._handovers = Handovers(router, self._send_copy, self._releases.begin, clock, bring_pages)
 
     # ---------------------------------------------------------------- streams
 

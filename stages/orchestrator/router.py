@@ -21,6 +21,7 @@ from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
+from stages.orchestrator.policies import Order, by_score
 from stages.orchestrator.rates import Rates
 from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, text_kind_of, version_of
 
@@ -57,7 +58,9 @@ class ScoreRouter(RequestRouter):
         published: Callable[[str], Published | None],
         wall: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
+        order: Order = by_score,
     ) -> None:
+        """`order`: of agents that have the model ready."""
         self.prefixes = HeldPrefixes(clock)
         self.rates = Rates()
         self.decisions = DecisionLog()
@@ -65,6 +68,7 @@ class ScoreRouter(RequestRouter):
         self._max_per_agent = max_per_agent
         self._published = published
         self._wall = wall
+        self._order = order
         self._table: dict[str, NodeView] = {}
         self._holders: dict[str, set[str]] = {}  # agents that give the pieces of a file, by its digest
         self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model
@@ -126,13 +130,14 @@ class ScoreRouter(RequestRouter):
         candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
         if request.pinned:
             candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
+        order = self._order
         if not candidates:
             self._refuse(request, scored)
             candidates = [one for one in scored if one.is_candidate]
             # An engine that has just failed to start is tried again only if no other agent can load the model.
             candidates = [one for one in candidates if one.state != "FAILED"] or candidates
-            cause = "cold"
-        best = min(candidates, key=self._order)
+            cause, order = "cold", by_score
+        best = min(candidates, key=lambda one: order(one, self._last_turn))
         view = self._table[best.agent_id]
         rates = self.rates.of(best.agent_id, request.model)
         predicted_s = max(0.0, best.score_s + request.prompt_bytes * rates.prefill_s_per_byte.value)
@@ -199,10 +204,6 @@ class ScoreRouter(RequestRouter):
             return f"it runs {view.details.max_models} models, and none of them is idle"
         return ""
 
-    def _order(self, one: AgentScore) -> tuple[float, int, int, str]:
-        """Estimates within a millisecond are equal: fewer requests decide, then the time since the last one."""
-        return (round(one.score_s, 3), one.ahead, self._last_turn.get(one.agent_id, -1), one.agent_id)
-
     def _refuse(self, request: RoutedRequest, scored: list[AgentScore]) -> None:
         """No agent has the model ready. Raises unless one of them can load it."""
         model = request.model
@@ -265,14 +266,16 @@ class ScoreRouter(RequestRouter):
 
     def first_token(self, route: Route, request: RoutedRequest, seconds: float) -> None:
         """Its first byte came after `seconds`."""
-        self.rates.observe(
-            route.agent_id,
-            request.model,
-            new_bytes=route.new_bytes,
-            ahead=route.ahead,
-            first_token_s=seconds,
-            predicted_s=route.predicted_s,
-        )
+        # While weights arrive it contains the wait for them: that is no speed of the engine.
+        if route.engine is None or route.engine.progress is None:
+            self.rates.observe(
+                route.agent_id,
+                request.model,
+                new_bytes=route.new_bytes,
+                ahead=route.ahead,
+                first_token_s=seconds,
+                predicted_s=route.predicted_s,
+            )
         decision = self.decisions.find(request.request_id)
         if decision is not None and not decision.first_token_s:
             decision.first_token_s = seconds

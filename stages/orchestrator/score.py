@@ -85,7 +85,9 @@ def residence(
     """
     running = loaded(details, model)
     if running is not None and running.model_state == "READY":
-        return Residence(running.cache_level, running.bytes or nbytes, 0)
+        # With the progress of a download it computes layers as they arrive.
+        missing = running.progress.total - running.progress.done if running.progress is not None else 0
+        return Residence(running.cache_level, running.bytes or nbytes, max(0, missing))
     for cached in details.cached_models:
         if model in cached.names or (digest and cached.digest == digest):
             if cached.is_complete:

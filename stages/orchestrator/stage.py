@@ -54,13 +54,16 @@ from stages.orchestrator.http_app import make_app
 from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
-from stages.orchestrator.placement import missing_loads
+from stages.orchestrator.page_transfers import PageTransfers
+from stages.orchestrator.placement import missing_loads, stalled_loads
+from stages.orchestrator.policies import order_of
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
+from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 
 log = logging.getLogger("starling.orchestrator")
@@ -92,9 +95,12 @@ class OrchestratorStage:
         self.registry = Registry(self._heartbeat, time.monotonic)
         self._published: dict[str, Published] = {}
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
-        self.router = ScoreRouter(weights, bounds.max_per_agent, self._published.get, time.time)
+        self.router = ScoreRouter(
+            weights, bounds.max_per_agent, self._published.get, time.time, order=order_of(bounds.routing)
+        )
         self.idle = IdleModels(time.monotonic, self.router.under_way)
         self._calls = AgentCalls(self.client, self._token, is_tls=self._tls is not None)
+        self.signer = UrlSigner(self._blobs, bounds.url_valid_s, self._start_poll, time.monotonic)
         self.changes = ModelChanges(
             self._calls,
             self.registry,
@@ -105,9 +111,13 @@ class OrchestratorStage:
             lambda: self.fleet.is_store_up,
             self._check_loaded,
             time.monotonic,
+            self.signer,
         )
         self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
         self._changed = asyncio.Event()
+        self.pages = PageTransfers(
+            self._calls, self.registry, self.router.rates, self.router.decisions, self.events.add, time.monotonic
+        )
         self.relay = Relay(
             self.client,
             self.router,
@@ -118,6 +128,7 @@ class OrchestratorStage:
             self._next_change,
             self.changes.progress,
             replays_text=bounds.lost_text == "replay",
+            bring_pages=self.pages.bring,
         )
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)
@@ -151,6 +162,7 @@ class OrchestratorStage:
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
         self.fleet.published = self._published
+        self.fleet.pages = self.pages
         self.fleet.url_of = self._calls.url_of
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
@@ -192,6 +204,7 @@ class OrchestratorStage:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.cold.close()
+            await self.signer.close()
             await runner.cleanup()
             await self.relay.close()
             await self.quotas.publish()
@@ -240,6 +253,7 @@ class OrchestratorStage:
             await asyncio.sleep(interval_s)
 
     def _lose_agent(self, agent_id: str, reason: str) -> None:
+        self.signer.forget(agent_id)
         self._health.pop(agent_id, None)
         self.relay.lose_agent(agent_id, reason)
 
@@ -257,6 +271,9 @@ class OrchestratorStage:
             self._health[agent_id] = found.health
             self.events.add(f"agent-{found.health.lower()}", agent=agent_id, text=found.reason)
             log.info("agent health", extra={"agent": agent_id, "health": found.health, "reason": found.reason})
+        answer = self.registry.answer_of(agent_id)
+        if answer is not None:
+            self.signer.observe(answer, lambda model: self.router.under_way(agent_id, model) > 0)
         self._table_changed()
 
     async def _check_loaded(self, agent_id: str) -> None:
@@ -272,7 +289,9 @@ class OrchestratorStage:
                 self.events.add("moved", agent=agent_id, text=f"{moved} requests go on elsewhere")
 
     def _table_changed(self) -> None:
-        self.router.update_routing_table(self.registry.table())
+        table = self.registry.table()
+        self.router.update_routing_table(table)
+        self.pages.keep_only({view.agent_id for view in table})
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -283,7 +302,12 @@ class OrchestratorStage:
 
     async def _heartbeat(self, record: AgentRecord) -> HeartbeatResponse:
         cursors, is_down = self.router.prefixes.cursors(record.agent_id), not self.fleet.is_store_up
-        body = HeartbeatRequest(orchestrator_id=self.identity, extend_lease=is_down, prefixes_after=cursors)
+        body = HeartbeatRequest(
+            orchestrator_id=self.identity,
+            extend_lease=is_down,
+            prefixes_after=cursors,
+            signed=self.signer.take(record.agent_id),
+        )
         raw = await self._calls.post(record, "/heartbeat", msgspec.json.encode(body), HEARTBEAT_S)
         try:
             return self.router.prefixes.apply(msgspec.json.decode(raw, type=HeartbeatResponse))
@@ -310,6 +334,7 @@ class OrchestratorStage:
         found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
         self._published.clear()
         self._published.update(found)
+        self.signer.set_entries(entries)
 
     async def _learn(self, model: str) -> None:
         """A request names a model that is not known: it may have been published lately."""
@@ -342,7 +367,9 @@ class OrchestratorStage:
             self.fleet.is_leader = True
             placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
             wanted = [(one.model, one.replicas) for one in placements]
-            for load in missing_loads(wanted, self.router.table):
+            due_loads = missing_loads(wanted, self.router.table)
+            due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
+            for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
             self.idle.observe(self.router.table)
             idle_ms = self.config.fleet.orchestrator.unload_idle_ms

@@ -10,6 +10,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.observe import logs
 from pipeline.runtime import process
+from starling.cli import output
 from starling.cli.options import exit_codes
 
 
@@ -46,5 +47,5 @@ def agent(join: str | None, agent_id: str | None, port: int | None) -> int:
 
 
 def _announce(agent_id: str, url: str) -> None:
-    click.echo(f"Agent {agent_id} is ready at {url}")
+    output.announce(f"Agent {agent_id} is ready at {url}")
     process.sd_notify("READY=1")

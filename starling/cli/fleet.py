@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from urllib.parse import quote
 
@@ -9,18 +10,20 @@ import click
 import msgspec
 
 from pipeline.config.load import load
+from starling.cli import completion
 from starling.cli.fleet_certificate import certificate
 from starling.cli.fleet_launchers import down, launched, logs
 from starling.cli.fleet_up import up
 from starling.cli.options import cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
+from starling.cli.terminal import print_wrapped, visible
 from starling.client.fleet import FleetClient
 
 CODES = exit_codes(
     {
         0: "success",
-        1: "no orchestrator answers, or it knows no such agent, model or request",
-        2: "wrong usage",
+        1: "no orchestrator answers, or its store does not",
+        2: "wrong usage, or no such agent, model or request",
         78: "the configuration or the machine must be changed first",
     }
 )
@@ -62,9 +65,9 @@ def status(as_json: bool, url: str) -> None:
         _print_json(state)
         return
     role = "leads" if state["leader"] else "does not lead"
-    click.echo(f"{state['orchestrator']} at {client.address}: {role}, store {state['store']}")
+    _print(f"{state['orchestrator']} at {client.address}: {role}, store {state['store']}")
     for load_ in state["loads"]:
-        click.echo(f"loading {load_['model']} on {load_['agent']}, {load_['waiting']} requests wait")
+        _print(f"loading {load_['model']} on {load_['agent']}, {load_['waiting']} requests wait")
     _print_agents(state["agents"])
     _print_models(state["models"])
 
@@ -88,7 +91,7 @@ def models(as_json: bool, url: str) -> None:
 
 
 @fleet.command(epilog=CODES)
-@click.argument("model")
+@click.argument("model", shell_complete=completion.fleet_models)
 @click.option("--replicas", type=click.IntRange(0, 1000), default=1, show_default=True, metavar="N", help="Agents.")
 @json_option()
 @_url
@@ -107,7 +110,7 @@ def _cordon(agent: str, as_json: bool, url: str, *, cordoned: bool, drain: bool,
 
 
 @fleet.command(epilog=CODES)
-@click.argument("agent")
+@click.argument("agent", shell_complete=completion.fleet_agents)
 @json_option()
 @_url
 def drain(agent: str, as_json: bool, url: str) -> None:
@@ -119,7 +122,7 @@ def drain(agent: str, as_json: bool, url: str) -> None:
 
 
 @fleet.command(epilog=CODES)
-@click.argument("agent")
+@click.argument("agent", shell_complete=completion.fleet_agents)
 @json_option()
 @_url
 def cordon(agent: str, as_json: bool, url: str) -> None:
@@ -128,7 +131,7 @@ def cordon(agent: str, as_json: bool, url: str) -> None:
 
 
 @fleet.command(epilog=CODES)
-@click.argument("agent")
+@click.argument("agent", shell_complete=completion.fleet_agents)
 @json_option()
 @_url
 def uncordon(agent: str, as_json: bool, url: str) -> None:
@@ -146,8 +149,31 @@ def events(after: int, as_json: bool, url: str) -> None:
     if as_json:
         _print_json(found)
         return
-    rows = [[str(one["number"]), one["kind"], one["agent"], one["model"], one["text"]] for one in found]
-    print_table(("number", "event", "agent", "model", "details"), rows, right=("number",))
+    now = time.time()
+    rows = [
+        [
+            str(one["number"]),
+            _time(one["at"], now),
+            one["kind"],
+            one["agent"],
+            one["model"],
+            one["text"],
+        ]
+        for one in found
+    ]
+    print_table(
+        ("number", "time", "event", "agent", "model", "details"),
+        rows,
+        right=("number",),
+        leave=("number",),
+        fold=("model", "details"),
+    )
+
+
+def _time(at: float, now: float) -> str:
+    """Local time of an event, s since 1970; of one of another day with the date."""
+    day, today = time.localtime(at), time.localtime(now)
+    return time.strftime("%H:%M:%S" if day[:3] == today[:3] else "%m-%d %H:%M", day)
 
 
 @fleet.command(epilog=CODES)
@@ -163,23 +189,56 @@ def why(request_id: str, as_json: bool, url: str) -> None:
     if as_json:
         _print_json(found)
         return
-    click.echo(f"{found['request_id']}: model {found['model']}, first token after {found['first_token_s']:.3f} s")
+    first = (
+        f"first token after {found['first_token_s']:.3f} s"
+        if found["first_token_s"]
+        else "time to the first token not known"
+    )
+    _print(f"{found['request_id']}: model {found['model']}, {first}")
     for choice in found["choices"]:
-        click.echo(f"{choice['cause']}: {choice['agent_id']}, expected after {choice['predicted_s']:.3f} s")
+        _print(f"{choice['cause']}: {choice['agent_id']}, expected after {choice['predicted_s']:.3f} s")
         rows = []
         for one in sorted(choice["scores"], key=lambda score: float(score["score_s"])):
             terms = [f"{one['terms'][name]:.3f}" for name in ("cache_level_s", "kv_hit_s", "queue_s", "transfer_s")]
             rows.append([one["agent_id"], f"{one['score_s']:.3f}", *terms, one["level"], one["reason"] or one["state"]])
-        print_table(("agent", "score", "start", "- kv hit", "queue", "transfer", "level", ""), rows)
+        print_table(
+            ("agent", "score", "start", "- kv hit", "queue", "transfer", "level", "state"),
+            rows,
+            right=("score", "start", "- kv hit", "queue", "transfer"),
+            leave=("level",),
+            fold=("state",),
+        )
+    for one in found.get("transfers", ()):
+        _print(_transfer(one))
+
+
+def _transfer(one: dict[str, Any]) -> str:
+    """What was done with the KV pages of a stream that moved."""
+    sending = f", sending them {one['sending_s']:.3f} s" if one["sending_s"] else ""
+    reason = f": {one['reason']}" if one["reason"] else ""
+    return (
+        f"KV pages from {one['source']} to {one['target']}: {one['outcome']}{reason}; {one['pages']} pages, "
+        f"{one['bytes'] / 1e6:.1f} MB; computing was expected to take {one['computing_s']:.3f} s{sending}"
+    )
 
 
 def _print_agents(found: list[dict[str, Any]]) -> None:
+    """A table, and a line for each agent that has models, or a reason for its health."""
     rows = []
     for one in found:
         state = "draining" if one["draining"] else "cordoned" if one["cordoned"] else one.get("state", "")
-        loaded = ", ".join(f"{m['model_id']} ({m['cache_state']})" for m in one.get("loaded_models", ()))
-        rows.append([one["agent_id"], one["health"], state, str(one["under_way"]), one["url"], loaded or one["reason"]])
-    print_table(("agent", "health", "state", "requests", "url", "models"), rows, right=("requests",))
+        rows.append([one["agent_id"], one["health"], state, str(one["under_way"]), one["url"]])
+    print_table(("agent", "health", "state", "requests", "url"), rows, right=("requests",), fold=("url",))
+    for one in found:
+        texts = [one["reason"], *one.get("reasons", ()), *map(_loaded, one.get("loaded_models", ()))]
+        if known := ", ".join(dict.fromkeys(text for text in texts if text)):
+            _print(f"{one['agent_id']}: {known}")
+
+
+def _loaded(model: dict[str, Any]) -> str:
+    """A model of an agent: its name and state, of one that failed the reason."""
+    reason = f": {model['error']}" if model["cache_state"] != "READY" and model.get("error") else ""
+    return f"{model['model_id']} ({model['cache_state']}{reason})"
 
 
 def _print_models(found: list[dict[str, Any]]) -> None:
@@ -193,7 +252,12 @@ def _print_models(found: list[dict[str, Any]]) -> None:
         ]
         for one in found
     ]
-    print_table(("model", "state", "replicas", "size", "agents"), rows, right=("replicas", "size"))
+    print_table(("model", "state", "replicas", "size", "agents"), rows, right=("replicas", "size"), fold=("agents",))
+
+
+def _print(line: str) -> None:
+    """A line whose texts may come from other hosts."""
+    print_wrapped(visible(line.replace("\n", " ")), 2)
 
 
 def _print_json(value: Any) -> None:

@@ -15,8 +15,8 @@ from starling.fleet_certificates import MAX_AUTHORITY_DAYS, MAX_DAYS, describe, 
 CODES = exit_codes(
     {
         0: "success",
-        1: "a file exists already, or a value cannot be used",
-        2: "wrong usage",
+        1: "a file exists already",
+        2: "wrong usage, or a value cannot be used",
         78: "a file cannot be used, or a package is missing",
     }
 )

@@ -10,6 +10,7 @@ import msgspec
 from pipeline.config.load import load
 from pipeline.observe.log_format import LIBRARY_EVENT, pretty
 from shm.decoding import DECODE_ERRORS
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
 from starling.cli.tables import print_table
 from starling.launchers.select import NAMES, open_launcher
@@ -64,7 +65,7 @@ def launched(as_json: bool, launcher: str | None) -> int:
 
 
 @click.command(epilog=CODES)
-@click.argument("agent")
+@click.argument("agent", shell_complete=completion.launched_agents)
 @click.option("-f", "--follow", is_flag=True, help="Print new lines as they come, until Ctrl-C.")
 @click.option(
     "-n",

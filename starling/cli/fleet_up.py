@@ -19,6 +19,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound, StarlingError
 from pipeline.runtime.process import EXIT_OK
+from starling.cli import output, terminal
 from starling.cli.fleet_launchers import launcher_option
 from starling.cli.options import exit_codes
 from starling.cli.publish import publish_configured
@@ -28,6 +29,8 @@ from starling.launchers.local import END_S, LocalLauncher
 from starling.launchers.select import open_launcher
 
 CHECK_S = 0.1
+LOOK_S = 0.5  # between two looks whether the model is loaded
+CALL_S = 2.0  # for an orchestrator that hangs; meanwhile no agent is started again
 
 
 @click.command(
@@ -71,15 +74,15 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
             click.echo("start `starling orchestrator` where clients are to reach the fleet")
         return EXIT_OK
     agents = agents or 1
+    model = config.models[0].name
+    starts.claim()  # refused if another process runs a fleet here: nothing is published into it, nor ended below
+    publish_configured(config, config.models[0])  # which a signal ends at once
+    wanted = min(agents, 2) if replicas is None else replicas
+    orchestrator = Child("orchestrator", ["orchestrator"], os.environ)
     ending = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: ending.set())
-    model = config.models[0].name
-    publish_configured(config, config.models[0])
-    wanted = min(agents, 2) if replicas is None else replicas
-    orchestrator = Child("orchestrator", ["orchestrator"], os.environ)
     try:
-        orchestrator.tick(time.monotonic())
         starts.start(agents)
         return _run(config, orchestrator, starts, model, wanted, ending)
     finally:
@@ -90,21 +93,24 @@ def up(agents: int | None, replicas: int | None, launcher: str | None) -> int:
 def _run(
     config: Config, orchestrator: Child, agents: LocalLauncher, model: str, replicas: int, ending: threading.Event
 ) -> int:
-    client = FleetClient(config)
-    begun, is_placed, is_announced = time.monotonic(), False, False
+    client = FleetClient(config, timeout_s=CALL_S)
+    begun, looked, is_placed, is_announced = time.monotonic(), 0.0, False, False
     while not ending.wait(CHECK_S):
         code = orchestrator.tick(time.monotonic())
         if code is not None:
-            click.echo("orchestrator cannot start; its message is above", err=True)
+            terminal.print_error("orchestrator cannot start; its message is above")
             return code
         code = agents.tick(time.monotonic())
         if code is not None:
             return code
         if not is_placed and client.is_ready():
             is_placed = _place(client, model, replicas)
-        if is_placed and not is_announced and _is_loaded(client, model, replicas):
+        if is_placed and not is_announced and time.monotonic() >= looked + LOOK_S:
+            looked = time.monotonic()
+            if not _is_loaded(client, model, replicas):
+                continue
             is_announced = True
-            click.echo(_banner(client, model, time.monotonic() - begun, bool(config.auth.api_keys)))
+            output.announce(_banner(client, model, time.monotonic() - begun, bool(config.auth.api_keys)))
     return EXIT_OK
 
 

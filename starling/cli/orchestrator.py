@@ -9,6 +9,7 @@ import click
 from pipeline.config.load import load
 from pipeline.observe import logs
 from pipeline.runtime import process
+from starling.cli import output
 from starling.cli.options import exit_codes
 
 
@@ -41,7 +42,7 @@ def orchestrator(join: str | None, port: int | None) -> int:
     from stages.orchestrator import stage
 
     def announce(port: int) -> None:
-        click.echo(f"Orchestrator is ready at http://{config.fleet.orchestrator.host}:{port}")
+        output.announce(f"Orchestrator is ready at http://{config.fleet.orchestrator.host}:{port}")
         process.sd_notify("READY=1")
 
     return stage.main(config, announce)

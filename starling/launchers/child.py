@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-import click
-
 from pipeline.runtime.process import EXIT_CONFIG, die_with_parent
+from starling.cli import terminal
 
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 0.2, 10.0
 STEADY_S = 30.0  # a process that ran for so long starts with the first backoff again
@@ -46,7 +45,7 @@ class Child:
                 return code
             if now - self._begun > STEADY_S:
                 self._backoff_s = FIRST_BACKOFF_S
-            click.echo(f"{self.name} ended with {code}; it is started again in {self._backoff_s:g} s", err=True)
+            terminal.print_error(f"{self.name} ended with {code}; it is started again in {self._backoff_s:g} s")
             self._next = now + self._backoff_s
             self._backoff_s = min(2 * self._backoff_s, MOST_BACKOFF_S)
         if now >= self._next:

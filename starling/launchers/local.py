@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-import click
 import msgspec
 
 from pipeline.config import paths
@@ -22,6 +21,7 @@ from pipeline.errors import ConfigError, NotFound, StarlingError
 from pipeline.files import replace_file
 from pipeline.runtime import run_dir
 from shm.decoding import DECODE_ERRORS
+from starling.cli import terminal
 from starling.cli.logs import Tail
 from starling.launchers.child import Child
 from starling.launchers.interface import LaunchedAgent
@@ -30,6 +30,7 @@ LOCK = "local"
 END_S = 15.0  # for agents and their engines, from SIGTERM to SIGKILL
 STOP_S = 60.0  # for the process that runs the agents, which ends an orchestrator, too
 POLL_S = 0.2
+CLAIMS, CLAIM_S = 10, 0.05  # attempts to lock the home, and between two of them: a reader holds the lock for a moment
 _HOST = "localhost"
 
 
@@ -51,15 +52,7 @@ class LocalLauncher:
         Raises `ConfigError` when another process has some.
         """
         agents = agents or 1
-        if self._lock is None:
-            directory = run_dir.prepare(self._dir, "directory of the fleet", "STARLING_HOME")
-            try:
-                self._lock = run_dir.StageLock(directory, LOCK)
-            except ConfigError:
-                raise ConfigError(
-                    f"process {run_dir.lock_holder(directory, LOCK)} runs a fleet in {directory.parent} already: end "
-                    "it with `starling fleet down`, or give this one a STARLING_HOME of its own"
-                ) from None
+        self.claim()
         for child in self._agents[agents:]:
             child.end(time.monotonic() + END_S)
         names = [f"agent-{number}" for number in range(1, agents + 1)]
@@ -67,6 +60,29 @@ class LocalLauncher:
             Child(name, ["agent", "--id", name, "--port", "0"], self._env) for name in names[len(self._agents) :]
         ]
         self.tick(time.monotonic())
+
+    def claim(self) -> None:
+        """Become the one process that may run agents of this home. Idempotent.
+
+        Raises `ConfigError` when another process has some.
+        """
+        if self._lock is not None:
+            return
+        directory = run_dir.prepare(self._dir, "directory of the fleet", "STARLING_HOME")
+        for attempt in range(CLAIMS):
+            try:
+                self._lock = run_dir.StageLock(directory, LOCK)
+                break
+            except ConfigError:
+                holder = run_dir.lock_holder(directory, LOCK)
+                if holder or attempt == CLAIMS - 1:
+                    raise ConfigError(
+                        f"{f'process {holder}' if holder else 'another process'} runs a fleet in {directory.parent} "
+                        "already: end it with `starling fleet down`, or give this one a STARLING_HOME of its own"
+                    ) from None
+                time.sleep(CLAIM_S)
+        with suppress(OSError):
+            self._record.unlink()  # of a process that was killed
 
     def tick(self, now: float) -> int | None:
         """Start what has ended; an exit code that no restart can cure, or None."""
@@ -78,7 +94,7 @@ class LocalLauncher:
                 self._written = running
         for child, code in zip(self._agents, codes):
             if code is not None:
-                click.echo(f"{child.name} cannot start; its message is above", err=True)
+                terminal.print_error(f"{child.name} cannot start; its message is above")
                 return code
         return None
 

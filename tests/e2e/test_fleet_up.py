@@ -11,8 +11,11 @@ import json
 import os
 import re
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,6 +23,7 @@ from pipeline.config.schema import DEMO_MODEL
 from pipeline.fleet import token
 from tests.e2e.conftest import share_caches
 from tests.e2e.up_server import Up
+from tests.fleet.agent_process import post
 from tools.ports import free_port
 
 pytestmark = pytest.mark.slow
@@ -70,53 +74,134 @@ def several_events(response: http.client.HTTPResponse) -> bytes:
     return b"".join(lines)
 
 
-def test_streams_outlive_their_agent(tmp_path: Path, demo_gguf: Path) -> None:
-    share_caches(tmp_path, models=True)
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> Iterator[FleetUp]:
+    """Two agents with the demo model. The last test stops it."""
+    home = tmp_path_factory.mktemp("fleet")
+    share_caches(home, models=True)
     port = free_port()
     config = {
         "models": [{"name": DEMO_MODEL, "kv_cache_mb": 64, "ranks": 1}],
         "fleet": {"orchestrator": {"port": port, "poll_ms": 100}},
     }
-    fleet = FleetUp(tmp_path, config)
-    fleet.port = port
-    with fleet:
-        operator = token.authorization(token.load_or_create(tmp_path / "fleet-token"))
+    started = FleetUp(home, config)
+    started.port = port
+    with started:
+        yield started
 
-        def state() -> dict[str, Any]:
-            status, found, _ = fleet.request("GET", "/v1/fleet", headers=operator)
-            assert status == 200, found
-            return dict(found)
 
-        _, models, _ = fleet.request("GET", "/v1/models")
-        assert [(one["id"], one["ready"], len(one["agents"])) for one in models["data"]] == [(DEMO_MODEL, True, 2)]
-        undisturbed = []
-        for body in STREAMS:
-            connection, response = begin(fleet, body)
-            undisturbed.append(response.read())
-            connection.close()
-            assert undisturbed[-1].count(b"data: ") > 40 and b'"error"' not in undisturbed[-1]
-        # All three to one agent, of which several events have come when it dies.
-        assert fleet.request("POST", "/v1/fleet/cordon", {"agent": "agent-2", "cordoned": True}, operator)[0] == 200
-        while not state()["agents"][1]["cordoned"]:
+class Operator:
+    """Calls of the fleet's operator."""
+
+    def __init__(self, fleet: FleetUp) -> None:
+        self._fleet = fleet
+        self._headers = token.authorization(token.load_or_create(fleet.home / "fleet-token"))
+
+    def get(self, path: str) -> dict[str, Any]:
+        status, found, _ = self._fleet.request("GET", path, headers=self._headers)
+        assert status == 200, found
+        return dict(found)
+
+    def cordon(self, agent: str, cordoned: bool = True, drain: bool = False) -> None:
+        """Returns when it holds."""
+        body = {"agent": agent, "cordoned": cordoned, "drain": drain}
+        assert self._fleet.request("POST", "/v1/fleet/cordon", body, self._headers)[0] == 200
+        while (one := self.agent(agent))["cordoned"] != cordoned or one["draining"] != drain:
             pass
-        pids = [pid for pid, command in fleet.pids().items() if "agent --id agent-1" in command]
-        assert pids
-        begun = [begin(fleet, body) for body in STREAMS]
-        received = [several_events(response) for _, response in begun]
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has died with its parent
-                os.kill(pid, signal.SIGKILL)
-        assert fleet.request("POST", "/v1/fleet/cordon", {"agent": "agent-2", "cordoned": False}, operator)[0] == 200
-        for number, (connection, response) in enumerate(begun):
-            received[number] += response.read()
-            connection.close()
-            assert content(received[number]) == content(undisturbed[number])
-        assert fleet.metrics("starling_fleet_continued_tokens_total")[""] >= N_EVENTS
-        # `fleet up` starts the agent again, and it loads its model again.
-        while {one["agent_id"]: len(one.get("loaded_models", ())) for one in state()["agents"]} != {
-            "agent-1": 1,
-            "agent-2": 1,
-        }:
-            pass
-        assert fleet.stop() == 0
-        assert fleet.pids() == {}
+
+    def agent(self, name: str) -> dict[str, Any]:
+        return next(one for one in self.get("/v1/fleet")["agents"] if one["agent_id"] == name)
+
+    def total(self, agent: str, family: str) -> float:
+        """A counter of the agent's engine, summed over its labels, of the last second."""
+        secret = (self._fleet.home / "fleet-token").read_text().strip()
+        status, report = post(self.agent(agent)["url"] + "/heartbeat", {}, secret)
+        assert status == 200, report
+        (model,) = report["loaded_models"]
+        parts = urlsplit(model["engine_url"])
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+        connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {model['engine_key']}"})
+        text = connection.getresponse().read().decode()
+        connection.close()
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(family))
+
+    def wait_total(self, agent: str, family: str, least: float) -> None:
+        """Engines publish their metrics once per second."""
+        deadline = time.monotonic() + 120
+        while (found := self.total(agent, family)) < least:
+            assert time.monotonic() < deadline, (family, found, least)
+            time.sleep(0.05)
+
+
+def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
+    operator = Operator(fleet)
+    words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
+    body = {**SAMPLED, "prompt": 60 * words, "max_tokens": 300}
+    operator.cordon("agent-2")
+    before = operator.total("agent-2", "starling_kv_cache_hits_total")
+    connection, response = begin(fleet, body)
+    undisturbed = response.read()
+    connection.close()
+    connection, response = begin(fleet, body)
+    name = response.headers["X-Starling-Request"]
+    received = several_events(response)
+    operator.cordon("agent-2", cordoned=False)
+    operator.cordon("agent-1", drain=True)
+    received += response.read()
+    connection.close()
+    operator.cordon("agent-1", cordoned=False)
+    assert content(received) == content(undisturbed)
+    why = operator.get(f"/v1/fleet/why/{name}")
+    assert why["choices"][-1]["agent_id"] == "agent-2", "the stream ended before it was moved"
+    first = why["transfers"][0]
+    assert (first["source"], first["target"], first["outcome"]) == ("agent-1", "agent-2", "sent"), why["transfers"]
+    assert first["pages"] > 20 and 0 < first["sending_s"] < first["computing_s"]
+    # The successor's engine knows the tokens that were delivered: at most one of the pages has more.
+    operator.wait_total("agent-2", "starling_kv_cache_imported_pages_total", first["pages"] - 1)
+    # The prompt was not computed there: the stream's copy found its pages in the cache.
+    operator.wait_total("agent-2", "starling_kv_cache_hits_total", before + first["pages"] - 1)
+    assert fleet.metrics("starling_fleet_page_transfers_total")['outcome="sent"'] >= 1
+    assert any(one["kind"] == "kv-pages" for one in operator.get("/v1/fleet/events")["events"])
+
+
+def test_streams_outlive_their_agent(fleet: FleetUp) -> None:
+    operator = token.authorization(token.load_or_create(fleet.home / "fleet-token"))
+
+    def state() -> dict[str, Any]:
+        status, found, _ = fleet.request("GET", "/v1/fleet", headers=operator)
+        assert status == 200, found
+        return dict(found)
+
+    _, models, _ = fleet.request("GET", "/v1/models")
+    assert [(one["id"], one["ready"], len(one["agents"])) for one in models["data"]] == [(DEMO_MODEL, True, 2)]
+    undisturbed = []
+    for body in STREAMS:
+        connection, response = begin(fleet, body)
+        undisturbed.append(response.read())
+        connection.close()
+        assert undisturbed[-1].count(b"data: ") > 40 and b'"error"' not in undisturbed[-1]
+    # All three to one agent, of which several events have come when it dies.
+    assert fleet.request("POST", "/v1/fleet/cordon", {"agent": "agent-2", "cordoned": True}, operator)[0] == 200
+    while not state()["agents"][1]["cordoned"]:
+        pass
+    pids = [pid for pid, command in fleet.pids().items() if "agent --id agent-1" in command]
+    assert pids
+    begun = [begin(fleet, body) for body in STREAMS]
+    received = [several_events(response) for _, response in begun]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has died with its parent
+            os.kill(pid, signal.SIGKILL)
+    assert fleet.request("POST", "/v1/fleet/cordon", {"agent": "agent-2", "cordoned": False}, operator)[0] == 200
+    for number, (connection, response) in enumerate(begun):
+        received[number] += response.read()
+        connection.close()
+        assert content(received[number]) == content(undisturbed[number])
+    assert fleet.metrics("starling_fleet_continued_tokens_total")[""] >= N_EVENTS
+    # `fleet up` starts the agent again, and it loads its model again.
+    while {one["agent_id"]: len(one.get("loaded_models", ())) for one in state()["agents"]} != {
+        "agent-1": 1,
+        "agent-2": 1,
+    }:
+        pass
+    assert fleet.stop() == 0
+    assert fleet.pids() == {}

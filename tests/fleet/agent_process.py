@@ -16,13 +16,15 @@ from click.testing import CliRunner
 
 from starling.cli import cli
 from tests.e2e.server import ROOT, START_S, Server
-from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_gguf import SHAPES, Shape, write_model
+
+MAIN = "from starling.cli import main; main()"
 
 
-def publish_tiny(folder: Path, blobs: Path, name: str = "tiny", seed: int = 1) -> None:
+def publish_tiny(folder: Path, blobs: Path, name: str = "tiny", seed: int = 1, shape: Shape = SHAPES["small"]) -> None:
     """Publish a small random model into the folder store `blobs`; `folder`: for its files."""
     gguf = folder / f"{name}.gguf"
-    write_model(gguf, SHAPES["small"], "Q8_0", seed=seed)
+    write_model(gguf, shape, "Q8_0", seed=seed)
     env = {"STARLING_HOME": str(folder / "publisher"), "STARLING_FLEET__BLOBS": str(blobs)}
     result = CliRunner().invoke(cli, ["publish", str(gguf), "--name", name], env=env)
     assert result.exit_code == 0, result.output
@@ -45,11 +47,15 @@ def post(url: str, body: Any, key: str) -> tuple[int, Any]:
 class Agent(Server):
     """`starling agent` with a home of its own; it is registered when `__enter__` returns."""
 
+    preamble = ""  # Python that its process runs first
+
     def start(self) -> Agent:
+        program = ("-c", f"{self.preamble}; {MAIN}") if self.preamble else ("-m", "starling")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "agent", "--port", "0"],
+            [sys.executable, *program, "agent", "--port", "0"],
             cwd=ROOT,
-            env=self.environment,
+            # Its imports take a second of CPU: tests that are not about standby engines do without.
+            env={"STARLING_FLEET__AGENT__STANDBY_ENGINES": "0", **self.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

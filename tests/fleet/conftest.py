@@ -15,7 +15,7 @@ from pipeline.catalog.publish import publish
 from pipeline.coordination.interface import CoordinationStore
 from tests.fleet.checkpoints import write_checkpoint
 from tests.fleet.coordination_stores import Clock, make_store
-from tests.fleet.peers import Etcd, Redis
+from tests.fleet.peers import Bucket, Etcd, Redis, azure_container, s3_bucket
 from tests.fleet.range_server import served
 from tests.fleet.site import NBYTES, Site
 
@@ -67,6 +67,18 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
 def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
     with Redis(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with s3_bucket(tmp_path_factory.mktemp("s3")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    with azure_container(tmp_path_factory.mktemp("azure")) as found:
+        yield found
 
 
 @pytest.fixture(params=["memory", "sqlite", "etcd", "redis"])

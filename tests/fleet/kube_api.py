@@ -224,11 +224,12 @@ def _validating(version: str) -> dict[str, Any]:
 
 
 def _decode(raw: bytes) -> dict[str, Any]:
-    """A body in JSON, or the Secret in which Helm keeps a release, in Kubernetes' protobuf."""
+    """A body in JSON, or a Secret (Helm keeps a release in one) or Namespace in Kubernetes' protobuf."""
     if not raw.startswith(b"k8s\0"):
         return dict(json.loads(raw))
     unknown = dict(_fields(raw[4:]))
-    secret: dict[str, Any] = {"apiVersion": "v1", "kind": "Secret", "metadata": {"labels": {}}, "data": {}}
+    kind = dict(_fields(unknown[1]))[2].decode()
+    secret: dict[str, Any] = {"apiVersion": "v1", "kind": kind, "metadata": {"labels": {}}}
     for number, value in _fields(unknown[2]):
         if number == 1:
             for inner, what in _fields(value):
@@ -237,10 +238,10 @@ def _decode(raw: bytes) -> dict[str, Any]:
                 elif inner == 11:
                     label = dict(_fields(what))
                     secret["metadata"]["labels"][label[1].decode()] = label[2].decode()
-        elif number == 2:
+        elif number == 2 and kind == "Secret":
             entry = dict(_fields(value))
-            secret["data"][entry[1].decode()] = base64.b64encode(entry[2]).decode()
-        elif number == 3:
+            secret.setdefault("data", {})[entry[1].decode()] = base64.b64encode(entry[2]).decode()
+        elif number == 3 and kind == "Secret":
             secret["type"] = value.decode()
     return secret
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.schema import ModelConfig
 from pipeline.coordination.interface import Item
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.fleet import records
@@ -82,6 +83,7 @@ def test_a_model_outlives_its_engine_and_its_agent(tmp_path: Path, blobs: Path) 
         (home,) = engines.iterdir()
         model = agent.model("tiny")
         assert (model["cache_level"], model["numerics"], model["kv_type"]) == ("CPU_RESIDENT", NUMERICS, "f16")
+        assert model["page_tokens"] == ModelConfig(name="any").page_tokens
 
         # The engine is killed: another one answers with the same bytes.
         (up,) = [pid for pid in children(agent.process.pid) if "up" in command(pid)]

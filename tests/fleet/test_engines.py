@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from pipeline.catalog.entry import Entry, Source
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, Conflict, ModelUnavailable
+from pipeline.fleet.standby import MARK_VARIABLE
 from stages.agent.cache.page_cache import resident_fraction
 from stages.agent.engines.child import Child
-from stages.agent.engines.fence import fence, processes_of
+from stages.agent.engines.fence import fence, processes_of, write_mark
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.prometheus_text import values
 from stages.agent.engines.starling_engine import engine_config
@@ -70,6 +72,37 @@ def test_what_a_home_has_left_is_killed_and_nothing_else(
     assert homes["mine"].wait() == homes["stopped"].wait() == -signal.SIGKILL
     assert homes["other"].poll() is None
     assert fence(home, home / "run", arenas) == 0
+
+
+def test_what_a_standby_engine_has_left_is_killed_by_its_mark(tmp_path: Path) -> None:
+    home, marks = tmp_path / "home", (secrets.token_hex(16), secrets.token_hex(16))  # others run this test, too
+    home.mkdir()
+    code = "import sys; print('up', flush=True); sys.stdin.read()"
+    begun = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, "STARLING_HOME": str(tmp_path), MARK_VARIABLE: mark},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for mark in marks
+    ]
+    try:
+        for process in begun:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"up\n"
+        assert processes_of(home) == []
+        write_mark(home, "")  # names no process
+        assert processes_of(home) == []
+        write_mark(home, marks[0])
+        assert processes_of(home) == [begun[0].pid]
+        assert fence(home, home / "run", tmp_path / "arenas") == 1
+        assert begun[0].wait() == -signal.SIGKILL
+        assert begun[1].poll() is None
+    finally:
+        for process in begun:
+            process.kill()
+            process.communicate()
 
 
 async def test_a_child_that_ends_has_said_why(tmp_path: Path) -> None:
@@ -152,7 +185,7 @@ async def test_an_engine_that_never_answers_is_given_up_with_the_reason(is_final
     async def bring(placement: Placement) -> None:
         return
 
-    def make(entry: Entry) -> Failing:
+    def make(entry: Entry, arriving: Path | None) -> Failing:
         made.append(Failing(EngineDied("no memory", is_final)))
         return made[-1]
 
@@ -193,7 +226,7 @@ async def test_a_model_with_requests_is_not_idle() -> None:
     async def bring(placement: Placement) -> None:
         return
 
-    placement = Placement(ENTRY, bring, lambda entry: engine, lambda: True)
+    placement = Placement(ENTRY, bring, lambda entry, arriving: engine, lambda: True)
     await placement.wait()
     await placement.check_idle()
     for engine.has in (Queue(running=1), Queue(waiting=2)):
@@ -211,7 +244,7 @@ async def test_a_load_that_is_ended_tells_its_callers() -> None:
         begun.set()
         await asyncio.Event().wait()
 
-    placement = Placement(ENTRY, bring, lambda entry: Failing(EngineDied("")), lambda: True)
+    placement = Placement(ENTRY, bring, lambda entry, arriving: Failing(EngineDied("")), lambda: True)
     caller = asyncio.create_task(placement.wait())
     await until(begun.is_set)
     await placement.stop()
@@ -266,7 +299,7 @@ async def test_an_engine_of_a_model_that_is_placed_again_has_its_own_number() ->
         return
 
     for number in (1, 2):
-        placement = Placement(ENTRY, bring, lambda entry: Busy(), lambda: True, next_incarnation=numbers)
+        placement = Placement(ENTRY, bring, lambda entry, arriving: Busy(), lambda: True, next_incarnation=numbers)
         await placement.wait()
         assert placement.incarnation == number
         await placement.stop()

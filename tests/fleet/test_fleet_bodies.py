@@ -61,7 +61,9 @@ def test_a_request_is_decoded_with_its_defaults() -> None:
     assert bodies.decode_request(bodies.HeartbeatRequest, b"", "") == bodies.HeartbeatRequest()
 
 
-def test_a_heartbeat_has_no_field_that_an_older_agent_refuses() -> None:
+def test_a_request_has_no_field_that_an_older_agent_refuses() -> None:
+    load = bodies.LoadModelRequest(model_id="m", digest="0" * 64, timeout_ms=1)
+    assert set(msgspec.json.decode(msgspec.json.encode(load))) == {"model_id", "digest", "timeout_ms"}
     assert msgspec.json.encode(bodies.HeartbeatRequest()) == b"{}"
     assert msgspec.json.encode(bodies.HeartbeatRequest(extend_lease=True)) == b'{"extend_lease":true}'
 

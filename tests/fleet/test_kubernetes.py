@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pipeline.errors import ConfigError, NotFound, StarlingError
 from starling.cli.fleet import fleet
 from starling.launchers.kubernetes import CHART, KubernetesLauncher
 from tests.fleet.peers import program
+from tools.checks.markdown import blocks as blocks_of
 
 ROOT = Path(__file__).parents[2]
 MANIFESTS = ROOT / "configs" / "kubernetes"
@@ -238,6 +240,42 @@ def test_the_launcher_installs_scales_lists_and_removes_a_fleet(cluster: Cluster
     assert [one["kind"] for one in cluster.api.objects.values()] == ["Namespace"]
     assert launcher.list() == ()
     assert cluster.api.invalid == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
+def test_the_documented_commands_run(number: int, cluster: Cluster, tmp_path: Path) -> None:
+    """Each block of docs/fleet.md in a new cluster, as it stands; it has the fleet's objects then."""
+    blocks = [one for one in blocks_of((ROOT / "docs/fleet.md").read_text()) if one.info == "sh kubernetes"]
+    assert len(blocks) == 3
+    for name in ("starling", "configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = os.pathsep.join((cluster.env["PATH"], str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**cluster.env, "PATH": path, "STARLING_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    env["STARLING_FLEET__BLOBS"] = "s3://models/starling"
+    command = ["bash", "-euo", "pipefail", "-c", blocks[number].text]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cluster.api.invalid == []
+    [agent] = [one for one in cluster.api.of_kind("StatefulSet") if one["metadata"]["name"] == "starling-agent"]
+    used = used_secrets([*cluster.api.of_kind("Deployment"), *cluster.api.of_kind("StatefulSet")])
+    assert "starling-token" in used
+    assert used <= {one["metadata"]["name"] for one in cluster.api.of_kind("Secret")}
+    if number == 0:
+        assert {"bucket", "keys"} <= used
+        assert agent["spec"]["replicas"] == 3
+        assert [f"starling-agent-{number}" in done.stdout for number in range(4)] == [True, True, True, False]
+
+
+def used_secrets(value: Any) -> set[str]:
+    """Names of the secrets that pods read, in anything of workloads."""
+    if isinstance(value, list):
+        return set().union(*map(used_secrets, value))
+    if not isinstance(value, dict):
+        return set()
+    named = [one for key, one in value.items() if key in ("secret", "secretRef", "secretKeyRef")]
+    found = {str(one.get("secretName") or one.get("name")) for one in named}
+    return found.union(*map(used_secrets, value.values()))
 
 
 @pytest.mark.slow

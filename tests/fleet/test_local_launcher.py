@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.errors import ConfigError, NotFound
+from pipeline.runtime import run_dir
 from starling.cli.fleet import fleet
 from starling.cli.fleet_launchers import _shown, logs
+from starling.launchers import local
 from starling.launchers.child import Child
 from starling.launchers.local import LocalLauncher, log_file
 
@@ -32,6 +35,7 @@ class Programs:
 
 
 SLEEPS = "import signal; signal.pause()"
+LIMIT_S = 60
 
 
 @pytest.fixture
@@ -116,8 +120,125 @@ def test_another_process_ends_the_fleet(env: dict[str, str]) -> None:
             holder.kill()
 
 
+class Reader:
+    """A process that asks who holds the lock, at the very moment of a claim: then it has left again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        def ask(directory: Path, stage: str) -> int:
+            found = original(directory, stage)
+            os.close(self.fd)
+            monkeypatch.setattr(run_dir, "lock_holder", original)
+            return found
+
+        original = run_dir.lock_holder
+        path.parent.mkdir(mode=0o700)
+        self.fd = os.open(path, os.O_RDONLY | os.O_CREAT, 0o600)
+        fcntl.flock(self.fd, fcntl.LOCK_SH)
+        monkeypatch.setattr(run_dir, "lock_holder", ask)
+
+
+def test_a_reader_of_the_lock_refuses_no_fleet(env: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Reader(monkeypatch, Path(env["STARLING_HOME"]) / "fleet" / f"{local.LOCK}.lock")
+    launcher, other = LocalLauncher(env), LocalLauncher(env)
+    launcher.claim()
+    launcher.claim()
+    assert run_dir.lock_holder(launcher._dir, local.LOCK) == os.getpid()
+    with pytest.raises(ConfigError, match=rf"process {os.getpid()} runs a fleet"):
+        other.claim()
+    launcher._record.write_text('[{"agent_id": "of-a-killed-fleet"}]')
+    assert launcher._lock is not None
+    launcher._lock.release()
+    other.claim()
+    assert LocalLauncher(env).list() == ()
+
+
+def test_a_part_is_started_again_when_nothing_reads_its_output() -> None:
+    """`starling fleet up 2>&1 | head -1`: one agent that dies must not end the others."""
+    program = """if True:
+        import os, sys
+        from starling.cli import fleet_up, output
+        from starling.launchers.child import Child
+        output.install()
+        child = Child("agent", [], os.environ)
+        child._command = [sys.executable, "-c", "raise SystemExit(3)"]
+        child.tick(0.0)
+        child._process.wait()
+        child.tick(100.0)
+        child._command = [sys.executable, "-c", "raise SystemExit(78)"]
+        child.tick(1000.0)
+        child._process.wait()
+        fleet_up._is_loaded = lambda *_: True
+        fleet_up._place = lambda *_: True
+        fleet_up.FleetClient.is_ready = lambda *_: True
+        class Agents:
+            looks = 0
+            def tick(self, now):
+                self.looks += 1
+                return None if self.looks < 3 else 5  # after the banner
+        class Running:
+            def tick(self, now): return None
+        from pipeline.config.load import load
+        import threading
+        fleet_up.LOOK_S = 0.0
+        code = fleet_up._run(load(), Running(), Agents(), "m", 1, threading.Event())
+        if code == 5:
+            code = fleet_up._run(load(), child, Agents(), "m", 1, threading.Event())
+        os._exit(code - 78 + 40 + child.starts)
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, stdout=writer, stderr=writer, timeout=LIMIT_S, check=False)
+    finally:
+        os.close(writer)
+    assert done.returncode == 42
+
+
 def line_of(agent: str, day: int, event: str = "loaded") -> str:
     return json.dumps({"ts": f"2026-01-0{day}T00:00:00Z", "level": "info", "stage": agent, "event": event}) + "\n"
+
+
+def test_a_second_fleet_of_a_home_leaves_the_first_one_alone(env: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "starling.yaml").write_text("models: [{name: m, path: 'catalog:m'}]")
+    with subprocess.Popen([sys.executable, "-c", HOLDER], env=env, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"started\n"
+            program = """if True:
+                import sys
+                from starling.cli import fleet_up, main
+                fleet_up.publish_configured = lambda *_: print("publishes into the fleet that runs")
+                sys.argv[0] = "starling"
+                main()
+            """
+            command = [sys.executable, "-c", program, "--config", str(tmp_path / "starling.yaml"), "fleet", "up"]
+            done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+            assert (done.returncode, f"process {holder.pid} runs a fleet" in done.stderr) == (78, True), done
+            assert done.stdout == ""
+            assert holder.poll() is None
+            assert len(LocalLauncher(env).list()) == 3
+        finally:
+            holder.kill()
+
+
+def test_ctrl_c_ends_the_preparation_of_a_fleet(env: dict[str, str], tmp_path: Path) -> None:
+    """The first model is being published, which may take minutes."""
+    program = """
+import os, signal, sys, time
+from starling.cli import fleet_up, main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests' parent ignores it
+def publish(config, model):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+fleet_up.publish_configured = publish
+sys.argv = ["starling", "fleet", "up"]
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "starling: interrupted")
+    assert done.stdout == ""
 
 
 def test_logs_are_the_lines_of_one_agent(env: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,34 +32,55 @@ def test_without_ray_the_remedy_is_named() -> None:
         RayLauncher(FleetConfig())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: make fleet-ray")
-def test_agents_run_on_the_nodes_of_a_cluster(tmp_path: Path) -> None:
+needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: make fleet-ray")
+
+
+def run(module: str, home: Path, **environment: str) -> Any:
+    """Run a program of this folder in namespaces of its own. Returns the value of its last line."""
     if not shutil.which("unshare") or subprocess.run([*NAMESPACES, "true"], capture_output=True).returncode:
         pytest.skip("network namespaces are not permitted here")
     # Short: the paths of Ray's sockets are longer than they may be otherwise.
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         env = {
-            **os.environ,
-            **{f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()},
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": "a" * 32,
-            "RAY_ADDRESS": "127.0.0.1:6379",
-            "STARLING_HOME": str(tmp_path),
-            "STARLING_FLEET__AGENT__LEASE_MS": "2000",
+            **{name: value for name, value in os.environ.items() if not name.startswith("RAY_")},
+            "STARLING_HOME": str(home),
             "PYTHONPATH": str(ROOT),
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "RAY_TMPDIR": folder,
+            **environment,
         }
-        command = [*NAMESPACES, sys.executable, "-m", "tests.fleet.ray_scenario", folder]
-        with (tmp_path / "output").open("w+") as output:
+        command = [*NAMESPACES, sys.executable, "-m", f"tests.fleet.{module}", folder]
+        with (home / "output").open("w+") as output:
             done = subprocess.run(command, cwd=ROOT, env=env, stdout=output, stderr=output, timeout=800)
             output.seek(0)
             text = output.read()
     assert done.returncode == 0, text[-8000:]
-    found = json.loads(text.splitlines()[-1])
+    return json.loads(text.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_ray
+def test_agents_run_on_the_nodes_of_a_cluster(tmp_path: Path) -> None:
+    environment = {
+        **{f"RAY_health_check_{name}": str(value) for name, value in HEALTH.items()},
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": "a" * 32,
+        "RAY_ADDRESS": "127.0.0.1:6379",
+        "STARLING_FLEET__AGENT__LEASE_MS": "2000",
+    }
+    found = run("ray_scenario", tmp_path, **environment)
     assert {found["first"], found["moved"]} == {"127.0.0.2", "127.0.0.3"}
     assert found["lines"] >= 1
     assert found["refused"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@needs_ray
+def test_the_documented_commands_run(tmp_path: Path) -> None:
+    (agent,) = run("ray_documented", tmp_path)
+    assert agent["agent_id"] == "ray-agent-1"
 
 
 def test_a_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The engine `starling` by itself: it answers, is suspended and resumed, and leaves nothing."""
+"""The engine `starling` by itself: a standby engine becomes it, answers, is suspended and resumed, leaves nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
 from stages.agent.engines.fence import processes_of
 from stages.agent.engines.interface import Queue
-from stages.agent.engines.starling_engine import StarlingEngine, engine_run_dir
+from stages.agent.engines.starling_engine import StarlingEngine, engine_run_dir, make_standby
 from stages.agent.stage import free_port
+from starling.cli.stage import STAGES
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import ROOT
 from tests.fleet.agent_process import post, publish_tiny
+from tests.fleet.coordination_stores import until
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
 
@@ -31,7 +33,7 @@ def models_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answer(
-    tmp_path: Path, models_dir: Path
+    tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (index,) = models_dir.glob("*.idx")
     home = tmp_path / "own" / "engine-1"
@@ -40,8 +42,10 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
     config = resolve({"cache": {"max_size_mb": 32}}, {})
     model = ModelConfig(name="tiny")
     async with aiohttp.ClientSession() as session:
+        monkeypatch.setattr("stages.agent.engines.standby.free_memory", lambda: 1.0)
+        standby = make_standby(1, tmp_path, env, refill_s=0.0)
         engine = StarlingEngine(
-            config, model, index.stem, home, models_dir, session, lambda: free_port("127.0.0.1"), env
+            config, model, index.stem, home, models_dir, session, lambda: free_port("127.0.0.1"), env, standby
         )
 
         async def ask() -> tuple[int, object]:
@@ -49,8 +53,15 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
             return status, answer["choices"] if status == 200 else answer["error"]["code"]
 
         try:
+            standby.keep()
+            await until(lambda: standby.waiting == 1)
+            (waiting,) = standby.engines
             await engine.start()
             await engine.ready()
+            # The process that waited is the engine, and is found by its home.
+            assert standby.engines == ()
+            assert waiting.child.is_running
+            assert len(processes_of(home)) > len(STAGES)
             first = await ask()
             assert first[0] == 200
             found = await engine.queue()
@@ -61,6 +72,8 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
             assert await ask() == first
         finally:
             await engine.stop()
+            await standby.stop()
+        assert not waiting.child.is_running
         assert processes_of(home) == []
         assert not list(engine_run_dir(home, env).glob("*.sock"))
         ended = await engine.ended()

@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeline.fleet.bodies import CachedModel, HeartbeatResponse, LoadedModel
 from stages.orchestrator.interfaces import NodeView, RoutedRequest
+from stages.orchestrator.policies import Order, by_score
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 
@@ -62,9 +63,9 @@ def view(
     )
 
 
-def router(*views: NodeView, max_per_agent: int = 100) -> ScoreRouter:
+def router(*views: NodeView, max_per_agent: int = 100, order: Order = by_score) -> ScoreRouter:
     """A router with that table."""
-    made = ScoreRouter(Weights(), max_per_agent, PUBLISHED.get, lambda: 0.0)
+    made = ScoreRouter(Weights(), max_per_agent, PUBLISHED.get, lambda: 0.0, order=order)
     made.update_routing_table(views)
     return made
 

@@ -28,6 +28,7 @@ class Stream:
         fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
         self.undisturbed = engines[0].post("/v1/completions", body).body
         self._fleet = fleet
+        self._n_choices = int(body.get("n", 1))
         for engine in engines:
             hold(engine)
         self._connection = fleet.connect()
@@ -38,20 +39,21 @@ class Stream:
         at = [bool(one["under_way"]) for one in state["agents"]].index(True)
         self.agent, self.old, self.new = NAMES[at], engines[at], engines[1 - at]
         self._n_before = len(self.new.peers.generator.submitted)
-        while not self.old.peers.generator.running:
-            time.sleep(0.005)
+        while len(self.old.peers.generator.running) < self._n_choices:
+            time.sleep(0.005)  # a choice that comes later has fewer tokens
         step(self.old, 1)  # without an event the response does not begin
         self.response: http.client.HTTPResponse = self._connection.getresponse()
         self.name = self.response.headers["X-Starling-Request"]
         self.received = b""
+        self._n_events = self._n_choices  # of that step
         self.go_on(n_tokens - 1)
 
     def go_on(self, n_tokens: int) -> None:
-        """The old engine makes tokens, and the client gets an event for each."""
+        """The old engine makes tokens of each choice, and the client gets an event for each."""
         for _ in range(n_tokens):
-            before = self.received.count(b"data: ")
+            self._n_events += self._n_choices
             step(self.old, 1)
-            while self.received.count(b"data: ") == before:
+            while self.received.count(b"data: ") < self._n_events:
                 data = self.response.read1(1 << 16)
                 assert data, self.received
                 self.received += data

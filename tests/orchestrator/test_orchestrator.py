@@ -254,6 +254,8 @@ def test_the_fleet_can_be_read_and_changed(fleet: Fleet) -> None:
     fleet.wait(lambda state: not state["agents"][0]["cordoned"])
     assert fleet.post("/v1/fleet/place", {"model": "missing", "replicas": 1}, admin).status == 404
     kinds = {event["kind"] for event in fleet.get("/v1/fleet/events", admin).json["events"]}
+    for after in ("x", "-1", "%C2%B2", "1" * 19):  # the third is a superscript two: a digit, and no number
+        assert fleet.get(f"/v1/fleet/events?after={after}", admin).error["param"] == "after"
     assert {"agent-joined", "agent-ready", "cordoned", "uncordoned"} <= kinds
 
 

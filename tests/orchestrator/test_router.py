@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
+from pipeline.fleet.bodies import Progress
 from stages.orchestrator.decisions import Choice, DecisionLog
 from stages.orchestrator.interfaces import NodeView
+from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
 from stages.orchestrator.score import version_of
 from tests.orchestrator.agents import MODEL, cached, engine, request, router, view
@@ -160,6 +162,20 @@ def test_the_level_of_a_model_on_another_agent_is_recorded() -> None:
         assert {one.agent_id: one.level for one in choice.scores}["a"] == expected
 
 
+def test_the_wait_for_weights_is_no_speed_of_an_engine() -> None:
+    arriving = engine(cache_level="REMOTE", progress=Progress(phase="download", done=1, total=2))
+    routing = router(view("a", arriving))
+    asked = request(prompt_bytes=1000)
+    before = routing.rates.of("a", MODEL).prefill_s_per_byte.value
+    routing.first_token(routing.choose(asked), asked, 25.0)
+    assert routing.rates.of("a", MODEL).prefill_s_per_byte.value == before
+    decision = routing.decisions.find(asked.request_id)
+    assert decision is not None and decision.first_token_s == 25.0
+    routing.update_routing_table([view("a", engine())])
+    routing.first_token(routing.choose(asked), asked, 25.0)
+    assert routing.rates.of("a", MODEL).prefill_s_per_byte.value != before
+
+
 def test_another_agent_is_one_that_is_ready_and_open() -> None:
     routing = router(view("a", engine()), view("b", engine(), may_start=False), view("c", engine("other")))
     assert not routing.has_other(MODEL, "a") and routing.has_other(MODEL, "b")
@@ -178,3 +194,36 @@ def test_decisions_are_bounded() -> None:
     assert len(log) == 3 and log.find("req-6") is None
     assert [one.request_id for one in log.last(2)] == ["req-9", "req-8"]
     assert len(log.last(1)[0].choices) == 17
+
+
+def test_other_policies_do_not_see_estimates() -> None:
+    """a1 has the prompt; a0 and a1 have the same queue, a2 a longer one, and a3 must load the model."""
+    text = b"x" * 4 * BLOCK_BYTES
+    asked = request(blocks=block_hashes(text, ""), prompt_bytes=len(text))
+    views = [view("a0", engine()), view("a1", engine()), view("a2", engine(vllm_queue_length=3)), view("a3")]
+    draws = iter([0.9, 0.5, 0.1, 0.1, 0.5, 0.9])
+    policies = {
+        "score": order_of("score"),
+        "least-queue": order_of("least-queue"),
+        "round-robin": order_of("round-robin"),
+        "random": order_of("random", lambda: next(draws)),
+    }
+    found = {}
+    for name, order in policies.items():
+        routing = router(*views, order=order)
+        held = request("held", blocks=asked.blocks, prompt_bytes=len(text), pinned="a1")
+        route = routing.choose(held) if name != "random" else router(*views).choose(held)
+        routing.begin(route, held)
+        routing.end(route, held)
+        found[name] = [routing.choose(asked).agent_id for _ in range(2 if name == "random" else 4)]
+    assert found == {
+        "score": ["a1"] * 4,
+        "least-queue": ["a0", "a1", "a0", "a1"],
+        "round-robin": ["a0", "a2", "a1", "a0"],
+        "random": ["a2", "a0"],
+    }
+
+
+def test_a_model_that_must_be_loaded_is_routed_by_the_score() -> None:
+    routing = router(view("a0"), view("a1", cached_models=[cached()]), order=order_of("round-robin"))
+    assert routing.choose(request()).agent_id == "a1"

@@ -7,6 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.fleet.bodies import Progress
 from stages.orchestrator.rates import MOST_CHANGE, EngineRates, Mean, Rates
 from stages.orchestrator.score import Residence, Terms, Weights, residence, shared_files, terms, version_of
 from tests.orchestrator.agents import DIGEST, MODEL, PUBLISHED, cached, engine, heartbeat
@@ -57,6 +58,20 @@ def test_a_peers_cache_is_one_of_another_agent_that_shares() -> None:
 def test_a_model_that_is_loading_is_not_resident() -> None:
     loading = heartbeat("a", engine(model_state="DOWNLOADING", cache_level="REMOTE"))
     assert residence(loading, MODEL, DIGEST, NBYTES) == Residence("REMOTE", NBYTES, NBYTES)
+
+
+def test_a_model_that_is_ready_and_still_arrives_counts_the_rest_of_its_download() -> None:
+    progress = Progress(phase="download", done=NBYTES // 4, total=NBYTES)
+    arriving = heartbeat("a", engine(cache_level="REMOTE", progress=progress))
+    where = residence(arriving, MODEL, DIGEST, NBYTES)
+    assert where == Residence("REMOTE", where.nbytes, NBYTES - NBYTES // 4)
+    resident = residence(heartbeat("a", engine()), MODEL, DIGEST, NBYTES)
+    assert resident.missing == 0
+
+    def estimate(one: Residence) -> float:
+        return terms(arriving, one, EngineRates(), ahead=0, matched_bytes=0).total(Weights())
+
+    assert estimate(where) > estimate(resident)
 
 
 def test_transfer_uses_the_measured_bandwidth() -> None:

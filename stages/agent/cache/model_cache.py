@@ -53,7 +53,12 @@ class ModelCache:
             if record.is_owned:
                 used[record.entry.digest] = max(at, used.get(record.entry.digest, 0.0))
         found = [
-            Item(digest, sum(_allocated(path) for path in self._files(digest)), at, digest in pinned)
+            Item(
+                digest,
+                sum(_allocated(path) for path in self._files(digest)),
+                at,
+                digest in pinned or self._is_downloading(digest),  # recorded, and its files get their places
+            )
             for digest, at in used.items()
         ]
         for path in sorted((self.models_dir / UNFINISHED).glob(f"*{_PART}")):
@@ -109,7 +114,7 @@ class ModelCache:
         except OSError:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: another process may look at the same time
         except BlockingIOError:
             return True
         finally:

@@ -28,32 +28,65 @@ class Child:
     """One process. `start` is called from the main thread: the kernel ends the child with the thread that forked it."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log_file: LogFile | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        cwd: Path,
+        log_file: LogFile | None = None,
+        *,
+        has_input: bool = False,
     ) -> None:
-        """`log_file`: gets all that it writes; None: the program has logs of its own."""
+        """`log_file`: gets all that it writes; None: the program has logs of its own.
+
+        has_input: its stdin is a pipe that `send` writes to, and that ends with this process; else it is empty.
+        """
         self._command = command
         self._log_file = log_file
         self._env = {**env, PARENT_VARIABLE: str(os.getpid())}
         self._cwd = cwd
+        self._has_input = has_input
+        self._input = -1  # the end of its stdin that is written to
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
 
     async def start(self) -> None:
         """Raises `ConfigError` if the program cannot be run."""
+        # Not a pipe of asyncio: its `wait` would end only when that is closed, too.
+        reader, self._input = os.pipe() if self._has_input else (asyncio.subprocess.DEVNULL, -1)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 env=self._env,
                 cwd=self._cwd,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=reader,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 process_group=0,
             )
-        except OSError as error:
-            raise ConfigError(f"{self._command[0]} cannot be run: {error.strerror}") from None
+        except BaseException as error:
+            self._close_input()
+            if isinstance(error, OSError):
+                raise ConfigError(f"{self._command[0]} cannot be run: {error.strerror}") from None
+            raise
+        finally:
+            if self._has_input:
+                os.close(reader)
         self._reader = asyncio.create_task(self._read(self._process))
+
+    def send(self, line: bytes) -> None:
+        """Write up to 16 KiB to its stdin, and close that. The end of a child that has ended is seen as any other."""
+        try:
+            os.write(self._input, line)  # the pipe is empty, and has room for it
+        except BrokenPipeError:
+            pass
+        finally:
+            self._close_input()
+
+    def _close_input(self) -> None:
+        if self._input >= 0:
+            os.close(self._input)
+            self._input = -1
 
     @property
     def is_running(self) -> bool:
@@ -77,6 +110,7 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 await self._process.wait()
+        self._close_input()
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])

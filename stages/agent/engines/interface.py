@@ -26,6 +26,7 @@ class Capabilities(NamedTuple):
     kv_type: str = ""
     numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
     can_continue: bool = False  # from the output tokens of another engine of the same version
+    page_tokens: int = 0  # of a KV page; 0: it exchanges none
     continues_text: bool = False  # from the text of another engine of the same kind and model: not the same bytes
 
 
@@ -54,6 +55,10 @@ class Engine(ABC):
     url: str = ""  # http://HOST:PORT, once it is started
     key: str = ""  # API key that it requires
     kv_arenas: Path | None = None  # the directory of its KV arenas (shm/pages.py); None: it has none
+
+    control_dir: Path | None = (
+        None  # with the control sockets of its stages (pipeline/ipc/control.py); None: it has none
+    )
 
     @abstractmethod
     async def start(self) -> None:

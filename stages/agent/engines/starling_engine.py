@@ -15,6 +15,7 @@ import contextlib
 import os
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,23 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
 from pipeline.files import make_directory, replace_file
 from pipeline.fleet.records import advertised_host
+from pipeline.fleet.standby import MARK_VARIABLE, Home
 from pipeline.runtime.process import EXIT_CONFIG
+from pipeline.threads import uninterrupted
 from shm.pages import NUMERICS
 from stages.agent.engines.child import Child
-from stages.agent.engines.fence import fence
+from stages.agent.engines.fence import fence, write_mark
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.prometheus_text import values
+from stages.agent.engines.standby import REFILL_S, Standby
 
-READY_POLL_S = 0.1
+READY_POLL_S = 0.02  # at first; later a twentieth of the time since the start, up to 0.2 s
 ANSWER_S = 5.0  # of a call to the engine
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
 STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
 COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
+STANDBY_COMMAND = (sys.executable, "-m", "starling", "up", "--with-parent", "--standby")
 _PRIVATE = (
     "STARLING_HOME",
     "STARLING_CONFIG",
@@ -47,6 +52,7 @@ _PRIVATE = (
     "STARLING_LISTEN_FD",
     "STARLING_LISTEN_UNIX_FD",
     "STARLING_TLS_FD",
+    MARK_VARIABLE,
     "REDIS_USERNAME",
     "REDIS_PASSWORD",
 )
@@ -67,56 +73,77 @@ class StarlingEngine(Engine):
         session: HttpSession,
         free_port: Callable[[], int],
         env: Mapping[str, str] = os.environ,
+        standby: Standby | None = None,
     ) -> None:
         """`model`: its settings, without a path. `home`: of this model's engines. `models_dir`: has the checkpoint.
 
-        free_port: a port that no process listens on now.
+        free_port: a port that no process listens on now. `standby`: processes that become the engine sooner.
         """
-        self.capabilities = Capabilities(model.kv_type, NUMERICS, can_continue=True)
+        self.capabilities = Capabilities(model.kv_type, NUMERICS, can_continue=True, page_tokens=model.page_tokens)
         self._config = config
         self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
         self._home = home
-        self._run_dir = engine_run_dir(home, env)
+        self._run_dir = self.control_dir = engine_run_dir(home, env)
         self.kv_arenas = engine_arena_dir(config, self._run_dir)
         self._models_dir = models_dir
         self._session = session
         self._free_port = free_port
         self._env = env
+        self._standby = standby
+        self._is_starting = False
+        self._was_standby = False
         self._child: Child | None = None
 
     async def start(self) -> None:
-        """Fence what an earlier one has left, and start `up`."""
-        await asyncio.to_thread(self._fence)
+        """Fence what an earlier one has left, and start `up`, or let a standby engine become it."""
+        standby = None
+        if self._standby is not None:
+            self._standby.begin_start()
+            self._is_starting = True
+            standby = await self._standby.claim()
+        if standby is not None:
+            self._was_standby = True
+            self._child = standby.child  # `stop` ends it from now on
+        await uninterrupted(self._fence)  # a thread that went on would meet the next engine of this home
         port = self._free_port()
         self.key = secrets.token_urlsafe(24)
-        await asyncio.to_thread(self._prepare, port)
+        await uninterrupted(self._prepare, port, standby.mark if standby is not None else "")
         self.url = f"http://{advertised_host(self._config.fleet.agent)}:{port}"
-        # PYTHONPATH may be relative to this process's directory.
-        env = {name: value for name, value in self._env.items() if name not in _PRIVATE and not _is_setting(name)}
-        if python_path := env.get("PYTHONPATH"):
-            env["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in python_path.split(os.pathsep))
-        env["STARLING_HOME"] = str(self._home)
-        self._child = Child(COMMAND, env, self._home)
+        if standby is not None:
+            line = msgspec.json.encode(Home(str(self._home), str(self._home / "starling.json")))
+            standby.child.send(line + b"\n")
+            return
+        self._child = Child(COMMAND, engine_environment(self._env, self._home), self._home)
         await self._child.start()
 
     async def ready(self) -> None:
         """Wait for /ready."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
+        begun = time.monotonic()
         try:
             async with asyncio.timeout(self._config.fleet.agent.start_timeout_s):
                 while not ended.done():
                     if await self._is_ready():
+                        self._end_start(True)
                         return
-                    await asyncio.wait([ended], timeout=READY_POLL_S)
+                    pause_s = max(READY_POLL_S, min(0.2, (time.monotonic() - begun) / 20))
+                    await asyncio.wait([ended], timeout=pause_s)
         except TimeoutError:
+            self._end_start(False)
             raise EngineDied(
                 f"the engine did not answer within fleet.agent.start_timeout_s = "
                 f"{self._config.fleet.agent.start_timeout_s} s: {self._child.last_words()}"
             ) from None
         finally:
             ended.cancel()
+        self._end_start(False)
         raise await self.ended()
+
+    def _end_start(self, is_ready: bool | None) -> None:
+        if self._standby is not None and self._is_starting:
+            self._is_starting = False
+            self._standby.end_start(was_standby=self._was_standby, is_ready=is_ready)
 
     async def ended(self) -> EngineDied:
         """Wait for the end of `up`."""
@@ -155,6 +182,7 @@ class StarlingEngine(Engine):
 
     async def stop(self, *, at_once: bool = False) -> None:
         """Stop `up`, then whatever it has left."""
+        self._end_start(None)
         if self._child is not None:
             drain_s = self._config.server.drain_timeout_ms / 1000
             await self._child.stop(0.0 if at_once else drain_s + STOP_MARGIN_S)
@@ -187,8 +215,11 @@ class StarlingEngine(Engine):
     def _fence(self) -> None:
         fence(self._home, self._run_dir, engine_arena_dir(self._config, self._run_dir))
 
-    def _prepare(self, port: int) -> None:
-        """The home, with links to what engines share. Raises `ConfigError`, `ResourceError`."""
+    def _prepare(self, port: int, mark: str) -> None:
+        """The home, with links to what engines share. Raises `ConfigError`, `ResourceError`.
+
+        mark: of the standby engine that gets the home; "": none does.
+        """
         try:
             make_directory(self._home)
             for name, target in (("models", self._models_dir), ("cache", paths.cache_dir(self._env))):
@@ -201,8 +232,26 @@ class StarlingEngine(Engine):
             # Its key is in it: readable for this user alone.
             encoded = msgspec.json.encode(engine_config(self._config, self._model, self._run_dir, port, self.key))
             replace_file(self._home / "starling.json", encoded, mode=0o600)
+            if mark:
+                write_mark(self._home, mark)
         except OSError as error:
             raise ResourceError(f"{self._home} cannot be made: {error.strerror}; check the disk") from None
+
+
+def engine_environment(env: Mapping[str, str], home: Path) -> dict[str, str]:
+    """That of an engine with this home, from that of the agent."""
+    kept = {name: value for name, value in env.items() if name not in _PRIVATE and not _is_setting(name)}
+    if python_path := kept.get("PYTHONPATH"):  # it may be relative to this process's directory
+        kept["PYTHONPATH"] = os.pathsep.join(os.path.abspath(part) for part in python_path.split(os.pathsep))
+    return {**kept, "STARLING_HOME": str(home)}
+
+
+def make_standby(
+    count: int, agent_dir: Path, env: Mapping[str, str] = os.environ, refill_s: float = REFILL_S
+) -> Standby:
+    """Standby engines of an agent; their home is its own until they get one, for the compiled kernels there."""
+    env = engine_environment(env, paths.home(env))
+    return Standby(count, STANDBY_COMMAND, env, agent_dir, refill_s=refill_s)
 
 
 def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, key: str) -> Config:

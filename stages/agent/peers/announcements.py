@@ -8,6 +8,7 @@ The key ends with the agent's lease, so that a dead agent is asked for nothing. 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from typing import Protocol
@@ -25,6 +26,7 @@ log = logging.getLogger("starling.agent.pieces")
 PREFIX = "pieces/"
 MAX_FILES = 256  # that an agent announces; the last used ones
 MAX_PEERS = 8  # that a download uses, chosen by chance
+MAX_DECODED = 64  # records that are read for them, chosen by chance
 PERIOD_S = 5.0  # between two looks at the files
 TIMEOUT_S = 3.0  # of a call of the store
 
@@ -46,6 +48,7 @@ class Announcements:
         self._record = record
         self._holdings = holdings
         self._changed = asyncio.Event()
+        self._waiting: list[asyncio.Future[None]] = []  # for the end of the next look
         self._lease_id = ""
         self._written: set[FileKey] = set()  # with that lease
 
@@ -53,15 +56,28 @@ class Announcements:
         """Look at the files now."""
         self._changed.set()
 
+    async def announced(self) -> None:
+        """Look at the files now, and return when they are announced or the store has not answered."""
+        ended = asyncio.get_running_loop().create_future()
+        self._waiting.append(ended)
+        self._changed.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                await ended
+
     async def keep(self) -> None:
         """Announce without end. A store that does not answer is asked again."""
         while True:
             self._changed.clear()
+            waiting, self._waiting = self._waiting, []
             try:
                 async with asyncio.timeout(TIMEOUT_S):
                     await self.write()
             except (StorageUnavailable, TimeoutError) as error:
                 log.debug("files could not be announced", extra={"reason": str(error)})
+            for ended in waiting:
+                if not ended.done():  # cancelled
+                    ended.set_result(None)
             try:
                 async with asyncio.timeout(PERIOD_S):
                     await self._changed.wait()
@@ -93,9 +109,10 @@ class Announcements:
                 items, _ = await self._store.scan(_folder(key))
         except (StorageUnavailable, TimeoutError):
             return []
-        found = [record for item in items if (record := _decoded(item.key, item.value)) is not None]
-        others = [record for record in found if record.agent_id != self._record.agent_id]
-        return random.sample(others, min(MAX_PEERS, len(others)))
+        items = [item for item in items if item.key != self._key(key)]
+        chosen = random.sample(items, min(MAX_DECODED, len(items)))
+        found = [record for item in chosen if (record := _decoded(item.key, item.value)) is not None]
+        return found[:MAX_PEERS]
 
     def _key(self, key: FileKey) -> str:
         return _folder(key) + self._record.agent_id

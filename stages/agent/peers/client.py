@@ -27,6 +27,7 @@ from stages.agent.peers.holdings import FileKey
 CONNECT_S = 2.0
 STATE_S = 2.0  # of one answer about pieces
 PIECE_S = 15.0  # of one piece: 8 MiB at 0.56 MB/s. A slower agent is of no use
+ASKING = "X-Starling-Agent"  # header: the id of the agent that asks
 BUSY = (429, 503)
 RETRY_AFTER_S = 1.0  # of a busy agent that does not say it
 
@@ -47,8 +48,9 @@ class PeerSource:
         key: FileKey,
         total: int,
         tls: PeerTls | None = None,
+        own_id: str = "",
     ) -> None:
-        """`tls`: this agent's certificate; None: it has none, and presents the token."""
+        """`tls`: this agent's certificate; None: it has none, and presents the token. `own_id`: its id."""
         self.agent_id = record.agent_id
         self.name = f"agent {record.agent_id}"
         self.is_dropped = False
@@ -60,6 +62,8 @@ class PeerSource:
         base = record.tls_url if tls is not None and record.tls_url else record.url
         self._is_tls = base.startswith("https://")
         self._headers = {"Accept-Encoding": "identity", **({} if self._is_tls else tokens.authorization(token))}
+        if own_id:
+            self._headers[ASKING] = own_id
         self._url = f"{base}/pieces/{key.digest}/{key.checksum}"
         self._total = total
 

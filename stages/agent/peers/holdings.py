@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -53,6 +53,7 @@ class _Download(NamedTuple):
     checksums: list[int]
     nbytes: int
     progress: Progress
+    on_question: Callable[[str], None]
 
 
 class _Complete(NamedTuple):
@@ -69,9 +70,25 @@ class Holdings:
         self._downloads: dict[FileKey, _Download] = {}
         self._complete: OrderedDict[FileKey, _Complete] = OrderedDict()
 
-    def begin(self, entry: Entry, path: Path, checksums: list[int], progress: Progress) -> None:
-        """A download runs: its pieces are given from the unfinished file `path`."""
-        self._downloads[FileKey.of(entry)] = _Download(path, checksums, entry.weights_bytes, progress)
+    def begin(
+        self,
+        entry: Entry,
+        path: Path,
+        checksums: list[int],
+        progress: Progress,
+        on_question: Callable[[str], None] = lambda agent_id: None,
+    ) -> None:
+        """A download runs: its pieces are given from the unfinished file `path`.
+
+        on_question: called in the event loop with the id of each agent that asks what is here.
+        """
+        self._downloads[FileKey.of(entry)] = _Download(path, checksums, entry.weights_bytes, progress, on_question)
+
+    def note_question(self, key: FileKey, agent_id: str) -> None:
+        """An agent asks what is here. `agent_id`: as it says."""
+        running = self._downloads.get(key)
+        if running is not None:
+            running.on_question(agent_id)
 
     def end(self, entry: Entry) -> None:
         """The download has ended."""

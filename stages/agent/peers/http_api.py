@@ -1,6 +1,6 @@
 """The calls with which other agents get pieces. They carry the fleet's token like all calls of an agent.
 
-    GET /pieces/DIGEST/CHECKSUM          PieceState
+    GET /pieces/DIGEST/CHECKSUM          PieceState. With the id of the agent that asks in `X-Starling-Agent`
     GET /pieces/DIGEST/CHECKSUM/PIECE    the bytes of a piece; 404 if it is not here, 429 when too many are asked for
 
 `fleet.agent.peer_connections` pieces are sent at once, and as many wait; all together at most
@@ -17,8 +17,10 @@ from aiohttp import web
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.config.schema import AgentConfig
 from pipeline.errors import NotFound, Overloaded, StorageUnavailable
+from pipeline.fleet.records import check_agent_id
 from shm.checkpoint import PIECE_BYTES
 from stages.agent.downloads.bandwidth import Bandwidth
+from stages.agent.peers.client import ASKING
 from stages.agent.peers.holdings import FileKey, Holdings
 
 CHUNK_BYTES = 1 << 20  # of a piece, for each write
@@ -37,7 +39,7 @@ class PieceApi:
         at_once = int(rate * QUEUE_S / PIECE_BYTES)  # pieces; 0 without a bound
         self._most = min(2 * config.peer_connections, max(1, at_once)) if rate else 2 * config.peer_connections
         self._sending = asyncio.Semaphore(min(config.peer_connections, -(-self._most // 2)))
-        self._bandwidth = Bandwidth(rate, time.monotonic)
+        self.bandwidth = Bandwidth(rate, time.monotonic)
         self._send_s = SEND_S + (QUEUE_S if rate else 0.0)
         self._asked = 0  # pieces that are being sent, or wait
         self.bytes_sent = 0
@@ -49,7 +51,11 @@ class PieceApi:
 
     async def state(self, request: web.Request) -> web.Response:
         """Which pieces are here."""
-        found = await asyncio.to_thread(self._known().state, _key(request))
+        holdings, key = self._known(), _key(request)
+        asking = request.headers.get(ASKING, "")
+        if not check_agent_id(asking):
+            holdings.note_question(key, asking)
+        found = await asyncio.to_thread(holdings.state, key)
         return web.Response(body=to_json(found), content_type=CONTENT_TYPE)
 
     async def piece(self, request: web.Request) -> web.StreamResponse:
@@ -77,7 +83,7 @@ class PieceApi:
                 await response.prepare(request)
                 for at in range(0, len(data), CHUNK_BYTES):
                     chunk = view[at : at + CHUNK_BYTES]
-                    if wait := self._bandwidth.delay_s(len(chunk)):
+                    if wait := self.bandwidth.delay_s(len(chunk)):
                         await asyncio.sleep(wait)
                     await response.write(chunk)
                     self.bytes_sent += len(chunk)

@@ -18,6 +18,7 @@ from pathlib import Path
 from pipeline.catalog.entry import Entry
 from pipeline.errors import NotFound, StarlingError
 from pipeline.fleet.peer_tls import PeerTls
+from pipeline.fleet.records import AgentRecord
 from stages.agent.downloads.sources import Source
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.peers.announcements import MAX_PEERS, Announcements
@@ -26,8 +27,9 @@ from stages.agent.peers.holdings import FileKey, Holdings, Progress
 
 log = logging.getLogger("starling.agent.pieces")
 
-REFRESH_S = 1.0  # until the second look at who has the file; then twice as long each time, up to MOST_REFRESH_S
+REFRESH_S = 0.25  # until the second look at who has the file; then twice as long each time, up to MOST_REFRESH_S
 MOST_REFRESH_S = 8.0
+MAX_STRANGERS = 64  # agents that ask for the file before this one has found them: each causes a look
 POLL_S = 0.15  # between two questions to an agent that downloads it, too
 FIRST_LOOK_S = 1.0  # for which a download waits to learn who has the file
 MAX_SILENT = 2  # questions in a row without an answer; then the agent is dropped
@@ -63,13 +65,12 @@ class Exchange:
     async def join(self, entry: Entry, path: Path, checksums: list[int], progress: Progress) -> AsyncIterator[Sharing]:
         """Give the pieces of a download to others, and find theirs, until the block ends."""
         key = FileKey.of(entry)
-        self._holdings.begin(entry, path, checksums, progress)
-        self._announcements.changed()
 
-        def source(record: object) -> PeerSource:
-            return PeerSource(self._session, self._token, record, key, len(checksums), self._tls)  # type: ignore[arg-type]
+        def source(record: AgentRecord) -> PeerSource:
+            return PeerSource(self._session, self._token, record, key, len(checksums), self._tls, self._agent_id)
 
         sharing = Sharing(self._announcements, key, source, self._agent_id, self._clock)
+        self._holdings.begin(entry, path, checksums, progress, sharing.note_question)
         task = asyncio.create_task(sharing.run())
         try:
             await sharing.wait_for_first_look()
@@ -88,7 +89,7 @@ class Sharing:
         self,
         announcements: Announcements,
         key: FileKey,
-        source: Callable[[object], PeerSource],
+        source: Callable[[AgentRecord], PeerSource],
         agent_id: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +102,8 @@ class Sharing:
         self._silent: dict[str, int] = {}
         self._new: list[PeerSource] = []
         self._next_refresh, self._refresh_s = float("-inf"), REFRESH_S
+        self._refreshed_at = float("-inf")
+        self._strangers: set[str] = set()
         self._claims: dict[tuple[str, int], float] = {}  # when an agent said first that it reads a piece
         self._broken: dict[str, set[int]] = {}  # by agent: pieces that were waited for in vain
         self._looked = asyncio.Event()
@@ -150,11 +153,18 @@ class Sharing:
 
     # ------------------------------------------------------------------ the look at the others
 
+    def note_question(self, agent_id: str) -> None:
+        """An agent asks what this download has. An unknown one has begun since the last look: look again soon."""
+        if agent_id not in self._peers and agent_id not in self._strangers and len(self._strangers) < MAX_STRANGERS:
+            self._strangers.add(agent_id)
+            self._next_refresh = min(self._next_refresh, self._refreshed_at + REFRESH_S)
+
     def is_refresh_due(self) -> bool:
         """Whether to look now at who has the file; never while the download uses `MAX_PEERS` agents."""
         now = self._clock()
         if now < self._next_refresh or self._n_used() >= MAX_PEERS:
             return False
+        self._refreshed_at = now
         self._next_refresh = now + self._refresh_s * random.uniform(0.75, 1.25)
         self._refresh_s = min(MOST_REFRESH_S, 2 * self._refresh_s)
         return True
@@ -163,7 +173,11 @@ class Sharing:
         return sum(not one.is_dropped for one in self._peers.values())
 
     async def run(self) -> None:
-        """Look for other agents, and ask those that download the file, without end."""
+        """Look for other agents, and ask those that download the file, without end.
+
+        The own announcement is written before the first look: of two agents that begin together, one finds the other.
+        """
+        await self._announcements.announced()
         while True:
             if self.is_refresh_due():
                 for record in await self._announcements.others(self._key):

@@ -113,7 +113,8 @@ class AgentUnderTest:
         found = next(one for one in self.call("/heartbeat", {})["loaded_models"] if one["model_id"] == model)
         if found["cache_state"] == "FAILED":
             raise RuntimeError(found["error"])
-        return bool(found["cache_state"] != "DOWNLOADING")
+        is_downloading = (found.get("progress") or {}).get("phase") == "download"  # of a READY model: its last layers
+        return bool(found["cache_state"] != "DOWNLOADING" and not is_downloading)
 
     def files(self) -> list[Path]:
         """The checkpoints that are here."""

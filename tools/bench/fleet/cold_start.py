@@ -54,9 +54,11 @@ def measure(rounds: int, names: tuple[str, ...] = (DEMO_MODEL, RANDOM)) -> dict[
 
 def _round(site: Site, store: LimitedStore, models: list[Any], name: str) -> Iterator[tuple[str, float]]:
     """Each way once."""
-    with agent(site, "one", store.url, models, download_connections=1, agent={"peers": False}) as one:
-        yield "download, then load", one.first_token_s(name)
-        one.unload(name, drop_cached=True)
+    for way, is_streaming in (("download, then load", False), ("layers as they arrive", True)):
+        settings = {"peers": False, "layer_streaming": is_streaming}
+        with agent(site, "one", store.url, models, download_connections=1, agent=settings) as one:
+            yield way, one.first_token_s(name)
+            one.unload(name, drop_cached=True)
     with agent(site, "holder", store.url, models) as holder:
         yield "parallel ranges", holder.first_token_s(name)
         holder.unload(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -30,9 +31,14 @@ SECTIONS = ("forwarding", "overhead", "deaths", "routing", "cold-start", "fan-ou
 @click.option("--deaths", "n_deaths", type=click.IntRange(1), default=20, show_default=True, help="Of each kind.")
 @click.option("--kind", "kinds", type=click.Choice(deaths.KINDS), multiple=True, help="What dies; default: all.")
 @click.option("--words", type=click.IntRange(0), default=0, show_default=True, help="More in prompts of deaths.")
-@click.option("--requests", type=click.IntRange(1), default=120, show_default=True, help="Of each routing policy.")
-@click.option("--loads", type=click.IntRange(1), default=3, show_default=True, help="Rounds of cold-start and fan-out.")
+@click.option(
+    "--requests", type=click.IntRange(1), default=72, show_default=True, help="Of a routing policy in a round."
+)
+@click.option(
+    "--loads", type=click.IntRange(1), default=3, show_default=True, help="Rounds of routing, cold-start and fan-out."
+)
 @click.option("--agents", type=click.IntRange(2, 8), default=4, show_default=True, help="Of routing and fan-out.")
+@click.option("--plots", type=click.Path(path_type=Path), metavar="DIR", help="Draw routing into DIR/routing.svg.")
 def run(
     sections: tuple[str, ...],
     rounds: int,
@@ -42,6 +48,7 @@ def run(
     requests: int,
     loads: int,
     agents: int,
+    plots: Path | None,
 ) -> None:
     """Measure a fleet on this machine."""
     found: dict[str, Any] = {"machine": machine(sorted(os.sched_getaffinity(0))), "load_before": os.getloadavg()}
@@ -55,7 +62,10 @@ def run(
     if "deaths" in chosen:
         found["deaths"] = deaths.measure(n_deaths, kinds or deaths.KINDS, words)
     if "routing" in chosen:
-        found["routing"] = routing.measure(requests, agents)
+        found["routing"] = routing.measure(requests, agents, loads)
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
+            routing.write_plot(found["routing"], plots / "routing.svg")
     if "cold-start" in chosen:
         found["cold-start"] = cold_start.measure(loads)
     if "fan-out" in chosen:
@@ -65,8 +75,10 @@ def run(
 
 
 def _print_forwarding(found: dict[str, Any]) -> None:
-    for n_streams, one in found["first_token"].items():
-        click.echo(f"{n_streams} streams: ms to the first token beyond the engine's: {json.dumps(one['added_ms'])}")
+    for n_streams, ways in found["first_token"].items():
+        for way, one in ways.items():
+            added = json.dumps(one["added_ms"])
+            click.echo(f"{n_streams} streams, {way}: ms to the first token beyond the engine's: {added}")
     for n_streams, one in found["events"].items():
         click.echo(f"{n_streams} streams: {one['events_per_cpu_s']} events for a second of CPU time")
     for side, one in found["tiny_requests"].items():

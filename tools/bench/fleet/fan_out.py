@@ -51,7 +51,9 @@ def _once(site: Site, store: LimitedStore, url: str, count: int, peers: bool) ->
     models = [{"name": RANDOM, **SETTINGS, "path": f"catalog:{RANDOM}"}]
     with ExitStack() as stack:
         names = [f"agent-{number}" for number in range(count)]
-        agents = [stack.enter_context(agent(site, name, url, models, agent={"peers": peers})) for name in names]
+        # Engines start when the files are here: they would take the cores that the agents share.
+        settings = {"peers": peers, "layer_streaming": False}
+        agents = [stack.enter_context(agent(site, name, url, models, agent=settings)) for name in names]
         before, begun = store.bytes_sent(), time.perf_counter()
         with ThreadPoolExecutor(count) as threads:
             list(threads.map(lambda one: one.begin(RANDOM), agents))

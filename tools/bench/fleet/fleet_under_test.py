@@ -41,8 +41,8 @@ class Engine(NamedTuple):
 class FleetUnderTest:
     """An orchestrator and agents. A context manager; all agents have the model when it is entered."""
 
-    def __init__(self, n_agents: int, **orchestrator: Any) -> None:
-        """`orchestrator`: its section of the configuration, besides the port."""
+    def __init__(self, n_agents: int, kv_cache_mb: int = 128, **orchestrator: Any) -> None:
+        """`kv_cache_mb`: of each engine. `orchestrator`: its section of the configuration, besides the port."""
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self._n_agents = n_agents
@@ -52,7 +52,7 @@ class FleetUnderTest:
             folder.mkdir(parents=True, exist_ok=True)
             (self.home / folder.name).symlink_to(folder)
         config = {
-            "models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "ranks": 1}],
+            "models": [{"name": DEMO_MODEL, "kv_cache_mb": kv_cache_mb, "ranks": 1}],
             "fleet": {"orchestrator": {"port": self.port, "poll_ms": 100, **orchestrator}},
         }
         (self.home / "starling.yaml").write_text(yaml.safe_dump(config))
@@ -61,6 +61,7 @@ class FleetUnderTest:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = environment
         self._log = (self.home / "output").open("w+b")
+        self._others: list[subprocess.Popen[bytes]] = []
         self._process = subprocess.Popen(
             [sys.executable, "-m", "starling", "fleet", "up", "--agents", str(n_agents), "--replicas", str(n_agents)],
             cwd=ROOT,
@@ -85,6 +86,10 @@ class FleetUnderTest:
 
     def close(self) -> None:
         """End the fleet and remove its home."""
+        for process in self._others:
+            process.send_signal(signal.SIGINT)
+        for process in self._others:
+            process.wait(STOP_S)
         self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(STOP_S)
@@ -94,12 +99,33 @@ class FleetUnderTest:
         self._log.close()
         self._folder.cleanup()
 
+    def add_orchestrator(self, **settings: str) -> tuple[str, int]:
+        """The address of another orchestrator of the same agents. `settings`: keys of fleet.orchestrator."""
+        address = ("127.0.0.1", free_port())
+        given = {f"STARLING_FLEET__ORCHESTRATOR__{name.upper()}": value for name, value in settings.items()}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "starling", "orchestrator", "--port", str(address[1])],
+            cwd=ROOT,
+            env={**self.environment, **given},
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+        self._others.append(process)
+        self.wait_ready(address=address)
+        return address
+
     # ---------------------------------------------------------------- its state
 
-    def wait_ready(self, is_ready: Callable[[dict[str, Any]], bool] = lambda state: True) -> float:
+    def wait_ready(
+        self,
+        is_ready: Callable[[dict[str, Any]], bool] = lambda state: True,
+        address: tuple[str, int] | None = None,
+    ) -> float:
         """Wait until every agent has the model ready and `is_ready` of the state holds; the seconds that it took."""
         begun = time.monotonic()
-        while not ((state := self.state()) and self._is_whole(state) and is_ready(state)):
+        while not ((state := self.state(address)) and self._is_whole(state) and is_ready(state)):
             if self._process.poll() is not None or time.monotonic() - begun > START_S:
                 self._log.seek(0)
                 raise RuntimeError("the fleet is not ready:\n" + self._log.read().decode(errors="replace")[-3000:])
@@ -112,10 +138,10 @@ class FleetUnderTest:
             for one in state["agents"]
         )
 
-    def state(self) -> dict[str, Any]:
-        """What /v1/fleet answers; {} without an orchestrator."""
+    def state(self, address: tuple[str, int] | None = None) -> dict[str, Any]:
+        """What /v1/fleet answers at an orchestrator, by default the first; {} without one."""
         try:
-            found: dict[str, Any] = self._call(self.address, "GET", "/v1/fleet")
+            found: dict[str, Any] = self._call(address or self.address, "GET", "/v1/fleet")
         except (OSError, http.client.HTTPException, ValueError):
             return {}
         return found
@@ -138,10 +164,18 @@ class FleetUnderTest:
         """Move the agent's streams elsewhere, until `uncordon`."""
         self._call(self.address, "POST", "/v1/fleet/cordon", {"agent": agent, "cordoned": True, "drain": True})
 
+    def cordon(self, agent: str) -> None:
+        """Send the agent no new requests until `uncordon`."""
+        self._call(self.address, "POST", "/v1/fleet/cordon", {"agent": agent, "cordoned": True})
+
+    def wait_cordoned(self, address: tuple[str, int], count: int) -> None:
+        """Wait until an orchestrator has so many cordoned agents."""
+        self.wait_ready(lambda state: sum(one["cordoned"] for one in state["agents"]) == count, address)
+
     def uncordon(self, agent: str) -> None:
         """Let the agent get requests again."""
         self._call(self.address, "POST", "/v1/fleet/cordon", {"agent": agent, "cordoned": False})
-        self.wait_ready(lambda state: not any(one["cordoned"] for one in state["agents"]))
+        self.wait_ready(lambda state: not any(one["cordoned"] for one in state["agents"] if one["agent_id"] == agent))
 
     def _call(self, address: tuple[str, int], method: str, path: str, content: Any = ()) -> Any:
         connection = http.client.HTTPConnection(*address, timeout=10.0)

@@ -4,6 +4,7 @@
     events        events of paced streams for each second of the orchestrator's CPU time, so for one core that does
                   nothing else; and what passes when the engine sends as fast as it can
     requests      tiny requests that are not streamed
+    TLS           the first token through an orchestrator that reaches the engine by its agent's TLS door (door.py)
 
 Requests go to the engine, the orchestrator, and nginx as a plain proxy of the engine in turn, so that what else the
 machine does meets all alike.  The checks of the instrument: a second run of the engine adds nothing, an engine that
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvloop
 import yaml
 
@@ -37,6 +39,8 @@ from pipeline.runtime.process import die_with_parent
 from starling.bench.connection import Sender, Target
 from starling.bench.load import closed_loop, drive
 from starling.bench.response import ClientRequest, Response
+from starling.fleet_certificates import issue, make_authority
+from tools.bench.fleet.door import tls_files
 from tools.bench.fleet.stand_in import AGENT
 from tools.bench.http.server_under_test import ROOT
 from tools.ports import free_port
@@ -47,6 +51,7 @@ SETTLE_S = 1.0  # for these streams to begin
 DELAY_MS = 5  # of the check
 EVENTS = 400  # of a stream whose CPU time is measured
 TINY_CLIENTS = 16
+TLS = "orchestrator, TLS door"
 NGINX = "/usr/sbin/nginx"
 _NGINX_CONFIG = """
 daemon off; worker_processes 1; pid {home}/nginx.pid; error_log /dev/null;
@@ -74,6 +79,7 @@ class Front:
         self._stack = contextlib.ExitStack()
         self.targets: dict[str, tuple[str, int]] = {}
         self.orchestrator = 0  # pid
+        self.tls: tuple[str, int] = ("", 0)  # an orchestrator that reaches the engine by a door
 
     def __enter__(self) -> Front:
         with self._stack:
@@ -83,17 +89,17 @@ class Front:
             environment |= {"STARLING_HOME": str(home), "STARLING_CONFIG": str(home / "starling.yaml")}
             engine = self._start([sys.executable, "-m", "tools.bench.fleet.stand_in"], environment)
             port = int(_line(engine, ""))
-            self._register(home, port)
-            orchestrator = self._start([sys.executable, "-m", "starling", "orchestrator", "--port", "0"], environment)
-            front = int(_line(orchestrator, "Orchestrator is ready").rpartition(":")[2])
+            self._register(home, f"http://127.0.0.1:{port}")
+            orchestrator, front = self._start_orchestrator(environment)
             self.orchestrator = orchestrator.pid
+            self.tls = ("127.0.0.1", self._start_door(home, port, environment))
             self.targets = {"engine": ("127.0.0.1", port), "orchestrator": ("127.0.0.1", front)}
             if self._has_nginx:
                 proxy = free_port()
                 (home / "nginx.conf").write_text(_NGINX_CONFIG.format(home=home, engine=port, port=proxy))
                 self._start([NGINX, "-c", str(home / "nginx.conf")], environment)
                 self.targets["nginx"] = ("127.0.0.1", proxy)
-            for target in self.targets.values():
+            for target in (*self.targets.values(), self.tls):
                 self._wait(target)
             self._stack = self._stack.pop_all()
         return self
@@ -115,9 +121,28 @@ class Front:
         self._stack.callback(_end, process)
         return process
 
+    def _start_orchestrator(self, environment: dict[str, str]) -> tuple[subprocess.Popen[str], int]:
+        """The process and its port."""
+        process = self._start([sys.executable, "-m", "starling", "orchestrator", "--port", "0"], environment)
+        return process, int(_line(process, "Orchestrator is ready").rpartition(":")[2])
+
+    def _start_door(self, home: Path, engine: int, environment: dict[str, str]) -> int:
+        """A door of the engine, and an orchestrator that uses it; its port."""
+        second = home / "tls"
+        make_authority(second, 2)
+        issue(second, second, "agent", AGENT, 1)
+        issue(second, second, "orchestrator", "front", 1)
+        settings = msgspec.to_builtins(tls_files(second, "front"))
+        config = {"models": [{"name": DEMO_MODEL}], "fleet": {"tls": settings}}
+        (second / "starling.yaml").write_text(yaml.safe_dump(config))
+        environment = {**environment, "STARLING_HOME": str(second), "STARLING_CONFIG": str(second / "starling.yaml")}
+        command = [sys.executable, "-m", "tools.bench.fleet.door", str(engine), str(second)]
+        self._register(second, f"https://127.0.0.1:{int(_line(self._start(command, environment), ''))}")
+        return self._start_orchestrator(environment)[1]
+
     @staticmethod
-    def _register(home: Path, port: int) -> None:
-        record = AgentRecord(agent_id=AGENT, url=f"http://127.0.0.1:{port}", incarnation="1")
+    def _register(home: Path, url: str) -> None:
+        record = AgentRecord(agent_id=AGENT, url=url, incarnation="1", tls_url=url if url.startswith("https") else "")
 
         async def put() -> None:
             async with SqliteStore(home / "fleet.db") as store:
@@ -168,13 +193,15 @@ def percentiles(values: list[float]) -> dict[str, float]:
     }
 
 
-async def _first_tokens(front: Front, n_streams: int, rounds: int) -> dict[str, list[float]]:
-    """Times to the first token, s, by side, while `n_streams` - 1 other streams run."""
+async def _first_tokens(front: Front, way: str, n_streams: int, rounds: int) -> dict[str, list[float]]:
+    """Times to the first token, s, by side, while `n_streams` - 1 other streams run through the side `way`."""
     sides = {**front.targets, "engine again": front.targets["engine"], "engine + 5 ms": front.targets["engine"]}
+    if way == TLS:
+        sides = {"engine": front.targets["engine"], TLS: front.tls, "engine again": front.targets["engine"]}
     found: dict[str, list[float]] = {side: [] for side in sides}
     async with contextlib.AsyncExitStack() as stack:
         senders = {side: await stack.enter_async_context(Sender(Target(*target))) for side, target in sides.items()}
-        crowd = await stack.enter_async_context(Sender(Target(*front.targets["orchestrator"]), max_unparsed=1 << 20))
+        crowd = await stack.enter_async_context(Sender(Target(*sides[way]), max_unparsed=1 << 20))
 
         def endless() -> Iterator[ClientRequest]:
             while True:
@@ -200,21 +227,25 @@ def _check(side: str, response: Response) -> None:
         raise RuntimeError(f"{side}: {response.error or response.status}")
 
 
-def first_tokens(front: Front, rounds: int) -> dict[str, Any]:
-    """By the number of streams."""
+def first_tokens(front: Front, rounds: int, ways: tuple[str, ...] = ("orchestrator", TLS)) -> dict[str, Any]:
+    """By the number of streams, and by the way of these streams. Each way has its rounds in two parts, in turns."""
     found: dict[str, Any] = {}
     for n_streams in STREAMS:
-        times = uvloop.run(_first_tokens(front, n_streams, rounds))
-        figures = {side: percentiles(values) for side, values in times.items()}
-        found[str(n_streams)] = {
-            "first_token_ms": figures,
-            "added_ms": {
-                side: {share: round(figures[side][share] - figures["engine"][share], 2) for share in ("p50", "p99")}
-                for side in figures
-                if side != "engine"
-            },
-        }
+        parts = [(way, uvloop.run(_first_tokens(front, way, n_streams, -(-rounds // 2)))) for way in ways * 2]
+        found[str(n_streams)] = {way: _added([times for one, times in parts if one == way]) for way in ways}
     return found
+
+
+def _added(parts: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """Times to the first token by side, ms, and what they exceed the engine's by."""
+    times = {side: [value for part in parts for value in part[side]] for side in parts[0]}
+    figures = {side: percentiles(values) for side, values in times.items()}
+    added = {
+        side: {share: round(figures[side][share] - figures["engine"][share], 2) for share in ("p50", "p99")}
+        for side in figures
+        if side != "engine"
+    }
+    return {"first_token_ms": figures, "added_ms": added}
 
 
 def events(front: Front) -> dict[str, Any]:

@@ -1,95 +1,58 @@
-"""Routing with shared prefixes: the score beside policies that do not see what agents have cached.
+"""Routing with shared prefixes and skewed popularity: the score beside policies that do not see what is cached where.
 
-Requests belong to groups that share a long prefix; some groups are more popular than others (Zipf).  Each policy gets
-texts of its own, so that none finds what another one has cached, and the same sequence of groups.  The score routes in
-the orchestrator; the others are made here, and ask the engines directly: they are spared the orchestrator's time.  The
-check of the instrument is the share of requests whose group came before: no hit rate can be higher.
+Each policy has an orchestrator of its own (`fleet.orchestrator.routing`) before the same agents, so that all requests
+take the same way.  Requests belong to groups that share a long prefix; some groups are more popular than others (Zipf).
+One agent's cache holds some of the groups, all agents' together hold all.  In each round every policy gets the same
+sequence of groups, in texts of its own, so that none finds what another one has cached; the order of the policies
+changes from round to round.
+
+The checks of the instrument have known answers (`known_misses`), and no hit rate can exceed `repeats`, the share of
+requests whose group came before.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from starling.bench.load import drive
 from starling.bench.response import ClientRequest, Response
-from tools.bench.fleet.fleet_under_test import Engine, FleetUnderTest
+from tools.bench.fleet.fleet_under_test import FleetUnderTest
 from tools.bench.fleet.overhead import body, percentile
 
-POLICIES = ("score", "round-robin", "least-queue", "random")
-GROUPS = 12
-AT_ONCE = 4
+POLICIES = ("score", "least-queue", "round-robin", "random")
+GROUPS = 24
+CLIENTS = 4  # each sends its next request when it has the answer
 TOKENS = 8
-PREFIX_WORDS = 260
+PREFIX_WORDS = 160
+KV_CACHE_MB = 32  # of an engine: the prefixes of some 7 groups
+KNOWN_REQUESTS = 10  # of each check
 _WORDS = ("lighthouse", "keeper", "stairs", "harbour", "lantern", "winter", "gull", "anchor", "rope", "ladder", "storm")
 
+Address = tuple[str, int]
 
-def prompt(policy: str, group: int, number: int) -> str:
-    """A prompt whose prefix is its group's."""
-    draw = random.Random(f"{policy} {group}")
+
+def prompt(of: str, group: int, number: int) -> str:
+    """A prompt whose prefix is its group's. `of`: whose texts they are."""
+    draw = random.Random(f"{of} {group}")
     words = " ".join(draw.choice(_WORDS) for _ in range(PREFIX_WORDS))
-    return f"{words}. Question {number}:"
+    return f"{of}: {words}. Question {number}:"
 
 
-def sequence(n_requests: int) -> list[int]:
+def sequence(n_requests: int, seed: int) -> list[int]:
     """The groups of the requests, in order."""
-    draw = random.Random(5)
+    draw = random.Random(seed)
     weights = [1 / (rank + 1) for rank in range(GROUPS)]
     return draw.choices(range(GROUPS), weights, k=n_requests)
 
 
-class Policy:
-    """Where each request goes."""
-
-    def __init__(self, name: str, fleet: FleetUnderTest, engines: list[Engine]) -> None:
-        self.name = name
-        self._fleet = fleet
-        self._engines = engines
-        self._turn = 0
-        self._draw = random.Random(1)
-        self._queues: Counter[int] = Counter()
-
-    def choose(self) -> tuple[tuple[str, int], str]:
-        """Address and key."""
-        if self.name == "score":
-            return self._fleet.address, ""
-        if self.name == "round-robin":
-            self._turn += 1
-            at = self._turn % len(self._engines)
-        elif self.name == "random":
-            at = self._draw.randrange(len(self._engines))
-        else:
-            at = min(range(len(self._engines)), key=lambda one: self._queues[one])
-        self._queues[at] += 1
-        return self._engines[at].address, self._engines[at].key
-
-    def batch_ended(self) -> None:
-        """All requests have their answers."""
-        self._queues.clear()
-
-
-def run(policy: Policy, groups: list[int]) -> list[Response]:
-    """All requests, `AT_ONCE` at a time."""
-    responses: list[Response] = []
-    for begin in range(0, len(groups), AT_ONCE):
-        by_target: dict[tuple[tuple[str, int], str], list[list[ClientRequest]]] = {}
-        for number, group in enumerate(groups[begin : begin + AT_ONCE], begin):
-            address, key = policy.choose()
-            request = ClientRequest(body(prompt(policy.name, group, number), TOKENS), key)
-            by_target.setdefault((address, key), []).append([request])
-        responses += drive_all(by_target)
-        policy.batch_ended()
-    return responses
-
-
-def drive_all(by_target: dict[tuple[tuple[str, int], str], list[list[ClientRequest]]]) -> list[Response]:
-    """Send to several servers at once: a thread for each."""
-    with ThreadPoolExecutor(len(by_target)) as threads:
-        runs = [threads.submit(drive, address, clients) for (address, _), clients in by_target.items()]
-        responses = [response for one in runs for response in one.result().responses]
+def run(address: Address, of: str, groups: list[int], n_clients: int = CLIENTS) -> list[Response]:
+    """All requests. Raises `RuntimeError` unless all are answered."""
+    requests = [ClientRequest(body(prompt(of, group, number), TOKENS)) for number, group in enumerate(groups)]
+    clients = [requests[first::n_clients] for first in range(n_clients)]
+    responses = drive(address, [one for one in clients if one]).responses
     for response in responses:
         response.parse()
         if not response.is_good:
@@ -97,30 +60,115 @@ def drive_all(by_target: dict[tuple[tuple[str, int], str], list[list[ClientReque
     return responses
 
 
+def is_hit(response: Response) -> bool:
+    """Whether the prefix was cached."""
+    return response.cached_tokens > response.prompt_tokens // 2
+
+
+def known_misses(fleet: FleetUnderTest, orchestrators: dict[str, Address]) -> dict[str, dict[str, int]]:
+    """Requests of one group, one at a time, that find no cached prefix.
+
+    With all agents: one of the score's, one per agent in turn (the least queue is the one chosen longest ago, when all
+    are empty).  With one agent: one of each policy's.
+    """
+    found: dict[str, dict[str, int]] = {}
+    groups = [0] * KNOWN_REQUESTS
+    agents = [agent["agent_id"] for agent in fleet.state()["agents"]]
+    for name, address in orchestrators.items():
+        responses = run(address, f"one prefix {name}", groups, 1)
+        found[name] = {"all agents": sum(not is_hit(response) for response in responses)}
+    for agent in agents[1:]:
+        fleet.cordon(agent)
+    for name, address in orchestrators.items():
+        fleet.wait_cordoned(address, len(agents) - 1)
+        responses = run(address, f"one agent {name}", groups, 1)
+        found[name]["one agent"] = sum(not is_hit(response) for response in responses)
+    for agent in agents[1:]:
+        fleet.uncordon(agent)
+    for address in orchestrators.values():
+        fleet.wait_cordoned(address, 0)
+    expected = {"score": 1, "least-queue": len(agents), "round-robin": len(agents)}
+    for name, misses in expected.items():
+        if found[name] != {"all agents": misses, "one agent": 1}:
+            raise RuntimeError(f"the instrument is wrong: {name} has {found[name]} misses, not {misses} and 1")
+    return found
+
+
 def estimates(report: dict[str, Any]) -> dict[str, float]:
-    """How far the score was from what happened, per request, ms; both are until the first byte of the answer."""
+    """How far the estimate was from what happened, per request, ms; both are until the first byte of the answer."""
     count = max(1, report["count"])
     means = {name: round(1000 * report[f"{name}_s"] / count, 1) for name in ("predicted", "actual", "error")}
     return {"requests": report["count"], **{f"{name}_ms": value for name, value in means.items()}}
 
 
-def measure(n_requests: int, n_agents: int) -> dict[str, Any]:
-    """Figures by policy."""
-    found: dict[str, Any] = {}
-    groups = sequence(n_requests)
-    with FleetUnderTest(n_agents) as fleet:
-        engines = fleet.engines()
-        for name in POLICIES:
-            responses = run(Policy(name, fleet, engines), groups)
-            first = [1000 * response.first_s for response in responses]
-            prompts = sum(response.prompt_tokens for response in responses)
-            found[name] = {
-                "first_token_ms": {"p50": round(statistics.median(first), 1), "p99": round(percentile(first, 0.99), 1)},
-                "hit_rate": round(sum(response.cached_tokens for response in responses) / prompts, 3),
-                "prompt_tokens": round(prompts / len(responses)),
-            }
-            if name == "score":
-                found[name]["estimates"] = estimates(fleet.state()["estimates"])
-            print(name, found[name], flush=True)
-    repeats = round(1 - len(set(groups)) / n_requests, 3)
-    return {"agents": n_agents, "requests": n_requests, "groups": GROUPS, "repeats": repeats, "policies": found}
+def figures(responses: list[Response]) -> dict[str, Any]:
+    """Of some requests."""
+    first = [1000 * response.first_s for response in responses]
+    prompts = sum(response.prompt_tokens for response in responses)
+    return {
+        "first_token_ms": {"p50": round(statistics.median(first), 1), "p99": round(percentile(first, 0.99), 1)},
+        "hit_rate": round(sum(response.cached_tokens for response in responses) / prompts, 3),
+        "hits": round(sum(map(is_hit, responses)) / len(responses), 3),
+        "prompt_tokens": round(prompts / len(responses)),
+    }
+
+
+def measure(n_requests: int, n_agents: int, rounds: int, seed: int = 5) -> dict[str, Any]:
+    """Figures by policy, of all rounds and of each. `n_requests`: of a policy in a round."""
+    responses: dict[str, list[list[Response]]] = {name: [] for name in POLICIES}
+    repeats = []
+    with FleetUnderTest(n_agents, kv_cache_mb=KV_CACHE_MB) as fleet:
+        orchestrators = {"score": fleet.address}
+        orchestrators |= {name: fleet.add_orchestrator(routing=name) for name in POLICIES[1:]}
+        known = known_misses(fleet, orchestrators)
+        print("misses with known answers:", known, flush=True)
+        before = {name: fleet.state(address)["estimates"] for name, address in orchestrators.items()}
+        for number in range(rounds):
+            groups = sequence(n_requests, seed + number)
+            repeats.append(1 - len(set(groups)) / n_requests)
+            for turn in range(len(POLICIES)):
+                name = POLICIES[(turn + number) % len(POLICIES)]
+                responses[name].append(run(orchestrators[name], f"{name} {seed + number}", groups))
+                print(number, name, figures(responses[name][-1]), flush=True)
+        after = {name: fleet.state(address)["estimates"] for name, address in orchestrators.items()}
+    policies = {
+        name: {
+            **figures([response for one in done for response in one]),
+            "estimates": estimates({key: after[name][key] - before[name][key] for key in after[name]}),
+            "rounds": [figures(one) for one in done],
+        }
+        for name, done in responses.items()
+    }
+    return {
+        "agents": n_agents,
+        "requests": n_requests * rounds,
+        "groups": GROUPS,
+        "repeats": round(statistics.mean(repeats), 3),
+        "known_misses": known,
+        "policies": policies,
+    }
+
+
+def write_plot(found: dict[str, Any], path: Path) -> None:
+    """Time to the first token and hit rate by policy, as SVG."""
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    names = list(found["policies"])
+    figure = Figure(figsize=(7, 3))
+    FigureCanvasSVG(figure)
+    times, hits = figure.subplots(1, 2)
+    for offset, share, colour in ((-0.2, "p50", "#0b6e4f"), (0.2, "p99", "#c1666b")):
+        values = [found["policies"][name]["first_token_ms"][share] for name in names]
+        times.bar([at + offset for at in range(len(names))], values, 0.4, label=share, color=colour)
+    times.set(title="time to the first token, ms")
+    times.legend(frameon=False)
+    hits.bar(names, [found["policies"][name]["hit_rate"] for name in names], 0.6, color="#0b6e4f")
+    hits.axhline(found["repeats"], color="#888888", linestyle="--", linewidth=1)
+    hits.set(title="prompt tokens from the cache", ylim=(0, 1))
+    times.set_xticks(range(len(names)), names)
+    for axes in (times, hits):
+        axes.tick_params(axis="x", labelrotation=20)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})

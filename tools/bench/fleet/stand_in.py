@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from typing import cast
 
 import msgspec
@@ -34,22 +35,25 @@ class _Request(msgspec.Struct):
     user: str = "0 0"
 
 
-def heartbeat(port: int) -> bytes:
-    """The state of the agent whose engine listens on `port`."""
+def report(engine_url: str) -> HeartbeatResponse:
+    """The state of the agent with this engine."""
     model = LoadedModel(
         model_id=DEMO_MODEL,
         model_state="READY",
         cache_level="CPU_RESIDENT",
-        engine_url=f"http://127.0.0.1:{port}",
+        engine_url=engine_url,
         engine_incarnation="1",
         digest="ab" * 32,
         kv_type="f16",
         numerics=NUMERICS,
         can_continue=True,
     )
-    return msgspec.json.encode(
-        HeartbeatResponse(agent_id=AGENT, incarnation="1", state="INFERRING", loaded_models=(model,))
-    )
+    return HeartbeatResponse(agent_id=AGENT, incarnation="1", state="INFERRING", loaded_models=(model,))
+
+
+def heartbeat(port: int) -> bytes:
+    """The state of the agent whose engine listens on `port`, too."""
+    return msgspec.json.encode(report(f"http://127.0.0.1:{port}"))
 
 
 def event(name: bytes, number: int, total: int) -> bytes:
@@ -63,9 +67,10 @@ def event(name: bytes, number: int, total: int) -> bytes:
 
 
 class Exchange(asyncio.Protocol):
-    """One connection: a request at a time."""
+    """One connection: a request at a time. `state`: of the agent, by the port of the connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: Callable[[int], bytes] = heartbeat) -> None:
+        self._state = state
         self._data = b""
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
@@ -101,7 +106,7 @@ class Exchange(asyncio.Protocol):
         assert self._transport is not None
         if head.startswith(b"POST /heartbeat"):
             port = self._transport.get_extra_info("sockname")[1]
-            self._whole(heartbeat(port))
+            self._whole(self._state(port))
             return
         request = msgspec.json.decode(body, type=_Request) if body else _Request()
         name = _NAME.search(head)

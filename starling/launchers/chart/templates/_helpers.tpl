@@ -35,7 +35,9 @@ app.kubernetes.io/component: {{ .component }}
 
 {{- define "starling.config" -}}
 {{- $fleet := dict "store" (include "starling.store" .) "token" "/run/starling/fleet-token" "blobs" (include "starling.blobs" .) }}
-{{- $fleet = set $fleet "agent" (dict "port" (int .Values.agent.port)) }}
+{{- $agent := dict "port" (int .Values.agent.port) }}
+{{- if .Values.agent.signedUrls }}{{ $agent = set $agent "signed_urls" true }}{{ end }}
+{{- $fleet = set $fleet "agent" $agent }}
 {{- $fleet = set $fleet "orchestrator" (dict "host" .Values.orchestrator.host "port" (int .Values.orchestrator.port)) }}
 {{- toYaml (mergeOverwrite (dict "fleet" $fleet "logging" (dict "format" "json")) (deepCopy .Values.config)) }}
 {{- end }}

@@ -1,0 +1,167 @@
+"""KV pages from another agent, for an engine here that is about to get their request.
+
+The bytes are received into memory without a name, and the engine gets its address: nothing is left if a process dies.
+The engine checks what they are (stages/kv/page_exchange.py).  Bounded in bytes and in time, in total and per tenant.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import ssl
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from pipeline import procfs
+from pipeline.errors import ModelUnavailable, NotFound, Overloaded, ResourceError, StarlingError, StorageUnavailable
+from pipeline.fleet import token as tokens
+from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse
+from pipeline.fleet.peer_tls import PeerTls
+from pipeline.ipc import control
+from shm.sent_pages import MAX_OF_TENANT, TENANT_SHARE
+from stages.agent.engines.http_session import HttpSession
+from stages.agent.models import Models
+
+CONNECT_S = 2.0
+CALL_S = 2.0  # of a call to the engine
+MEMORY_FLOOR = 256 << 20  # bytes of the host's memory that pages leave available
+# Answers of a source that concern one transfer alone: an orchestrator goes on sending others.
+_REFUSALS: dict[int, Callable[[str], StarlingError]] = {404: NotFound, 429: Overloaded}
+
+
+def bytes_of_request(max_bytes: int) -> int:
+    """Bytes of one request's pages that an agent takes, and so gives, if it takes `max_bytes` of all."""
+    return min(max_bytes // TENANT_SHARE, MAX_OF_TENANT)
+
+
+class Taker:
+    """One per agent. `max_bytes`: of all pages that are being received, 0: none are."""
+
+    def __init__(
+        self,
+        models: Models,
+        session: HttpSession,
+        token: str,
+        max_bytes: int,
+        tls: PeerTls | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        available_memory: Callable[[], int] = procfs.available_memory,
+    ) -> None:
+        """`token`: of the fleet. `tls`: this agent's certificate, if it has one. `clock`: monotonic, s."""
+        self._models = models
+        self._session = session
+        self._token = token
+        self._max_bytes = max_bytes
+        self._tls = tls
+        self._clock = clock
+        self._available_memory = available_memory
+        self._used: Counter[str] = Counter()  # bytes by tenant
+
+    async def take(self, asked: TakePagesRequest) -> TakePagesResponse:
+        """Get pages and offer them to the engine. Raises `StarlingError`: then the engine computes them."""
+        placement = self._models.find(asked.model_id)
+        run_dir = placement.engine.control_dir if placement.engine is not None else None
+        if placement.state != "READY" or run_dir is None:
+            raise ModelUnavailable(f"no engine of {asked.model_id!r} takes KV pages here")
+        begun = self._clock()
+        with self._reserved(asked.tenant, asked.bytes):
+            try:
+                async with asyncio.timeout(asked.timeout_ms / 1000):
+                    pages = await self._bring(asked, run_dir)
+            except TimeoutError:
+                raise StorageUnavailable(f"the KV pages have not come within {asked.timeout_ms} ms") from None
+        return TakePagesResponse(pages=pages, seconds=round(self._clock() - begun, 6))
+
+    async def _bring(self, asked: TakePagesRequest, run_dir: Path) -> int:
+        memory = os.memfd_create("kv-pages", os.MFD_CLOEXEC)
+        try:
+            await self._receive(asked, memory)
+        except BaseException:
+            os.close(memory)
+            raise
+
+        def offer() -> dict[str, Any]:
+            path = f"/proc/{os.getpid()}/fd/{memory}"
+            call = {"op": "take", "model": asked.model_id, "request": asked.request_id, "path": path}
+            call["tenant"] = asked.tenant
+            try:
+                return control.call(run_dir, "kv", call, CALL_S)
+            finally:
+                os.close(memory)
+
+        # The thread ends by itself, also if nothing waits for it any more: until then the descriptor is its own.
+        answer = await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, offer))
+        return int(answer["pages"])
+
+    async def _receive(self, asked: TakePagesRequest, memory: int) -> None:
+        source = asked.source
+        base = source.tls_url if self._tls is not None and source.tls_url else source.url
+        name = f"agent {source.agent_id}"
+        headers = {"Accept-Encoding": "identity"}
+        context: ssl.SSLContext | bool = True
+        if base.startswith("https://"):
+            if self._tls is None:
+                raise NotFound(f"{name} needs TLS: set fleet.tls on this agent, too")
+            context = self._tls.client_context(source.agent_id)
+        elif self._tls is not None and self._tls.is_required:
+            raise NotFound(f"{name} offers no TLS, and fleet.tls.required is set here: set fleet.tls there, too")
+        else:
+            headers |= tokens.authorization(self._token)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+        try:
+            async with self._session.request(
+                "GET",
+                f"{base}/kv_pages/{asked.ticket}",
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                ssl=context,
+            ) as response:
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if response.status != 200 or response.content_length != asked.bytes or encoding != "identity":
+                    response.close()  # its body need not be received
+                    kind = _REFUSALS.get(response.status, StorageUnavailable)
+                    raise kind(
+                        f"{name} answers {response.status} with {response.content_length} bytes, expected {asked.bytes}"
+                    )
+                received = 0
+                async for part in response.content.iter_any():
+                    received += len(part)
+                    if received > asked.bytes:
+                        raise StorageUnavailable(f"{name} sends more than {asked.bytes} bytes")
+                    _write(memory, part)
+                if received != asked.bytes:
+                    raise StorageUnavailable(f"{name} has sent {received} of {asked.bytes} bytes")
+        except (aiohttp.ClientError, OSError, EOFError) as error:
+            raise StorageUnavailable(f"{name}: {str(error) or type(error).__name__}") from None
+
+    @contextlib.contextmanager
+    def _reserved(self, tenant: str, nbytes: int) -> Iterator[None]:
+        """Count `nbytes` as used. Raises `Overloaded`, `ResourceError`."""
+        share = bytes_of_request(self._max_bytes) if tenant else self._max_bytes
+        if self._used.total() + nbytes > self._max_bytes or self._used[tenant] + nbytes > share:
+            raise Overloaded(
+                f"{nbytes} bytes of KV pages exceed fleet.agent.page_mb: {self._used.total()} are under way",
+                retry_after_s=1.0,
+            )
+        if self._available_memory() - nbytes < MEMORY_FLOOR:
+            raise ResourceError(f"there is no memory for {nbytes} bytes of KV pages")
+        self._used[tenant] += nbytes
+        try:
+            yield
+        finally:
+            self._used[tenant] -= nbytes
+            if not self._used[tenant]:
+                del self._used[tenant]
+
+
+def _write(memory: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(memory, view) :]

@@ -1,0 +1,160 @@
+"""When an engine gets requests while its model is still downloaded, by the speed of the download."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StorageUnavailable
+from stages.agent import placement as placements
+from stages.agent.downloads.model import PHASE
+from stages.agent.engines.interface import EngineDied, Queue
+from stages.agent.placement import ADMIT_S, WITHDRAW_S, Placement
+from tests.fleet.coordination_stores import until
+from tests.fleet.test_engines import ENTRY, Busy
+
+TOTAL = 1000
+
+
+class Switched(Busy):
+    """An engine that notes whether it takes requests."""
+
+    is_suspended = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.death: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+
+    async def ended(self) -> EngineDied:
+        return await asyncio.shield(self.death)
+
+    async def suspend(self) -> None:
+        self.is_suspended = True
+
+    async def resume(self) -> None:
+        self.is_suspended = False
+
+
+class Slow:
+    """A download whose bytes arrive as the test says, and the placement that waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.engine = Switched()
+        self.is_open = True
+        self.has_ended = False  # the download
+        self.released: list[tuple[str, bool, int]] = []  # state of the model, `has_ended`, how often the engine ended
+        self.end = asyncio.get_running_loop().create_future()
+        self.placement = Placement(
+            ENTRY,
+            self._bring,
+            lambda entry, arriving: self.engine,
+            lambda: self.is_open,
+            release=self._release,
+            clock=lambda: self.now,
+        )
+
+    def _release(self) -> None:
+        self.released.append((self.placement.state, self.has_ended, self.engine.stops))
+
+    async def _bring(self, placement: Placement) -> None:
+        placement.note_arriving(Path("arriving"))
+        try:
+            await self.end
+        finally:
+            await asyncio.sleep(0)  # its files are closed
+            self.has_ended = True
+
+    def arrive(self, seconds: float, done: int) -> None:
+        self.now += seconds
+        self.placement.note_progress(PHASE, done, TOTAL)
+
+    async def until(self, state: str) -> None:
+        await until(lambda: self.placement.state == state)
+
+    async def polls(self) -> None:
+        """Let the placement look several times."""
+        for _ in range(5):
+            await asyncio.sleep(2 * placements.ADMIT_POLL_S)
+
+
+@pytest.fixture
+async def slow(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Slow]:
+    monkeypatch.setattr(placements, "ADMIT_POLL_S", 0.001)
+    slow = Slow()
+    yield slow
+    await slow.placement.stop()
+
+
+async def test_a_model_is_ready_when_its_rest_is_near(slow: Slow) -> None:
+    slow.arrive(0, 0)
+    slow.arrive(1, 10)  # 99 s remain
+    await slow.polls()
+    assert slow.placement.state == "DOWNLOADING"
+    slow.arrive(0.1, TOTAL - int(10 * ADMIT_S))  # 0.5 s remain
+    await slow.until("READY")
+    assert slow.placement.is_arriving
+    slow.end.set_result(None)
+    await until(lambda: not slow.placement.is_arriving)
+    assert slow.placement.state == "READY"
+
+
+async def test_a_model_whose_download_stops_gets_no_more_requests(slow: Slow) -> None:
+    slow.arrive(0, 0)
+    slow.arrive(1, 500)
+    await slow.until("READY")
+    slow.now += WITHDRAW_S - 1  # nothing comes
+    await slow.polls()
+    assert slow.placement.state == "READY"
+    slow.now += 2
+    await slow.until("DOWNLOADING")
+    # Its engine has requests, and runs: it is measured and closed like any other.
+    slow.engine.has = Queue(waiting=1)
+    await slow.placement.measure()
+    assert slow.placement.queue.waiting == 1
+    slow.is_open = False
+    await slow.placement.close()
+    assert slow.engine.is_suspended
+    slow.is_open = True
+    await slow.placement.open()
+    assert not slow.engine.is_suspended
+    slow.arrive(0, TOTAL - 1)
+    await slow.until("READY")
+    assert (slow.placement.incarnation, slow.placement.restarts, slow.engine.stops) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+async def test_a_withdrawn_model_follows_the_end_of_its_download(slow: Slow, is_lost: bool) -> None:
+    slow.arrive(0, 0)
+    slow.arrive(1, 500)
+    await slow.until("READY")
+    slow.now += 2 * WITHDRAW_S
+    await slow.until("DOWNLOADING")
+    if is_lost:
+        slow.end.set_exception(StorageUnavailable("the store has ended"))
+        await slow.until("FAILED")
+        assert slow.engine.stops == 1
+    else:
+        slow.end.set_result(None)
+        await slow.until("READY")
+        assert slow.placement.progress is None
+
+
+@pytest.mark.parametrize("how", ["engine", "download", "unloaded"])
+async def test_what_is_shown_is_released_at_any_end(slow: Slow, how: str) -> None:
+    """When neither engine nor download uses it, and before the model can be placed again."""
+    slow.arrive(0, 0)
+    slow.arrive(1, 500)
+    await slow.until("READY")
+    if how == "engine":
+        slow.engine.death.set_result(EngineDied("it cannot run here", True))
+    elif how == "download":
+        slow.end.set_exception(StorageUnavailable("the store has ended"))
+    else:
+        await slow.placement.stop()
+    await slow.until("UNLOADED" if how == "unloaded" else "FAILED")
+    ((state, has_ended, stops),) = slow.released
+    assert (state in ("FAILED", "UNLOADED"), has_ended, stops) == (False, True, 1)
