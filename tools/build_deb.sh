@@ -68,6 +68,8 @@ for shell in bash:bash-completion/completions/starling zsh:zsh/vendor-completion
     mkdir -p "$(dirname "$file")"
     "$python" -m starling completion "${shell%%:*}" >"$file"
 done
+mkdir -p "$tree/usr/share/man/man1"
+"$python" -m tools.man_page >"$tree/usr/share/man/man1/starling.1"
 
 cp CHANGELOG.md "$source"
 cp -r configs/debian "$source/debian"

@@ -261,7 +261,7 @@ class _Commands(click.Group):
         }
     ),
 )
-@click.option("--config", "config_file", metavar="FILE", help="Configuration file, YAML or TOML.")
+@click.option("--config", "config_file", type=click.Path(), metavar="FILE", help="Configuration file, YAML or TOML.")
 @click.version_option(package_name="starling", prog_name="starling")
 def cli(config_file: str | None) -> None:
     """Run and operate an LLM inference server of separate processes.

@@ -77,7 +77,7 @@ def _cells(one: Row) -> list[str]:
 
 @adapter.command(epilog=CHANGED)
 @click.argument("name", metavar="MODEL:NAME")
-@click.argument("path", metavar="FILE")
+@click.argument("path", type=click.Path(), metavar="FILE")
 @click.option("--replace", is_flag=True, help="Replace the adapter of that name, if there is one.")
 @timeout_option(reload.LOAD_TIMEOUT_S, "How long the model may take to be ready with the adapter.")
 @_JSON

@@ -17,6 +17,7 @@ from pipeline.errors import Conflict, ModelNotFound
 from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option, timeout_option
 from starling.cli.stage import STAGES
 
@@ -35,7 +36,7 @@ FINAL_ERRORS_S = 5.0  # beyond the timeout, for the gateway to send errors to th
         }
     )
 )
-@click.argument("target", default=ALL, metavar="[TARGET]")
+@click.argument("target", default=ALL, metavar="[TARGET]", shell_complete=completion.drain_targets)
 @timeout_option(TIMEOUT_S, "How long requests in flight may take to finish.")
 @json_option("Print the gateway's state afterwards as JSON.")
 def drain(target: str, timeout: float, as_json: bool) -> int:
@@ -68,7 +69,7 @@ def drain(target: str, timeout: float, as_json: bool) -> int:
         }
     )
 )
-@click.argument("target", default=ALL, metavar="[TARGET]")
+@click.argument("target", default=ALL, metavar="[TARGET]", shell_complete=completion.drain_targets)
 @json_option("Print the gateway's state afterwards as JSON.")
 def resume(target: str, as_json: bool) -> int:
     """Accept requests again after `starling drain`.

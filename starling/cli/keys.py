@@ -15,6 +15,7 @@ from pipeline.api.key_file import KeyLimits, Scope, StoredKey
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
+from starling.cli import completion
 from starling.cli.options import Seconds, exit_codes, json_option
 from starling.cli.status import duration
 from starling.cli.tables import print_table
@@ -133,7 +134,7 @@ def list_keys(as_json: bool) -> None:
 
 
 @keys.command(epilog=CODES)
-@click.argument("names", metavar="NAME", nargs=-1, required=True)
+@click.argument("names", metavar="NAME", nargs=-1, required=True, shell_complete=completion.key_names)
 def revoke(names: tuple[str, ...]) -> None:
     """Remove the keys of every NAME, or none of them.
 
@@ -147,7 +148,7 @@ def revoke(names: tuple[str, ...]) -> None:
 
 
 @keys.command(epilog=CODES)
-@click.argument("name")
+@click.argument("name", shell_complete=completion.key_names)
 @click.option(
     "--overlap",
     type=Seconds(),

@@ -21,6 +21,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from pipeline.config.load import load
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli.options import exit_codes
+from starling.cli.terminal import print_wrapped, visible
 from starling.client import address as addresses
 from starling.client.address import ServerAddress
 
@@ -125,8 +126,8 @@ def warm(file: Path, model: str, key: str) -> int:
                 raise click.ClickException(f"no server answers at {address}: {error}") from None
     for warmed in done:
         if warmed.error:
-            console.print(f"{file}:{warmed.line}: {warmed.error}", markup=False)
+            print_wrapped(visible(f"{file}:{warmed.line}: {warmed.error}"), 4)
     good = [warmed for warmed in done if not warmed.error]
     tokens, cached = sum(w.tokens for w in good), sum(w.cached for w in good)
-    console.print(f"{len(good)} of {len(done)} prompts, {tokens:,} tokens, {cached:,} of them in the cache already")
+    print_wrapped(f"{len(good)} of {len(done)} prompts, {tokens:,} tokens, {cached:,} of them in the cache already", 4)
     return EXIT_OK if len(good) == len(done) else EXIT_FATAL

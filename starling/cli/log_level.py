@@ -15,7 +15,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.observe import log_levels
 from pipeline.observe.status import StageStatus, read_all
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
-from starling.cli import terminal
+from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option, timeout_option
 
 TIMEOUT_S = 60.0
@@ -33,8 +33,8 @@ RESET = "reset"
         }
     ),
 )
-@click.argument("stage", default="", metavar="[STAGE]")
-@click.argument("level", default="", metavar="[LEVEL]")
+@click.argument("stage", default="", metavar="[STAGE]", shell_complete=completion.log_level_stages)
+@click.argument("level", default="", metavar="[LEVEL]", shell_complete=completion.log_levels)
 @timeout_option(TIMEOUT_S, "How long stages may take to follow.")
 @json_option("Print the levels as JSON.")
 def log_level(stage: str, level: str, timeout: float, as_json: bool) -> int:

@@ -51,6 +51,7 @@ def cacert_option(command: Callable[..., Any], **attributes: Any) -> Callable[..
         "--cacert",
         envvar="STARLING_CACERT",
         default="",
+        type=click.Path(),  # for completion; the file is read later
         metavar="FILE",
         help="PEM file with the authority of an https:// server; default: $STARLING_CACERT, else the system's.",
         **attributes,

@@ -13,6 +13,8 @@ import os
 import sys
 from typing import Any, BinaryIO, cast
 
+import click
+
 
 class OutputError(Exception):
     """Standard output does not take what a command prints. `number`: of errno. No `OSError`: commands handle those."""
@@ -61,3 +63,11 @@ def discard() -> None:
     os.close(null)
     with contextlib.suppress(OutputError):
         sys.stdout.flush()
+
+
+def announce(text: str) -> None:
+    """Print a line of a process that goes on when nothing reads its output, such as a stage behind `| head -1`."""
+    try:
+        click.echo(text)
+    except OutputError:
+        discard()

@@ -120,7 +120,8 @@ def lines(p: Plan) -> list[str]:
     def mb(n: float) -> str:
         return f"{n / 1e6:,.1f} MB"
 
-    positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {p.kv_sequence:,}"
+    most = min(p.kv_sequence, p.kv_positions)
+    positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {most:,}"
     adapters = [f"  adapters     {mb(p.adapters)}"] if p.adapters else []
     return [
         f"{p.name}  {mb(p.memory)} of memory",

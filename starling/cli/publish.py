@@ -22,6 +22,7 @@ from pipeline.config.load import load
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
+from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
 from starling.cli.terminal import print_wrapped
@@ -35,7 +36,7 @@ CODES = {
 
 
 @click.command(epilog=exit_codes(CODES))
-@click.argument("file")
+@click.argument("file", shell_complete=completion.models_or_files)
 @click.option("--name", help="What requests ask for; by default the configured name, or the name of the file.")
 @click.option("--replace", is_flag=True, help="Publish even if the name has another model now.")
 @json_option()
@@ -115,7 +116,7 @@ def _name_of(path: Path) -> str:
 
 
 @click.command(epilog=exit_codes(CODES))
-@click.argument("name")
+@click.argument("name", shell_complete=completion.published_models)
 def unpublish(name: str) -> None:
     """Remove a model from the fleet's blob store.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import pull as pulls
 from pipeline.models import registry, sources, store
+from pipeline.models.arriving import Reader
 from pipeline.models.sources import FileSource
 from pipeline.runtime.process import EXIT_USAGE
-from starling.cli import terminal
+from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.prepare import pull_published as pull_published_of
@@ -41,7 +42,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
         }
     )
 )
-@click.argument("sources_", nargs=-1, metavar="SOURCE...")
+@click.argument("sources_", nargs=-1, metavar="SOURCE...", shell_complete=completion.models_or_files)
 @click.option("--name", metavar="NAME", help="The model's name; default: that of the file.")
 @click.option("--sha256", metavar="DIGEST", help="The digest that the file must have, 64 hexadecimal digits.")
 @click.option("--quant", metavar="TYPE", help="Which file of an hf: repository, for example Q4_K_M.")
@@ -118,7 +119,10 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
     if sha256 and not _DIGEST.fullmatch(sha256):
         raise InvalidRequest(f"--sha256 {sha256!r}: expected 64 hexadecimal digits", "sha256")
     folder = paths.models_dir()
-    with nullcontext(store.no_progress) if as_json else shown(name or _short(text)) as progress:
+    with (
+        nullcontext(store.no_progress) if as_json else shown(name or _short(text)) as progress,
+        _reader(source, folder, progress) as reader,
+    ):
         record = pulls.pull(
             source,
             folder,
@@ -128,12 +132,22 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
             allowed=config.registry.sources,
             progress=progress,
             describe=read_facts,
+            reader=reader,
         )
     path = registry.blob_path(folder, record.digest)
     if not as_json:
         click.echo(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, sha256 {record.digest}")
         terminal.note(f"`starling run {record.name} PROMPT` answers with it")
     return {**msgspec.to_builtins(record), "path": str(path)}
+
+
+def _reader(source: sources.Source, folder: Path, progress: store.Progress) -> AbstractContextManager[Reader | None]:
+    """What converts the file while it is downloaded or unpacked."""
+    if isinstance(source, FileSource):
+        return nullcontext()
+    from stages.worker.checkpoint.while_arriving import IngestWhileArriving  # imports numpy
+
+    return IngestWhileArriving(folder, progress=progress)
 
 
 def _short(source: str) -> str:

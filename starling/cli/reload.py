@@ -46,7 +46,9 @@ _JSON = json_option("Print the result as JSON; `error` holds the reason of a fai
 
 @click.command(epilog=CODES)
 @click.argument("model", shell_complete=completion.model_names)
-@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the model's present file.")
+@click.option(
+    "--path", default="", type=click.Path(), metavar="FILE", help="A GGUF file; default: the model's present file."
+)
 @timeout_option(LOAD_TIMEOUT_S, "How long the new version may take to be ready; after that the old one stays.")
 @click.option("--wait", is_flag=True, help="Return only after the old version has been unloaded.")
 @_JSON
@@ -64,7 +66,7 @@ def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> 
 
 @click.command(epilog=CODES)
 @click.argument("model", shell_complete=completion.model_names)
-@click.option("--path", default="", metavar="FILE", help="A GGUF file; default: the configured one.")
+@click.option("--path", default="", type=click.Path(), metavar="FILE", help="A GGUF file; default: the configured one.")
 @click.option(
     "--kv-cache-mb",
     type=click.IntRange(min=1),

@@ -22,7 +22,7 @@ from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.observe import status
 from pipeline.runtime.process import EXIT_FATAL
-from starling.cli import terminal
+from starling.cli import completion, terminal
 from starling.cli.down import supervisor_of
 from starling.cli.drain import ALL, drained
 from starling.cli.options import exit_codes, timeout_option
@@ -43,7 +43,7 @@ SPARE_S = 10.0  # beyond the timeout, until a gateway that was not restarted acc
         }
     )
 )
-@click.argument("target", metavar="STAGE|all")
+@click.argument("target", metavar="STAGE|all", shell_complete=completion.restart_targets)
 @timeout_option(TIMEOUT_S, "How long each stage may take to be ready again.", least_s=0.1)
 @timeout_option(30.0, "How long streams may take to finish before the gateway restarts.", name="--drain-timeout")
 @click.option("--with-gateway", is_flag=True, help="With all: restart the gateway too, as the last one.")

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import click
 
 from pipeline.errors import StarlingError
+from pipeline.files import replace_file
+
+# Nothing can be made beside the file, or renamed over it (a mount point), but it may be written itself.
+_IN_PLACE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 
 
 @contextlib.contextmanager
@@ -60,6 +68,32 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write the result. Raises `StarlingError`."""
+    """Write the result; an earlier one is replaced as a whole, or stays, where the directory can be written.
+
+    What this process has as its standard output or error (`/dev/stdout`, `/dev/fd/1`) goes there, behind what has been
+    written.  Raises `StarlingError`.
+    """
     with writing(path):
-        path.write_bytes(data)
+        if (stream := _stream_of(path)) is not None:
+            stream.flush()
+            with open(stream.fileno(), "wb", closefd=False) as out:
+                out.write(data)
+        elif path.exists() and not path.is_file():  # a pipe or a device; /dev/fd/N resolves to no path
+            path.write_bytes(data)
+        else:
+            target = path.resolve()  # a link stays one
+            try:
+                replace_file(target, data)
+            except OSError as error:
+                if error.errno not in _IN_PLACE:
+                    raise
+                target.write_bytes(data)
+
+
+def _stream_of(path: Path) -> TextIO | None:
+    """The standard stream of this process that `path` names."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, absent, or not of a file
+            if os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+                return stream
+    return None

@@ -9,7 +9,7 @@ import sys
 import click
 
 from pipeline.config import paths
-from pipeline.errors import ConfigError, ModelNotFound, ResourceError, StarlingError
+from pipeline.errors import ConfigError, InvalidRequest, NotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
 from starling.cli import output, terminal
 
@@ -35,8 +35,8 @@ def _run(command: click.Command, name: str) -> int:
         code = command.main(prog_name=name, standalone_mode=False)
     except StarlingError as error:
         terminal.complain(error.message)
-        if isinstance(error, ModelNotFound):
-            return EXIT_USAGE  # the user gave the name
+        if isinstance(error, NotFound | InvalidRequest):
+            return EXIT_USAGE  # the user gave the name, or the value
         return EXIT_CONFIG if isinstance(error, ConfigError | ResourceError) else EXIT_FATAL
     except click.ClickException as error:
         if isinstance(error, click.UsageError):

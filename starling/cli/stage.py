@@ -103,10 +103,10 @@ def _program(name: str, model: str, config: Config) -> Callable[[], int]:
         arguments = (model or known[0],)
     elif model:
         raise click.UsageError(f"--model is only for worker; the stage {name} serves every model")
-    return lambda: int(_import_stage(name).main(config, *arguments) or 0)
+    return lambda: int(import_stage(name).main(config, *arguments) or 0)
 
 
-def _import_stage(name: str) -> ModuleType:
+def import_stage(name: str) -> ModuleType:
     """Import the module `stages.NAME.stage` and no other stage."""
     match name:
         case "tokenizer":
@@ -141,6 +141,6 @@ def _unknown(model: str, known: list[str]) -> ConfigError:
 
 def _preload(name: str, config: Config) -> None:
     """Import the stage and call its `preload(config)`, which loads compiled kernels, if it has one."""
-    module = _import_stage(name)
+    module = import_stage(name)
     if hasattr(module, "preload"):
         module.preload(config)

@@ -62,7 +62,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
     )
     yield ""
     for event in found["events"]:
-        facts = [f"{name}={value}" for name, value in event.items() if name not in _KNOWN]
+        facts = [f"{name}={_rounded(value)}" for name, value in event.items() if name not in _KNOWN]
         if "choice" in event:
             facts.insert(0, f"choice={event['choice']}")
         pid = event["pid"] or "-"
@@ -75,3 +75,8 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         if took_ms:
             share = 100 * took_ms / found["duration_ms"] if found["duration_ms"] else 0.0
             yield f"{took_ms:>11.1f} ms  {name:<10} {share:>5.1f} %"
+
+
+def _rounded(value: Any) -> Any:
+    """A time in ms with its microseconds, and no more digits than are known."""
+    return round(value, 3) if isinstance(value, float) else value

@@ -58,7 +58,8 @@ WAITING_S = 5.0  # before it prints which stages are not ready
     help="End when no `starling run` or `starling chat` uses the server.",
 )
 @click.option("--with-parent", is_flag=True, hidden=True, help="End when the process that started it ends.")
-def up(while_used: bool, with_parent: bool) -> int:
+@click.option("--standby", is_flag=True, hidden=True, help="Wait on stdin for the home of the server.")
+def up(while_used: bool, with_parent: bool, standby: bool) -> int:
     """Prepare the models, start every stage, run until Ctrl-C.
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
@@ -66,7 +67,14 @@ def up(while_used: bool, with_parent: bool) -> int:
     if with_parent:
         die_with_parent()
         os.environ[ORPHANS_VARIABLE] = "1"
-    timeline = Timeline(procfs.started_at(os.getpid()) or time.time())
+    begun = procfs.started_at(os.getpid()) or time.time()
+    if standby:
+        from starling.cli.standby import wait_for_home  # imports every stage
+
+        if not wait_for_home():
+            return 0
+        begun = time.time()
+    timeline = Timeline(begun)
     config = load()
     check_faults(os.environ)
     timeline.reached("command")

@@ -67,6 +67,8 @@ def _verify(model: ModelConfig, is_quiet: bool) -> list[dict[str, Any]]:
     if located is not None and expected and located.digest != expected:
         reason = f"{source}: SHA-256 is {located.digest}, expected {expected}: it is another file; fetch it again"
         return [_row(model, source, located.nbytes, 0.0, reason)]
+    if located is None and expected and source.is_file():  # it has changed, or only its times have
+        located = store.LocalModel(model.name, source, expected, source.stat().st_size)
     if located is None:
         reason = f"{source} is missing or has changed since it was prepared; run `starling prepare {model.name}`"
         return [_row(model, source, 0, 0.0, reason)]

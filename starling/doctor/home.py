@@ -41,6 +41,7 @@ def check_home(config: Config) -> Iterator[Finding]:
     for model in config.models:
         yield model_files(config, model.name)
     yield kernels(config)
+    yield tokenizer_kernels()
     yield from leftovers(config)
 
 
@@ -181,6 +182,18 @@ def kernels(config: Config) -> Finding:
             return warning("kernels", f"not compiled yet for this CPU, version and {kv_type}", remedy)
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
     return ok("kernels", f"compiled, {megabytes(size)} in {cache}")
+
+
+def tokenizer_kernels() -> Finding:
+    """Are the kernels of the tokenizer compiled? Without them the token ids are the same."""
+    from stages.tokenizer.kernels import compiled
+
+    place = compiled.directory()
+    if not compiled.is_stored():
+        found = "its kernels are not compiled yet for this version; without them texts are encoded more slowly"
+        return warning("tokenizer", found, "`starling prepare` compiles them, once, in seconds; a start does so too")
+    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
+    return ok("tokenizer", f"its kernels are compiled, {size / 1e3:,.0f} kB in {place}")
 
 
 # ------------------------------------------------------------------ leftovers

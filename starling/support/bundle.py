@@ -9,23 +9,29 @@ import getpass
 import io
 import os
 import platform
+import re
 import socket
 import tarfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pipeline.api import key_file
 from pipeline.config import paths
 from pipeline.config.load import load, render
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.fleet import token
 from starling.support.redaction import Redaction
 
 Part = tuple[str, Callable[[], str]]
+_TENANT = re.compile(r'"tenant": ?"([A-Za-z0-9._@-]{1,64})"')  # in a line of a log
+_OF_ALL = {"", "default", "all", "other"}  # stand for no tenant in particular
 _SECRET_VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -44,8 +50,9 @@ def collect(log_bytes: int) -> dict[str, bytes]:
     else:
         parts += _parts_of(config)
     parts += list(_logs(log_bytes))
-    redaction = _redaction(config)
-    return {name: redaction.text(_read(read)).encode() for name, read in parts}
+    texts = {name: _read(read) for name, read in parts}
+    redaction = _redaction(config, texts)
+    return {name: redaction.text(text).encode() for name, text in texts.items()}
 
 
 def pack(files: dict[str, bytes], now: float) -> bytes:
@@ -126,8 +133,9 @@ def _metrics(config: Config) -> str:
 
 
 def _logs(log_bytes: int) -> Iterator[Part]:
-    for path in sorted(paths.logs_dir().glob("*.log")):
-        yield f"logs/{path.name}", partial(_tail, path, log_bytes)
+    folder = paths.logs_dir()
+    for path in sorted(folder.glob("*.log")) + sorted(paths.agent_logs_dir().glob("*.log")):
+        yield f"logs/{path.relative_to(folder)}", partial(_tail, path, log_bytes)
 
 
 def _tail(path: Path, nbytes: int) -> str:
@@ -143,15 +151,21 @@ def _tail(path: Path, nbytes: int) -> str:
 # ------------------------------------------------------------------ secrets
 
 
-def _redaction(config: Config | None) -> Redaction:
+def _redaction(config: Config | None, texts: Mapping[str, str]) -> Redaction:
     secrets = [value for name, value in os.environ.items() if any(word in name.upper() for word in _SECRET_VARIABLES)]
     names = [(str(paths.home()), "STARLING_HOME"), (str(Path.home()), "~"), (socket.gethostname(), "HOST")]
     try:
         names.append((getpass.getuser(), "USER"))
     except (KeyError, OSError):  # a user without a name, in a container
         pass
+    tenants = {name for text in texts.values() for name in _TENANT.findall(text)}  # also of keys that are gone
     if config is not None:
         secrets += [key.key for key in config.auth.api_keys]
-        tenants = sorted({key.tenant for key in config.auth.api_keys} - {"", "default"})
-        names += [(tenant, f"TENANT-{number}") for number, tenant in enumerate(tenants, 1)]
+        secrets += [key.cache_salt for key in config.auth.api_keys]
+        tenants |= {key.tenant for key in config.auth.api_keys} | set(config.scheduler.tenant_weights)
+        with suppress(ConfigError, PermissionError):
+            tenants |= {key.tenant for key in key_file.read_keys(paths.state_dir(config))}
+        with suppress(ConfigError):
+            secrets.append(token.load(paths.fleet_token(config)))
+    names += [(tenant, f"TENANT-{number}") for number, tenant in enumerate(sorted(tenants - _OF_ALL), 1)]
     return Redaction(secrets, [(name, mark) for name, mark in names if name not in ("/", "/root", "root", "localhost")])

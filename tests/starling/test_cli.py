@@ -157,6 +157,29 @@ def test_no_output_at_all_is_no_error(home: Path) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("output", ["/dev/full", "a pipe without a reader"])
+def test_what_a_stage_announces_may_find_no_reader(output: str) -> None:
+    code = """if True:
+        import sys
+        from starling.cli import output
+        output.install()
+        output.announce("is ready")
+        output.announce("is ready again")
+        print("goes on", file=sys.stderr)
+    """
+    if output == "/dev/full":
+        stdout = os.open(output, os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    try:
+        line, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(line, env=env, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
+    finally:
+        os.close(stdout)
+    assert (done.returncode, done.stderr) == (0, b"goes on\n")
+
+
 def test_messages_that_find_no_room_leave_the_exit_code(home: Path) -> None:
     line = [sys.executable, "-m", "starling", "show", "absent"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -174,6 +174,18 @@ def test_kernels_are_compiled_when_every_entry_is_stored(home: Path) -> None:
     assert kernels(CONFIG).state == "ok"
 
 
+def test_the_kernels_of_the_tokenizer_are_compiled_when_all_are_stored(home: Path) -> None:
+    from pipeline.native import object_file
+    from stages.tokenizer.kernels import compiled
+    from starling.doctor.home import tokenizer_kernels
+
+    compiled.directory().mkdir(parents=True)
+    for name in compiled.NAMES:
+        assert tokenizer_kernels().state == "warning"
+        object_file.store(compiled.directory(), name, b"code", "symbol")
+    assert tokenizer_kernels().state == "ok"
+
+
 # ------------------------------------------------------------------ the command
 
 
@@ -181,6 +193,7 @@ def test_the_report_of_an_empty_home(home: Path) -> None:
     done = CliRunner().invoke(cli, ["doctor", "--json"], env={"STARLING_SERVER__PORT": "0"}, standalone_mode=False)
     rows = {row["check"]: row for row in json.loads(done.output)}
     assert {"cpu", "cores", "memory", "arenas", "huge pages", "files", "clock", "port", "disk", "kernels"} <= set(rows)
+    assert "tokenizer" in rows
     assert all(row["remedy"] for row in rows.values() if row["state"] != "ok")
     failed = [row for row in rows.values() if row["state"] == "problem"]
     assert done.return_value == (78 if failed else 0)

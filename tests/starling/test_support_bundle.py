@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,30 @@ def test_everything_is_in_it_but_secrets(tmp_path: Path, monkeypatch: pytest.Mon
     assert {one["check"] for one in json.loads(found["doctor.json"])} > {"memory"}
 
 
+def test_tenants_of_stored_keys_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they stand as fields: a name that is an ordinary word, and one that a configuration has besides."""
+    config = {"rate_limits": {}, "scheduler": {"tenant_weights": {"weighted-corp": 2}}}
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    for name, tenant in (("first", "globex"), ("the-key-of-initech", "initech")):
+        done = CliRunner().invoke(cli, ["keys", "add", name, "--tenant", tenant])
+        assert done.exit_code == 0, done.output
+    log = tmp_path / "logs" / "gateway.log"
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("".join(json.dumps({"event": "request", "tenant": name}) + "\n" for name in ("globex", "initech")))
+    found = bundle(tmp_path, monkeypatch, yaml.safe_dump(config))
+    whole = "\n".join(found.values())
+    for name in ("globex", "initech", "weighted-corp"):
+        assert name not in whole
+    shown = [json.loads(line)["tenant"] for line in found["logs/gateway.log"].splitlines()]
+    assert len(set(shown)) == 2 and all(name.startswith("TENANT-") for name in shown)
+
+
+def test_logs_of_agents_are_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "logs" / "agents").mkdir(parents=True)
+    (tmp_path / "logs" / "agents" / "agent-1.log").write_text('{"event": "joined"}\n')
+    assert bundle(tmp_path, monkeypatch, "{}")["logs/agents/agent-1.log"] == '{"event": "joined"}\n'
+
+
 def test_logs_are_cut_to_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "kv.log").write_text("".join(f"line {i:06d}\n" for i in range(10_000)))
@@ -132,6 +157,20 @@ def test_a_known_secret_never_stays(before: str, secret: str, after: str) -> Non
         ("-----BEGIN PRIVATE KEY-----\nMIIabc\n-----END PRIVATE KEY-----", "MIIabc"),
         ("-----BEGIN PRIVATE KEY-----\nMIIabc", "MIIabc"),
         ("https://h/x?a=1&sig=abc%2Fdef&b=2", "abc%2Fdef"),
+        ("https://h/x?X-Amz-Security-Token=abc%2Fdef&b=2", "abc%2Fdef"),
+        ("https://h/x?client_secret=abcdef0&b=2", "abcdef0"),
+        ("https://h/x?access_token=abcdef0&b=2", "abcdef0"),
+        ("hf_token=abcdef0", "abcdef0"),
+        ("sk-proj_12345678: refused", "sk-proj_12345678"),
+        ('{"aws_secret_access_key": "abcdef0"}', "abcdef0"),
+        ('{"reason": "{\\"refresh_token\\": \\"abcdef0\\"}"}', "abcdef0"),
+        ("AWS_SESSION_TOKEN='abcdef0'", "abcdef0"),
+        ("db_password=abcdef0", "abcdef0"),
+        ("Set-Cookie: session=abcdef0; Path=/", "abcdef0"),
+        ("Authorization: Token abcdef0", "abcdef0"),
+        ('{"Proxy-Authorization": "Negotiate abcdef0"}', "abcdef0"),
+        ("given eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl", "c2lnbmF0dXJl"),
+        ("--key abcdef0 --url x", "abcdef0"),
         ("AKIAABCDEFGHIJKLMNOP", "AKIAABCDEFGHIJKLMNOP"),
     ],
 )
@@ -140,5 +179,60 @@ def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
 
 
 def test_what_is_none_stays() -> None:
-    text = '{"event": "request", "prompt_tokens": 61, "first_token_ms": 94.5, "model": "m", "token": 7}'
+    text = (
+        '{"event": "request", "prompt_tokens": 61, "first_token_ms": 94.5, "model": "m", "token": 7, "id": "sk"}\n'
+        '{"event": "the key file is read", "tokens": 1234567, "max_output_tokens": 4096, "key_type": "ed25519"}\n'
+        "starling_tokens_generated_total 1234.0\ntls_key: /etc/starling/tls/privkey.pem\nkeys: 4\napi_keys: []\n"
+    )
     assert Redaction(["ab", ""]).text(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'password: "CANARY1 CANARY2 CANARY3"',
+        r'password: "a\"CANARY1 CANARY2"',
+        r'{"reason": "{\"password\": \"CANARY1 CANARY2\"}"}',
+        "password='CANARY1 CANARY2'",
+        "passphrase: CANARY1 CANARY2 CANARY3",
+        "password=[CANARY1]CANARY2",
+        "password=ab,CANARY1",
+        "token=ab;CANARY1",
+        '{"token": ["CANARY1", "a]CANARY2"]}',
+        '{\n  "token": [\n    "CANARY1",\n    "CANARY2"\n  ]\n}',
+        "X-Amz-Signature=CANARY1",
+        '{"X-Amz-Signature": "CANARY1"}',
+        r'{"url": "https://h/x?a=1\u0026sig=CANARY1"}',
+        "https://h/x?a=1&amp;sig=CANARY1",
+        "https%3A%2F%2Fh%2Fx%3Fsig%3DCANARY1",
+        "gho_CANARY1",
+        "github_pat_CANARY1",
+        "glpat-CANARY1",
+        "HTTP_COOKIE=CANARY1",
+        '{"token":12345,"secret": 12345, "token": "CANARY1"}',
+    ],
+)
+@pytest.mark.parametrize("tenant", ["nothing", "password", "token"])
+def test_no_part_of_a_secret_stays(text: str, tenant: str) -> None:
+    shown = Redaction(names=[(tenant, "TENANT-1")]).text(text)
+    assert "CANARY" not in shown
+    if text.startswith("{") and tenant == "nothing":
+        json.loads(shown)
+
+
+def test_json_stays_json_whatever_tenants_are_called() -> None:
+    names = ("1", "null", "true", "0.5", "acme")
+    text = '{"a": [1, null, true, 0.5], "tenant": "1", "b": {"null": "acme"}}'
+    shown = json.loads(Redaction(names=[(name, f"TENANT-{name}-") for name in names]).text(text))
+    assert shown == {"a": [1, None, True, 0.5], "tenant": "TENANT-1-", "b": {"TENANT-null-": "TENANT-acme-"}}
+
+
+def test_many_names_and_long_lines_take_little_time() -> None:
+    """Of the processor, of this thread: what was quadratic took 20 s and more."""
+    begun = time.thread_time()
+    redaction = Redaction(names=[(f"tenant-{number}-of-many", f"TENANT-{number}") for number in range(1000)])
+    shown = redaction.text("a line about tenant-7-of-many and others\n" * 5000)
+    assert shown == "a line about TENANT-7 and others\n" * 5000
+    for piece in ("-", "--", "token=[", "password", "password=", "token='", 'token="\\', "&sig=", "a-", "token [ "):
+        redaction.text(piece * (20_000 // len(piece)))
+    assert time.thread_time() - begun < 10
