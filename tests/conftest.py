@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,28 @@ from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
 from tests import properties
+from tests.collection import is_needed
 
 properties.configure()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which `-m` selects no test, unless the command names them."""
+    if is_needed(collection_path, config.option.markexpr):
+        return None
+    named = {config.invocation_params.dir / argument.partition("::")[0] for argument in config.args}
+    return None if collection_path in named else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep the garbage collector from the modules and the tests, which stay: it would read them again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")

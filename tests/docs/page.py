@@ -28,6 +28,7 @@ from tests.e2e.server import ROOT, START_S, Server
 from tests.e2e.up_server import Up
 from tools.checks import markdown
 from tools.ports import free_port
+from tools.tiny_adapter import write_adapter, write_peft
 from tools.tiny_gguf import SHAPES, write_model
 from tools.tiny_hf import write_directory
 
@@ -47,6 +48,14 @@ def _models_to_ingest(data: Path) -> None:
     plain = write_model(data / "plain.gguf", SHAPES["qwen3"], recipe="F16")
     write_directory(plain, data / "Qwen3-0.6B")
     write_model(data / "model-f16.gguf", SHAPES["small"], recipe="F16")
+    model = write_model(data / "my-model-q4_0.gguf", SHAPES["small"])
+    write_adapter(data / "support-lora.gguf", model, seed=1)
+    write_peft(data / "legal-lora", model, seed=2)
+    page = (ROOT / "docs/models.md").read_text()
+    (config,) = [
+        one.text for one in markdown.blocks(page) if one.language == "yaml" and "/data/support-lora" in one.text
+    ]
+    (data / "starling.yaml").write_text(config.replace("/data/", f"{data}/"))
 
 
 # What the folder /data/ of a page has.
@@ -64,7 +73,8 @@ class ServeBlock(Up):
     def __init__(self, home: Path, text: str, config: Mapping[str, Any], folder: Path) -> None:
         super().__init__(home, config)
         self.command = ["bash", "-euc", translated(text, self.port, folder)]
-        self.environment["HOME"] = str(folder)
+        # The port also holds for a configuration that the block names.
+        self.environment |= {"HOME": str(folder), "STARLING_SERVER__PORT": str(self.port)}
 
     def wait_ready(self) -> ServeBlock:
         self.wait_for(r"\bis ready at \S+", self.start_s)

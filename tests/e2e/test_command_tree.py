@@ -40,7 +40,7 @@ READING: dict[str, tuple[str, ...]] = {
     "trace": (REQUEST,),
     "verify": ("smollm2-135m-instruct",),
 }
-# They need a fleet: tests/fleet runs them.
+# They need a fleet: tests/orchestrator/test_fleet_commands.py and tests/fleet run them.
 OF_A_FLEET = {f"fleet {name}" for name in ("agents", "events", "launched", "logs", "models", "status", "why")}
 OF_A_FLEET.add("fleet certificate show")
 CHANGING = {

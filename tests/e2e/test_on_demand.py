@@ -41,7 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         {
             "name": name,
             "path": str(write_model(home / f"{name}.gguf", SMALL, seed=seed)),
-            "kv_cache_mb": 16,
+            "kv_cache_mb": 16 if name != "third" else 1,
             "preload": name == "first",
             "pinned": name == "first",
         }
@@ -124,6 +124,18 @@ def test_every_endpoint_loads_its_model(server: Server) -> None:
     ):
         assert server.post(path, **body), path
         wait_state(server, "third", "unloaded" if "keep_alive" in body else "loaded")
+
+
+def test_a_request_without_max_tokens_ends_where_its_arena_does(server: Server) -> None:
+    """Also one that is admitted before its model is loaded. The context is longer."""
+    body = {**REQUEST, "model": "third", "stop_token_ids": []}
+    del body["max_tokens"]
+    answer = server.post("/v1/generate", **body)
+    used = answer["usage"]["total_tokens"]
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert used < SMALL.context_length
+    status, refused, _ = server.request("POST", "/v1/generate", {**body, "max_tokens": used - 3})
+    assert (status, refused["error"]["param"]) == (507, "max_tokens")
 
 
 def test_a_session_outlives_its_model(server: Server) -> None:

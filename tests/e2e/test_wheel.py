@@ -85,3 +85,10 @@ def test_it_serves_with_the_same_bytes(installed: Path, tmp_path: Path) -> None:
             assert code == (0 if kind is Up else 130)  # honcho's own
         assert server.leftovers() == []
     assert answers[0] == answers[1]
+
+
+def test_it_uses_the_kernels_that_the_repository_has_compiled(installed: Path, tmp_path: Path) -> None:
+    code = "from stages.worker.kernels import features; print(features.cache_dir())"
+    pythons = (installed / "python", sys.executable)
+    ours, theirs = (run(python, "-W", "ignore", "-c", code, cwd=tmp_path) for python in pythons)
+    assert ours == theirs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from stages.worker.checkpoint.architectures import ARCHITECTURES
 from tools.bench.families import speed
 from tools.bench.families.command import main
 from tools.bench.families.memory import Measured, resident, taken
-from tools.bench.families.shapes import BASE, FAMILIES, shape_of, weights_of_layers
+from tools.bench.families.shapes import BASE, FAMILIES, base_of, shape_of, weights_of_layers
+from tools.bench.offline.candidate import Candidate
 
 SMAPS = """\
 7f0000000000-7f0000400000 rw-p 00000000 00:00 0 
@@ -39,6 +41,34 @@ def test_every_architecture_has_a_shape() -> None:
 def test_layers_are_as_large_as_those_of_llama(family: str) -> None:
     base, found = (weights_of_layers(shape_of(name)) for name in (BASE, family))
     assert found == pytest.approx(base, rel=0.015)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_position_has_as_much_k_and_v_as_in_the_llama_graph_beside_it(family: str) -> None:
+    if family == "llama2":
+        return  # it shows what K and V of each head cost
+    base, found = (shape_of(name) for name in (base_of(family), family))
+    assert found.n_kv_heads * found.head_dim == base.n_kv_heads * base.head_dim
+
+
+def test_a_prompt_attends_to_as_many_positions_as_the_input_of_an_encoder() -> None:
+    found: list[tuple[int, int]] = []
+
+    class Recorded(Candidate):
+        def __init__(self) -> None:
+            self.clock = time.perf_counter
+
+        def _fill(self, rows: int, tokens: int) -> None:
+            found.clear()
+
+        def _compute_prompt(self, row: int, tokens: int, start: int = 0) -> None:
+            found.append((start, tokens))
+
+    ((_, of_base, _),) = speed._runs("bert")
+    of_base(Recorded())
+    before, (start, end) = found
+    assert before == (0, start) and end - start == speed.PROMPT
+    assert sum(range(start + 1, end + 1)) == pytest.approx(speed.PROMPT**2, rel=0.01)
 
 
 def test_shares_of_a_file_are_added() -> None:
@@ -75,4 +105,4 @@ def test_a_run_on_tiny_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     done = CliRunner().invoke(main, arguments, catch_exceptions=False)
     (qwen, bert) = json.loads(done.output.splitlines()[-1])["families"]
     assert all(len(qwen[work]) == 1 and qwen[work][0] > 0 for work in speed.WORKS)
-    assert set(bert) == {"family", "weights_m", "prefill"}
+    assert set(bert) == {"family", "beside", "weights_m", "prefill"}

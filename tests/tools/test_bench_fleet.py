@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 def test_every_event_is_forwarded_and_a_delay_is_seen() -> None:
     with forwarding.Front(has_nginx=False) as front:
         assert set(front.targets) == {"engine", "orchestrator"}
-        for target in front.targets.values():
+        for target in (*front.targets.values(), front.tls):
             clients = [[forwarding.request(30, delay_ms=5)], [forwarding.request(7)]]
             delayed, prompt = drive(target, clients).responses
             assert [len(one.times) for one in (delayed, prompt)] == [30, 7]

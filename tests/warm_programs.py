@@ -1,0 +1,76 @@
+"""Gateways that start at once: forks of a process that has imported them, as its supervisor forks the real one.
+
+    program = WarmProgram(["stage", "gateway"], env)     # attributes of subprocess.Popen; stderr has stdout as well
+
+The first use in a process of the tests starts the parent (tests/warm_parent.py), which ends with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def _parent() -> socket.socket:
+    """The connection to the parent of all programs."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        command = [sys.executable, "-m", "tests.warm_parent", str(theirs.fileno())]
+        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+class WarmProgram:
+    """A running `starling ARGUMENTS`. Threads may wait for different programs, not for the same one."""
+
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+        self.returncode: int | None = None  # exit code, or -signal
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            request = {"arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
+            socket.send_fds(_parent(), [json.dumps(request).encode()], [theirs.fileno()])
+        message, (output, self._pidfd), _, _ = socket.recv_fds(self._channel, 64, 2)
+        self.pid = int(message)
+        self.stderr = os.fdopen(output)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end. Raises `TimeoutError`."""
+        if self.returncode is None:
+            self._channel.settimeout(timeout)
+            self.returncode = int(self._channel.recv(64))
+            self._channel.close()
+            os.close(self._pidfd)
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except BlockingIOError:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            try:
+                signal.pidfd_send_signal(self._pidfd, number)
+            except ProcessLookupError:
+                pass  # it has just ended
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
