@@ -8,6 +8,8 @@ The info string of a fenced shell block carries one tag:
     ```sh dry-run       a test runs it with `make --dry-run`: what it makes takes minutes, or is this test itself
     ```sh machine       a test runs it on a copy of /etc and /var/lib, with systemctl working on files alone
     ```sh deploy        `make test-deploy` runs it: needs a package index, a container engine, minutes
+    ```sh kubernetes    tests/fleet/test_kubernetes.py runs it with kubectl and helm against a part of the API
+    ```sh ray           tests/fleet/test_ray.py runs it in a Ray cluster on one machine, with its addresses
     ```sh illustrative  not a command to type as it stands: an excerpt, or a template with names to fill in
 
 Python blocks carry `run` or `illustrative` in the same way. A block without a tag, an unknown tag, and a block that
@@ -24,7 +26,7 @@ from tools.checks import markdown
 
 LANGUAGES = ("sh", "bash", "shell", "console")
 RUN_BY_TESTS = ("run", "serve", "dry-run", "machine")
-TAGS = (*RUN_BY_TESTS, "deploy", "illustrative")
+TAGS = (*RUN_BY_TESTS, "deploy", "kubernetes", "ray", "illustrative")
 NEEDS_PROGRAMS = ("run", "deploy")
 
 

@@ -11,7 +11,7 @@ import click
 from pipeline.config import paths
 from tools.bench.families import memory as memory_of
 from tools.bench.families.models import file_of
-from tools.bench.families.shapes import BASE, FAMILIES, LAYERS, shape_of, weights_of_layers
+from tools.bench.families.shapes import BASE, FAMILIES, LAYERS, base_of, shape_of, weights_of_layers
 from tools.bench.families.speed import WORKS, measure
 
 _NAMES = click.argument("families", nargs=-1, type=click.Choice(list(FAMILIES)))
@@ -39,15 +39,15 @@ def main() -> None:
 def speed(families: tuple[str, ...], recipe: str, rounds: int, layers: int, cores: str, phases: bool) -> None:
     """Speed of FAMILIES (default: all) relative to the llama graph of the same size."""
     rows = []
-    click.echo(f"| family | weights of layers, M | {' | '.join(WORKS)} |\n|---|---|{'---|' * len(WORKS)}")
+    click.echo(f"| family | beside | weights of layers, M | {' | '.join(WORKS)} |\n|---|---|---|{'---|' * len(WORKS)}")
     for family in families or [name for name in FAMILIES if name != BASE]:
         rates, shares = measure(family, recipe, layers, rounds, _numbers(cores), phases)
         size = weights_of_layers(shape_of(family, layers)) / 1e6
-        click.echo(f"| {family} | {size:.1f} | " + " | ".join(one.cell() for one in rates) + " |")
+        click.echo(f"| {family} | {base_of(family)} | {size:.1f} | " + " | ".join(one.cell() for one in rates) + " |")
         for name, share in shares.items():
             click.echo(f"  {name}: " + ", ".join(f"{phase} {part:.3f}" for phase, part in share.items() if part))
         ratios = {one.work: [round(ratio, 3) for ratio in one.ratios] for one in rates}
-        rows.append({"family": family, "weights_m": round(size, 1), **ratios})
+        rows.append({"family": family, "beside": base_of(family), "weights_m": round(size, 1), **ratios})
     click.echo(json.dumps({"families": rows, "load": os.getloadavg()[0]}))
 
 

@@ -2,6 +2,9 @@
 
 All have 20 layers of width 768 and heads of 768 values together.  What an architecture spends otherwise (K and V for
 each head, no gate, several experts), the width of its FFN makes up for.  Heads are as wide as in published models.
+
+A position's K and V are as large as those of the llama graph beside it, too: that has K and V of each head where the
+architecture has them (`base_of`), as Llama 2 does.  They are three times as many bytes to write and to read.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from typing import NamedTuple
 
 from tools.tiny_gguf import Shape, tensor_plan
 
-BASE = "llama"
+BASE, BASE_ALL_HEADS = "llama", "llama2"
 WIDTH, LAYERS, VOCAB, CONTEXT, HIDDEN = 768, 20, 32000, 2048, 2048
 NOT_GATED = ("starcoder2", "gpt2", "bert")
 ENCODERS = ("bert", "nomic-bert")
@@ -29,6 +32,7 @@ class Traits(NamedTuple):
 
 FAMILIES = {
     "llama": Traits(),
+    "llama2": Traits(kv_heads=0),
     "mistral": Traits(window=512),  # a llama graph in which every layer has a window
     "qwen2": Traits(),
     "qwen3": Traits(head_dim=128, kv_heads=2),
@@ -54,7 +58,7 @@ FAMILIES = {
 def shape_of(family: str, layers: int = LAYERS) -> Shape:
     """The shape of a family: its FFN is as wide as makes its layers as large as those of `BASE`."""
     t = FAMILIES[family]
-    architecture = {"mistral": "llama", "mixtral": "llama"}.get(family, family)
+    architecture = {"llama2": "llama", "mistral": "llama", "mixtral": "llama"}.get(family, family)
     heads = WIDTH // t.head_dim
     kv_heads = t.kv_heads or heads
     attention = 2 * WIDTH * WIDTH + 2 * WIDTH * kv_heads * t.head_dim
@@ -80,6 +84,11 @@ def shape_of(family: str, layers: int = LAYERS) -> Shape:
         n_experts_used=n_used,
         shared_hidden=shared,
     )
+
+
+def base_of(family: str) -> str:
+    """The llama graph that a family is compared with."""
+    return BASE_ALL_HEADS if FAMILIES[family].kv_heads == 0 and family != BASE_ALL_HEADS else BASE
 
 
 def weights_of_layers(shape: Shape) -> int:

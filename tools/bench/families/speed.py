@@ -3,6 +3,10 @@
 Rounds are short: each measures the llama graph, the family, and the llama graph again, so that other work on the
 machine disturbs both alike.  A figure is the family's rate divided by the mean of the two rates beside it.  On one core
 rates are tokens per second of the thread's CPU time, which leaves out the time that other processes had the core.
+
+Both do as much work.  Positions of an encoder's input attend to all of it, those of a prompt to the ones before them,
+half as many: beside an encoder the llama graph computes its prompt behind half as many cached positions, and each
+position attends to as many as the encoder's on average.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools.bench.families.models import file_of, index_of
-from tools.bench.families.shapes import BASE, ENCODERS
+from tools.bench.families.shapes import ENCODERS, base_of
 from tools.bench.offline.candidate import Candidate
 
 PROMPT, CACHED, TOKENS, BATCH = 256, 64, 24, 8
@@ -56,12 +60,14 @@ def encode_rate(candidate: Candidate) -> float:
 def _runs(family: str) -> list[tuple[str, Run, Run]]:
     """Each unit of work: its name, how the llama graph does it, how the family does."""
     found: list[tuple[str, Run, Run]] = []
-    for work in (PREFILL,) if family in ENCODERS else WORKS:
+    if family in ENCODERS:
+        return [(PREFILL, lambda candidate: candidate.prefill(PROMPT, PROMPT // 2), encode_rate)]
+    for work in WORKS:
 
         def of_text(candidate: Candidate, work: str = work) -> float:
             return rate(candidate, work)
 
-        found.append((work, of_text, encode_rate if family in ENCODERS else of_text))
+        found.append((work, of_text, of_text))
     return found
 
 
@@ -78,10 +84,11 @@ def measure(
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             index = index_of(file_of(name, recipe, layers))
             clock = time.thread_time if len(cores) == 1 else time.perf_counter
-            tokens = PROMPT + CACHED + TOKENS
+            tokens = PROMPT + max(PROMPT // 2, CACHED + TOKENS)
             return stack.enter_context(Candidate(index, folder, cores, BATCH, tokens, profile, clock))
 
-        base, other = opened(BASE), opened(family)
+        name_of_base = base_of(family)
+        base, other = opened(name_of_base), opened(family)
         for number in range(rounds + 1):  # the first one warms up
             for work, of_base, of_other in runs:
                 before, own, after = of_base(base), of_other(other), of_base(base)
@@ -89,6 +96,6 @@ def measure(
                     found[work].ratios.append(2 * own / (before + after))
                     found[work].rates.append(own)
         for work, of_base, of_other in runs if profile else ():
-            for name, candidate, run in ((BASE, base, of_base), (family, other, of_other)):
+            for name, candidate, run in ((name_of_base, base, of_base), (family, other, of_other)):
                 phases[f"{name}, {work}"] = candidate.phases(lambda run=run, c=candidate: run(c))
     return list(found.values()), phases

@@ -70,16 +70,18 @@ class Candidate:
         for row in range(rows):
             self.runner.write_row(row, self._rng.integers(3, vocab, tokens), temperature=0.0)
 
-    def _compute_prompt(self, row: int, tokens: int) -> None:
-        for start in range(0, tokens, STEP_TOKENS):
-            count = min(STEP_TOKENS, tokens - start)
-            self.runner.run([(row, start, count, int(start + count == tokens))])
+    def _compute_prompt(self, row: int, tokens: int, start: int = 0) -> None:
+        for at in range(start, tokens, STEP_TOKENS):
+            count = min(STEP_TOKENS, tokens - at)
+            self.runner.run([(row, at, count, int(at + count == tokens))])
 
-    def prefill(self, tokens: int) -> float:
-        """Tokens per second from a prompt to its first output token."""
-        self._fill(1, tokens)
+    def prefill(self, tokens: int, cached: int = 0) -> float:
+        """Tokens per second from a prompt to its first output token, behind `cached` other ones."""
+        self._fill(1, cached + tokens)
+        if cached:
+            self._compute_prompt(0, cached)
         begun = self.clock()
-        self._compute_prompt(0, tokens)
+        self._compute_prompt(0, cached + tokens, cached)
         return tokens / (self.clock() - begun)
 
     def decode(self, batch: int, cached: int, n_tokens: int) -> float:
