@@ -18,6 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+START_S = 120.0  # until a fork has started, beside other work
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,11 +28,16 @@ def _parent() -> socket.socket:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-m", "tests.warm_parent", str(theirs.fileno())]
-        process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()])
+        env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot be forked
+        process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
 
     def end() -> None:
         ours.close()
-        process.wait()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:  # a fork of the tests still holds the connection
+            process.kill()
+            process.wait()
 
     atexit.register(end)
     return ours
@@ -46,7 +52,11 @@ class WarmProgram:
         with theirs:
             request = {"arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
             socket.send_fds(_parent(), [json.dumps(request).encode()], [theirs.fileno()])
-        message, (output, self._pidfd), _, _ = socket.recv_fds(self._channel, 64, 2)
+        self._channel.settimeout(START_S)
+        message, fds, _, _ = socket.recv_fds(self._channel, 64, 2)
+        if not message:
+            raise RuntimeError(f"{arguments} could not be started: its parent's output says why")
+        output, self._pidfd = fds
         self.pid = int(message)
         self.stderr = os.fdopen(output)
 

@@ -31,6 +31,7 @@ cannot_create() {
 
 # Two set-ups of one environment at once would remove each other's files.
 wait_for_turn() {
+    mkdir -p "$(dirname "$venv")"
     command -v flock >/dev/null || return 0
     exec 9<"$(dirname "$venv")"
     flock --nonblock 9 || {

@@ -119,7 +119,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         tokens * _row_bytes(h.shared_ffn_width),
     )
     buffers = (
-        8 * (8 + 14 * steps.max_entries + 4 * tokens + 3 * samples),  # the plan
+        8 * (10 + 14 * steps.max_entries + 4 * tokens + 3 * samples),  # the plan
         4 * steps.max_pages * steps.max_entries,
         64 * 16,
         4 * tokens * h.width,

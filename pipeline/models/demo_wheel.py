@@ -127,6 +127,7 @@ def _unpack(source: IO[bytes], part: Path, size: int, progress: Progress, reader
     """Write `size` bytes to `part`; their SHA-256. Raises `BadZipFile` for fewer, `OSError`."""
     digest, done = hashlib.sha256(), 0
     arriving = ArrivingFile(part, size, CHUNK)
+    part.unlink(missing_ok=True)  # a complete one that was interrupted as it was placed cannot be written
     with part.open("wb", buffering=0) as out:
         out.truncate(size)
         if reader is not None:

@@ -37,6 +37,7 @@ from shm.decoding import DECODE_ERRORS
 
 if TYPE_CHECKING:
     import aiohttp
+    import yarl
 
 CONNECTIONS = 4
 PIECE_BYTES = 8 << 20  # of a range; lost at most, per connection, when the process is killed
@@ -240,9 +241,12 @@ class _Download:
         try:
             for _ in range(REDIRECTS):
                 self._allow(url)
-                async with session.get(url, headers=headers, allow_redirects=False, proxy=self._proxy(url)) as response:
+                proxy = self._proxy(url)
+                async with session.get(
+                    self._as_sent(url), headers=headers, allow_redirects=False, proxy=proxy
+                ) as response:
                     if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
-                        url = urljoin(url, response.headers["Location"])
+                        url = self._redirected(url, response.headers["Location"])
                         continue
                     if response.status in (200, 206):
                         if remembered and state is not None and not _is_of(response, state):
@@ -264,6 +268,21 @@ class _Download:
                 raise
             self._location = ""
             raise _Failed(_reason(error)) from None
+
+    def _as_sent(self, url: str) -> str | yarl.URL:
+        """An address that a redirect gave may be signed: it is sent as it came."""
+        import yarl
+
+        return yarl.URL(url, encoded=True) if url != self._url and url.isascii() else url
+
+    def _redirected(self, url: str, location: str) -> str:
+        """The address of a redirect from `url`. Raises `ConfigError`."""
+        try:
+            address = urljoin(url, location)
+            urlsplit(address)
+        except ValueError as error:
+            raise ConfigError(f"{self._named} redirects to what is not an address: {error}") from None
+        return address
 
     def _proxy(self, url: str) -> str | None:
         """The proxy of ALL_PROXY, if it holds for `url`: aiohttp reads the other variables itself."""
@@ -469,6 +488,10 @@ def _validator(headers: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
+    import aiohttp
+
     if isinstance(error, TimeoutError):
         return f"no data for {TIMEOUT_S:.0f} s"
+    if isinstance(error, aiohttp.ClientResponseError):  # its text has the address of a proxy, with its password
+        return f"{error.status} {error.message}"
     return str(error) or type(error).__name__

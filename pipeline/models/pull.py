@@ -84,17 +84,19 @@ def pull(
             found = _place(source, fetched, models_dir, name, sha256.lower())
             shutil.rmtree(folder, ignore_errors=True)
         blob = registry.blob_path(models_dir, found.digest)
-        record = Record(
-            name or found.name,
-            found.digest,
-            found.nbytes,
-            str(source),
-            found.file,
-            found.revision,
-            found.pulled or time.time(),
-            **describe(blob),  # type: ignore[arg-type]
-        )
         with lock(models_dir, "names"):
+            if not registry.is_intact(blob, found.digest, models_dir):  # `gc` may have begun before this pull
+                raise ModelUnavailable(f"{blob} was removed or changed while {source} was pulled; pull it again")
+            record = Record(
+                name or found.name,
+                found.digest,
+                found.nbytes,
+                str(source),
+                found.file,
+                found.revision,
+                found.pulled or time.time(),
+                **describe(blob),  # type: ignore[arg-type]
+            )
             registry.write(models_dir, slug or record.name.replace("/", "--"), record)
         # Only now: what has no record yet is downloaded again after an interruption, and removed by `gc`.
         if is_new and reader is not None:
@@ -221,6 +223,7 @@ def _copy(path: Path, part: Path, progress: Progress) -> str:
                 raise ConfigError(f"{path} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
             _check_space(total, part.parent, str(path))
             file.seek(0)
+            part.unlink(missing_ok=True)  # a complete one that was interrupted as it was placed cannot be written
             with part.open("wb") as out:
                 while done <= total and (chunk := file.read(COPY_BYTES)):  # a file that grows is not read for ever
                     digest.update(chunk)

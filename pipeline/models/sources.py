@@ -112,7 +112,8 @@ def _web(text: str) -> WebSource:
     except ValueError:
         is_usable = False
     if not is_usable or any(ord(character) <= 32 for character in text):
-        raise InvalidRequest(f"source {text[:200]!r}: expected http(s)://HOST/FILE, without a user's name", "source")
+        named = shown(text)[:200]
+        raise InvalidRequest(f"source {named!r}: expected http(s)://HOST/FILE, without a user's name", "source")
     return WebSource(text)
 
 

@@ -335,9 +335,11 @@ class WorkerStage:
                     log.info("layers are computed as they arrive", extra={"model": self.name, "layers": end})
                 table.table[pb.FIRST_LAYER], table.table[pb.END_LAYER] = done, end
                 self._announced += 2
-                compiled.run_steps(
+                refused = compiled.run_steps(
                     table.address, attachment.control, self._announced, step, attachment.timing, 0, 0, -1
                 )
+                if refused:  # only the first part, which plans the step, reports them
+                    log.error("entries of a step were refused", extra={"model": self.name, "entries": refused})
                 # The parameter block names no part but while one is computed: a step that is given up leaves none.
                 table.table[pb.FIRST_LAYER] = table.table[pb.END_LAYER] = 0
                 done, wait_s = end, 0.0

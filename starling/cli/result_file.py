@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,8 +83,11 @@ def write(path: Path, data: bytes) -> None:
             path.write_bytes(data)
         else:
             target = path.resolve()  # a link stays one
+            mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else None
             try:
                 replace_file(target, data)
+                if mode is not None:
+                    target.chmod(mode)
             except OSError as error:
                 if error.errno not in _IN_PLACE:
                     raise

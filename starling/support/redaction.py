@@ -15,14 +15,15 @@ LEAST = (
 )
 
 _LITERAL = re.compile(r"-?[0-9.]+(?:[eE][+-]?[0-9]+)?|null|true|false")
-_SEPARATOR = r"(?P<mark>\\*[\"'])?[ \t]*[=:][ \t]*"  # of a name and its value, also in JSON within a JSON string
+_SEPARATOR = r"(?P<mark>\\*[\"'])?[ \t]*[=:][ \t]*+"  # of a name and its value, also in JSON within a JSON string
 _KEY = r"(?:api|access|secret|private|account|engine|shared)[_-]?key"  # tls_key and others name files
 # Values: a string to its quote or to the end of the line (\" closes only what \" has opened), a list, a word, words.
 _QUOTED = r"(?P<quote>\\*[\"'])(?:''|(?!(?<!\\)(?P=quote)).)+"
 _LIST = r"\[\s*(?=(?P<first>\\*[\"'])?)(?:\"(?:[^\"\\\r\n]|\\.)*\"|[^\]]){1,1024}\]?[^\s\"'\\,&}\]]*"
 _CHARACTER = r"[^\s\"'\\&}]|\\(?![\"'nru])"
 _WORD = rf"(?!\[)(?:{_CHARACTER}){{3,}}(?![,;])(?:{_CHARACTER})"
-_WORDS = rf"(?!\[)(?:{_CHARACTER}|[ \t]){{4,}}"
+_WORDS = rf"(?!\[)(?:{_CHARACTER}|[ \t]){{3,}}"
+_PHRASE = rf"(?(mark){_WORD}|{_WORDS})"  # after a name in quotes, which JSON has, other fields follow
 
 
 def _value(match: re.Match[str]) -> str:
@@ -56,11 +57,14 @@ _FORMS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     ),
     (
         re.compile(
-            rf"(?i)(?P<name>(?<![\w-])[\w-]*(?:password|passwd|passphrase){_SEPARATOR})(?:{_QUOTED}|{_LIST}|{_WORDS})"
+            rf"(?i)(?P<name>(?<![\w-])[\w-]*(?:password|passwd|passphrase){_SEPARATOR})(?:{_QUOTED}|{_LIST}|{_PHRASE})"
         ),
         _value,
     ),
-    (re.compile(r"(?i)((?<![\w-])--[\w-]*(?:key|password|secret|token)[\s=]+)[^\s\"',;]+"), rf"\1{MASK}"),
+    (
+        re.compile(r"(?i)((?<![\w-])--[\w-]*(?:key|password|secret|token)(?:[\s=]+|[\"'],\s*[\"']))[^\s\"',;]+"),
+        rf"\1{MASK}",
+    ),
     (
         re.compile(
             r"(?i)((?:[?&;]|%3F|%26|\\u0026|\\u003f)(?:[\w-]*signature|sig|key|[\w-]*credential)(?:=|%3D))[^&\s\"'\\]+"

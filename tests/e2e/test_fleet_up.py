@@ -106,8 +106,10 @@ class Operator:
         """Returns when it holds."""
         body = {"agent": agent, "cordoned": cordoned, "drain": drain}
         assert self._fleet.request("POST", "/v1/fleet/cordon", body, self._headers)[0] == 200
+        deadline = time.monotonic() + 120
         while (one := self.agent(agent))["cordoned"] != cordoned or one["draining"] != drain:
-            pass
+            assert time.monotonic() < deadline, one
+            time.sleep(0.02)
 
     def agent(self, name: str) -> dict[str, Any]:
         return next(one for one in self.get("/v1/fleet")["agents"] if one["agent_id"] == name)
@@ -133,28 +135,41 @@ class Operator:
             time.sleep(0.05)
 
 
-def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
-    operator = Operator(fleet)
-    words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
-    body = {**SAMPLED, "prompt": 60 * words, "max_tokens": 300}
+def move_a_stream(fleet: FleetUp, operator: Operator, body: dict[str, Any]) -> dict[str, Any]:
+    """Drain agent-1 while it answers; the stream's first transfer of pages. Its bytes are those of one left alone."""
     operator.cordon("agent-2")
-    before = operator.total("agent-2", "starling_kv_cache_hits_total")
-    connection, response = begin(fleet, body)
-    undisturbed = response.read()
-    connection.close()
-    connection, response = begin(fleet, body)
-    name = response.headers["X-Starling-Request"]
-    received = several_events(response)
-    operator.cordon("agent-2", cordoned=False)
-    operator.cordon("agent-1", drain=True)
-    received += response.read()
-    connection.close()
-    operator.cordon("agent-1", cordoned=False)
+    try:
+        connection, response = begin(fleet, body)
+        undisturbed = response.read()
+        connection.close()
+        connection, response = begin(fleet, body)
+        name = response.headers["X-Starling-Request"]
+        received = several_events(response)
+        operator.cordon("agent-2", cordoned=False)
+        operator.cordon("agent-1", drain=True)
+        received += response.read()
+        connection.close()
+    finally:
+        for agent in ("agent-1", "agent-2"):
+            operator.cordon(agent, cordoned=False)
     assert content(received) == content(undisturbed)
     why = operator.get(f"/v1/fleet/why/{name}")
     assert why["choices"][-1]["agent_id"] == "agent-2", "the stream ended before it was moved"
     first = why["transfers"][0]
-    assert (first["source"], first["target"], first["outcome"]) == ("agent-1", "agent-2", "sent"), why["transfers"]
+    assert (first["source"], first["target"]) == ("agent-1", "agent-2"), why["transfers"]
+    return dict(first)
+
+
+def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
+    operator = Operator(fleet)
+    words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
+    before = operator.total("agent-2", "starling_kv_cache_hits_total")
+    for attempt in range(3):  # on a busy machine pages may come too late, or take longer than computing them again
+        prompt = f"Night {attempt}. " + 60 * words
+        first = move_a_stream(fleet, operator, {**SAMPLED, "prompt": prompt, "max_tokens": 600})
+        if first["outcome"] == "sent":
+            break
+    assert first["outcome"] == "sent", first
     assert first["pages"] > 20 and 0 < first["sending_s"] < first["computing_s"]
     # The successor's engine knows the tokens that were delivered: at most one of the pages has more.
     operator.wait_total("agent-2", "starling_kv_cache_imported_pages_total", first["pages"] - 1)
@@ -182,8 +197,10 @@ def test_streams_outlive_their_agent(fleet: FleetUp) -> None:
         assert undisturbed[-1].count(b"data: ") > 40 and b'"error"' not in undisturbed[-1]
     # All three to one agent, of which several events have come when it dies.
     assert fleet.request("POST", "/v1/fleet/cordon", {"agent": "agent-2", "cordoned": True}, operator)[0] == 200
+    deadline = time.monotonic() + 120
     while not state()["agents"][1]["cordoned"]:
-        pass
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     pids = [pid for pid, command in fleet.pids().items() if "agent --id agent-1" in command]
     assert pids
     begun = [begin(fleet, body) for body in STREAMS]

@@ -200,7 +200,11 @@ class Server(HttpClient):
         """Send SIGTERM. Returns the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        code = self.process.wait(60)
+        try:
+            code = self.process.wait(60)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            self.process.kill()
+            raise
         self.peers.stop()
         self._reader.join()
         assert self.process.stderr is not None

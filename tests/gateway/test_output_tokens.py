@@ -141,6 +141,18 @@ def test_a_stream_goes_on_at_another_server(server: Server, other: Server, path:
         name = next(NAMES)
 
 
+def test_a_stream_that_is_longer_than_the_second_server_would_make_it_ends(other: Server, make_server: Any) -> None:
+    """Without `max_tokens` the limit is that of the server; the first one had a higher one."""
+    body = {"model": MODEL, "prompt": "by chance", "ignore_eos": True, "stream": True}
+    (data,) = split(other.post("/v1/generate", body, named(next(NAMES))).body)[1]
+    second = make_server(scheduler={"max_output_tokens": 40})
+    second.wait_ready()
+    assert len(data) > 60
+    answer = continued(second, "/v1/generate", body, next(NAMES), [data[:60]])
+    assert answer.status == 200 and b'"finish_reason":"length"' in answer.body, answer.body
+    assert answer.body.count(b"data: ") > 40 and not split(answer.body)[1], "none is computed here"
+
+
 def plain(raw: bytes) -> list[bytes]:
     """The data of a stream, of each choice in order, without the request's id."""
     raw = re.sub(rb"[0-9a-f]{24}", b"ID", raw)

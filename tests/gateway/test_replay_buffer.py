@@ -203,6 +203,18 @@ def test_a_tenant_drives_out_only_its_own_answers(max_bytes: int) -> None:
     assert buffer.bytes <= max_bytes
 
 
+def test_a_large_answer_takes_no_place_of_other_tenants() -> None:
+    buffer = ReplayBuffer(lambda: 0.0, 20_000, 100)
+    while buffer.bytes < 15_000:
+        buffer.put(make_state(f"b{len(buffer)}", tenant="b"))
+    kept = len(buffer)
+    large = make_state("a", tenant="a")
+    large.sequences[0].text = ["x" * 12_000]
+    assert len(to_record(large)) < buffer.max_bytes
+    assert not buffer.put(large)
+    assert len(buffer) == kept and all(buffer.find(f"b{i}") for i in range(kept))
+
+
 def test_concurrent_readers_share_one_restored_request() -> None:
     now = [0.0]
     buffer = ReplayBuffer(lambda: now[0])

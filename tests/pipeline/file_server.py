@@ -28,6 +28,7 @@ class FileServer(http.server.ThreadingHTTPServer):
         self.before: Callable[[FileServer, int], None] = lambda server, begin: None  # each body, with its first byte
         self.ranges: list[str | None] = []
         self.authorizations: set[str | None] = set()
+        self.paths: set[str] = set()
         self.mutex = threading.Lock()
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -57,6 +58,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with server.mutex:
             server.ranges.append(wanted)
             server.authorizations.add(self.headers.get("Authorization"))
+            server.paths.add(self.path)
             fails, server.failures = server.failures > 0, max(0, server.failures - 1)
         if server.redirect:
             self.answer(302, b"", {"Location": server.redirect})

@@ -98,7 +98,13 @@ def test_a_stage_that_starts_during_a_sweep_waits_for_its_end(
 ) -> None:
     """Removing large arenas may take seconds; the stage would find its lock taken, and would not be started again."""
     run, arenas = places
-    begun, real = threading.Event(), Path.unlink
+    begun, waits, real, real_flock = threading.Event(), threading.Event(), Path.unlink, fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH:
+            waits.set()
+        real_flock(fd, operation)
+
     with ThreadPoolExecutor(1) as pool:
         started = []
 
@@ -106,11 +112,13 @@ def test_a_stage_that_starts_during_a_sweep_waits_for_its_end(
             if not begun.is_set():
                 begun.set()
                 started.append(pool.submit(StageLock, run, "kv"))
+                assert waits.wait(60)
                 with pytest.raises(TimeoutError):
                     started[0].result(0.2)
             real(path, missing_ok)
 
         monkeypatch.setattr(Path, "unlink", unlink)
+        monkeypatch.setattr(fcntl, "flock", flock)
         assert sweep(run, arenas) == ""
         lock = started[0].result(60)
     assert sweep(run, arenas) == "kv"

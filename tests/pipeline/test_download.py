@@ -239,10 +239,22 @@ def test_a_redirect_leads_only_where_it_may(tmp_path: Path, files: FileServer) -
             fetch(files, tmp_path / "p", allow=allow)
         assert inside.ranges == []
         assert fetch(files, tmp_path / "p") == hashlib.sha256(b"secret").hexdigest()
-        for target, reason in (("file:///etc/passwd", "not an address"), (files.url, "redirects more than")):
+        for target, reason in (
+            ("file:///etc/passwd", "not an address"),
+            ("http://[x", "not an address"),
+            (files.url, "redirects more than"),
+        ):
             files.redirect = target
             with pytest.raises(ConfigError, match=reason):
                 fetch(files, tmp_path / "q")
+
+
+def test_a_signed_address_is_sent_as_it_came(tmp_path: Path) -> None:
+    with FileServer(b"") as front, FileServer(CONTENT) as store:
+        signed = f"{store.url}%2Fa?file=%27a%27%2C%28b%29&sig=a%2Fb"
+        front.redirect = signed
+        assert fetch(front, tmp_path / "p") == DIGEST
+        assert store.paths == {signed.removeprefix(store.url.removesuffix("/model.gguf"))}
 
 
 def test_pieces_come_from_where_a_redirect_led_until_that_address_expires(tmp_path: Path) -> None:
@@ -308,6 +320,10 @@ def test_the_proxy_of_all_addresses(tmp_path: Path, files: FileServer, monkeypat
         with pytest.raises(ConfigError, match="ALL_PROXY names a socks5:// proxy") as refused:
             downloads.download(url, tmp_path / "socks", no_progress, "m", pause=no_pause)
         assert "secret" not in str(refused.value)
+        monkeypatch.setenv("ALL_PROXY", f"http://user:secret@{address.removeprefix('http://')}")
+        with pytest.raises(ModelUnavailable, match="405|407|501") as failed:
+            downloads.download("https://models.invalid/m", tmp_path / "https", no_progress, "m", pause=no_pause)
+        assert "secret" not in str(failed.value)
 
 
 def test_headers_are_sent_to_their_host_alone(tmp_path: Path, files: FileServer) -> None:

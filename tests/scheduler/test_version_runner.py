@@ -22,6 +22,7 @@ from .peers import VOCAB, submission
 
 DIGEST = "ab" * 32
 GATEWAY = b"gateway"
+FULL = b"full"  # a peer whose queue takes no frame
 LATE = 10 * UNAVAILABLE_S  # the scheduler has run for a long time before the event
 
 
@@ -57,7 +58,9 @@ def runner(request: pytest.FixtureRequest, tmp_path: Path, sent: list[Frame]) ->
     """The fixture's parameter contains further `Settings`."""
     more = getattr(request, "param", {})
 
-    def to_worker(_: bytes, frame: Frame) -> bool:
+    def to_worker(peer: bytes, frame: Frame) -> bool:
+        if peer == FULL:
+            return False
         sent.append(frame)
         return True
 
@@ -277,6 +280,22 @@ def test_another_kv_arena_waits_for_the_end_of_the_workers_step(
         runner.run_round(5.3 + i)
     assert {frame.sequence for frame in acquired} == {"s", "t"}
     assert not runner.engine.outbox.tokens, "no step of this attachment has been computed"
+
+
+def test_a_detach_that_found_no_place_is_sent_again(
+    runner: VersionRunner, groups: list[Group], sent: list[Frame]
+) -> None:
+    attach(runner, groups[0], 1.0)
+    sent.clear()
+    runner.kv_down()
+    runner.peer = FULL
+    runner.kv_ready(other_arena(), 5.0)
+    runner.tick(5.1)
+    assert not sent
+    runner.peer = b"w"
+    runner.tick(5.2)
+    runner.tick(5.3)
+    assert [type(frame) for frame in sent] == [Detach]
 
 
 def test_a_worker_that_does_not_detach_is_killed(runner: VersionRunner, groups: list[Group]) -> None:

@@ -119,3 +119,11 @@ def test_a_file_whose_directory_cannot_be_written_is_written_in_place(
     path.write_bytes(b"an earlier and longer one")
     write(path, b"result")
     assert path.read_bytes() == b"result"
+
+
+def test_a_replaced_file_keeps_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_bytes(b"an earlier one")
+    path.chmod(0o600)
+    write(path, b"result")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"result", 0o600)

@@ -210,6 +210,8 @@ def test_what_is_none_stays() -> None:
         "glpat-CANARY1",
         "HTTP_COOKIE=CANARY1",
         '{"token":12345,"secret": 12345, "token": "CANARY1"}',
+        '{"args": ["--api-key", "CANARY1", "x"]}',
+        "password: CAN",
     ],
 )
 @pytest.mark.parametrize("tenant", ["nothing", "password", "token"])
@@ -218,6 +220,12 @@ def test_no_part_of_a_secret_stays(text: str, tenant: str) -> None:
     assert "CANARY" not in shown
     if text.startswith("{") and tenant == "nothing":
         json.loads(shown)
+
+
+def test_other_fields_stay_what_they_are() -> None:
+    shown = Redaction().text('{"password": null, "x": "y", "passphrase": 12345, "z": [1]}')
+    assert json.loads(shown) == {"password": "[redacted]", "x": "y", "passphrase": "[redacted]", "z": [1]}
+    assert Redaction().text("password: abc\nname: x") == "password: [redacted]\nname: x"
 
 
 def test_json_stays_json_whatever_tenants_are_called() -> None:

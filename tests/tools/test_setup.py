@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -292,10 +293,15 @@ def test_ctrl_c_is_the_end_also_where_pip_handles_it(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as running:
         log = tmp_path / "venv" / "install.log"
         deadline = time.monotonic() + 60
-        while not (log.exists() and "pip" in log.read_text()):
-            assert time.monotonic() < deadline
-        os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(60) == 130
+        try:
+            while not (log.exists() and "pip" in log.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            os.killpg(running.pid, signal.SIGINT)
+            assert running.wait(60) == 130
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # what it waits for ignores SIGINT
 
 
 def test_the_product_needs_its_dependencies_and_no_development_tool() -> None:

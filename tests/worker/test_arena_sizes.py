@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.config.load import resolve
@@ -39,6 +39,7 @@ def test_a_sequence_has_at_most_the_positions_of_the_arena_unless_a_window_bound
 
 
 @settings(deadline=None)
+@example(7, 1, 64, 11910, 4412, 17286, 8, 1024, False, 32, False, (0, 0, 0))  # two words less would be a page less
 @given(
     heads=st.integers(1, 40),
     kv_heads=st.integers(1, 8),

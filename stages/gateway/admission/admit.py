@@ -222,7 +222,8 @@ class Admission:
         described, version = self._loaded.described[request.spec.version], self._catalog.get(request.spec.version)
         kv_type = version.settings.kv_type if version is not None else ""
         name = version_name(identity_of(described.digest, request.spec.generation), kv_type, NUMERICS)
-        force_output(request, output, name, described.vocab_size, self._clock())
+        context = self._loaded.bounds(version).context if version is not None else 0
+        force_output(request, output, name, described.vocab_size, context, self._clock())
 
     async def _admit_to(self, version: ModelVersion, generation: GenerationRequest, call: _Call) -> RequestState:
         """Begin the session's turn, if there is one, and abort it if the request is not admitted."""

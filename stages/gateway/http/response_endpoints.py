@@ -81,6 +81,6 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
             raise StarlingError("MODEL_UNAVAILABLE", message, retry_after_s=1.0)
         service.relay.abandon(state)
         cancelled = to_json(response_object(state))
-        await service.responses.store.has(tenant, name)  # it is stored, and then
+        await service.responses.store.flushed()  # it is stored, or that has failed and is logged, and then
         await service.recovery.forget(state.id, tenant)  # journaled: a successor does not generate it again
         return await send_body(request, cancelled)

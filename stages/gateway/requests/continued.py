@@ -14,10 +14,13 @@ from pipeline.errors import InvalidRequest, ModelUnavailable
 from stages.gateway.requests.state import RequestState, SequenceState
 
 
-def force_output(request: RequestState, output: Output, version: str, vocab_size: int, now: float) -> None:
+def force_output(
+    request: RequestState, output: Output, version: str, vocab_size: int, context: int, now: float
+) -> None:
     """Give an admitted request that has not been started its output so far.
 
-    version: the name of what computes here. Raises `InvalidRequest`, or `ModelUnavailable` if it is another version.
+    version: the name of what computes here.  context: the most tokens of prompt and output together.
+    Raises `InvalidRequest`, or `ModelUnavailable` if it is another version.
     """
     if output.version != version:
         raise ModelUnavailable(
@@ -36,6 +39,9 @@ def force_output(request: RequestState, output: Output, version: str, vocab_size
         tokens = array("i")
         tokens.frombytes(data)
         if tokens:
+            has_room = sequence.n_prompt + len(tokens) <= context
+            if request.spec.generation.max_tokens is None and has_room:  # the limit of the other server was higher
+                request.allow_tokens(sequence.index, len(tokens))
             _check(sequence, tokens, vocab_size)
             sequence.tokens = tokens.tolist()
             sequence.first_token_at = now

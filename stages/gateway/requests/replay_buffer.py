@@ -66,7 +66,8 @@ class ReplayBuffer:
         return len(self._entries) + len(self._pinned)
 
     def put(self, request: RequestState, pin: Callable[[int], bool] = lambda size: False) -> bool:
-        """Store a request that has ended. False: it is larger than the whole buffer.
+        """Store a request that has ended. False: it is larger than the buffer, or than half of it and would take the
+        place of other tenants' answers.
 
         If `pin` is true of its size in bytes it stays until `drop`, and does not count against the bounds.
         """
@@ -75,7 +76,8 @@ class ReplayBuffer:
         if pin(entry.size):
             self._pinned[request.id] = entry.record
             return True
-        if entry.size > self.max_bytes:
+        others = sum(one.size for one in self._entries.values() if one.tenant != entry.tenant)
+        if entry.size > max(self.max_bytes - others, self.max_bytes // 2):
             return False
         while len(self._entries) >= self.max_entries:
             self._drop_of_largest(entry, lambda one: 1)

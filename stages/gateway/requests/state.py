@@ -247,6 +247,13 @@ class RequestState:
         """Set the plugins that the text goes through; before the request starts."""
         self.spec = msgspec.structs.replace(self.spec, plugins=plugins)
 
+    def allow_tokens(self, index: int, least: int) -> None:
+        """Let a sequence that is not submitted have at least so many output tokens."""
+        sequences = list(self.spec.sequences)
+        sequences[index] = msgspec.structs.replace(sequences[index], max_tokens=max(sequences[index].max_tokens, least))
+        self.spec = msgspec.structs.replace(self.spec, sequences=tuple(sequences))
+        self.sequences[index].spec = sequences[index]
+
     def end(self, outcome: Outcome) -> None:
         """Set the outcome. Raises `IllegalTransitionError` if the request has ended.
 

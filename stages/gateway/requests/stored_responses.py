@@ -125,6 +125,10 @@ class StoredResponses:
         """Whether there is such a response, after every `put` before this call."""
         return await self._run(lambda: self._get("id", tenant, response_id)) is not None
 
+    async def flushed(self) -> None:
+        """Every `put` before this call has been stored, or has failed."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, lambda: None)
+
     async def body(self, tenant: str, response_id: str) -> bytes | None:
         """The JSON of a response; None: there is none."""
         row = await self._run(lambda: self._get("body", tenant, response_id))

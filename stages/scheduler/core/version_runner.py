@@ -86,6 +86,7 @@ class VersionRunner:
         self._ready: m.WorkerReady | None = None  # the group that is attached, or waits to be
         self._pids: tuple[tuple[int, int], ...] = ()  # of the group that has the arenas mapped
         self._is_detaching = False  # it has a `Detach` to answer, and may compute a step until then
+        self._detach_sent = False  # and the frame has found a place in the queue
         self._fence: Fence | None = None
         self._suspicion = 0  # DEATH or STALL: why the fenced group did not finish its step
         self._fence_at = math.inf
@@ -252,7 +253,7 @@ class VersionRunner:
             self._ready = None
             self._is_detaching = True
             self.reason = "waiting for its worker"
-            self._to_worker(self.peer, m.Detach(self._generation))
+            self._detach_sent = self._to_worker(self.peer, m.Detach(self._generation))
         self._advance(now)
 
     # -------------------------------------------------------------- computing
@@ -299,6 +300,8 @@ class VersionRunner:
             self.attach_kv()
         counter = self._worker_counter()
         self._detect_stall(now, counter)
+        if self._is_detaching and self.peer and not self._detach_sent:
+            self._detach_sent = self._to_worker(self.peer, m.Detach(self._generation))
         if now >= self._fence_at:
             self._backoff.record_killed()
             self.kill(now, "its worker does not answer")
