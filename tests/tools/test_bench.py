@@ -43,6 +43,16 @@ def test_the_table_leaves_unmeasured_cells_empty(report: Report) -> None:
     assert lines[2].split()[-4:] == ["(390-410)", "40.0", "80", "%"]
 
 
+def test_further_engines_have_columns_and_the_best_of_all_counts(report: Report) -> None:
+    report.peers = {"one": {}, "two": {}}
+    report.figures[0].peers = {"one": Rate.of([1000.0])}
+    report.figures[2].peers = {"one": Rate.of([50.0]), "two": Rate.of([400.0])}
+    lines = report.lines()
+    assert "one tokens/s" in lines[0] and "two tokens/s" in lines[0] and "ratio to best" in lines[0]
+    assert [f.ratio_to_best for f in report.figures] == [2.5, None, 2.0]
+    assert lines[1].split()[-1] == "2.50" and lines[3].split()[-2:] == ["2.00", "20.0"]
+
+
 def test_json_is_one_line_with_every_figure(report: Report) -> None:
     raw = report.as_json()
     assert b"\n" not in raw

@@ -8,12 +8,17 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tools.bench.http import baseline
 from tools.bench.http.baseline import BaselineMissing, BaselineServer
+from tools.bench.offline import peers
+from tools.bench.offline.baseline import Baseline, EngineRefusesError
+from tools.bench.offline.ik_baseline import IkBaseline
+from tools.bench.offline.openvino_baseline import OpenVinoBaseline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,3 +171,23 @@ def test_the_peer_is_compiled_with_amx_whatever_the_default_compiler(
     assert found_flags[0] == found_flags[1]
     assert (flags in found_flags[0]) if flags else found_flags[0] == ""
     assert ("without AMX" in done.stderr) == (flags == "-U__AMX_INT8__")
+
+
+def test_a_peer_that_cannot_run_is_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real child process, in an environment that lacks the library."""
+    assert peers.installed(tmp_path / "bin" / "python") == []
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    with pytest.raises(EngineRefusesError, match="^ik_llama.cpp: .*ik_llama_cpp"):
+        Baseline(tmp_path / "m.gguf", cores, 1, 64, IkBaseline.NAME)
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+        case "$1" in
+            -c) echo openvino_genai ;;
+            *) exec {sys.executable} "$@" ;;
+        esac
+        """)
+    python.chmod(0o755)
+    assert peers.installed(python) == [OpenVinoBaseline.NAME]
+    with ExitStack() as stack:
+        assert peers.start(stack, tmp_path / "m.gguf", cores, [(1, 64)], python) == {}
+    assert capsys.readouterr().out.startswith("left out: OpenVINO GenAI: ")

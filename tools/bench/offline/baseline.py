@@ -1,11 +1,12 @@
-"""The baseline: llama.cpp in a child process, so that its threads and memory are separate from Starling's.
+"""Other engines in child processes, so that their threads and memory are separate from Starling's.
 
-It is compiled for this CPU if `llama-cpp-python` is installed (native_baseline.py), else it is the wheel `xllamacpp`,
-which is compiled for AVX2.  The wheel offers llama.cpp's server and not its decode call, so figures come from the
-server's own timings: `prompt_ms` for prefill, and for decode the time between the first and the last token of a
-request (the first one belongs to the prompt), summed over concurrent requests.  No HTTP is involved.
+The baseline is llama.cpp.  It is compiled for this CPU if `llama-cpp-python` is installed (native_baseline.py), else it
+is the wheel `xllamacpp`, which is compiled for AVX2.  The wheel offers llama.cpp's server and not its decode call, so
+figures come from the server's own timings: `prompt_ms` for prefill, and for decode the time between the first and the
+last token of a request (the first one belongs to the prompt), summed over concurrent requests.  No HTTP is involved.
 
-Parent and child exchange lines of JSON:
+Further peers (peers.py) run in an environment of their own.  Parent and child exchange lines of JSON; the child begins
+with a description of itself, or with {"error": ...}:
 
     {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
     {"decode": 4, "cached": 16, "n": 64} -> the same
@@ -26,7 +27,15 @@ from typing import Any
 import click
 import numpy as np
 
+from tools.bench.offline.ik_baseline import IkBaseline
 from tools.bench.offline.native_baseline import NativeBaseline, resident_mb
+from tools.bench.offline.openvino_baseline import OpenVinoBaseline
+
+LLAMA_CPP = "llama.cpp"
+
+
+class EngineRefusesError(Exception):
+    """An engine does not run the model: its message says why."""
 
 
 def available() -> bool:
@@ -37,27 +46,33 @@ def available() -> bool:
 class Baseline:
     """The parent's handle of the child process. `about`: version, build, CPU features, load time."""
 
-    def __init__(self, model: Path, cores: list[int], slots: int, slot_tokens: int) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "tools.bench.offline.baseline",
-            str(model),
-            "--cores",
-            ",".join(map(str, cores)),
-        ]
-        command += ["--slots", str(slots), "--slot-tokens", str(slot_tokens)]
+    def __init__(
+        self,
+        model: Path,
+        cores: list[int],
+        slots: int,
+        slot_tokens: int,
+        engine: str = LLAMA_CPP,
+        python: str = sys.executable,
+    ) -> None:
+        """`python`: the interpreter that has the engine. Raises `EngineRefusesError`."""
+        self.engine = engine
+        command = [python, "-m", "tools.bench.offline.baseline", str(model), "--engine", engine]
+        command += ["--cores", ",".join(map(str, cores)), "--slots", str(slots), "--slot-tokens", str(slot_tokens)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self.pid = self._process.pid
         self.about: dict[str, Any] = self._response()
+        if "error" in self.about:
+            self.close()
+            raise EngineRefusesError(f"{engine}: {self.about['error']}")
 
     def _response(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the llama.cpp process ended with code {self._process.wait()}")
+            raise RuntimeError(f"the process of {self.engine} ended with code {self._process.wait()}")
         return json.loads(line)
 
     def _request(self, **request: int) -> float:
@@ -135,24 +150,36 @@ class _Server:
         return sum(1000 * (t["predicted_n"] - 1) / t["predicted_ms"] for t in timings)
 
 
+def _kind(engine: str) -> type[NativeBaseline] | type[_Server] | type[IkBaseline] | type[OpenVinoBaseline]:
+    if engine == IkBaseline.NAME:
+        return IkBaseline
+    if engine == OpenVinoBaseline.NAME:
+        return OpenVinoBaseline
+    return NativeBaseline if importlib.util.find_spec("llama_cpp") else _Server
+
+
 @click.command()
 @click.argument("model")
 @click.option("--cores", required=True)
 @click.option("--slots", type=int, required=True)
 @click.option("--slot-tokens", type=int, required=True)
-def main(model: str, cores: str, slots: int, slot_tokens: int) -> None:
+@click.option("--engine", default=LLAMA_CPP)
+def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str) -> None:
     """Answer the requests on standard input, a line each, on standard output."""
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the library must not mix with the responses
     numbers = [int(c) for c in cores.split(",")]
     os.sched_setaffinity(0, set(numbers))
-    kind: type[NativeBaseline] | type[_Server] = NativeBaseline if importlib.util.find_spec("llama_cpp") else _Server
-    server = kind(model, len(numbers), slots, slot_tokens)
 
     def send(value: dict[str, Any]) -> None:
         responses.write(json.dumps(value) + "\n")
         responses.flush()
 
+    try:
+        server = _kind(engine)(model, len(numbers), slots, slot_tokens)
+    except Exception as error:  # libraries raise errors of their own classes
+        send({"error": " ".join(str(error).split())[:300] or type(error).__name__})
+        os._exit(1)
     send(server.about)
     for line in sys.stdin:
         request = json.loads(line)

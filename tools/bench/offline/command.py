@@ -27,6 +27,7 @@ from tools.bench.http import command as over_http
 from tools.bench.http.first_byte import first_byte
 from tools.bench.kv import command as kv
 from tools.bench.offline import candidate as starling
+from tools.bench.offline import peers
 from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.baseline import Baseline, available
 from tools.bench.offline.plots import can_plot, write_plots
@@ -88,6 +89,8 @@ class Engines:
         for slots, tokens in (many, one) if baseline else ():
             self.baselines.append(Baseline(gguf, cores, slots, tokens))
             stack.callback(self.baselines[-1].close)
+        python = peers.environment() / "bin" / "python"
+        self.peers = peers.start(stack, gguf, cores, [many, one], python) if baseline else {}
 
     def measure(self, work: Work, engines: list[starling.Candidate] | list[Baseline]) -> float:
         """Tokens per second of one unit of work on one engine."""
@@ -106,32 +109,41 @@ class Rounds:
     def __init__(self, engines: Engines, planned: list[Work], n: int) -> None:
         self.candidate: dict[Work, list[float]] = {work: [] for work in planned}
         self.baseline: dict[Work, list[float]] = {work: [] for work in planned}
+        self.peers = {name: {work: list[float]() for work in planned} for name in engines.peers}
         self.read: dict[Work, list[float]] = {w: [] for w in planned if w.kind == "decode" and w.batch == 1}
         for work in planned:  # compile, map files and fill caches
             if work.tokens <= 512 and work.cached <= SHORT:
-                for engine in (engines.candidate, engines.baselines) if engines.baselines else (engines.candidate,):
-                    engines.measure(work, engine)
-        self.watch = Watch([p.pid for p in engines.baselines], engines.cores)
+                engines.measure(work, engines.candidate)
+                for engine in (engines.baselines, *engines.peers.values()):
+                    if engine:
+                        engines.measure(work, engine)
+        others = [*engines.baselines, *(one for instances in engines.peers.values() for one in instances)]
+        self.watch = Watch([p.pid for p in others], engines.cores)
 
-        def once(work: Work) -> tuple[float, float, float]:
-            """Rates of both engines and of the plain read; they are compared, so they are repeated together."""
+        def once(work: Work) -> tuple[float, float, float, list[float]]:
+            """Rates of the engines and of the plain read; they are compared, so they are repeated together."""
             return (
                 engines.measure(work, engines.candidate),
                 engines.measure(work, engines.baselines) if engines.baselines else 0.0,
                 read_bandwidth(engines.step_bytes(work), engines.cores, 0.2, 1) if work in self.read else 0.0,
+                [engines.measure(work, peer) for peer in engines.peers.values()],
             )
 
         for number in range(n):
             for work in planned:
-                candidate, baseline, read = self.watch.undisturbed(partial(once, work))
+                candidate, baseline, read, more = self.watch.undisturbed(partial(once, work))
                 self.candidate[work].append(candidate)
                 if engines.baselines:
                     self.baseline[work].append(baseline)
+                for rates_of, rate in zip(self.peers.values(), more, strict=True):
+                    rates_of[work].append(rate)
                 if work in self.read:
                     self.read[work].append(read)
                 # Show progress: on a busy machine a round takes many times as long.
                 rates = ", ".join(
-                    f"{engine[work][-1]:,.0f}" for engine in (self.candidate, self.baseline) if engine[work]
+                    f"{engine[work][-1]:,.0f}"
+                    for engine in (self.candidate, self.baseline, *self.peers.values())
+                    if engine[work]
                 )
                 click.echo(f"round {number + 1} of {n}: {work.title}: {rates} tokens/s")
 
@@ -139,6 +151,7 @@ class Rounds:
         """The table's row for one unit of work."""
         candidate, baseline = self.candidate[work], self.baseline[work]
         figure = Figure(work, Rate.of(candidate), Rate.of(baseline) if baseline else None)
+        figure.peers = {name: Rate.of(rates[work]) for name, rates in self.peers.items()}
         if work.kind == "decode":
             read_gb_s = engines.step_bytes(work) * figure.candidate.median / work.batch / 1e9
             figure.read_gb_s = round(read_gb_s, 2)
@@ -223,6 +236,7 @@ def main(
             [done.figure(engines, work) for work in planned],
             engine,
             engines.baselines[0].about if baseline else None,
+            {name: instances[0].about for name, instances in engines.peers.items()},
         )
     click.echo("\n".join(report.lines()))
     if done.watch.disturbed:
@@ -235,6 +249,7 @@ def main(
         ("model", report.model),
         ("engine", report.engine),
         ("llama.cpp", report.baseline),
+        *report.peers.items(),
     ):
         if part:
             click.echo(f"{name}: " + ", ".join(f"{k} {v}" for k, v in part.items()))

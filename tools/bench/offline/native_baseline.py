@@ -27,28 +27,35 @@ def resident_mb() -> float:
 class NativeBaseline:
     """llama.cpp in the child process. Raises `ImportError` when the library is not installed."""
 
+    NAME = "llama.cpp"
+
     def __init__(self, model: str, threads: int, slots: int, slot_tokens: int) -> None:
+        self._rng = np.random.default_rng(0)
+        self._lib = self._library()
+        self._lib.llama_backend_init()
+        begun = time.perf_counter()
+        self._model = self._lib.llama_model_load_from_file(model.encode(), self._lib.llama_model_default_params())
+        if not self._model:
+            raise RuntimeError(f"{self.NAME} cannot load {model}")
+        contexts = [self._context(threads, slots, slot_tokens, flash) for flash in (0, 1)]
+        self._contexts = [context for context in contexts if context]
+        self._vocab = self._lib.llama_vocab_n_tokens(self._lib.llama_model_get_vocab(self._model))
+        self._decode_once(self._contexts[0], [1], [0], [0], [0])
+        self.about: dict[str, Any] = self._about() | {"load_ms": round(1000 * (time.perf_counter() - begun), 1)}
+
+    def _library(self) -> Any:
         import llama_cpp
 
-        self._lib = llama_cpp
-        self._rng = np.random.default_rng(0)
         quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
         self._keep = quiet  # the library calls it as long as it lives
         llama_cpp.llama_log_set(quiet, None)
-        llama_cpp.llama_backend_init()
-        begun = time.perf_counter()
-        self._model = llama_cpp.llama_model_load_from_file(model.encode(), llama_cpp.llama_model_default_params())
-        if not self._model:
-            raise RuntimeError(f"llama.cpp cannot load {model}")
-        contexts = [self._context(threads, slots, slot_tokens, flash) for flash in (0, 1)]
-        self._contexts = [context for context in contexts if context]
-        self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
-        self._decode_once(self._contexts[0], [1], [0], [0], [0])
-        self.about: dict[str, Any] = {
-            "version": f"llama-cpp-python {llama_cpp.__version__}",
+        return llama_cpp
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "version": f"llama-cpp-python {self._lib.__version__}",
             "build": "compiled for this CPU",
-            "cpu": llama_cpp.llama_print_system_info().decode().strip(" |"),
-            "load_ms": round(1000 * (time.perf_counter() - begun), 1),
+            "cpu": self._lib.llama_print_system_info().decode().strip(" |"),
         }
 
     def _context(self, threads: int, slots: int, slot_tokens: int, flash: int) -> Any:

@@ -51,11 +51,18 @@ class Figure(msgspec.Struct):
     baseline: Rate | None = None
     read_gb_s: float | None = None  # rate at which a decode step reads weights and KV
     bandwidth_share: float | None = None  # ratio of `read_gb_s` to a plain read of as many bytes
+    peers: dict[str, Rate] = {}  # of further engines
 
     @property
     def ratio(self) -> float | None:
         """Rate of the candidate divided by that of the baseline."""
         return round(self.candidate.median / self.baseline.median, 2) if self.baseline else None
+
+    @property
+    def ratio_to_best(self) -> float | None:
+        """Rate of the candidate divided by the highest of all other engines."""
+        others = [rate.median for rate in (self.baseline, *self.peers.values()) if rate is not None]
+        return round(self.candidate.median / max(others), 2) if others else None
 
 
 class Report(msgspec.Struct):
@@ -66,6 +73,7 @@ class Report(msgspec.Struct):
     figures: list[Figure]
     engine: dict[str, Any]  # overhead, load, memory, instruction set
     baseline: dict[str, Any] | None = None
+    peers: dict[str, dict[str, Any]] = {}  # what further engines say of themselves
     http: dict[str, Any] | None = None  # figures of tools.bench.http
     kv: dict[str, Any] | None = None  # figures of tools.bench.kv
 
@@ -74,17 +82,21 @@ class Report(msgspec.Struct):
         value = msgspec.to_builtins(self)
         for row, figure in zip(value["figures"], self.figures, strict=True):
             row["work"] = {k: v for k, v in figure.work._asdict().items() if v}
-            row["ratio"] = figure.ratio
+            row["ratio"], row["ratio_to_best"] = figure.ratio, figure.ratio_to_best
         return msgspec.json.encode(value)
 
     def lines(self) -> list[str]:
         """The report's table."""
-        rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", "read GB/s", "of bandwidth")]
+        names = list(self.peers)
+        more = [f"{name} tokens/s" for name in names] + (["ratio to best"] if names else [])
+        rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", *more, "read GB/s", "of bandwidth")]
         for f in self.figures:
             share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
             read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
-            rows.append((f.work.title, str(f.candidate), str(f.baseline or ""), ratio, read, share))
+            others = [str(f.peers.get(name, "")) for name in names]
+            others += [f"{f.ratio_to_best or 0:.2f}"] if names else []
+            rows.append((f.work.title, str(f.candidate), str(f.baseline or ""), ratio, *others, read, share))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
