@@ -111,6 +111,7 @@ class StepRunner:
         activations = act.create_activations(directory / "runner.act", self.geometry, h, digest)
         self.activations = activations
         self._arenas = (steps_arena, kv_arena, activations)
+        self.pages = kv.pages  # (n_pages, page_bytes) u8
         arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, self.geometry)
         self.group = WorkerGroup(self.model, arenas, profile)
         order = np.random.default_rng(table_seed).permutation(n_pages).astype(np.int32)

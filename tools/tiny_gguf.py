@@ -89,7 +89,10 @@ SHAPES = {
     "reranker": Shape(2, 128, 4, 4, 32, 192, 290, context_length=512, architecture="bert", score_layers=2),
     "nomic-bert": Shape(2, 96, 3, 3, 32, 160, 290, rope_base=1000.0, architecture="nomic-bert"),
     "llama-1b": Shape(16, 2048, 32, 8, 64, 8192, 128256, True, 131072, 500000.0, True),
+    "llama-3b": Shape(28, 3072, 24, 8, 128, 8192, 128256, True, 131072, 500000.0, True),
+    "llama-8b": Shape(32, 4096, 32, 8, 128, 14336, 128256, False, 131072, 500000.0, True),
 }
+LARGE = ("llama-1b", "llama-3b", "llama-8b")  # for benchmarks: those of Llama 3.2 and 3.1
 
 # Per tensor, by the last part of its name before ".weight"; "" is every other matrix.
 RECIPES = {

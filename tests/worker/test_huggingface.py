@@ -17,11 +17,11 @@ from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.huggingface.safetensors import SafetensorsFile
 from starling.vocabulary_check import check_vocabulary
 from tests.tokenizer.trained import unigram_spec
-from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_gguf import LARGE, SHAPES, write_model
 from tools.tiny_hf import CLASSES, write_directory, write_safetensors
 from tools.vocabulary_gguf import add_vocabulary
 
-FAMILIES = [name for name in SHAPES if name not in ("llama-1b", "partial")]  # no class of llama rotates part of a head
+FAMILIES = [name for name in SHAPES if name not in (*LARGE, "partial")]  # no class of llama rotates part of a head
 
 
 def folder_of(tmp_path: Path) -> Path:

@@ -10,6 +10,7 @@ with a description of itself, or with {"error": ...}:
 
     {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
     {"decode": 4, "cached": 16, "n": 64} -> the same
+    {"depth": 8192, "n": 24}             -> {"chunk": ..., "decode": ..., "resident_mb": ...}, of engines that have it
 """
 
 from __future__ import annotations
@@ -75,21 +76,29 @@ class Baseline:
             raise RuntimeError(f"the process of {self.engine} ended with code {self._process.wait()}")
         return json.loads(line)
 
-    def _request(self, **request: int) -> float:
+    def _request(self, **request: int) -> dict[str, float]:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         response = self._response()
         self.about["resident_mb"] = response["resident_mb"]
-        return response["tokens_per_s"]
+        return response
 
     def prefill(self, n_tokens: int) -> float:
         """Tokens per second of one prompt."""
-        return self._request(prefill=n_tokens)
+        return self._request(prefill=n_tokens)["tokens_per_s"]
 
     def decode(self, batch: int, cached: int, n_tokens: int) -> float:
         """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones."""
-        return self._request(decode=batch, cached=cached, n=n_tokens)
+        return self._request(decode=batch, cached=cached, n=n_tokens)["tokens_per_s"]
+
+    def depth(self, cached: int, n_tokens: int) -> tuple[float, float]:
+        """Tokens per second of a chunk of a prompt, and of `n_tokens` tokens, behind `cached` positions.
+
+        Only a llama.cpp that is compiled here (`make peers-native`).
+        """
+        found = self._request(depth=cached, n=n_tokens)
+        return found["chunk"], found["decode"]
 
     def close(self) -> None:
         """End the child process."""
@@ -184,10 +193,13 @@ def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str) -> N
     for line in sys.stdin:
         request = json.loads(line)
         if "prefill" in request:
-            rate = server.prefill(request["prefill"])
+            rates = {"tokens_per_s": server.prefill(request["prefill"])}
+        elif "depth" in request:
+            assert isinstance(server, NativeBaseline)
+            rates = dict(zip(("chunk", "decode"), server.depth(request["depth"], request["n"]), strict=True))
         else:
-            rate = server.decode(request["decode"], request["cached"], request["n"])
-        send({"tokens_per_s": rate, "resident_mb": round(resident_mb(), 1)})
+            rates = {"tokens_per_s": server.decode(request["decode"], request["cached"], request["n"])}
+        send(rates | {"resident_mb": round(resident_mb(), 1)})
     os._exit(0)  # the library's own shutdown waits for its HTTP threads
 
 

@@ -22,6 +22,7 @@ from stages.worker.kernels.features import isa
 from tools.step_runner import StepRunner
 
 STEP_TOKENS = 512
+FILL_BYTES = 1 << 26  # of random values, repeated
 
 
 class Candidate:
@@ -101,6 +102,29 @@ class Candidate:
         for i in range(1, n_tokens, at_once):
             self.runner.run_all(steps[i : i + at_once])
         return batch * n_tokens / (self.clock() - begun)
+
+    def fill_cache(self) -> None:
+        """Give all pages K and V of random f16, as if all positions had been computed: which values, takes no time."""
+        pages = self.runner.pages.reshape(-1)
+        block = self._rng.standard_normal(FILL_BYTES // 2, np.float32).astype(np.float16).view(np.uint8)
+        for at in range(0, pages.size, FILL_BYTES):
+            part = pages[at : at + FILL_BYTES]
+            part[:] = block[: part.size]
+
+    def chunk_at(self, depth: int, tokens: int = STEP_TOKENS) -> float:
+        """Tokens per second of one chunk of a prompt behind `depth` positions that the cache holds."""
+        self._fill(1, depth + tokens)
+        begun = self.clock()
+        self.runner.run([(0, depth, tokens, 1)])
+        return tokens / (self.clock() - begun)
+
+    def decode_at(self, depth: int, n_tokens: int) -> float:
+        """Tokens per second of one sequence, `n_tokens` of them behind `depth` positions that the cache holds."""
+        self._fill(1, depth)
+        begun = self.clock()
+        for i in range(n_tokens):
+            self.runner.run([(0, depth + i, 1, 1)])
+        return n_tokens / (self.clock() - begun)
 
     def overhead_us(self, n_tokens: int = 200) -> float:
         """Median time of a step of one sequence that is not spent between its first and last kernel."""

@@ -107,6 +107,22 @@ class NativeBaseline:
         self._prompt(context, 0, n)
         return n / (time.perf_counter() - begun)
 
+    def depth(self, cached: int, n: int) -> tuple[float, float]:
+        """Tokens per second of a chunk of a prompt, and of `n` tokens, behind `cached` positions that are computed."""
+        found = [self._depth(context, cached, n) for context in self._contexts]
+        return max(chunk for chunk, _ in found), max(decode for _, decode in found)
+
+    def _depth(self, context: Any, cached: int, n: int) -> tuple[float, float]:
+        self._clear(context)
+        self._prompt(context, 0, cached)
+        tokens = self._rng.integers(300, min(20000, self._vocab), CHUNK)
+        begun = time.perf_counter()
+        token = self._decode_once(context, tokens, range(cached, cached + CHUNK), [0] * CHUNK, [CHUNK - 1])
+        chunk_s, begun = time.perf_counter() - begun, time.perf_counter()
+        for i in range(n):
+            token = self._decode_once(context, token, [cached + CHUNK + i], [0], [0])
+        return CHUNK / chunk_s, n / (time.perf_counter() - begun)
+
     def decode(self, batch: int, cached: int, n: int) -> float:
         """Tokens per second of `batch` sequences together, `n` tokens each after `cached` ones."""
         return max(self._decode(context, batch, cached, n) for context in self._contexts)
