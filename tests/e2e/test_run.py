@@ -180,6 +180,7 @@ def test_a_chat_on_a_terminal(server: Server) -> None:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests under nohup ignore it
     )
     os.close(slave)
     seen = ""
