@@ -25,7 +25,7 @@ SessionSeconds = Annotated[int, Meta(ge=0, le=2_592_000)]  # as in requests: up 
 Weight = Annotated[float, Meta(ge=0.01, le=1000.0)]
 Policy = Literal["lru", "lfu", "fifo"]
 
-MAX_DRAFT_TOKENS = 16  # of a sequence in one step
+MAX_DRAFT_TOKENS = 16  # of a sequence in one step; metric_families.py counts each number
 DEMO_MODEL = "smollm2-135m-instruct"  # served when no model is configured, see pipeline/models/store.py
 
 

@@ -1,7 +1,7 @@
 """The text of `/metrics`: the merged snapshots of all stages, as Prometheus text or OpenMetrics. Called by the gateway.
 
-Series of the same name and labels are added.  Counters and histograms of a stage whose process has ended remain
-until its successor replaces the snapshot; its gauges are dropped.
+Series of the same name and labels are added.  Counters, histograms and peaks of a stage whose process has ended
+remain until its successor replaces the snapshot; its gauges are dropped.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_snapshots(directory: Path, skip: str = "") -> Iterator[Snapshot]:
             snapshot.families = {
                 name: series
                 for name, series in snapshot.families.items()
-                if name in FAMILIES and FAMILIES[name].kind != "gauge"
+                if name in FAMILIES and FAMILIES[name].is_kept
             }
         yield snapshot
 

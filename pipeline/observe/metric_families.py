@@ -8,19 +8,36 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+# Other servers' dashboards let their user choose a target among these as well, which must be a bucket's bound.
+FIRST_TOKEN_SECONDS = tuple(sorted((*SECONDS, 0.75)))
+PER_TOKEN_SECONDS = tuple(sorted((*SECONDS, 0.075, 0.15, 0.2, 0.3)))
+REQUEST_SECONDS = (*SECONDS, 240.0, 480.0, 960.0)
 BATCH = (1, 2, 4, 8, 16, 24, 32, 48, 64, 128)
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+REQUEST_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+CHOICES = (1, 2, 5, 10, 20)
+ACCEPTED = tuple(range(16))  # each number below the most draft tokens of a step: positions are counted exactly
 
 Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Family(NamedTuple):
-    """One metric. Counters end in `_total`; `labels` are positional where values are given."""
+    """One metric. Counters end in `_total`; `labels` are positional where values are given.
+
+    `is_peak`: a gauge of the highest value since the start of the server, which outlives its process.
+    """
 
     name: str
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
     bounds: tuple[float, ...] = ()  # histogram: upper bounds, ascending, without +Inf
+    is_peak: bool = False
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the values of a process that has ended still count."""
+        return self.kind != "gauge" or self.is_peak
 
 
 FAMILIES: dict[str, Family] = {
@@ -40,14 +57,14 @@ FAMILIES: dict[str, Family] = {
             "histogram",
             "Time from the first byte of the request to its first token.",
             ("model",),
-            SECONDS,
+            FIRST_TOKEN_SECONDS,
         ),
         Family(
             "starling_time_per_output_token_seconds",
             "histogram",
             "Mean time between the output tokens of a request, from its first token to its end.",
             ("model",),
-            SECONDS,
+            PER_TOKEN_SECONDS,
         ),
         Family(
             "starling_inter_token_seconds",
@@ -55,6 +72,77 @@ FAMILIES: dict[str, Family] = {
             "Each gap between two output tokens of a sequence; 0 between tokens that came together.",
             ("model",),
             SECONDS,
+        ),
+        Family(
+            "starling_end_to_end_seconds",
+            "histogram",
+            "Time from the first byte of a request for text to its end.",
+            ("model",),
+            REQUEST_SECONDS,
+        ),
+        Family(
+            "starling_prefill_seconds",
+            "histogram",
+            "Time of a sequence from the end of its wait in the queue to its first token.",
+            ("model",),
+            REQUEST_SECONDS,
+        ),
+        Family(
+            "starling_decode_seconds",
+            "histogram",
+            "Time of a sequence from its first token to its last one.",
+            ("model",),
+            REQUEST_SECONDS,
+        ),
+        Family(
+            "starling_inference_seconds",
+            "histogram",
+            "Time of a sequence from the end of its wait in the queue to its last token.",
+            ("model",),
+            REQUEST_SECONDS,
+        ),
+        Family(
+            "starling_request_prompt_tokens",
+            "histogram",
+            "Tokens of the prompts of a request for text.",
+            ("model",),
+            REQUEST_TOKENS,
+        ),
+        Family(
+            "starling_request_computed_tokens",
+            "histogram",
+            "Tokens of the prompts of a request for text that were not cached.",
+            ("model",),
+            REQUEST_TOKENS,
+        ),
+        Family(
+            "starling_request_output_tokens",
+            "histogram",
+            "Output tokens of a request for text, of all its choices.",
+            ("model",),
+            REQUEST_TOKENS,
+        ),
+        Family(
+            "starling_request_longest_output_tokens",
+            "histogram",
+            "Output tokens of the longest choice of a request for text.",
+            ("model",),
+            REQUEST_TOKENS,
+        ),
+        Family(
+            "starling_request_max_tokens",
+            "histogram",
+            "Output tokens that each choice of a request for text may have.",
+            ("model",),
+            REQUEST_TOKENS,
+        ),
+        Family("starling_request_choices", "histogram", "Choices for each prompt of a request.", ("model",), CHOICES),
+        Family(
+            "starling_context_tokens_max",
+            "gauge",
+            "Most tokens that a sequence has had, prompt and output, since the start of the server.",
+            ("model",),
+            is_peak=True,
         ),
         Family("starling_tenant_requests_total", "counter", "HTTP requests answered, by tenant.", ("tenant",)),
         Family(
@@ -142,12 +230,31 @@ FAMILIES: dict[str, Family] = {
         # scheduler
         Family("starling_tokens_generated_total", "counter", "Output tokens.", ("model",)),
         Family("starling_tokens_per_second", "gauge", "Output tokens per second over the last 5 s.", ("model",)),
+        Family(
+            "starling_prompt_tokens_per_second",
+            "gauge",
+            "Prompt tokens computed per second over the last 5 s.",
+            ("model",),
+        ),
         Family("starling_prompt_tokens_total", "counter", "Prompt positions, by source.", ("model", "source")),
         Family("starling_tenant_tokens_total", "counter", "Tokens computed for a tenant.", ("tenant",)),
         Family("starling_queue_depth", "gauge", "Sequences that wait for their first step.", ("model",)),
+        Family(
+            "starling_deferred_sequences",
+            "gauge",
+            "Sequences that have left the queue and wait for pages, or for a prefix that another one computes.",
+            ("model",),
+        ),
         Family("starling_running_sequences", "gauge", "Sequences being generated.", ("model",)),
         Family("starling_queue_wait_seconds", "histogram", "Time from arrival to the first step.", ("model",), SECONDS),
         Family("starling_batch_size", "histogram", "Sequences per step.", ("model",), BATCH),
+        Family(
+            "starling_step_tokens",
+            "histogram",
+            "Positions that a step computes, of prompts and outputs, without the steps of draft models.",
+            ("model",),
+            STEP_TOKENS,
+        ),
         Family(
             "starling_step_seconds",
             "histogram",
@@ -185,6 +292,13 @@ FAMILIES: dict[str, Family] = {
             "Draft tokens, by outcome and by proposer: lookup (in the text itself, or in a prediction) or model (a "
             "draft model).",
             ("model", "outcome", "source"),
+        ),
+        Family(
+            "starling_draft_accepted_tokens",
+            "histogram",
+            "Draft tokens that a verification has accepted.",
+            ("model",),
+            ACCEPTED,
         ),
         # kv
         Family(
@@ -336,5 +450,7 @@ FAMILIES: dict[str, Family] = {
             ("stage", "direction"),
         ),
         Family("starling_process_open_fds", "gauge", "Open file descriptors of a process.", ("stage",)),
+        Family("starling_process_max_fds", "gauge", "File descriptors that a process may open.", ("stage",)),
+        Family("starling_process_start_time_seconds", "gauge", "When a process started, in s since 1970.", ("stage",)),
     )
 }

@@ -3,9 +3,9 @@
 A stage counts in plain dictionaries.  Once a second it replaces its snapshot (`ARENA_DIR/STAGE.metrics`, msgpack, on
 tmpfs); the gateway merges the snapshots of all stages with its own metrics for each scrape (`exposition.py`).  So
 no process waits for another, a scrape includes the last second of a stage that has died, and a killed writer leaves
-the previous snapshot.  A successor adds the counters and histograms of its predecessor's snapshot to its own: they
-never go back while the server runs.  An idle stage writes its snapshot when a value has changed, and otherwise every
-20 s because of the process metrics.
+the previous snapshot.  A successor adds the counters and histograms of its predecessor's snapshot to its own, and
+starts with its peaks: they never go back while the server runs.  An idle stage writes its snapshot when a value has
+changed, and otherwise every 20 s because of the process metrics.
 
 Bounded: `MAX_SERIES` label sets per family; further ones are counted under the label "other".
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -92,6 +93,9 @@ class Metrics:
         predecessor = read_snapshot(self.path) if self.path is not None else None
         self.past_notes = predecessor.families.get(_NOTES, []) if predecessor is not None else []
         self._past = _counted(predecessor)
+        self._started_at = procfs.started_at(os.getpid())
+        for name, several in _peaks(predecessor).items():
+            self._series[name] = {series.labels: series for series in several}
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
         """Add to a counter or a gauge."""
@@ -100,6 +104,11 @@ class Metrics:
     def set(self, name: str, value: float, *labels: str) -> None:
         """Set a gauge, or a counter whose total the stage maintains."""
         self._find(name, labels).value = value
+
+    def raise_to(self, name: str, value: float, *labels: str) -> None:
+        """Set a peak to `value`, if that is higher."""
+        series = self._find(name, labels)
+        series.value = max(series.value, value)
 
     def observe(self, name: str, value: float, *labels: str, times: int = 1) -> None:
         """Add a value to a histogram, `times` times."""
@@ -179,6 +188,9 @@ class Metrics:
             self.set("starling_process_io_bytes_total", amount, self.stage, direction)
         with contextlib.suppress(OSError):
             self.set("starling_process_open_fds", procfs.open_fds(), self.stage)
+        self.set("starling_process_max_fds", resource.getrlimit(resource.RLIMIT_NOFILE)[0], self.stage)
+        if self._started_at is not None:
+            self.set("starling_process_start_time_seconds", self._started_at, self.stage)
 
     def _find(self, name: str, labels: tuple[str, ...]) -> Series:
         family = FAMILIES[name]
@@ -200,12 +212,21 @@ class Metrics:
 
 def _counted(snapshot: Snapshot | None) -> dict[str, list[Series]]:
     """The counters and histograms of a predecessor's snapshot."""
+    return _selected(snapshot, lambda family: family.kind != "gauge")
+
+
+def _peaks(snapshot: Snapshot | None) -> dict[str, list[Series]]:
+    """The peaks of a predecessor's snapshot."""
+    return _selected(snapshot, lambda family: family.is_peak)
+
+
+def _selected(snapshot: Snapshot | None, is_wanted: Callable[[Family], bool]) -> dict[str, list[Series]]:
     if snapshot is None:
         return {}
     return {
         name: [series for series in several if fits(FAMILIES[name], series)]
         for name, several in snapshot.families.items()
-        if name in FAMILIES and FAMILIES[name].kind != "gauge"
+        if name in FAMILIES and is_wanted(FAMILIES[name])
     }
 
 

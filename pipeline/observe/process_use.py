@@ -11,6 +11,7 @@ supervisor have no metrics of their own: the gateway reads theirs from /proc for
 from __future__ import annotations
 
 import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,9 @@ class ProcessTotals:
             gauges.set("starling_process_private_bytes", private, name)
             with contextlib.suppress(OSError):
                 gauges.set("starling_process_open_fds", procfs.open_fds(pid), name)
+                gauges.set("starling_process_max_fds", resource.prlimit(pid, resource.RLIMIT_NOFILE)[0], name)
+            if (started_at := procfs.started_at(pid)) is not None:
+                gauges.set("starling_process_start_time_seconds", started_at, name)
             self._add(name, _Known(pid, ticks, procfs.cpu_s(pid), *procfs.disk_bytes(pid)))
         self._numbers.notes = [
             Series((name, str(one.pid), str(one.ticks)), one.cpu_s, [one.read, one.written])

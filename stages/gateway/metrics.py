@@ -15,7 +15,7 @@ from pipeline.observe.process_use import ProcessTotals
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
 from stages.gateway.requests.response_cache import HIT, ResponseCache
-from stages.gateway.requests.state import RequestState
+from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.tracing.otlp_exporter import OtlpExporter
 from stages.gateway.tracing.trace_context import TraceContext
 
@@ -94,12 +94,42 @@ class GatewayMetrics:
             waited = begun - request.started_at
             self._observe("starling_time_to_first_token_seconds", waited, request)
         longest = max((len(sequence.tokens) for sequence in request.sequences), default=0)
+        if begun or request.outcome is Outcome.FINISHED:
+            self._measure_lengths(request, output, longest)
+            if not request.is_recovered:  # what this gateway's predecessor saw of it is not known
+                self._measure_times(request)
         if request.longest_gap_s:
             source = source_of(request.spec.trace, request.id)
             self.exemplars.add(GAPS, request.longest_gap_s, source, request.spec.model)
         if begun and longest > 1 and request.response_cache != HIT:  # a stored answer was not generated
             between_s = (self._clock() - begun) / (longest - 1)
             self._observe("starling_time_per_output_token_seconds", between_s, request)
+
+    def _measure_lengths(self, request: RequestState, output: int, longest: int) -> None:
+        """Count the lengths of a request that has had an answer. `output`: tokens of all its choices."""
+        model, prompt = request.spec.model, request.prompt_tokens
+        for name, value in (
+            ("starling_request_prompt_tokens", prompt),
+            ("starling_request_computed_tokens", prompt - request.cached_tokens),
+            ("starling_request_output_tokens", output),
+            ("starling_request_longest_output_tokens", longest),
+            ("starling_request_max_tokens", max(s.spec.max_tokens for s in request.sequences)),
+            ("starling_request_choices", 1 + max(s.spec.choice for s in request.sequences)),
+        ):
+            self.numbers.observe(name, value, model)
+        context = max(sequence.n_prompt + len(sequence.tokens) for sequence in request.sequences)
+        self.numbers.raise_to("starling_context_tokens_max", context, model)
+
+    def _measure_times(self, request: RequestState) -> None:
+        """Count the time of a request, and those of the phases of its sequences."""
+        model, observe = request.spec.model, self.numbers.observe
+        observe("starling_end_to_end_seconds", self._clock() - request.started_at, model)
+        for sequence in request.sequences:
+            begun, first, last = sequence.started_at, sequence.first_token_at, sequence.last_token_at
+            if begun and begun <= first <= last:
+                observe("starling_prefill_seconds", first - begun, model)
+                observe("starling_decode_seconds", last - first, model)
+                observe("starling_inference_seconds", last - begun, model)
 
     def _observe(self, name: str, value: float, request: RequestState) -> None:
         """Add a value of a request to a histogram of its model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from pipeline.observe.metric_families import ACCEPTED
 from pipeline.observe.metrics import MAX_SERIES, OTHER, Metrics
 from pipeline.observe.rate import Rate
 from stages.scheduler.core.engine import Engine
@@ -21,7 +22,9 @@ class ModelMetrics:
         self._name = name
         self._past = Stats()
         self._rate = Rate()
+        self._prompt_rate = Rate()
         self._generated = 0
+        self._prompt_computed = 0
 
     def remove(self, version: str) -> None:
         """A version was unloaded; its counters are kept. Unknown versions are ignored."""
@@ -41,11 +44,16 @@ class ModelMetrics:
             stats.merge(counted)
         self._rate.add(stats.generated - self._generated)
         self._generated = stats.generated
+        self._prompt_rate.add(stats.prompt_computed - self._prompt_computed)
+        self._prompt_computed = stats.prompt_computed
+        scheduled = [s for engine in engines for s in engine.table.scheduled]
         for family, value in (
             ("starling_tokens_generated_total", stats.generated),
             ("starling_tokens_per_second", self._rate.value()),
             ("starling_queue_depth", sum(engine.queues.depth for engine in engines)),
-            ("starling_running_sequences", sum(1 for engine in engines for s in engine.table.scheduled if s.run.pages)),
+            ("starling_prompt_tokens_per_second", self._prompt_rate.value()),
+            ("starling_running_sequences", sum(1 for s in scheduled if s.run.pages)),
+            ("starling_deferred_sequences", sum(1 for s in scheduled if not s.run.pages and not s.is_done)),
             ("starling_steps_total", stats.steps),
             ("starling_steps_repeated_total", stats.repeated),
             ("starling_preemptions_total", stats.preemptions),
@@ -68,8 +76,10 @@ class ModelMetrics:
         for family, histogram in (
             ("starling_queue_wait_seconds", stats.waited_s),
             ("starling_batch_size", stats.batch),
+            ("starling_step_tokens", stats.step_tokens),
         ):
             metrics.put(family, histogram.bounds, histogram.counts, histogram.total, name)
+        metrics.put("starling_draft_accepted_tokens", ACCEPTED, stats.verified, stats.accepted, name)
         for phase, steps in stats.step_s.items():
             if steps.number:
                 metrics.put("starling_step_seconds", steps.bounds, steps.counts, steps.total, name, phase)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from pipeline.observe.metric_families import BATCH, SECONDS
+from pipeline.observe.metric_families import ACCEPTED, BATCH, SECONDS, STEP_TOKENS
 from stages.scheduler.policy.output_lengths import OutputLengths
 
 
@@ -59,10 +59,13 @@ class Stats:
         self.culprits = 0  # sequences that ended because they killed the worker
         self.drafted = 0  # draft tokens, of both sources
         self.accepted = 0
+        # Verifications by the number of draft tokens that they accepted: a list, because a step may have many of them.
+        self.verified = [0] * (len(ACCEPTED) + 1)
         self.model_drafted = 0  # of the draft model only
         self.model_accepted = 0
         self.late = 0  # cancels and answers of kv for sequences that have ended
         self.batch = Histogram(BATCH)
+        self.step_tokens = Histogram(STEP_TOKENS)  # positions of a step of requests
         self.waited_s = Histogram(SECONDS)  # from arrival to the first step
         self.step_s = {phase: Histogram(SECONDS) for phase in STEP_PHASES}  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
@@ -102,6 +105,8 @@ class Stats:
         for name, value in vars(other).items():
             if isinstance(value, Histogram):
                 getattr(self, name).merge(value)
+            elif isinstance(value, list):
+                setattr(self, name, [mine + its for mine, its in zip(getattr(self, name), value, strict=True)])
             elif isinstance(value, dict):
                 mine = getattr(self, name)
                 for key, count in value.items():

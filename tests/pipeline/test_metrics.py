@@ -147,6 +147,18 @@ def test_what_was_scraped_is_there_for_the_gateways_successor(config: Config, di
         assert found["starling_requests_total", (("endpoint", "/v1/generate"), ("status", "200"))] == answered
 
 
+def test_a_peak_stays_over_many_lives(config: Config, directory: Path) -> None:
+    """Whatever lower values come after it, and while no process measures it."""
+    peak = ("starling_context_tokens_max", (("model", "m"),))
+    for value, highest in ((30, 30), (70, 70), (50, 70), (90, 90)):
+        gateway = Metrics("gateway", directory)
+        gateway.raise_to("starling_context_tokens_max", value, "m")
+        gateway.raise_to("starling_context_tokens_max", 1, "m")
+        gateway._ticks += 1  # as if its process had ended
+        gateway.publish()
+        assert scrape(config)[peak] == highest
+
+
 def test_label_sets_are_bounded_over_many_lives(directory: Path) -> None:
     lives = 3
     for life in range(lives):

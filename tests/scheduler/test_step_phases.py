@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.config.schema import MAX_DRAFT_TOKENS
 from pipeline.observe.metrics import Metrics, read_snapshot
 from stages.scheduler.metrics import ModelMetrics
 
@@ -35,3 +36,47 @@ def test_steps_of_prompts_and_of_outputs_are_counted_apart(tmp_path: Path) -> No
     assert snapshot is not None
     exported = {series.labels: sum(series.counts) for series in snapshot.families["starling_step_seconds"]}
     assert exported == {("model", phase): 2 * number for phase, number in numbers.items() if number}
+
+
+def test_tokens_of_steps_and_accepted_drafts_are_counted(tmp_path: Path) -> None:
+    """Every position that is computed is in a step, and every accepted draft token in a verification."""
+    world = World(period=6, speculate=4)
+    world.submit(submission("a", list(range(1, 41)), 3 * OUTPUTS))
+    model = ModelMetrics("model")
+    model.engines["model"] = world.engine
+    metrics = Metrics("scheduler", tmp_path)
+    model.export(metrics)
+    world.run_until_idle()
+    model.export(metrics)
+    stats = world.engine.stats
+    families = metrics.snapshot().families
+    (steps,) = families["starling_step_tokens"]
+    assert sum(steps.counts) == stats.steps
+    assert steps.value >= 40 + 3 * OUTPUTS - 1 - stats.accepted  # a verification computes its drafts in one step
+    (verified,) = families["starling_draft_accepted_tokens"]
+    assert verified.value == stats.accepted > 0
+    assert sum(number * count for number, count in enumerate(verified.counts)) == stats.accepted
+    assert len(verified.counts) == MAX_DRAFT_TOKENS + 1
+    (rate,) = families["starling_prompt_tokens_per_second"]
+    assert rate.value > 0
+    (deferred,) = families["starling_deferred_sequences"]
+    assert deferred.value == 0
+
+
+def test_a_sequence_that_waits_for_pages_is_deferred(tmp_path: Path) -> None:
+    world = World()
+    world.submit(submission("a", list(range(1, 41)), OUTPUTS))
+    model = ModelMetrics("model")
+    model.engines["model"] = world.engine
+    metrics = Metrics("scheduler", tmp_path)
+
+    def exported(name: str) -> float:
+        model.export(metrics)
+        (series,) = metrics.snapshot().families[f"starling_{name}"]
+        return series.value
+
+    assert (exported("queue_depth"), exported("deferred_sequences"), exported("running_sequences")) == (1, 0, 0)
+    world.run_round()  # it has a row now, and kv has not answered
+    assert (exported("queue_depth"), exported("deferred_sequences"), exported("running_sequences")) == (0, 1, 0)
+    world.run_until_idle()
+    assert (exported("queue_depth"), exported("deferred_sequences"), exported("running_sequences")) == (0, 0, 0)

@@ -26,7 +26,7 @@ from pipeline.protocol.messages import Cancel, Frame, Rejected, SequenceTokens, 
 from stages.gateway.requests.output import SequenceOutput, restore_output
 from stages.gateway.requests.overtime import OVERTIME_S, timeout_message
 from stages.gateway.requests.reasoning_budget import end_reasoning, is_over_budget
-from stages.gateway.requests.sequence_events import GapCounter, record_decoding, record_tokens
+from stages.gateway.requests.sequence_events import GapCounter, record_decoding, record_start, record_tokens
 from stages.gateway.requests.sequence_text import emit, is_complete
 from stages.gateway.requests.state import (
     Filter,
@@ -237,7 +237,7 @@ class Relay:
     def _start(self, ids: tuple[str, ...]) -> None:
         """Sequences have left the scheduler's queue."""
         for sequence in filter(None, map(self.sequences.get, ids)):
-            sequence.is_started = True
+            record_start(sequence, self._clock())
             request = sequence.request
             if request.sink is not None and request.is_started:
                 request.sink.started()

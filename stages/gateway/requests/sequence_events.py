@@ -14,6 +14,14 @@ from stages.gateway.tracing.timeline import Fact, Phase, RequestTrace, ms
 GapCounter = Callable[[RequestState, float | None, int], None]
 
 
+def record_start(sequence: SequenceState, now: float) -> None:
+    """The sequence has left the scheduler's queue."""
+    sequence.is_started = True
+    if not sequence.started_at:
+        # Its first tokens may have come in the same frame.
+        sequence.started_at = sequence.first_token_at if sequence.last_token_at else now
+
+
 def record_tokens(sequence: SequenceState, count: int, now: float, count_gaps: GapCounter | None) -> None:
     """`count` new tokens have come; call it before they are added to the sequence's tokens."""
     if not sequence.tokens:

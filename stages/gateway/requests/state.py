@@ -117,6 +117,7 @@ class SequenceState:
         "revision",
         "scores",
         "spec",
+        "started_at",
         "stop_string",
         "text",
         "text_ends",
@@ -143,6 +144,7 @@ class SequenceState:
         # Submission to the scheduler.
         self.is_submitted = False
         self.is_started = False  # the scheduler has taken it out of its queue and computes its prompt
+        self.started_at = 0.0  # s, monotonic: when it first left the queue; 0.0: not yet, or before this gateway's life
         self.not_before = 0.0  # s, monotonic: earliest time of the next submission
         self.n_resubmitted = 0
         self.revision = 0  # of the tokens: grows when some that were computed are replaced by others

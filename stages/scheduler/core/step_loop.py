@@ -216,6 +216,7 @@ class StepLoop:
         if is_growing:
             self._pages.extend_neighbours()
         step = self._write_step(ring, rows, samples, batch, pooled)
+        stats.step_tokens.add(batch.tokens)
         self._phases.published(batch.entries)
         step.entries, step.is_verifying, step.has_news = batch.entries, is_verifying, has_news
         step.pooled = pooled

@@ -237,6 +237,7 @@ class Proposer:
         """`accepted` of `drafted` draft tokens were accepted."""
         state, stats = self._state(sequence), self._stats
         stats.accepted += accepted
+        stats.verified[accepted] += 1
         if state.is_model:
             stats.model_accepted += accepted
             self._record_model(state, sequence.run.length, drafted, accepted)
