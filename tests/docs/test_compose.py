@@ -169,9 +169,10 @@ def test_the_services_run_together(composition: Composition) -> None:
         found = query("query", query=expression)
         return float(found["result"][0]["value"][1]) if found and found["result"] else 0.0
 
-    # It scrapes the service by its name.
+    # It scrapes the service by its name, with a key that names the tenants.
     wait_until(lambda: value('up{job="starling"}') == 1, MINUTE_S)
     wait_until(lambda: value("sum(starling_requests_total)") >= 1, MINUTE_S)
+    wait_until(lambda: value('sum(starling_tenant_requests_total{tenant=~"key-.+"})') >= 1, MINUTE_S)
     rules = yaml.safe_load((ROOT / "configs/prometheus/rules.yml").read_text())["groups"]
     assert {group["name"] for group in query("rules")["groups"]} == {group["name"] for group in rules}
 

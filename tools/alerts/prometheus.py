@@ -32,17 +32,27 @@ def is_installed() -> bool:
 class Prometheus:
     """Scrapes 127.0.0.1:`target` every `interval_s`. A context manager; it has scraped when entered."""
 
-    def __init__(self, home: Path, target: int, rules: Mapping[str, Any], interval_s: float = 1.0) -> None:
-        """`home` is created; `rules` is the contents of a rules file."""
+    def __init__(
+        self,
+        home: Path,
+        target: int,
+        rules: Mapping[str, Any],
+        interval_s: float = 1.0,
+        authorization: Mapping[str, str] | None = None,
+    ) -> None:
+        """`home` is created; `rules` is a rules file's contents, `authorization` a part of the scrape configuration."""
         self.port = free_port()
         self._home = home
         every = f"{round(1000 * interval_s)}ms"
         home.mkdir()
         (home / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
+        job: dict[str, Any] = {"job_name": "starling", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
+        if authorization is not None:
+            job["authorization"] = dict(authorization)
         config = {
             "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
             "rule_files": ["rules.yml"],
-            "scrape_configs": [{"job_name": "starling", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}],
+            "scrape_configs": [job],
         }
         (home / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._log = (home / "log").open("wb")
