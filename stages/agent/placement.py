@@ -260,10 +260,11 @@ class Placement:
                 is_suspended = not self._is_open()
                 if is_suspended:
                     await engine.suspend()
+                if download.done():
+                    download.result()
+                    self.progress = None
                 was_ready, ready_at = True, self._clock()
                 self._was_ready = True
-                if download.done():
-                    self.progress = None
                 self.load_s = ready_at - begun
                 self.incarnation = self._next_incarnation()
                 self._set("READY")
@@ -297,14 +298,14 @@ def _has_failed(download: Download) -> bool:
 
 
 async def _while_arriving(download: Download, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. Raises the error of the download if that fails first."""
+    """The result of `work`. Raises the error of the download if that fails first, or has failed."""
     task = asyncio.ensure_future(work)
     try:
         if not download.done():
             either: list[asyncio.Future[Any]] = [task, download]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if download.done():
-                download.result()
+        if download.done():  # it may have failed before, while nothing looked at it
+            download.result()
         return await task
     finally:
         task.cancel()

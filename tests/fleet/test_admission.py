@@ -13,7 +13,7 @@ from stages.agent import placement as placements
 from stages.agent.downloads.model import PHASE
 from stages.agent.engines.interface import EngineDied, Queue
 from stages.agent.placement import ADMIT_S, WITHDRAW_S, Placement
-from tests.fleet.coordination_stores import until
+from tests.fleet.coordination_stores import LIMIT_S, until
 from tests.fleet.test_engines import ENTRY, Busy
 
 TOTAL = 1000
@@ -28,11 +28,26 @@ class Switched(Busy):
         super().__init__()
         self.death: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
 
+        self.calls: list[str] = []
+        self.may_start, self.may_answer, self.may_suspend = (asyncio.Event() for _ in range(3))
+        for one in (self.may_start, self.may_answer, self.may_suspend):
+            one.set()
+
+    async def start(self) -> None:
+        self.calls.append("start")
+        await super().start()
+        await self.may_start.wait()
+
+    async def ready(self) -> None:
+        await self.may_answer.wait()
+
     async def ended(self) -> EngineDied:
         return await asyncio.shield(self.death)
 
     async def suspend(self) -> None:
         self.is_suspended = True
+        self.calls.append("suspend")
+        await self.may_suspend.wait()
 
     async def resume(self) -> None:
         self.is_suspended = False
@@ -141,6 +156,29 @@ async def test_a_withdrawn_model_follows_the_end_of_its_download(slow: Slow, is_
         slow.end.set_result(None)
         await slow.until("READY")
         assert slow.placement.progress is None
+
+
+@pytest.mark.parametrize("at", ["start", "suspend"])
+async def test_a_download_that_fails_while_its_engine_is_called_fails_the_model(at: str) -> None:
+    """At once: an engine without its weights does not become ready, and nothing restarts it."""
+    slow = Slow()
+    answer = slow.engine.may_start if at == "start" else slow.engine.may_suspend
+    answer.clear()
+    slow.is_open = at == "start"
+    if at == "start":
+        slow.engine.may_answer.clear()
+    slow.arrive(0, 0)
+    slow.arrive(1, 500)
+    await until(lambda: slow.engine.calls[-1:] == [at])
+    slow.end.set_exception(StorageUnavailable("the store has ended"))
+    await until(lambda: slow.has_ended)
+    answer.set()
+    try:
+        with pytest.raises(StorageUnavailable, match="the store has ended"):
+            await asyncio.wait_for(slow.placement.wait(), LIMIT_S)
+        assert (slow.placement.state, slow.engine.stops, slow.placement.restarts) == ("FAILED", 1, 0)
+    finally:
+        await slow.placement.stop()
 
 
 @pytest.mark.parametrize("how", ["engine", "download", "unloaded"])
