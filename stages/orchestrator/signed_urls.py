@@ -31,10 +31,11 @@ PROMPT_S = 0.25  # between two polls of an agent out of turn, because it waits f
 
 
 class _Load:
-    """A load that this orchestrator has asked for."""
+    """A load that this orchestrator has asked for. `incarnation`: of the agent."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, incarnation: str) -> None:
         self.entry = entry
+        self.incarnation = incarnation
         self.calls = 0  # under way
 
 
@@ -50,7 +51,7 @@ class UrlSigner:
         self._poll_now = poll_now
         self._clock = clock
         self._entries: Mapping[str, Entry] = {}
-        self._takers: set[str] = set()  # agents without credentials
+        self._takers: dict[str, str] = {}  # agents without credentials, and their incarnations
         self._loads: dict[str, OrderedDict[str, _Load]] = {}  # by agent and model
         self._ready: dict[str, dict[str, SignedUrls]] = {}  # likewise: for the next heartbeat
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by agent: it is signed for
@@ -90,7 +91,7 @@ class UrlSigner:
         loads = self._loads.setdefault(agent_id, OrderedDict())
         load = loads.get(model)
         if load is None or not load.entry.same_model(entry):
-            loads[model] = load = _Load(entry)
+            loads[model] = load = _Load(entry, self._takers[agent_id])
         loads.move_to_end(model)
         while len(loads) > MAX_LOADS:
             loads.popitem(last=False)
@@ -101,13 +102,21 @@ class UrlSigner:
         load = self._load(agent_id, model)
         if load is not None:
             load.calls = max(0, load.calls - 1)
+            if agent_id not in self._takers:
+                self._drop_ended(agent_id)
 
     def forget(self, agent_id: str) -> None:
-        """An agent has left: its next incarnation gets new requests to load models."""
-        self._takers.discard(agent_id)
-        self._loads.pop(agent_id, None)
+        """An agent has left. Requests to load models may still wait: it may register again, and have gone on."""
+        self._takers.pop(agent_id, None)
+        self._drop_ended(agent_id)
         self._ready.pop(agent_id, None)
         self._prompted.pop(agent_id, None)
+
+    def _drop_ended(self, agent_id: str) -> None:
+        """Sign no longer for the loads of an agent whose requests have been answered."""
+        loads = self._loads.pop(agent_id, OrderedDict[str, _Load]())
+        if kept := OrderedDict((model, load) for model, load in loads.items() if load.calls):
+            self._loads[agent_id] = kept
 
     def has_told(self, agent_id: str, model: str) -> bool:
         """Whether URLs are signed for that load now."""
@@ -133,7 +142,13 @@ class UrlSigner:
     def observe(self, details: HeartbeatResponse, has_requests: Callable[[str], bool] = lambda model: False) -> None:
         """An agent has answered a poll. `has_requests(model)`: of this orchestrator, at its engine."""
         agent_id = details.agent_id
-        (self._takers.add if details.takes_signed_urls else self._takers.discard)(agent_id)
+        if details.takes_signed_urls:
+            self._takers[agent_id] = details.incarnation
+        else:
+            self._takers.pop(agent_id, None)
+        before = self._loads.get(agent_id, OrderedDict[str, _Load]())
+        for model in [name for name, load in before.items() if load.incarnation != details.incarnation]:
+            del before[model]
         # An engine may be ready while its weights still arrive.
         held = {one.model_id for one in details.loaded_models if one.model_state not in ("FAILED", "UNLOADED")}
         for one in details.wanted_urls[:MAX_LOADS]:
@@ -173,7 +188,7 @@ class UrlSigner:
                     extra={"model": wanted.model_id, "agent": agent_id, "reason": error.message},
                 )
                 return
-            if agent_id in self._loads:  # it has not left meanwhile
+            if agent_id in self._takers and self._load(agent_id, wanted.model_id) is load:  # not ended meanwhile
                 self._ready.setdefault(agent_id, {})[wanted.model_id] = signed
         now = self._clock()
         if agent_id in self._ready and now >= self._prompted.get(agent_id, -PROMPT_S) + PROMPT_S:

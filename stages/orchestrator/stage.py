@@ -271,14 +271,18 @@ class OrchestratorStage:
             self._health[agent_id] = found.health
             self.events.add(f"agent-{found.health.lower()}", agent=agent_id, text=found.reason)
             log.info("agent health", extra={"agent": agent_id, "health": found.health, "reason": found.reason})
-        answer = self.registry.answer_of(agent_id)
-        if answer is not None:
-            self.signer.observe(answer, lambda model: self.router.under_way(agent_id, model) > 0)
-        self._table_changed()
+        self._answered(agent_id)
 
     async def _check_loaded(self, agent_id: str) -> None:
         """The models of an agent have changed."""
         await self.registry.check_node(agent_id)
+        self._answered(agent_id)
+
+    def _answered(self, agent_id: str) -> None:
+        """An agent was polled."""
+        answer = self.registry.answer_of(agent_id)
+        if answer is not None:
+            self.signer.observe(answer, lambda model: self.router.under_way(agent_id, model) > 0)
         self._table_changed()
 
     def _move_draining(self, agent_id: str) -> None:

@@ -74,13 +74,14 @@ class Bench:
         takes: bool = True,
         state: ModelState = "DOWNLOADING",
         requests: Sequence[str] = (),
+        incarnation: str = "1",
     ) -> set[str]:
         """What the agent gets with the heartbeat after one that says this: keys."""
         models = [LoadedModel(model_id=name, model_state=state, cache_level="REMOTE") for name in downloading]
         self.signer.observe(
             HeartbeatResponse(
                 agent_id="one",
-                incarnation="1",
+                incarnation=incarnation,
                 state="IDLE",
                 takes_signed_urls=takes,
                 wanted_urls=wanted,
@@ -176,6 +177,39 @@ async def test_an_agent_that_has_left_gets_nothing(bench: Bench) -> None:
     assert await heartbeat == set()
     bench.signer.end("one", "tiny")
     assert await bench.heartbeat(wanted(TINY, 1)) == set()
+
+
+async def test_a_load_goes_on_when_an_agent_registers_again(bench: Bench) -> None:
+    """Its lease has ended for some seconds, and the request to load the model still waits for its answer."""
+    await bench.heartbeat()
+    await bench.signer.begin("one", "tiny")
+    bench.signer.forget("one")
+    assert bench.signer.take("one") == ()
+    assert await bench.heartbeat(wanted(TINY, 1)) == {TINY.part_key(1)}
+    bench.signer.end("one", "tiny")
+    assert await bench.heartbeat(wanted(TINY, 2)) == {TINY.part_key(2)}
+    bench.signer.forget("one")  # without a request that waits
+    assert await bench.heartbeat(wanted(TINY, 3)) == set()
+
+
+async def test_an_agent_that_has_started_anew_gets_nothing_for_its_loads_of_before(bench: Bench) -> None:
+    """It loads the model by itself; the request of before is about to fail."""
+    await bench.heartbeat()
+    await bench.signer.begin("one", "tiny")
+    bench.signer.forget("one")
+    assert await bench.heartbeat(wanted(TINY, 1), incarnation="2") == set()
+    assert not bench.signer.has_told("one", "tiny")
+    bench.signer.end("one", "tiny")
+    await bench.signer.begin("one", "tiny")
+    assert await bench.heartbeat(wanted(TINY, 1), incarnation="2") == {TINY.part_key(1)}
+
+
+async def test_nothing_is_kept_of_a_load_that_ends_after_its_agent(bench: Bench) -> None:
+    await bench.heartbeat()
+    await bench.signer.begin("one", "tiny")
+    bench.signer.forget("one")
+    bench.signer.end("one", "tiny")
+    assert bench.signer._loads == {}
 
 
 async def test_the_loads_that_are_remembered_are_bounded(bench: Bench) -> None:
