@@ -74,6 +74,7 @@ HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
 CATALOG_S = 30.0  # between two reads of the catalog
+FIRST_CATALOG_S = 30.0  # for the first one to end: then models are placed without it
 CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
@@ -168,6 +169,7 @@ class OrchestratorStage:
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
         self._catalog_read = -CATALOG_S
+        self._catalog_known = asyncio.Event()  # it has been read, or could not be
         self._placing: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
 
@@ -334,11 +336,13 @@ class OrchestratorStage:
             entries = await contents.entries(self._blobs)
         except StarlingError as error:
             log.warning("the catalog cannot be read", extra={"reason": error.message})
+            self._catalog_known.set()
             return
         found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
         self._published.clear()
         self._published.update(found)
         self.signer.set_entries(entries)
+        self._catalog_known.set()
 
     async def _learn(self, model: str) -> None:
         """A request names a model that is not known: it may have been published lately."""
@@ -349,6 +353,10 @@ class OrchestratorStage:
 
     async def _lead(self) -> None:
         """Carry out placements while this orchestrator leads."""
+        # Agents without credentials refuse to load a model without its entry and URLs.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_CATALOG_S):
+                await self._catalog_known.wait()
         election = Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S)
         while True:
             try:

@@ -46,6 +46,7 @@ class TestAgent:
         self.engines: dict[str, Server] = {}
         self.cold: dict[str, Server] = {}  # engines that /load_model makes ready
         self.loads: list[str] = []
+        self.digests: list[str] = []  # that the requests to load models name
         self.may_load = threading.Event()
         self.loading = threading.Event()
         self.unloads: list[str] = []
@@ -99,7 +100,9 @@ class TestAgent:
             del self.engines[unload.model_id]
             return msgspec.json.encode(bodies.UnloadModelResponse(status="success", model_id=unload.model_id))
         assert path == "/load_model", path
-        model = msgspec.json.decode(body, type=bodies.LoadModelRequest).model_id
+        load = msgspec.json.decode(body, type=bodies.LoadModelRequest)
+        model = load.model_id
+        self.digests.append(load.digest)
         self.loads.append(model)
         if len(self.engines) >= self.memory:
             raise ResourceError(f"{model!r} needs more memory: unload a model", "model_id")

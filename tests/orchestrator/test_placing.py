@@ -1,0 +1,66 @@
+"""The leader places models by the catalog: it reads that first, and does without one that cannot be read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.catalog.entry import PART_BYTES, Entry, Source
+from tests.fleet.range_server import Handler, RangeServer, served
+from tests.orchestrator.fleet import DIGEST, Fleet, TestAgent
+
+ENGINE: Any = SimpleNamespace(port=1)  # no request is sent to it
+POLLS = 20  # in which a leader that does not wait has long placed the model
+ENTRY = Entry(
+    name="cold",
+    digest=DIGEST,
+    source=Source(file="m.gguf", bytes=1),
+    index_sha256="b" * 64,
+    index_bytes=10,
+    weights_bytes=PART_BYTES,
+    weights_checksum="c" * 32,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RangeServer]:
+    """A blob store with the entry of one model."""
+    root = tmp_path / "blobs"
+    root.mkdir()
+    (root / "catalog.json").write_bytes(msgspec.json.encode([ENTRY]))
+    with served(root) as server:
+        yield server
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_a_leader_places_when_it_has_read_the_catalog(tmp_path: Path, store: RangeServer, is_readable: bool) -> None:
+    """An agent without credentials needs what the catalog says of a model, and refuses a load without it."""
+    may_answer = threading.Event()
+
+    def hold(handler: Handler, body: bytes) -> bool:
+        assert may_answer.wait(60)
+        if not is_readable:
+            handler.refuse(403)
+        return not is_readable
+
+    store.fault = hold
+    fleet = Fleet(tmp_path / "fleet", {"fleet": {"blobs": store.url, "orchestrator": {"poll_ms": 50}}})
+    try:
+        agent = fleet.agents["one"] = TestAgent("one", fleet.secret)
+        agent.may_load.set()
+        agent.cold["cold"] = ENGINE
+        fleet.write("placements/cold", b'{"model":"cold","replicas":1}')
+        fleet.register(agent)
+        fleet.wait(lambda state: agent.polls >= POLLS or agent.loads)
+        may_answer.set()
+        fleet.wait(lambda state: [len(one["loaded_models"]) for one in state["agents"]] == [1])
+        assert agent.digests == [DIGEST if is_readable else ""]
+    finally:
+        may_answer.set()
+        assert fleet.close() == 0, "".join(fleet.lines)
