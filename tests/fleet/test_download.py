@@ -16,11 +16,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from pipeline.blobs import retry
 from pipeline.blobs.http import HttpStore
+from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, NotFound, StorageUnavailable
 from shm.checkpoint import PIECE_BYTES
+from stages.agent.downloads.model import _fetch_index
 from starling.cli import cli
 from tests.fleet.range_server import Handler, served
 from tests.fleet.site import Site
@@ -168,6 +171,41 @@ async def test_a_mirror_takes_over_from_a_store_that_fails(site: Site) -> None:
         assert site.is_right()
         assert arrival.report is not None
         assert arrival.report.by_source[mirror.url][0] > 0
+
+
+async def test_every_store_is_asked_for_the_index_before_one_is_asked_again(site: Site, tmp_path: Path) -> None:
+    """One that does not answer delays no other one, and one that does not have it is not asked again."""
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    def refuse(handler: Handler, body: bytes) -> bool:
+        handler.refuse(503)
+        return True
+
+    def refuse_once(handler: Handler, body: bytes) -> bool:
+        return handler.server.requests[handler.path] == 1 and refuse(handler, body)
+
+    context = site.context()._replace(sleep=sleep, jitter=lambda: 0.5)
+    site.server.fault = refuse
+    (tmp_path / "empty").mkdir()
+    path = f"/{site.entry.index_key}"
+    with served(site.root) as mirror, served(tmp_path / "empty") as empty:
+        async with HttpStore(empty.url) as first, HttpStore(site.server.url) as second, HttpStore(mirror.url) as third:
+            stores: list[BlobStore] = [first, second, third]
+            raw, _ = await _fetch_index(site.entry, stores, context)
+            assert len(raw) == site.entry.index_bytes
+            assert (waits, site.server.requests[path]) == ([], 1)
+            mirror.requests.clear()
+            mirror.fault = refuse_once
+            await _fetch_index(site.entry, stores, context)
+            assert waits == [retry.FIRST_S]
+            assert (empty.requests[path], site.server.requests[path], mirror.requests[path]) == (2, 3, 2)
+            mirror.fault = refuse
+            with pytest.raises(StorageUnavailable, match="503"):
+                await _fetch_index(site.entry, stores, context)
+            assert (empty.requests[path], len(waits)) == (3, retry.ATTEMPTS)
 
 
 async def test_a_mirror_with_damaged_bytes_is_outvoted_by_checksums(site: Site, tmp_path: Path) -> None:

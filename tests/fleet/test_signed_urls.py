@@ -15,7 +15,7 @@ from pipeline.catalog.entry import Entry
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, InvalidRequest, NotFound, StarlingError, StorageUnavailable
 from pipeline.fleet.bodies import MAX_URLS, LoadModelRequest, SignedUrls
-from stages.agent.downloads.model import download_model
+from stages.agent.downloads.model import _fetch_index, download_model
 from stages.agent.downloads.signed_store import AHEAD, KEPT, SignedModels, SignedStore, entry_of
 from tests.fleet.coordination_stores import Clock
 from tests.fleet.range_server import Handler
@@ -149,6 +149,21 @@ async def test_a_url_that_is_refused_is_replaced_in_the_middle_of_a_download(sit
     assert count > site.entry.n_parts  # each part has several pieces
     signed.end("tiny")
     assert signed.wanted() == () and signed.stores_of(site.entry) == []
+
+
+async def test_mirrors_give_the_index_while_no_url_can_be_signed(site: Site) -> None:
+    async with HttpStore(site.server.url) as mirror:
+        signed = SignedModels([mirror])
+        signed.begin(SignedUrls(entry=site.entry, valid_s=100, urls={}))
+        stores = signed.stores_of(site.entry)
+        fetching = asyncio.create_task(_fetch_index(site.entry, stores, site.context()))
+        while not fetching.done():
+            # The index is not waited for: an orchestrator that cannot sign brings no URL.
+            assert site.entry.index_key not in signed.wanted()[0].keys
+            await asyncio.sleep(0)
+        raw, _ = fetching.result()
+        assert len(raw) == site.entry.index_bytes
+        await signed.close()
 
 
 async def test_urls_that_are_always_refused_end_the_download_with_the_remedy(site: Site) -> None:

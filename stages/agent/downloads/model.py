@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pipeline.blobs.interface import BlobStore
-from pipeline.blobs.retry import retried
+from pipeline.blobs.retry import ATTEMPTS, delay_s
 from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, NotFound, ResourceError, StarlingError, StorageUnavailable
@@ -203,18 +203,27 @@ def _record(models_dir: Path, entry: Entry, is_new: bool) -> None:
 
 
 async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) -> tuple[bytes, Index]:
-    """The index from the first store that has it: its bytes and contents. Raises the last store's error."""
+    """The index from the first store that gives it: its bytes and contents. Raises the last store's error.
+
+    All are asked once before one is asked again: a store that does not answer in time delays no other one.
+    """
     failure: StarlingError | None = None
-    for store in stores:
-        try:
-            raw = await retried(
-                lambda store=store: store.get(entry.index_key, 0, entry.index_bytes),  # type: ignore[misc]
-                sleep=context.sleep,
-                jitter=context.jitter,
-            )
-            return raw, await asyncio.to_thread(_checked_index, raw, entry, store.address, context.cache)
-        except (NotFound, ConfigError, StorageUnavailable) as error:
-            failure = error
+    asked = list(stores)
+    for failures in range(1, ATTEMPTS + 1):
+        waits_s = []
+        for store in list(asked):
+            try:
+                raw = await store.get(entry.index_key, 0, entry.index_bytes)
+                return raw, await asyncio.to_thread(_checked_index, raw, entry, store.address, context.cache)
+            except StorageUnavailable as error:
+                failure = error
+                waits_s.append(error.retry_after_s)
+            except (NotFound, ConfigError) as error:
+                failure = error
+                asked.remove(store)
+        if not asked or failures == ATTEMPTS:
+            break
+        await context.sleep(delay_s(failures, min(waits_s), context.jitter()))
     raise failure or ConfigError(f"{entry.name!r} has no source; set fleet.blobs", "fleet.blobs")
 
 

@@ -169,7 +169,8 @@ class SignedModels:
     def stores_of(self, entry: Entry) -> list[BlobStore]:
         """Where a model is read from; [] if there were no URLs with the request to load it."""
         store = self._stores.get(entry.name)
-        return [store, *self._mirrors] if store is not None and store.entry.same_model(entry) else []
+        # A mirror is asked first: a signed URL may have to be waited for.
+        return [*self._mirrors, store] if store is not None and store.entry.same_model(entry) else []
 
     def end(self, name: str) -> None:
         """A model is here, or its load has ended: its URLs are forgotten."""
