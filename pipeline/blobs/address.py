@@ -27,7 +27,12 @@ def open_all(config: Config, env: paths.Env = os.environ) -> list[BlobStore]:
 
 def open_without_credentials(config: Config, addresses: Iterable[str], env: paths.Env = os.environ) -> list[BlobStore]:
     """The stores of those addresses that need no credentials: directories and web servers."""
-    return [_open(address, config, env) for address in addresses if urlsplit(address).scheme not in SCHEMES]
+    return [_open(address, config, env) for address in addresses if not needs_credentials(address)]
+
+
+def needs_credentials(address: str) -> bool:
+    """Whether the store of that address is a bucket."""
+    return urlsplit(address).scheme in SCHEMES
 
 
 def _open(address: str, config: Config, env: paths.Env) -> BlobStore:

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline import procfs
+from pipeline.blobs.address import needs_credentials
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents, pulled
 from pipeline.config.rules import check_name
@@ -104,6 +105,7 @@ class Models:
         self._stored = stored
         self._stores = stores
         self._signed = signed
+        self._reads_blobs = signed is None or not needs_credentials(config.fleet.blobs)  # so `stores` has fleet.blobs
         self._session = session
         self._free_port = free_port
         self._is_open = is_open
@@ -321,7 +323,7 @@ class Models:
             try:
                 return await contents.find(store, name)
             except StarlingError as error:
-                if isinstance(error, ModelNotFound) and self._signed is None:
+                if isinstance(error, ModelNotFound) and self._reads_blobs:
                     raise
                 failure = failure or error
         record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
@@ -329,7 +331,7 @@ class Models:
             if failure is not None:
                 log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
             return record.entry
-        if self._signed is not None:
+        if not self._reads_blobs:
             raise ModelUnavailable(
                 f"{name!r} is not on this host, which uses no credentials (fleet.agent.signed_urls), and the "
                 "request to load it has no signed URLs: let orchestrators of this release, which can read the bucket, "

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from yarl import URL
 
+from pipeline.blobs.folder import FolderStore
 from pipeline.blobs.http import HttpStore
+from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.ranged_get import RangeReader
 from pipeline.catalog.entry import Entry
 from pipeline.config.load import resolve
-from pipeline.errors import ConfigError, InvalidRequest, NotFound, StarlingError, StorageUnavailable
+from pipeline.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    NotFound,
+    StarlingError,
+    StorageUnavailable,
+)
 from pipeline.fleet.bodies import MAX_URLS, LoadModelRequest, SignedUrls
 from stages.agent.downloads.model import _fetch_index, download_model
 from stages.agent.downloads.signed_store import AHEAD, KEPT, SignedModels, SignedStore, entry_of
+from stages.agent.models import Models, Stored
 from tests.fleet.coordination_stores import Clock
 from tests.fleet.range_server import Handler
 from tests.fleet.site import Site
@@ -181,6 +193,49 @@ async def test_urls_that_are_always_refused_end_the_download_with_the_remedy(sit
     orchestrating.cancel()
     await store._reader.close()
     assert "sig=" not in str(caught.value)
+
+
+# ------------------------------------------------------------------ a request without URLs
+
+
+@pytest.mark.parametrize("blobs", ["folder", "web"])
+async def test_a_store_that_needs_no_credentials_says_which_models_exist(
+    site: Site, tmp_path: Path, blobs: str
+) -> None:
+    """As to an agent with credentials: its own store decides, and its mirrors do not."""
+    address = str(site.root) if blobs == "folder" else site.server.url
+    models = agent_models(tmp_path, address, [FolderStore(site.root) if blobs == "folder" else HttpStore(address)])
+    with pytest.raises(ModelNotFound, match=r"no model 'nothing' is published at .*: tiny"):
+        await models.place(LoadModelRequest(model_id="nothing"))
+    site.server.fault = lambda handler, body: handler.refuse(403) or True
+    if blobs == "web":
+        with pytest.raises(ConfigError, match="answers 403; check fleet.blobs"):
+            await models.place(LoadModelRequest(model_id="tiny"))
+    await close(models)
+
+
+async def test_mirrors_of_a_bucket_do_not_say_which_models_exist(tmp_path: Path) -> None:
+    """They may lack some: without URLs an orchestrator has to be asked."""
+    mirror = FolderStore(tmp_path / "mirror")
+    models = agent_models(tmp_path, "s3://bucket/prefix", [mirror])
+    with pytest.raises(ModelUnavailable, match=r"uses no credentials .* no signed URLs"):
+        await models.place(LoadModelRequest(model_id="tiny"))
+    await close(models)
+
+
+def agent_models(folder: Path, blobs: str, stores: list[BlobStore]) -> Models:
+    """The models of an agent with `fleet.agent.signed_urls`."""
+    none: Any = None
+    config = resolve({"fleet": {"blobs": blobs, "agent": {"signed_urls": True}}}, {})
+    stored = Stored(agent_id="a", incarnation="b")
+    signed = SignedModels([])
+    return Models(config, folder, folder / "models", stored, stores, none, none, lambda: True, signed=signed)
+
+
+async def close(models: Models) -> None:
+    await models.stop()
+    for store in models._stores:
+        await store.close()
 
 
 # ------------------------------------------------------------------ the query is a secret
