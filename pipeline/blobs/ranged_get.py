@@ -34,10 +34,14 @@ class UrlRefused(ConfigError):
 class RangeReader:
     """Connections of one store. Used in one event loop."""
 
-    def __init__(self, clock: Callable[[], float] = time.time, redirects: int = 0) -> None:
-        """`clock`: s since 1970, to read a `Retry-After` that is a date. `redirects`: that are followed."""
+    def __init__(self, clock: Callable[[], float] = time.time, redirects: int = 0, *, is_signed: bool = False) -> None:
+        """`clock`: s since 1970, to read a `Retry-After` that is a date. `redirects`: that are followed.
+
+        is_signed: the URLs carry their credentials; then those that `.netrc` has for a host are not sent.
+        """
         self._clock = clock
         self._redirects = redirects
+        self._is_signed = is_signed
         self._session: aiohttp.ClientSession | None = None
 
     async def size(self, url: URL) -> int:
@@ -91,7 +95,8 @@ class RangeReader:
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S),
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS),
                 auto_decompress=False,
-                trust_env=True,
+                trust_env=True,  # proxies, and `.netrc`
+                middlewares=(_without_credentials,) if self._is_signed else (),
             )
         return self._session
 
@@ -123,6 +128,14 @@ class RangeReader:
             return UrlRefused(f"{what}; check fleet.blobs", "fleet.blobs")
         wait = retry_after_s(response.headers.get("Retry-After", ""), self._clock())
         return StorageUnavailable(what, retry_after_s=wait)
+
+
+async def _without_credentials(
+    request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """A store refuses a request that is authenticated twice. Those for a proxy are left."""
+    request.headers.pop("Authorization", None)
+    return await send(request)
 
 
 def shown_url(url: URL) -> str:

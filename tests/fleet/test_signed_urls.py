@@ -195,6 +195,28 @@ async def test_urls_that_are_always_refused_end_the_download_with_the_remedy(sit
     assert "sig=" not in str(caught.value)
 
 
+@pytest.mark.parametrize("is_signed", [True, False])
+async def test_a_signed_url_is_sent_without_the_credentials_of_netrc(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_signed: bool
+) -> None:
+    """A store refuses a request with two signatures. A web server may need what `.netrc` has for it."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login git password other\n")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    received: list[str | None] = []
+    site.server.fault = lambda handler, body: received.append(handler.headers["Authorization"])  # type: ignore[func-returns-value,assignment,return-value]
+    if is_signed:
+        signed = SignedModels([])
+        signed.begin(urls_of(site.entry, site.server.url))
+        (store,) = signed.stores_of(site.entry)
+    else:
+        store = HttpStore(site.server.url)
+    await store.get(site.entry.index_key, 0, 1)
+    await (signed.close() if is_signed else store.close())
+    assert received == [None if is_signed else "Basic Z2l0Om90aGVy"]
+
+
 # ------------------------------------------------------------------ a request without URLs
 
 

@@ -150,7 +150,7 @@ class SignedModels:
     def __init__(self, mirrors: list[BlobStore], clock: Clock = time.monotonic) -> None:
         self._mirrors = mirrors
         self._clock = clock
-        self._reader = RangeReader()
+        self._reader = RangeReader(is_signed=True)
         self._stores: dict[str, SignedStore] = {}
 
     def begin(self, given: SignedUrls) -> None:
