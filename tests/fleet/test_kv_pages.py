@@ -146,10 +146,26 @@ async def test_tickets_are_for_one_agent_and_end(folder: Path) -> None:
         source.now += TICKET_S
         with pytest.raises(NotFound):
             source.giver.redeem(late, "target")
-        for _ in range(MAX_TICKETS):
-            await source.offer()
-        with pytest.raises(Overloaded, match="tickets"):
-            await source.offer()
+
+
+async def test_unused_tickets_stop_no_later_ones(folder: Path) -> None:
+    """As in a drain of many streams, of which the orchestrator computes most."""
+    async with two(folder) as (source, _):
+        tickets = [(await source.offer(to=f"agent-{n}")).ticket for n in range(MAX_TICKETS + 2)]
+        for n, ticket in enumerate(tickets):
+            if n < 2:
+                with pytest.raises(NotFound):
+                    source.giver.redeem(ticket, f"agent-{n}")
+            else:
+                assert len(source.giver.redeem(ticket, f"agent-{n}").places) == 6
+        # Another one for the same request and agent takes the place of the first one.
+        first = (await source.offer()).ticket
+        other = (await source.offer(to="other")).ticket
+        second = (await source.offer()).ticket
+        with pytest.raises(NotFound):
+            source.giver.redeem(first, "target")
+        assert len(source.giver.redeem(second, "target").places) == 6
+        assert len(source.giver.redeem(other, "other").places) == 6
 
 
 def test_over_tls_only_orchestrators_decide_and_only_agents_read() -> None:
@@ -201,7 +217,7 @@ async def test_bytes_under_way_are_bounded_per_tenant_and_in_total(folder: Path,
             await held.wait()
 
         source.before = hold
-        given = [await source.offer() for _ in range(3)]
+        given = [await source.offer(to=name) for name in ("a", "b", "c")]
         first = asyncio.create_task(target.taker.take(source.asked(given[0], tenant=tenant)))
         await arrived.wait()
         with pytest.raises(Overloaded, match="page_mb"):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.errors import InternalError, NotFound, Overloaded, TooLarge
+from pipeline.errors import InternalError, NotFound, TooLarge
 from pipeline.fleet.bodies import GivePagesRequest, GivePagesResponse
 from pipeline.ipc import control
 from shm.arena import ArenaError
@@ -21,11 +21,12 @@ from stages.agent.kv_pages.arena_pages import FoundPages, find_pages
 from stages.agent.models import Models
 
 TICKET_S = 15.0  # until it must have been used
-MAX_TICKETS = 64
+MAX_TICKETS = 64  # beyond which the oldest one is dropped
 CALL_S = 2.0  # of a call to the engine
 
 
 class _Ticket(NamedTuple):
+    request_id: str
     agent_id: str  # who may use it
     pages: FoundPages
     until: float  # s of the clock
@@ -38,13 +39,12 @@ class Giver:
         self._models = models
         self._max_bytes = max_bytes
         self._clock = clock
-        self._tickets: dict[str, _Ticket] = {}
+        self._tickets: dict[str, _Ticket] = {}  # the oldest first
 
     async def offer(self, asked: GivePagesRequest) -> GivePagesResponse:
         """A ticket for the pages of a running request. Raises `StarlingError`."""
         if not self._max_bytes:
             raise NotFound("this agent gives no KV pages (fleet.agent.page_mb)")
-        self._check_room()
         most = min(self._max_bytes, asked.max_bytes or self._max_bytes)
         engine = self._models.find(asked.model_id).engine
         folder, run_dir = (engine.kv_arenas, engine.control_dir) if engine is not None else (None, None)
@@ -61,9 +61,8 @@ class Giver:
             raise NotFound(f"request {asked.request_id!r} has no KV pages here any more")
         if not pages.places:
             raise TooLarge(f"no KV page of the request is within {most} bytes (half of fleet.agent.page_mb)")
-        self._check_room()  # again: others may have been given meanwhile
         ticket = secrets.token_urlsafe(24)
-        self._tickets[ticket] = _Ticket(asked.agent_id, pages, self._clock() + TICKET_S)
+        self._add(ticket, _Ticket(asked.request_id, asked.agent_id, pages, self._clock() + TICKET_S))
         return GivePagesResponse(
             ticket=ticket, pages=len(pages.places), bytes=pages.head.nbytes, of_pages=pages.n_known
         )
@@ -77,10 +76,15 @@ class Giver:
         del self._tickets[ticket]
         return found.pages
 
-    def _check_room(self) -> None:
+    def _add(self, name: str, ticket: _Ticket) -> None:
+        """Instead of an earlier one for the same request and agent. Unused tickets stop no later ones."""
         self._expire()
-        if len(self._tickets) >= MAX_TICKETS:
-            raise Overloaded(f"{len(self._tickets)} tickets for KV pages are not used yet", retry_after_s=1.0)
+        same = (ticket.request_id, ticket.agent_id)
+        for known in [name for name, one in self._tickets.items() if (one.request_id, one.agent_id) == same]:
+            del self._tickets[known]
+        while len(self._tickets) >= MAX_TICKETS:
+            del self._tickets[next(iter(self._tickets))]
+        self._tickets[name] = ticket
 
     def _expire(self) -> None:
         now = self._clock()
