@@ -79,7 +79,13 @@ class Taker:
         return TakePagesResponse(pages=pages, seconds=round(self._clock() - begun, 6))
 
     async def _bring(self, asked: TakePagesRequest, run_dir: Path) -> int:
-        memory = os.memfd_create("kv-pages", os.MFD_CLOEXEC)
+        try:
+            memory = os.memfd_create("kv-pages", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise ResourceError(
+                f"memory for {asked.bytes} bytes of KV pages cannot be made: {error.strerror}; raise the limits of the "
+                "agent's process"
+            ) from None
         try:
             await self._receive(asked, memory)
         except BaseException:
