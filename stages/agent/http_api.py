@@ -235,6 +235,8 @@ class AgentApi:
 
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         status, error = 499, ""
+        known = request.match_info.route.resource
+        route = known.canonical if known is not None else "other"  # of a path, which may have a ticket in it
         try:
             try:
                 self._authenticate(request)
@@ -247,17 +249,16 @@ class AgentApi:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("internal error", extra={"path": request.path[:200]})
+            log.exception("internal error", extra={"path": route})
             status, error = 500, "INTERNAL"
             return _failed(StarlingError("INTERNAL", "internal error of the agent; its log has the details"))
         else:
             status = response.status
             return response
         finally:
-            known = request.match_info.route.resource
-            self._metrics.answered(known.canonical if known is not None else "other", status)
+            self._metrics.answered(route, status)
             if error:
-                log.info("request refused", extra={"path": request.path[:200], "status": status, "code": error})
+                log.info("request refused", extra={"path": route, "status": status, "code": error})
 
     def _authenticate(self, request: web.Request) -> None:
         """Raises `Unauthenticated`, `Forbidden`. A certificate is checked with each request: it may be denied since."""

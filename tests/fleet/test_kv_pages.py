@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pipeline.config.load import resolve
+from pipeline.config.schema import AgentConfig
 from pipeline.errors import (
     ModelUnavailable,
     NotFound,
@@ -25,13 +28,16 @@ from pipeline.errors import (
 )
 from pipeline.fleet.bodies import GivePagesRequest, GivePagesResponse, TakePagesRequest
 from pipeline.fleet.records import AgentRecord
+from pipeline.fleet.token import authorization
 from pipeline.ipc.control_asyncio import ControlServer
 from shm.sent_pages import HEAD_BYTES, IDENTITY_BYTES
 from stages.agent.downloads.bandwidth import Bandwidth
-from stages.agent.http_api import _open_to
+from stages.agent.http_api import AgentApi, _open_to
 from stages.agent.kv_pages.giving import MAX_TICKETS, TICKET_S, Giver
 from stages.agent.kv_pages.http_api import MAX_SENDING, KvPageApi
 from stages.agent.kv_pages.taking import Taker
+from stages.agent.metrics import AgentMetrics
+from stages.agent.peers.http_api import PieceApi
 from tests.kv.engine_side import REQUEST, TOKENS, Side
 from tests.kv.world import PAGE_BYTES, PAGE_TOKENS
 
@@ -178,6 +184,36 @@ async def test_unused_tickets_stop_no_later_ones(folder: Path) -> None:
 def test_over_tls_only_orchestrators_decide_and_only_agents_read() -> None:
     assert _open_to("/give_pages") == _open_to("/take_pages") == ("orchestrator",)
     assert _open_to("/kv_pages/" + "t" * 32) == ("agent",)
+
+
+async def test_the_log_has_no_ticket(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a ticket that is shown to the agent but not redeemed, as by a caller without the token."""
+    caplog.set_level(logging.INFO, "starling.agent")
+    none: Any = None
+    async with two(folder) as (source, _), aiohttp.ClientSession() as session:
+        given = await source.offer()
+        pieces = PieceApi(AgentConfig(), None)
+        api = AgentApi(
+            resolve({}, {}), "t" * 32, none, none, none, AgentMetrics(), session, pieces, kv_pages=source.api
+        )
+        runner = web.AppRunner(api.app(), shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            base = f"http://127.0.0.1:{runner.addresses[0][1]}/kv_pages/{given.ticket}"
+            headers = authorization("t" * 32)
+            for path, shown, status in (("", {}, 401), ("/", headers, 404), ("", headers, 500)):
+                if status == 500:
+                    source.api._giver = none
+                async with session.get(base + path, headers=shown) as answer:
+                    assert answer.status == status
+        finally:
+            await runner.cleanup()
+    found = [(record.message, record.__dict__["path"]) for record in caplog.records if "path" in record.__dict__]
+    route = "/kv_pages/{ticket}"
+    refused = "request refused"
+    assert found == [(refused, route), (refused, "other"), ("internal error", route), (refused, route)]
+    assert given.ticket not in repr([record.__dict__ for record in caplog.records])
 
 
 async def test_what_is_not_there_is_not_given(folder: Path) -> None:
