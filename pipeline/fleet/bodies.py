@@ -193,7 +193,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     cache_level: CacheLevel
     engine: str = "starling"  # adapter
     inference_endpoint_url: str = ""  # of chat completions; the engine's other endpoints are beside it
-    engine_url: str = ""  # base: http://HOST:PORT
+    engine_url: str = ""  # base: http://HOST:PORT; also of an engine that gets no more requests, for those it has
     engine_key: str = ""  # API key of the engine
     engine_incarnation: str = ""  # changes with each start of the engine
     # What names the bytes of answers: streams continue only on an engine where all three are equal.

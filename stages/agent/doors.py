@@ -123,7 +123,7 @@ class Doors:
             return msgspec.structs.replace(
                 one, model_state="LOADING_TO_GPU", engine_url="", engine_key="", inference_endpoint_url="", error=reason
             )
-        endpoint = door.url + one.inference_endpoint_url.removeprefix(one.engine_url)
+        endpoint = one.inference_endpoint_url.replace(one.engine_url, door.url, 1)
         return msgspec.structs.replace(one, engine_url=door.url, inference_endpoint_url=endpoint)
 
     async def _door(self, engine: str) -> _Door:

@@ -141,6 +141,8 @@ class Reporter:
         """A placed model. `cursor`: what is known of its prefixes; None: they are not asked for."""
         engine, entry, promises = placement.engine, placement.entry, placement.capabilities
         is_ready = placement.state == "READY" and engine is not None
+        # Requests that a withdrawn engine has are still reached there.
+        reached = engine if is_ready or placement.is_withdrawn else None
         problem = placement.error.message if placement.error is not None else placement.last_death
         return LoadedModel(
             model_id=placement.model_id,
@@ -150,8 +152,8 @@ class Reporter:
             else self.level(entry.digest, placement.model_id),
             engine=engine.adapter if engine is not None else self._adapter_of(placement.model_id),
             inference_endpoint_url=engine.url + CHAT_PATH if engine is not None and is_ready else "",
-            engine_url=engine.url if engine is not None and is_ready else "",
-            engine_key=engine.key if engine is not None and is_ready else "",
+            engine_url=reached.url if reached is not None else "",
+            engine_key=reached.key if reached is not None else "",
             engine_incarnation=self._incarnation_of(placement) if is_ready else "",
             digest=entry.digest,
             kv_type=promises.kv_type,

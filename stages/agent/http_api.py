@@ -185,7 +185,7 @@ class AgentApi:
             model_id=one.model_id,
             model_state=one.model_state,
             inference_endpoint_url=one.inference_endpoint_url,
-            engine_key=one.engine_key,
+            engine_key=one.engine_key if is_ready else "",
             digest=one.digest,
             progress=one.progress,
         )

@@ -166,6 +166,11 @@ class Placement:
         """Whether the engine has requests, and its weights are still downloaded."""
         return self.state == "READY" and self.progress is not None
 
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether the engine gets no more requests, because its download is slow: it still has others."""
+        return self.state == "DOWNLOADING" and self._was_ready
+
     def _set(self, state: ModelState) -> None:
         self.state = state
         changed, self._changed = self._changed, asyncio.Event()

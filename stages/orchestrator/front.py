@@ -242,7 +242,7 @@ class Front:
             (view.agent_id, one)
             for view in self._router.table
             for one in view.details.loaded_models
-            if one.model_state == "READY"
+            if one.engine_url  # also of one that gets no other requests
         ]
         relay = relay_header(caller.tenant, caller.priority)
         answers = await asyncio.gather(*(self._head(request_id, agent_id, one, relay) for agent_id, one in engines))
@@ -289,7 +289,7 @@ class Front:
             (view.agent_id, one)
             for view in self._router.table
             for one in view.details.loaded_models
-            if one.model_id == model and one.model_state == "READY" and view.health == "READY"
+            if one.model_id == model and one.engine_url and view.health == "READY"
         ]
         if len(engines) < 2:
             return engines[0][0] if engines else ""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from pipeline.config.load import resolve
 from pipeline.errors import StorageUnavailable
 from stages.agent import placement as placements
 from stages.agent.downloads.model import PHASE
 from stages.agent.engines.interface import EngineDied, Queue
+from stages.agent.heartbeat import Reporter
+from stages.agent.models import Stored
 from stages.agent.placement import ADMIT_S, WITHDRAW_S, Placement
 from tests.fleet.coordination_stores import LIMIT_S, until
 from tests.fleet.test_engines import ENTRY, Busy
@@ -23,6 +28,7 @@ class Switched(Busy):
     """An engine that notes whether it takes requests."""
 
     is_suspended = False
+    key = "secret"
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,6 +57,13 @@ class Switched(Busy):
 
     async def resume(self) -> None:
         self.is_suspended = False
+
+
+def reporter() -> Reporter:
+    """What an agent says of its models."""
+    models: Any = SimpleNamespace(other_engines={})
+    lease: Any = None
+    return Reporter(resolve({}, {}), Stored(agent_id="a", incarnation="b"), models, lease)
 
 
 class Slow:
@@ -126,7 +139,10 @@ async def test_a_model_whose_download_stops_gets_no_more_requests(slow: Slow) ->
     assert slow.placement.state == "READY"
     slow.now += 2
     await slow.until("DOWNLOADING")
-    # Its engine has requests, and runs: it is measured and closed like any other.
+    # Its engine has requests, and runs: it can be reached, and is measured and closed like any other.
+    shown = reporter().loaded(slow.placement)
+    assert (shown.model_state, shown.engine_url, shown.engine_key) == ("DOWNLOADING", "http://nowhere", "secret")
+    assert (shown.inference_endpoint_url, shown.engine_incarnation) == ("", "")
     slow.engine.has = Queue(waiting=1)
     await slow.placement.measure()
     assert slow.placement.queue.waiting == 1
@@ -138,6 +154,7 @@ async def test_a_model_whose_download_stops_gets_no_more_requests(slow: Slow) ->
     assert not slow.engine.is_suspended
     slow.arrive(0, TOTAL - 1)
     await slow.until("READY")
+    assert reporter().loaded(slow.placement).inference_endpoint_url == "http://nowhere/v1/chat/completions"
     assert (slow.placement.incarnation, slow.placement.restarts, slow.engine.stops) == (1, 0, 0)
 
 
@@ -152,6 +169,8 @@ async def test_a_withdrawn_model_follows_the_end_of_its_download(slow: Slow, is_
         slow.end.set_exception(StorageUnavailable("the store has ended"))
         await slow.until("FAILED")
         assert slow.engine.stops == 1
+        shown = reporter().loaded(slow.placement)
+        assert (shown.engine_url, shown.engine_key) == ("", "")
     else:
         slow.end.set_result(None)
         await slow.until("READY")

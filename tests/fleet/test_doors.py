@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from urllib.parse import urlsplit
 
+import msgspec
 import pytest
 
 from pipeline.errors import ModelUnavailable
@@ -229,6 +230,12 @@ async def test_doors_come_and_go_with_engines(site: Site) -> None:
     found = (await site.doors.report(heartbeat("http://127.0.0.1:1", ""))).loaded_models
     assert found[0].engine_url.startswith("https://") and found[0].engine_url != door
     assert found[1].engine_url == found[1].inference_endpoint_url == ""
+    # One that gets no more requests keeps its door for those that it has.
+    ready = heartbeat(site.engine)
+    (one,) = ready.loaded_models
+    withdrawn = msgspec.structs.replace(one, model_state="DOWNLOADING", inference_endpoint_url="")
+    (shown,) = (await site.doors.report(msgspec.structs.replace(ready, loaded_models=(withdrawn,)))).loaded_models
+    assert (shown.model_state, shown.engine_url, shown.inference_endpoint_url) == ("DOWNLOADING", door, "")
     # The door of the engine that has ended is there for what is still sent to it, and is closed later.
     site.now += doors_module.CLOSE_S
     await site.doors.report(heartbeat("http://127.0.0.1:1"))

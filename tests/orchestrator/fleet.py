@@ -47,6 +47,7 @@ class TestAgent:
         self.cold: dict[str, Server] = {}  # engines that /load_model makes ready
         self.loads: list[str] = []
         self.digests: list[str] = []  # that the requests to load models name
+        self.withdrawn: set[str] = set()  # models whose engines get no more requests, until they are loaded again
         self.may_load = threading.Event()
         self.loading = threading.Event()
         self.unloads: list[str] = []
@@ -109,13 +110,14 @@ class TestAgent:
         self.loading.set()
         assert self.may_load.wait(60)
         self.engines[model] = self.cold[model]
+        self.withdrawn.discard(model)
         return msgspec.json.encode(bodies.LoadModelResponse(status="success", model_id=model, model_state="READY"))
 
     def heartbeat(self) -> bodies.HeartbeatResponse:
         models = [
             bodies.LoadedModel(
                 model_id=model,
-                model_state="READY",
+                model_state="DOWNLOADING" if model in self.withdrawn else "READY",
                 cache_level="CPU_RESIDENT",
                 engine_url=f"http://127.0.0.1:{engine.port}",
                 engine_incarnation=str(engine.port),

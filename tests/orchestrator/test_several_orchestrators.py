@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from pipeline.fleet import token
 from starling.cli import cli
+from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
 from tests.orchestrator.streams import BODY, MINE, hold, plain, step
@@ -114,6 +115,30 @@ def test_each_answers_for_the_other(pair: Pair, engines: list[Server]) -> None:
     assert answers[0].status == 200 and len({answer.body for answer in answers}) == 1
     while sum(one.state()["leader"] for one in pair) != 1:
         pass
+
+
+def test_a_request_is_found_at_an_engine_that_gets_no_others(homes: Callable[[], Path], engines: list[Server]) -> None:
+    """The download of its model has become slow. A client comes back through an orchestrator that has no record."""
+    fleet = Fleet(homes())
+    try:
+        agent = fleet.add_agent("one", engines[0])
+        answer = fleet.post("/v1/generate", {**BODY, "stream": False})
+        name = answer.headers["X-Starling-Request"]
+        fleet.process.kill()
+        fleet.process.wait()
+        agent.withdrawn.add(MODEL)
+        agent.cold[MODEL] = engines[0]
+        fleet.restart()
+        fleet.wait(
+            lambda state: (
+                [m["cache_state"] for one in state["agents"] for m in one.get("loaded_models", ())] == ["DOWNLOADING"]
+            )
+        )
+        agent.may_load.set()  # the rest is near
+        again = fleet.get(f"/v1/requests/{name}")
+        assert (again.status, again.body) == (200, answer.body)
+    finally:
+        fleet.close()
 
 
 def used(orchestrator: Fleet) -> int:
