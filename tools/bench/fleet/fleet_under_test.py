@@ -61,7 +61,7 @@ class FleetUnderTest:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         self.environment = environment
         self._log = (self.home / "output").open("w+b")
-        self._others: list[subprocess.Popen[bytes]] = []
+        self._others: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # orchestrators, by address
         self._process = subprocess.Popen(
             [sys.executable, "-m", "starling", "fleet", "up", "--agents", str(n_agents), "--replicas", str(n_agents)],
             cwd=ROOT,
@@ -86,16 +86,13 @@ class FleetUnderTest:
 
     def close(self) -> None:
         """End the fleet and remove its home."""
-        for process in self._others:
+        others = list(self._others.values())
+        for process in others:
             process.send_signal(signal.SIGINT)
-        for process in self._others:
-            process.wait(STOP_S)
+        for process in others:
+            _wait_for_end(process)
         self._process.send_signal(signal.SIGINT)
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        _wait_for_end(self._process)
         self._log.close()
         self._folder.cleanup()
 
@@ -112,7 +109,7 @@ class FleetUnderTest:
             stderr=subprocess.STDOUT,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
         )
-        self._others.append(process)
+        self._others[address] = process
         self.wait_ready(address=address)
         return address
 
@@ -125,8 +122,9 @@ class FleetUnderTest:
     ) -> float:
         """Wait until every agent has the model ready and `is_ready` of the state holds; the seconds that it took."""
         begun = time.monotonic()
+        needed = (self._process, self._others.get(address or self.address, self._process))
         while not ((state := self.state(address)) and self._is_whole(state) and is_ready(state)):
-            if self._process.poll() is not None or time.monotonic() - begun > START_S:
+            if any(one.poll() is not None for one in needed) or time.monotonic() - begun > START_S:
                 self._log.seek(0)
                 raise RuntimeError("the fleet is not ready:\n" + self._log.read().decode(errors="replace")[-3000:])
             time.sleep(POLL_S)
@@ -204,3 +202,12 @@ class FleetUnderTest:
         pids = self.tree(self._process.pid)
         commands = {pid: " ".join(procfs.command(pid)) for pid in pids if pid != self._process.pid}
         return [pid for pid, command in commands.items() if all(word in command for word in words)]
+
+
+def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process that was asked to end has ended; kill one that takes too long."""
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
