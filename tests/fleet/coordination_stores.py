@@ -36,8 +36,8 @@ def make_store(request: pytest.FixtureRequest, folder: Path, clock: Clock) -> Co
     return request.getfixturevalue("etcd").open(folder.name + "/")  # type: ignore[no-any-return]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
+async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
+    async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.01)
 

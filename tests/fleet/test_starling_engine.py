@@ -17,7 +17,7 @@ from stages.agent.engines.starling_engine import StarlingEngine, engine_run_dir,
 from stages.agent.stage import free_port
 from starling.cli.stage import STAGES
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT
+from tests.e2e.server import ROOT, START_S
 from tests.fleet.agent_process import post, publish_tiny
 from tests.fleet.coordination_stores import until
 
@@ -54,7 +54,7 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
 
         try:
             standby.keep()
-            await until(lambda: standby.waiting == 1)
+            await until(lambda: standby.waiting == 1, START_S)
             (waiting,) = standby.engines
             await engine.start()
             await engine.ready()
