@@ -132,6 +132,8 @@ class Encode(Frame, tag="e"):
     token_limit: int = 0  # above it the answer has only the token count; 0: no limit
     request: str = ""  # id of the request, for log lines
     suffix: str = ""  # the prompt asks for what stands between `text` and this; for models that can
+    tenant: str = ""  # for log lines
+    session: str = ""  # likewise; "": the request has none
 
 
 class Render(Frame, tag="r"):
@@ -148,6 +150,8 @@ class Render(Frame, tag="r"):
     request: str = ""  # as in Encode
     documents: list[dict[str, Any]] | None = None
     continue_final_message: bool = False  # the prompt ends where the content of the last message ends
+    tenant: str = ""  # as in Encode
+    session: str = ""  # as in Encode
 
 
 class Detokenize(Frame, tag="d"):
@@ -157,6 +161,9 @@ class Detokenize(Frame, tag="d"):
     model: str
     tokens: tuple[int, ...]
     skip_special: bool = False
+    request: str = ""  # as in Encode
+    tenant: str = ""  # as in Encode
+    session: str = ""  # as in Encode
 
 
 class Describe(Frame, tag="m"):
@@ -261,6 +268,7 @@ class Submit(Frame, tag="S"):
     adapter: str = ""  # digest (hex) of the LoRA adapter that computes it; "": none. `cache_salt` depends on it
     prediction: bytes = b""  # int32 little-endian: what the output may be, for draft tokens
     revision: int = 0  # of the output: grows when the gateway replaces its end; a live sequence then starts again
+    session: str = ""  # whose turn it is, for log lines; "": none
 
 
 class Cancel(Frame, tag="C"):
@@ -398,6 +406,8 @@ class Acquire(Frame, tag="a"):
     sharable: int = -1  # leading positions that may be shared; -1: as many as match
     window: int = 0  # positions that attention reads, the query's included; 0: all. Older pages are not needed
     ahead: int = 0  # with `window`: at most so many positions beyond the cached ones are leased
+    tenant: str = ""  # for log lines
+    session: str = ""  # likewise, as in `Submit`
 
 
 class Extend(Frame, tag="x"):
@@ -439,6 +449,7 @@ class Reconcile(Frame, tag="y"):
 
     model: str
     leases: list[tuple[str, int, int, tuple[int, ...]]]  # sequence, row, n_tokens, pages (as in `Granted`)
+    owners: tuple[tuple[str, str], ...] = ()  # tenant and session of each lease, for log lines; (): not known
 
 
 class Granted(Frame, tag="G"):

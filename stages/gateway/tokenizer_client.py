@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
@@ -17,6 +17,17 @@ from pipeline.protocol import messages as m
 TIMEOUT_S = 30.0  # for one reply
 MAX_PENDING = 2048  # requests without a reply
 RETRY_AFTER_S = 5.0  # of a 503
+
+
+class TextOwner(NamedTuple):
+    """Whose text it is, for the log lines of the tokenizer; "": of none in particular."""
+
+    request_id: str = ""
+    tenant: str = ""
+    session_id: str = ""
+
+
+NO_OWNER = TextOwner()
 
 
 class TokenizerClient:
@@ -104,7 +115,7 @@ class TokenizerClient:
         add_bos: bool = True,
         offsets: bool = False,
         token_limit: int = 0,
-        request_id: str = "",
+        owner: TextOwner = NO_OWNER,
         suffix: str = "",
     ) -> m.Encoded:
         """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number.
@@ -113,7 +124,17 @@ class TokenizerClient:
         """
         reply: m.Encoded = await self.request(
             lambda key: m.Encode(
-                key, version_id, text, parse_special, add_bos, offsets, token_limit, request_id, suffix
+                key,
+                version_id,
+                text,
+                parse_special,
+                add_bos,
+                offsets,
+                token_limit,
+                owner.request_id,
+                suffix,
+                owner.tenant,
+                owner.session_id,
             )
         )
         return reply
@@ -125,7 +146,7 @@ class TokenizerClient:
         arguments: TemplateArguments,
         token_limit: int = 0,
         now: str = "",
-        request_id: str = "",
+        owner: TextOwner = NO_OWNER,
     ) -> m.Encoded:
         """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`.
 
@@ -142,14 +163,20 @@ class TokenizerClient:
                 arguments.variables,
                 token_limit,
                 now,
-                request_id,
+                owner.request_id,
                 arguments.documents,
                 arguments.continue_final_message,
+                owner.tenant,
+                owner.session_id,
             )
         )
         return reply
 
-    async def decode(self, version_id: str, tokens: tuple[int, ...], *, skip_special: bool = False) -> str:
+    async def decode(
+        self, version_id: str, tokens: tuple[int, ...], *, skip_special: bool = False, owner: TextOwner = NO_OWNER
+    ) -> str:
         """Return the text of tokens."""
-        reply: m.Detokenized = await self.request(lambda key: m.Detokenize(key, version_id, tokens, skip_special))
+        reply: m.Detokenized = await self.request(
+            lambda key: m.Detokenize(key, version_id, tokens, skip_special, *owner)
+        )
         return reply.text

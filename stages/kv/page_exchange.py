@@ -37,6 +37,7 @@ from shm.sent_pages import (
     read_identity,
     version_of,
 )
+from stages.kv.frame_names import frame_names
 from stages.kv.loaded_versions import LoadedVersion
 from stages.kv.manager import Manager
 from stages.kv.page_import import PageImport
@@ -227,8 +228,7 @@ class PageExchange:
     @staticmethod
     def _log(loaded: LoadedVersion, one: PageImport) -> None:
         extra = {
-            "request_id": request_of(one.frame.sequence),
-            "model": loaded.name,
+            **frame_names(one.frame),
             "pages": one.n_imported,
             "damaged": one.n_damaged,
         }

@@ -26,13 +26,13 @@ from pipeline.ipc.control_poll import PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.protocol import messages as m
-from pipeline.protocol.messages import request_of
 from pipeline.runtime import timer_coalescing
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.arena import ArenaError
 from stages.kv.audit import audit
 from stages.kv.cache_metrics import measure
 from stages.kv.clearing import Clearing
+from stages.kv.frame_names import frame_names, sequence_names
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.page_exchange import PageExchange
@@ -42,12 +42,6 @@ log = logging.getLogger("starling.kv")
 
 STOP_POLL_S = 0.05  # between two checks of the peers, after SIGTERM
 CHORES_S = 1.0  # between two rounds of expiry, saving and compaction
-
-
-def _of(frame: m.Frame) -> dict[str, str]:
-    """Fields of a log line: the sequence that a frame is about, its request and its model."""
-    sequence, model = getattr(frame, "sequence", ""), getattr(frame, "model", "")
-    return {"request_id": request_of(sequence), "sequence": sequence, "model": model} if sequence else {"model": model}
 
 
 class KvStage:
@@ -153,7 +147,9 @@ class KvStage:
             self._attach(peer, frame, loaded)
             return
         if loaded is None or loaded.manager is None or loaded.peer != peer:
-            log.warning("a frame for a model that is not attached", extra={"frame": type(frame).__name__, **_of(frame)})
+            log.warning(
+                "a frame for a model that is not attached", extra={"frame": type(frame).__name__, **frame_names(frame)}
+            )
             return
         manager = loaded.manager
         if isinstance(frame, m.Commit):
@@ -234,11 +230,10 @@ class KvStage:
 
     def _reconcile(self, peer: bytes, loaded: LoadedVersion, manager: Manager, frame: m.Reconcile) -> None:
         refused = manager.reconcile(LeaseClaim(*lease) for lease in frame.leases)
+        owners = {lease[0]: owner for lease, owner in zip(frame.leases, frame.owners, strict=False)}
         for sequence in refused:
-            log.warning(
-                "a lease of the scheduler is refused",
-                extra={"request_id": request_of(sequence), "sequence": sequence, "model": loaded.name},
-            )
+            owner = owners.get(sequence, ("", ""))
+            log.warning("a lease of the scheduler is refused", extra=sequence_names(sequence, loaded.name, *owner))
             self._refuse(peer, loaded, manager, sequence)
         self.hub.send(peer, self._ready(loaded, manager, reconciled=True))
 
@@ -255,7 +250,7 @@ class KvStage:
             took_ms = round((time.monotonic() - began) * 1000, 3)
             granted = (len(answer.pages), answer.cached_tokens) if isinstance(answer, Grant) else (0, 0)
             facts = {"pages": granted[0], "cached_tokens": granted[1], "duration_ms": took_ms}
-            log.debug("pages are requested", extra={**_of(frame), **facts})
+            log.debug("pages are requested", extra={**frame_names(frame), **facts})
         loaded.page_ins.end(frame.sequence)
         loaded.imports.end(frame.sequence)
 
@@ -286,7 +281,7 @@ class KvStage:
     def _acquire(loaded: LoadedVersion, manager: Manager, frame: m.Acquire) -> Grant | Denial:
         known = loaded.pages.rows.known(frame.row, frame.n_tokens)
         if known is None:
-            log.error("row out of bounds", extra={"row": frame.row, **_of(frame)})
+            log.error("row out of bounds", extra={"row": frame.row, **frame_names(frame)})
             return Denial(False, 0, manager.pool.free + manager.pool.cached, manager.pool.total)
         tokens, serial = known
         return manager.acquire(

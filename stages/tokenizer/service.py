@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 import msgspec
 
 from pipeline.errors import InternalError, InvalidRequest, ModelUnavailable, StarlingError
+from pipeline.observe.log_names import log_names
 from pipeline.protocol import messages as m
 from stages.tokenizer.chunked_encode import RunTooLong
 from stages.tokenizer.steps import result_of
@@ -206,9 +207,9 @@ class TokenizerService:
         return msgspec.structs.replace(described, pieces=pieces, piece_ends=ends, control=control)
 
 
-def _of(frame: TextRequest) -> dict[str, str]:
+def _of(frame: TextRequest) -> dict[str, str | None]:
     """Fields of a log line about a frame."""
-    return {"request_id": getattr(frame, "request", ""), "model": frame.model}
+    return log_names(frame.request, frame.model, frame.tenant, frame.session)
 
 
 def _utf8(text: str, param: str) -> str:

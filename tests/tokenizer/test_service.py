@@ -209,7 +209,11 @@ def test_a_run_that_is_too_long_is_an_invalid_request() -> None:
 
 @pytest.mark.parametrize(
     "frame",
-    [m.Encode("q1", "m", "x", request="req-7"), m.Render("q1", "m", [], request="req-7"), m.Encode("q1", "m", "x")],
+    [
+        m.Encode("q1", "m", "x", request="req-7", tenant="t", session="s"),
+        m.Render("q1", "m", [], request="req-7", tenant="t", session="s"),
+        m.Encode("q1", "m", "x"),
+    ],
 )
 def test_the_line_about_a_failed_text_names_its_request(frame: m.Frame, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
@@ -221,4 +225,5 @@ def test_the_line_about_a_failed_text_names_its_request(frame: m.Frame, caplog: 
     reply = TokenizerService(lambda _: model).reply(frame)
     assert isinstance(reply, m.TokenizerFailed)
     (record,) = caplog.records
-    assert vars(record)["request_id"] == frame.request  # type: ignore[attr-defined]
+    expected = ("req-7", "m", "t", "s") if frame.request else (None, "m", None, None)  # type: ignore[attr-defined]
+    assert tuple(vars(record)[name] for name in ("request_id", "model", "tenant", "session_id")) == expected

@@ -48,7 +48,7 @@ from stages.gateway.requests.continued import force_output
 from stages.gateway.requests.sessions import Sessions
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state import RequestState
-from stages.gateway.tokenizer_client import RETRY_AFTER_S, TokenizerClient
+from stages.gateway.tokenizer_client import RETRY_AFTER_S, TextOwner, TokenizerClient
 from stages.gateway.tool_calls.call_grammar import answer_constraint
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.tracing.timeline import Fact, RequestTrace, ms
@@ -276,9 +276,8 @@ class Admission:
         check_text_count(max(1, len(generation.prompts)), generation.n, self._config, version.settings)
         bounds = self._loaded.bounds(version)
         began = self._clock()
-        prompts = await tokenize_prompts(
-            generation, version, described, self._tokenizer, bounds, len(held), call.name.id
-        )
+        owner = TextOwner(call.name.id, call.caller.tenant, generation.turn.session if generation.turn else "")
+        prompts = await tokenize_prompts(generation, version, described, self._tokenizer, bounds, len(held), owner)
         self._record(call.trace, "tokenized", began, stage="tokenizer", facts={"tokens": sum(map(len, prompts))})
         check_ids(generation, prompts, described.vocab_size)
         if held:
@@ -300,22 +299,24 @@ class Admission:
             check_prompt_logprobs(generation.n * sum(map(len, prompts)), top, field)
         await self._check_breakers(generation.sampling, described.tokenizer or version.id)
         echoes = [
-            given if isinstance(given, str) else await self._tokenizer.decode(version.id, given)
+            given if isinstance(given, str) else await self._tokenizer.decode(version.id, given, owner=owner)
             for given in (generation.prompts if generation.echo else [])
         ]
-        generation = await self._with_end_ids(generation, described, version.id)
-        prediction = await tokenize_prediction(generation, version.id, self._tokenizer, bounds, call.name.id)
+        generation = await self._with_end_ids(generation, described, version.id, owner)
+        prediction = await tokenize_prediction(generation, version.id, self._tokenizer, bounds, owner)
         self.charge_tokens(call.caller, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, prediction, call)
 
     async def _with_end_ids(
-        self, generation: GenerationRequest, described: m.Described, version_id: str
+        self, generation: GenerationRequest, described: m.Described, version_id: str, owner: TextOwner
     ) -> GenerationRequest:
         """The request with the tokens that end its reasoning, if that has a budget."""
         thinking = generation.thinking
         if not thinking or not thinking.budget or len(described.reasoning) != 2:
             return generation
-        encoded = await self._tokenizer.encode(version_id, described.reasoning[1], parse_special=True, add_bos=False)
+        encoded = await self._tokenizer.encode(
+            version_id, described.reasoning[1], parse_special=True, add_bos=False, owner=owner
+        )
         return msgspec.structs.replace(
             generation, thinking=msgspec.structs.replace(thinking, end_ids=tuple(encoded.tokens))
         )

@@ -17,7 +17,7 @@ from shm.step_ring import MAX_POOLED_POSITIONS
 from stages.gateway.admission.lengths import CONTEXT_EXCEEDED, Bounds
 from stages.gateway.admission.prompts import check_range
 from stages.gateway.endpoints.embedding_response import with_end
-from stages.gateway.tokenizer_client import TokenizerClient
+from stages.gateway.tokenizer_client import TextOwner, TokenizerClient
 
 ENCODED_AT_ONCE = 64  # inputs of a request at the tokenizer
 MAX_PAIR_TOKENS = 1 << 22  # of all pairs of a request, which repeat the query: 16 MB
@@ -36,12 +36,12 @@ class PooledPrompts:
         described: m.Described,
         bounds: Bounds,
         in_one_step: int,
-        request_id: str,
+        owner: TextOwner,
     ) -> None:
         self._tokenizer = tokenizer
         self._version_id = version_id
         self._described = described
-        self._request_id = request_id
+        self._owner = owner
         self._longest = min(bounds.context, bounds.max_prompt_tokens or bounds.context, MAX_POOLED_POSITIONS)
         self._bound = "the model's context, or scheduler.max_prompt_tokens"
         if not described.generates and in_one_step < self._longest:
@@ -96,7 +96,7 @@ class PooledPrompts:
 
     async def _encode(self, text: str, name: str, add_bos: bool) -> tuple[int, ...]:
         reply = await self._tokenizer.encode(
-            self._version_id, text, add_bos=add_bos, token_limit=self._longest, request_id=self._request_id
+            self._version_id, text, add_bos=add_bos, token_limit=self._longest, owner=self._owner
         )
         if reply.too_many:
             raise self._too_long(name, _field(name), reply.too_many, reply.is_exact)

@@ -16,7 +16,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.admission.lengths import Bounds, longest_prompt, too_long
 from stages.gateway.reasoning.switch import with_switches
-from stages.gateway.tokenizer_client import TokenizerClient
+from stages.gateway.tokenizer_client import TextOwner, TokenizerClient
 from stages.gateway.tool_calls.fallback_prompt import as_text, has_tools
 
 
@@ -27,7 +27,7 @@ async def tokenize_prompts(
     tokenizer: TokenizerClient,
     bounds: Bounds,
     n_held: int,
-    request_id: str,
+    owner: TextOwner,
 ) -> list[tuple[int, ...]]:
     """Token ids of each prompt, or of the chat messages. Raises `InvalidRequest`, and the tokenizer's errors.
 
@@ -46,14 +46,14 @@ async def tokenize_prompts(
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
         date = generation.template_date or ""
         messages, arguments = chat_of(generation, described)
-        return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, request_id))]
+        return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, owner))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
         tokenizer.encode(
             version.id,
             prompt,
             add_bos=not n_held,
             token_limit=limit,
-            request_id=request_id,
+            owner=owner,
             suffix=generation.suffix or "",
         )
         if isinstance(prompt, str)
@@ -71,13 +71,13 @@ async def tokenize_prompts(
 
 
 async def tokenize_prediction(
-    generation: GenerationRequest, version_id: str, tokenizer: TokenizerClient, bounds: Bounds, request_id: str
+    generation: GenerationRequest, version_id: str, tokenizer: TokenizerClient, bounds: Bounds, owner: TextOwner
 ) -> bytes:
     """Token ids (i32 little-endian) of the text that the answer may be. Raises `InvalidRequest`."""
     if not generation.prediction:
         return b""
     encoded = await tokenizer.encode(
-        version_id, generation.prediction, add_bos=False, token_limit=bounds.context, request_id=request_id
+        version_id, generation.prediction, add_bos=False, token_limit=bounds.context, owner=owner
     )
     if encoded.too_many:
         count = f"{'' if encoded.is_exact else 'at least '}{encoded.too_many}"

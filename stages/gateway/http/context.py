@@ -19,6 +19,7 @@ from stages.gateway.http.stream_backlogs import StreamBacklogs
 from stages.gateway.requests.responses import Claim
 from stages.gateway.requests.state import RequestState
 from stages.gateway.service import Service
+from stages.gateway.tokenizer_client import TextOwner
 from stages.gateway.tracing.timeline import RequestTrace
 from stages.gateway.tracing.trace_context import TraceContext
 
@@ -63,6 +64,11 @@ def log_id(request: web.Request) -> str:
     if OWN_ID not in request:
         request[OWN_ID] = new_request_name().id
     return request[OWN_ID]
+
+
+def text_owner(request: web.Request) -> TextOwner:
+    """Return whose texts are in the request, for the log lines of the tokenizer. For requests without sessions."""
+    return TextOwner(log_id(request), request[CALLER].tenant)
 
 
 def is_anthropic(request: web.Request) -> bool:

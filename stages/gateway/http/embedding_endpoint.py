@@ -24,11 +24,22 @@ from pipeline.protocol import messages as m
 from stages.gateway.admission.pooled_prompts import PooledPrompts
 from stages.gateway.endpoints.embedding_response import response_parts, unit_vector
 from stages.gateway.endpoints.rerank_response import cosine, rerank_response, score_response
-from stages.gateway.http.context import CALLER, CLIENT_ID, PRINCIPAL, SERVICE, STARTED_AT, TIMELINE, TRACE
+from stages.gateway.http.context import (
+    CALLER,
+    CLIENT_ID,
+    PRINCIPAL,
+    SERVICE,
+    STARTED_AT,
+    TIMELINE,
+    TRACE,
+    log_id,
+    text_owner,
+)
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 from stages.gateway.requests.embedder import EmbeddingCall
 from stages.gateway.service import Service
+from stages.gateway.tokenizer_client import TextOwner
 
 RANK = "rank"  # the pooling of models that score pairs
 DEFAULT_POOLING = "last"  # of models that generate text, whose last position has seen all others
@@ -170,7 +181,7 @@ async def _pool(
                 )
             try:
                 async with asyncio.timeout(deadline - service.clock()):
-                    encoder = _encoder(service, version, described, request[CLIENT_ID])
+                    encoder = _encoder(service, version, described, text_owner(request))
                     if is_scored:
                         texts = [text for text in inputs if isinstance(text, str)]  # all: token ids have no pairs
                         prompts = await encoder.pairs(texts, names, pairs)
@@ -187,15 +198,15 @@ async def _pool(
             call = EmbeddingCall(model, version.id, caller.tenant, caller.priority, pooling, deadline)
             trace, timelines = request.get(TIMELINE), service.timelines
             timelines.submitted(trace, version.id, len(prompts))
-            vectors = await service.embedder.pool(call, prompts, trace.id if trace is not None else "")
+            vectors = await service.embedder.pool(call, prompts, log_id(request))
             timelines.embedded(trace, n_tokens)
             return _Found(vectors, n_tokens, is_scored)
 
 
-def _encoder(service: Service, version: ModelVersion, described: m.Described, client_id: str) -> PooledPrompts:
+def _encoder(service: Service, version: ModelVersion, described: m.Described, owner: TextOwner) -> PooledPrompts:
     in_one_step = max(service.config.scheduler.max_step_tokens, service.config.max_batch_size(version.settings))
     bounds = service.loaded.bounds(version)
-    return PooledPrompts(service.tokenizer, version.id, described, bounds, in_one_step, client_id)
+    return PooledPrompts(service.tokenizer, version.id, described, bounds, in_one_step, owner)
 
 
 def pooling_of(version: ModelVersion, described: m.Described) -> str:

@@ -26,6 +26,7 @@ from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden, Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
+from pipeline.observe.log_names import log_names
 from stages.gateway.http.administration import is_administration, needs_key
 from stages.gateway.http.connection import BEGUN, Connection
 from stages.gateway.http.context import (
@@ -137,7 +138,7 @@ def make_middleware(config: Config, service: Service) -> Middleware:
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
-            log.exception("internal error", extra={"path": request.path, "request_id": log_id(request)})
+            log.exception("internal error", extra={"path": request.path, **_log_names(request)})
             error = StarlingError("INTERNAL", "internal error of the server; the server's log has the details")
             status = error.status
             return _report(request, error)
@@ -180,11 +181,11 @@ def _forwarded_client(request: web.Request, proxies: TrustedProxies, peer: str) 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
     """Return the response that reports `error`; abort the connection if another response has begun."""
-    name = log_id(request)
+    log_id(request)  # the answer has it
     begun = request.get(BEGUN)
     if begun is None:
         return to_response(request, error)
-    log.info("a response was cut off", extra={"request_id": name, "reason": error.message})
+    log.info("a response was cut off", extra={**_log_names(request), "reason": error.message})
     if request.transport is not None:
         reset(request.transport)
     return begun  # aiohttp cannot write its end to the aborted connection, and closes it
@@ -281,19 +282,24 @@ def _names(request: web.Request) -> BodyNames:
     return names
 
 
+def _log_names(request: web.Request) -> dict[str, str | None]:
+    """What every log line about the request names; as far as it was read. The tenant is who has sent it."""
+    caller, state = request.get(CALLER), request.get(STATE)
+    tenant = caller.tenant if caller else ""
+    if state is not None:
+        return log_names(state.id, state.spec.model, tenant, state.session_id)
+    names = _names(request)
+    return log_names(log_id(request), names.model, tenant, names.session_id)
+
+
 def _log_request(request: web.Request, endpoint: str, status: int, took: float, error: StarlingError | None) -> None:
-    caller = request.get(CALLER)
-    model, session_id = _names(request)
     fields: dict[str, Any] = {
-        "request_id": log_id(request),
+        **_log_names(request),
         "client_request_id": request[CLIENT_ID] or None,
         "method": request.method,
         "endpoint": endpoint,
         "status": status,
         "duration_ms": round(took * 1000, 1),
-        "tenant": caller.tenant if caller else None,
-        "model": model or None,
-        "session_id": session_id or None,
         "client": request[CLIENT],
     }
     if scheme := request.get(SCHEME):
@@ -302,13 +308,11 @@ def _log_request(request: web.Request, endpoint: str, status: int, took: float, 
     if state is not None:
         begun = state.first_token_at
         fields |= {
-            "model": state.spec.model,
             "prompt_tokens": state.prompt_tokens,
             "cached_tokens": state.cached_tokens,
             "completion_tokens": state.completion_tokens,
             "first_token_ms": round((begun - state.started_at) * 1000, 1) if begun else None,
             "finish": state.outcome.value,
-            "session_id": state.spec.generation.turn.session if state.spec.generation.turn else None,
         }
     if error is not None:
         fields |= {"error": error.code, "param": error.param or None}

@@ -350,10 +350,7 @@ def _formatter(service: Service, state: RequestState) -> Any:
 
 def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> StreamSink:
     def drop(reason: str) -> None:
-        log.warning(
-            "dropping a connection",
-            extra={"request_id": state.id, "model": state.spec.model, "tenant": state.spec.tenant, "reason": reason},
-        )
+        log.warning("dropping a connection", extra={**state.log_names, "reason": reason})
         if request.transport is not None:
             reset(request.transport)
 

@@ -12,7 +12,7 @@ from pipeline.api.requests.messages import text_characters
 from stages.gateway.admission.lengths import Bounds
 from stages.gateway.admission.prompts import check_range, tokenize_prompts
 from stages.gateway.endpoints.tokenize_response import tokenize_response
-from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, STARTED_AT, request_id
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, STARTED_AT, text_owner
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import held_response, send_body, send_parts
 
@@ -42,6 +42,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
                 parse_special=body.parse_special,
                 offsets=True,
                 token_limit=MAX_PROMPT_IDS,
+                owner=text_owner(request),
             )
         parts = []
         with held_response(request) as held:
@@ -65,8 +66,8 @@ async def count_tokens(request: web.Request) -> web.StreamResponse:
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             bounds = Bounds(MAX_PROMPT_IDS + 1, 0, 0)
-            name = request_id(request)
-            (prompt,) = await tokenize_prompts(generation, version, described, service.tokenizer, bounds, 0, name)
+            owner = text_owner(request)
+            (prompt,) = await tokenize_prompts(generation, version, described, service.tokenizer, bounds, 0, owner)
         return await send_body(request, to_json({"input_tokens": len(prompt)}))
 
 
@@ -82,5 +83,6 @@ async def detokenize(request: web.Request) -> web.StreamResponse:
         with service.admission.serving_version(model) as version:
             described = await service.readiness.describe(version)
             check_range(body.tokens, "tokens[{}]", "tokens", described.vocab_size)
-            text = await service.tokenizer.decode(version.id, body.tokens, skip_special=body.skip_special)
+            skip_special, owner = body.skip_special, text_owner(request)
+            text = await service.tokenizer.decode(version.id, body.tokens, skip_special=skip_special, owner=owner)
         return await send_body(request, to_json({"model": model, "text": text}))

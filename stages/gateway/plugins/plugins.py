@@ -11,6 +11,7 @@ import msgspec
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest, StarlingError
+from pipeline.observe.log_names import log_names
 from pipeline.observe.metrics import Metrics
 from pipeline.plugin_objects import object_of
 from stages.gateway.plugins.process_client import PluginProcess
@@ -95,9 +96,10 @@ class Plugins:
             if outcome == "refused" or process.config.on_failure == "refuse":
                 raise
             outcome = "skipped"
+            names = log_names(request_id, generation.model, tenant, generation.session_id or "")
             log.warning(
                 "a plugin was skipped",
-                extra={"plugin": process.name, "request_id": request_id, "reason": error.message},
+                extra={**names, "plugin": process.name, "reason": error.message},
             )
             return generation
         finally:

@@ -58,7 +58,7 @@ class Embedder:
     async def pool(self, call: EmbeddingCall, prompts: Sequence[bytes], name: str = "") -> list[bytes]:
         """Return the vector (f32 bytes) of each prompt (i32 token ids). Equal prompts are computed once.
 
-        `name`: of the request, for its timeline.
+        `name`: of the request, for its timeline and for log lines.
         Raises `StarlingError`: a refusal of the scheduler, a failed computation, or a TIMEOUT at the deadline.
         """
         name = name or f"emb-{secrets.token_hex(12)}"

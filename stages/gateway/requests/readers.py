@@ -169,7 +169,7 @@ class Readers:
 
     def _cancel(self, request: RequestState) -> None:
         self._unclaimed.pop(request.id, None)
-        log.info("a request was cancelled: no client resumed it", extra={"request_id": request.id})
+        log.info("a request was cancelled: no client resumed it", extra=request.log_names)
         self._relay.abandon(request)
 
     def forget(self, request_id: str) -> None:

@@ -329,7 +329,7 @@ class Relay:
         sequence.not_before = now + RESUBMIT_AFTER_S
         sequence.n_resubmitted += 1
         self._resubmitted += 1
-        facts = {"request_id": sequence.request.id, "sequence": sequence.id}
+        facts = {**sequence.request.log_names, "sequence": sequence.id}
         log.warning("tokens of a sequence are missing, submitting it again", extra=facts)
         self._send_scheduler(Cancel(sequence.id))
         self._submit(sequence)

@@ -21,6 +21,7 @@ from typing import Protocol
 import msgspec
 
 from pipeline.errors import StarlingError
+from pipeline.observe.log_names import log_names
 from pipeline.predicted_text import PredictionFollower
 from pipeline.protocol.messages import Logprob, Submit
 from stages.gateway.requests.prompt_scores import PromptScores
@@ -268,6 +269,17 @@ class RequestState:
             del sequence.request
 
     @property
+    def session_id(self) -> str:
+        """The session that it is a turn of; "": none."""
+        turn = self.spec.generation.turn
+        return turn.session if turn else ""
+
+    @property
+    def log_names(self) -> dict[str, str | None]:
+        """What log lines name: the request, whose it is, and its model."""
+        return log_names(self.id, self.spec.model, self.spec.tenant, self.session_id)
+
+    @property
     def is_started(self) -> bool:
         """Have all sequences left the queue, so that no bound of a queue or of memory refuses the request?"""
         return all(s.is_started or s.tokens for s in self.sequences)
@@ -328,4 +340,5 @@ def submission(sequence: SequenceState, forced: bytes, now: float) -> Submit:
         adapter=generation.adapter.digest if generation.adapter else "",
         prediction=spec.prediction if generation.speculate >= 0 else b"",
         revision=sequence.revision,
+        session=request.session_id,
     )

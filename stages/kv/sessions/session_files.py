@@ -232,7 +232,8 @@ class SessionFiles:
         session.file_bytes, session.lost_bytes = n_intact, len(raw) - n_intact
         if session.lost_bytes:
             self.damaged += 1
-            facts = {"path": str(path), "lost_bytes": session.lost_bytes, "turns": session.turns}
+            names = {"tenant": session.tenant, "session_id": session.id}
+            facts = {**names, "path": str(path), "lost_bytes": session.lost_bytes, "turns": session.turns}
             log.error("a session has lost turns: its file is damaged", extra=facts)
         return session
 

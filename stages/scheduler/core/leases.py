@@ -90,11 +90,21 @@ class Leases:
         """
         want = min(run.length + self.stride * self.page_tokens, run.end - 1)
         self._last_id += 1
-        windowed = (self.window, self.ahead) if self.window else ()
-        self._request(
-            run,
-            Acquire(self._last_id, self.model, run.lease_id, run.row, run.length, want, salt, sharable, *windowed),
+        window, ahead = (self.window, self.ahead) if self.window else (0, 0)
+        frame = Acquire(
+            self._last_id,
+            self.model,
+            run.lease_id,
+            run.row,
+            run.length,
+            want,
+            salt,
+            sharable,
+            window,
+            ahead,
+            *run.owner,
         )
+        self._request(run, frame)
 
     def extend(self, run: RunState) -> None:
         """A stride of more pages, up to the sequence's limit."""
@@ -188,8 +198,9 @@ class Leases:
         self.page_tokens = frame.page_tokens
         self.total_pages = frame.pages
         if not frame.reconciled:
-            leases = [(run.lease_id, run.row, run.computed, _held(run)) for run in runs if run.pages]
-            self.frames.append(Reconcile(self.model, leases))
+            held = [run for run in runs if run.pages]
+            leases = [(run.lease_id, run.row, run.computed, _held(run)) for run in held]
+            self.frames.append(Reconcile(self.model, leases, tuple(run.owner for run in held)))
         elif self.is_up:
             return
         # Frames keep their order: kv reads what follows after `Reconcile`.

@@ -33,6 +33,7 @@ class RunState:
         "leased",
         "length",
         "n_unread",
+        "owner",
         "pages",
         "pending_id",
         "planned",
@@ -49,6 +50,7 @@ class RunState:
         self.valid_end = NEVER  # kv must not cache positions from here on
         self.row = -1  # row of the step arena, -1: none
         self.pending_id = 0  # id of the unanswered Acquire or Extend, 0: none
+        self.owner = ("", "")  # tenant and session, for log lines
         self.reset()
 
     def reset(self) -> None:

@@ -104,6 +104,7 @@ class SequenceState:
         self.prompt_len = len(tokens)
         tokens.frombytes(frame.forced)
         self.run = RunState(frame.sequence, tokens, self.prompt_len + max(1, frame.max_tokens))
+        self.run.owner = (tenant.name, frame.session)
         self.id: str = frame.sequence
         self.request: str = frame.request
         self.model: str = frame.model  # the version, for log lines
@@ -171,6 +172,11 @@ class SequenceState:
     def is_scoring(self, start: int, count: int) -> bool:
         """Whether positions start .. start + count - 1 score tokens of the prompt."""
         return self.scores is not None and self.scores.part(start, count)[1] > 0
+
+    @property
+    def session(self) -> str:
+        """Whose turn it is; "": none."""
+        return self.run.owner[1]
 
     @property
     def outputs(self) -> int:

@@ -17,6 +17,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable
 
+from pipeline.observe.log_names import log_names
 from pipeline.protocol.messages import Logprob, Submit
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.leases import Leases
@@ -259,14 +260,10 @@ class SequenceTable:
                 self.cancel_silently(sequence)
 
 
-def _ids(sequence: SequenceState) -> dict[str, str]:
+def _ids(sequence: SequenceState) -> dict[str, str | None]:
     """Fields of a log line about a sequence."""
-    return {
-        "request_id": sequence.request,
-        "sequence": sequence.id,
-        "model": sequence.model,
-        "tenant": sequence.tenant.name,
-    }
+    names = log_names(sequence.request, sequence.model, sequence.tenant.name, sequence.session)
+    return {**names, "sequence": sequence.id}
 
 
 def _age(sequence: SequenceState) -> tuple[float, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from pipeline.config.schema import MAX_DRAFT_TOKENS
+from pipeline.observe.log_names import log_names
 from pipeline.protocol.messages import Cancel, Submit
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.outbox import Outbox
@@ -105,8 +106,9 @@ class SubmissionQueue:
 
     def _refuse(self, gateway: bytes, frame: Submit, refusal: Refusal) -> None:
         self._stats.refused += 1
-        ids = {"request_id": frame.request, "sequence": frame.sequence, "model": frame.model, "tenant": frame.tenant}
-        log.info("a sequence is refused", extra={**ids, **log_fields(*refusal[:3])})
+        names = log_names(frame.request, frame.model, frame.tenant, frame.session)
+        facts = {"sequence": frame.sequence, **log_fields(*refusal[:3])}
+        log.info("a sequence is refused", extra={**names, **facts})
         self._outbox.add_rejected(gateway, frame.sequence, refusal)
 
     def _check_load(self, frame: Submit, now: float) -> Refusal | None:

@@ -25,6 +25,7 @@ class DraftTarget(NamedTuple):
     choice: int
     stop_ids: frozenset[int]
     salt: str
+    owner: tuple[str, str]  # tenant and session, for log lines
 
 
 class DraftSequence:
@@ -37,6 +38,7 @@ class DraftSequence:
     ) -> None:
         """`is_wanted` is False once the target has ended or has dropped the draft sequence."""
         self.run = RunState(lease_id, target.tokens[:], end)
+        self.run.owner = target.owner
         self.stop_ids = target.stop_ids
         self.is_wanted = is_wanted
         self.used_at = now  # s, the last `DraftPool.follow`

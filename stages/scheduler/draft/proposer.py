@@ -186,6 +186,7 @@ class Proposer:
             sequence.choice,
             sequence.stop_ids,
             sequence.salt,
+            run.owner,
         )
         reference = weakref.ref(sequence)
 
