@@ -306,12 +306,14 @@ class WorkerStage:
         if 0 < control[sh.WAKE_AT] <= done:
             self._wake_scheduler(done)
         if refused:
-            log.error("entries of a step were refused", extra={"step": done, "entries": refused})
+            facts = {"model": self.name, "generation": self._generation, "step": done, "entries": refused}
+            log.error("entries of a step were refused", extra=facts)
         self.loop.progress = int(control[sh.PROGRESS])
         now = time.monotonic_ns()
         if log.isEnabledFor(logging.DEBUG):
-            facts = {"model": self.name, "first": step, "last": done, "duration_ms": (now - began) / 1e6}
-            log.debug("steps are computed", extra=facts)
+            steps = {"generation": self._generation, "first": step, "last": done}  # whose: "requests of steps"
+            took_ms = (now - began) / 1e6
+            log.debug("steps are computed", extra={"model": self.name, **steps, "duration_ms": took_ms})
         if now >= self._next_poll:
             self._next_poll = now + POLL_EVERY_NS
             self.loop.poll(0)

@@ -321,6 +321,11 @@ def test_every_line_of_the_log_is_an_object_that_names_its_request(server: Up) -
     assert all(line["model"] and line["tenant"] for line in texts)
     sessions = [line["session_id"] for line in texts if line["endpoint"] == "/v1/generate"]
     assert sessions[-2:] == [answer["session_id"]] * 2
+    mine = [line for line in lines if line.get("request_id") == served]
+    mine += [one for line in lines for one in line.get("requested_by", ()) if one["request_id"] == served]
+    tenants = {(line["tenant"], line["session_id"]) for line in mine}
+    assert tenants == {(requests[served]["tenant"], answer["session_id"])}
+    assert {line["model"] for line in mine if "stage" in line} == {"tiny"}
     assert [requests[name]["model"] for name in (refused, unknown)] == ["tiny", "no-model"]
     assert [requests[name]["error"] for name in (refused, unknown)] == ["INVALID_REQUEST", "MODEL_NOT_FOUND"]
     starling(server, "log-level", "reset")

@@ -14,6 +14,7 @@ from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.step import Step, StepEntry
+from stages.scheduler.core.step_log import StepLog
 from stages.scheduler.draft.draft_pool import DraftPool
 from stages.scheduler.draft.proposer import Proposer
 from stages.scheduler.policy.cost import CostModel
@@ -35,8 +36,10 @@ class StepCompletion:
         cost: CostModel,
         stats: Stats,
         constraints: Constraints,
+        step_log: StepLog,
     ) -> None:
         self._constraints = constraints
+        self._step_log = step_log
         self._phases = PhasePoints()
         self._commit_delay = pacing.commit_delay_tokens
         self._table = table
@@ -50,6 +53,8 @@ class StepCompletion:
     def complete(self, step: Step, ring: Ring, now: float) -> None:
         """Process one step; steps must come in their order."""
         took_us = ring.took_us(step.number)
+        if self._step_log.is_enabled:
+            self._step_log.add(step, ring.generation, took_us, self._outbox.worker_pid, now)
         if took_us > 0:
             self._stats.step_s[step.phase].add(took_us * 1e-6)
             self._cost.learn(step.tokens, step.positions, took_us)

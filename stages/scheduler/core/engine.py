@@ -22,6 +22,7 @@ from stages.scheduler.core.page_supply import PageSupply
 from stages.scheduler.core.row_scheduler import RowScheduler
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.settings import Settings
+from stages.scheduler.core.step_log import StepLog
 from stages.scheduler.core.step_loop import StepLoop
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S, SubmissionQueue
 from stages.scheduler.core.worker_link import WorkerLink
@@ -71,7 +72,8 @@ class Engine:
             s, limits, worker, queues, table, rows, outbox, waits, cost, stats, constraints
         )
         proposer = self.proposer = Proposer(table, queues, cost, stats, constraints)
-        completion = StepCompletion(pacing, table, leases, outbox, proposer, drafts, cost, stats, constraints)
+        step_log = self._step_log = StepLog(s.model)
+        completion = StepCompletion(pacing, table, leases, outbox, proposer, drafts, cost, stats, constraints, step_log)
         quarantine = self._quarantine = Quarantine()
         self.steps = StepLoop(
             budget,
@@ -176,6 +178,7 @@ class Engine:
         self.table.expire(now)
         self.submissions.shed(now)
         self.queues.forget_idle()
+        self._step_log.flush()
         if not self.worker.is_attached and now - self.worker.detached_since > UNAVAILABLE_S:
             self.reject_all(Refusal("MODEL_UNAVAILABLE", "no worker became ready in time", "model", 5.0))
 
