@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +95,22 @@ def test_requests_wait_for_the_successor_of_a_dead_worker(
     assert set(runner.engine.table.live) == {"s", "t"}
     attach(runner, second, LATE + 0.6 * UNAVAILABLE_S)
     assert sum(isinstance(frame, Attach) for frame in sent) == 2
+
+
+def test_a_worker_that_its_supervisor_has_not_waited_for_is_dead(runner: VersionRunner, groups: list[Group]) -> None:
+    """The scheduler may notice the end first; the timelines have the time until the successor, all of it."""
+    first, second = groups
+    attach(runner, first, 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    pidfd = os.pidfd_open(first.process.pid)
+    first.process.kill()
+    assert select.select([pidfd], [], [], 60)[0]
+    os.close(pidfd)
+    assert process_ticks(first.process.pid) == first.hello.start_ticks  # a zombie
+    runner.worker_down(LATE)
+    attach(runner, second, LATE + 0.4)
+    events = [(event.name, event.at) for event in runner.engine.outbox.events[GATEWAY] if not event.sequence]
+    assert events == [("lost", LATE), ("started", LATE + 0.4)]
 
 
 def test_a_disconnected_worker_is_killed_and_requests_wait(runner: VersionRunner, groups: list[Group]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
-from shm.arena import Arena, ArenaError, process_ticks
+from shm.arena import Arena, ArenaError
 from shm.step_ring import StepsGeometry, create_steps
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
@@ -27,7 +27,7 @@ from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import Claim
 from stages.scheduler.recovery.attach_failure import AttachFailure
-from stages.scheduler.recovery.fencing import Fence
+from stages.scheduler.recovery.fencing import Fence, is_alive
 from stages.scheduler.recovery.quarantine import DEATH, STALL
 from stages.scheduler.recovery.reconnect_backoff import ReconnectBackoff
 from stages.scheduler.recovery.stall_detector import StallDetector
@@ -107,7 +107,7 @@ class VersionRunner:
         """The connection is gone. A dead group is fenced at once, a living one gets time to reconnect."""
         self.peer = b""
         hello = self._hello
-        if hello is not None and process_ticks(hello.pid) == hello.start_ticks:
+        if hello is not None and is_alive(hello.pid, hello.start_ticks):
             self._fence_at = now + self._backoff.allowed_s(now, any(is_stopped(pid) for pid, _ in self._pids))
             self.engine.halt(now)
             return

@@ -13,6 +13,18 @@ import time
 from shm.arena import process_ticks
 
 
+def is_alive(pid: int, ticks: int) -> bool:
+    """Whether the process runs. One that has exited does not, even before its parent has waited for it."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    try:
+        return process_ticks(pid) == ticks and not select.select([pidfd], [], [], 0)[0]
+    finally:
+        os.close(pidfd)
+
+
 class Fence:
     """Sends SIGKILL to the processes at once; `is_closed` after all of them have exited."""
 
