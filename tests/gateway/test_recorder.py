@@ -50,6 +50,39 @@ def test_events_keep_the_schedulers_order(is_remote: bool, behind_s: float) -> N
     assert all(0 <= event["at_ms"] <= 502.001 for event in found["events"])
 
 
+@pytest.mark.parametrize("back", ["started", "prefill", "scheduler"])
+def test_what_the_scheduler_does_without_a_worker_ends_no_recovery(back: str) -> None:
+    """Pages are granted and finished steps are read while the worker is gone: nothing is computed until it is back."""
+    world = World(is_remote=False)
+    request = world.begin()
+
+    def receive(name: str, pid: int = 0, *, sequence: str = f"{request.id}/0") -> None:
+        facts: dict[str, int | float | str] = {"samples": 1} if name == "prefill" else {}
+        event = m.SequenceEvent(sequence, name, world.now, pid, facts)
+        frame = m.Tokens(request.spec.version, 1, [], events=(event,), at=world.now)
+        world.recorder.on_frame(frame, lambda _: request)
+
+    receive("queued")
+    world.now += 1.0
+    receive("lost", 7, sequence="")
+    world.now += 2.0
+    receive("prefill", 7)  # a step that the lost worker had finished
+    receive("admitted")
+    world.now += 3.0
+    if back == "started":
+        receive("started", 8, sequence="")
+    elif back == "prefill":  # the event before it was lost
+        receive("prefill", 8)
+    else:  # a new scheduler computes it anew, with any worker
+        world.recorder.stage_down("scheduler", m.Hello("scheduler", 1, 5, 1))
+        receive("queued")
+    world.now += 4.0
+    phases = world.recorder.find("req-1")["phases_ms"]
+    assert phases["recovery"] == 5000
+    assert sum(phases.values()) == 10_000
+    assert phases["queue"] == (5000 if back == "scheduler" else 1000)
+
+
 def test_the_timeline_ends_with_the_last_response() -> None:
     world = World(is_remote=False)
     request = world.begin()

@@ -243,6 +243,7 @@ class Recorder:
         self._add_to_all("lost", stage, hello.pid)
         if stage == "scheduler":
             for trace in self._open.values():
+                trace.lost_worker = 0  # another scheduler computes the request anew
                 trace.suspend(now)
 
     def pid(self, stage: str) -> int:
@@ -284,8 +285,10 @@ class Recorder:
     def _on_worker(self, trace: RequestTrace, event: SequenceEvent, at: float) -> None:
         trace.add(at, event.name, dict(event.facts), stage="worker", pid=event.pid)
         if event.name == "lost":
+            trace.lost_worker = event.pid
             trace.suspend(at)
         else:
+            trace.lost_worker = 0
             trace.resume(at)
 
     def _on_sequence(self, trace: RequestTrace, event: SequenceEvent, at: float) -> None:
@@ -294,6 +297,8 @@ class Recorder:
         choice = -1 if trace.is_single else int(event.sequence.rpartition("/")[2])
         at = trace.latest = max(at, trace.latest)  # in the scheduler's order, whatever was measured of its clock
         trace.add(at, name, dict(event.facts), stage=stage, pid=pid, choice=choice)
+        if event.pid not in (0, trace.lost_worker):  # a worker computes it
+            trace.lost_worker = 0
         if name in ("queued", "preempted"):
             trace.advance(Phase.QUEUE, at)
         elif name == "admitted":

@@ -88,6 +88,7 @@ class RequestTrace:
         "id",
         "is_single",
         "latest",
+        "lost_worker",
         "model",
         "n_readers",
         "omitted",
@@ -135,6 +136,7 @@ class RequestTrace:
         self.omitted = 0
         self._phase = Phase.ADMISSION
         self._before_recovery = Phase.ADMISSION
+        self.lost_worker = 0  # pid of the worker that died last; 0: the model has one, or the scheduler is new
         self._since = started_at
         self._spent = [0.0] * len(Phase)
 
@@ -184,8 +186,13 @@ class RequestTrace:
         self._phase, self._since = phase, at
 
     def advance(self, phase: Phase, at: float) -> None:
-        """Like `enter`, for one of its sequences: the request does not return to an earlier phase."""
-        if self.is_single or phase > self._phase or self._phase is Phase.RECOVERY:
+        """Like `enter`, for one of its sequences: the request does not return to an earlier phase.
+
+        While no worker computes it, a phase begins when one does.
+        """
+        if self.lost_worker and self._phase is Phase.RECOVERY:
+            self._before_recovery = phase if self.is_single else max(phase, self._before_recovery)
+        elif self.is_single or phase > self._phase or self._phase is Phase.RECOVERY:
             self.enter(phase, at)
 
     def suspend(self, at: float) -> None:
