@@ -33,7 +33,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str]  # of the content, and X-Starling-Request
     method: str = "POST"
     is_stream: bool = False
-    is_bound: bool = False  # to a session: no other agent can serve it
+    is_bound: bool = False  # to a session, also a new one: no other agent can go on with it
     last_id: str = ""  # the client's Last-Event-ID
     was_sent: bool = False  # before, for a client that reads the answer again
 
@@ -105,7 +105,10 @@ class Tries:
         self.n_accepted = 0  # attempts since the answer last advanced that an engine has begun
         self.visited: set[str] = set()  # agents that may have the request
         self.excluded: set[str] = set()  # that have just failed it
-        self.unfit: set[str] = set()  # that cannot load its model
+        self.unfit: set[str] = set()  # that cannot load its model, or do not have its session
+        self.not_held: Refusal | None = None  # the answer of an agent that does not have its session
+        self.holder = ""  # the agent that has, or may have, the session that it has begun
+        self.may_begin = False  # its session: no agent has it
         self.version = ""  # that has begun the answer
         self.text: TextStream | None = None  # the stream, if its engine promises no equal bytes
         self.was_lost = False  # an engine died under it, or it has left one
@@ -126,6 +129,43 @@ class Tries:
         self.excluded.add(agent_id)
         self.failure = failure or self.failure
         self.wait()
+
+    def routed(self, forward: Forward) -> RoutedRequest:
+        """What routing uses of it for the next attempt."""
+        known = forward.routed
+        pinned = self.successor or self.holder or ("" if known.pinned in self.unfit else known.pinned)
+        return msgspec.structs.replace(
+            known,
+            excluded=frozenset(self.excluded | self.unfit),
+            version=self.version,
+            pinned=pinned,
+            is_held=known.is_held or bool(self.holder) or bool(known.begins and not self.may_begin),
+        )
+
+    def lacks_session(self, agent_id: str, refusal: Refusal) -> None:
+        """The agent has answered that it does not have the session, so that it has not begun the request either."""
+        self.unfit.add(agent_id)
+        self.visited.discard(agent_id)
+        self.not_held = refusal
+
+    def hold(self, agent_id: str) -> None:
+        """The agent has, or may have, the session that the request has begun."""
+        self.holder = agent_id
+        self.unfit.clear()
+
+    def begin_session(self, asked: RoutedRequest) -> bool:
+        """Whether every agent has answered that it does not have the session, so that one of them may begin it."""
+        if not (asked.is_held and asked.begins) or self.holder or self.unasked:
+            return False
+        self.may_begin = True
+        self.unfit.clear()
+        self.excluded.clear()
+        return True
+
+    @property
+    def unasked(self) -> set[str]:
+        """Agents that have failed, so that they may have its session."""
+        return self.excluded - self.unfit
 
     def wait(self) -> None:
         """There is no agent for it: the time in which one must come begins."""

@@ -43,6 +43,7 @@ INLINE_SEPARATORS = 2_000
 LOCATE_S = 10.0  # for engines to say whether they have a request
 MAX_SESSIONS = 100_000  # whose agent is remembered; of others, the agents are asked
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
+CLOSE_PATH = "/v1/session/close"
 _KEY = re.compile(r"[!-~]{1,128}")
 _LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
 _SESSION = re.compile(rb'"session_id":"([^"\\]{1,256})"')
@@ -184,16 +185,14 @@ class Front:
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
         await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
         self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
-        agent = ""
         if last_id:
             request_id = self._ids.check(_request_of(last_id), caller.tenant)
         else:
             request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
-        if last_id or key:
-            agent = await self._locate(request_id, read.model, caller)
         is_bound = read.session is not None
-        if read.session:
-            agent = self._sessions.get((caller.tenant, read.session), agent)
+        agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
+        if not agent and (last_id or key):
+            agent = await self._locate(request_id, read.model, caller, is_certain=is_bound)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
         sent = {**headers, "X-Starling-Request": name, RELAY: relay_header(caller.tenant, caller.priority)}
         if key:
@@ -204,6 +203,8 @@ class Front:
             prompt_bytes=read.prompt_bytes,
             blocks=read.blocks,
             pinned=agent,
+            is_held=bool(read.session) and not read.begins_session,
+            begins=f"{caller.tenant}\0{read.session}" if read.begins_session else "",
         )
         forward = Forward(
             routed=routed,
@@ -220,10 +221,10 @@ class Front:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
         read = await self._read(caller, path, body, headers)
         agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
-        routed = RoutedRequest(request_id="", model=read.model, pinned=agent)
+        routed = RoutedRequest(request_id="", model=read.model, pinned=agent, is_held=read.session is not None)
         sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}
         forward = Forward(routed=routed, path=path, body=body, headers=sent, is_bound=read.session is not None)
-        return Ticket(forward, caller.tenant, key_id=caller.key_id)
+        return Ticket(forward, caller.tenant, read.session, caller.key_id)
 
     async def ticket_of(self, caller: Caller, request_id: str, last_id: str) -> Ticket:
         """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`."""
@@ -235,7 +236,7 @@ class Front:
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             forward, agent = kept
-            routed = msgspec.structs.replace(forward.routed, pinned=agent)
+            routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id)
         engines = [
@@ -249,7 +250,7 @@ class Front:
         for (agent_id, one), found in zip(engines, answers):
             if found is not None:
                 forward = Forward(
-                    routed=RoutedRequest(request_id=request_id, model=one.model_id, pinned=agent_id),
+                    routed=RoutedRequest(request_id=request_id, model=one.model_id, pinned=agent_id, is_held=True),
                     path=f"/v1/requests/{request_id}",
                     body=b"",
                     headers={RELAY: relay_header(caller.tenant, caller.priority)},
@@ -280,8 +281,8 @@ class Front:
 
     # ---------------------------------------------------------------- where a request was
 
-    async def _locate(self, request_id: str, model: str, caller: Caller) -> str:
-        """The agent that has the request; "" if none has."""
+    async def _locate(self, request_id: str, model: str, caller: Caller, *, is_certain: bool) -> str:
+        """The agent that has the request; "" if none has. `is_certain`: also the only one is asked."""
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             return kept[1]
@@ -291,7 +292,7 @@ class Front:
             for one in view.details.loaded_models
             if one.model_id == model and one.engine_url and view.health == "READY"
         ]
-        if len(engines) < 2:
+        if len(engines) < 2 and not is_certain:
             return engines[0][0] if engines else ""
         relay = relay_header(caller.tenant, caller.priority)
         heads = [self._head(request_id, agent_id, one, relay) for agent_id, one in engines]
@@ -322,7 +323,9 @@ class Front:
     async def whole(self, ticket: Ticket) -> tuple[int, dict[str, str], bytes]:
         """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
         status, headers, body = await self._relay.whole(ticket.forward)
-        if ticket.session is not None and (match := _SESSION.search(body)):
+        if ticket.session is not None and ticket.forward.path == CLOSE_PATH:
+            self._sessions.pop((ticket.tenant, ticket.session), None)
+        elif ticket.session is not None and (match := _SESSION.search(body)):
             self._remember(ticket, match[1].decode())
         if ticket.forward.id and (used := _COMPLETION_TOKENS.search(body[-512:])):
             self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)

@@ -10,6 +10,7 @@ The other policies exist to be compared with the score.  Where a model must be l
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -25,6 +26,19 @@ Order = Callable[[AgentScore, Mapping[str, int]], Rank]
 def by_score(one: AgentScore, last_turn: Mapping[str, int]) -> Rank:
     """Estimates within a millisecond are equal: fewer requests decide, then the time since the last one."""
     return (round(one.score_s, 3), one.ahead, last_turn.get(one.agent_id, -1), one.agent_id)
+
+
+def by_name(name: str) -> Order:
+    """The same agent for a name at every orchestrator, whatever the queues are; names spread over the agents.
+
+    If agents join or leave, only the names of these go to others (rendezvous hashing).
+    """
+
+    def rank(one: AgentScore, last_turn: Mapping[str, int]) -> Rank:
+        digest = hashlib.sha256(f"{name}\0{one.agent_id}".encode("utf-8", "surrogatepass")).digest()
+        return (0.0, int.from_bytes(digest[:8], "big"), 0, one.agent_id)
+
+    return rank
 
 
 def order_of(routing: Routing, draw: Callable[[], float] = random.random) -> Order:

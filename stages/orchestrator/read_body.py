@@ -44,6 +44,7 @@ class ReadBody(NamedTuple):
     session: str | None  # None: none; "": a new one
     blocks: tuple[int, ...]
     prompt_bytes: int
+    begins_session: bool = False  # one with that id, if there is none
 
 
 def read_body(
@@ -57,9 +58,10 @@ def read_body(
     except StarlingError as error:
         error.names = names_of(fields)
         raise
-    is_stream, salt, session = False, "", None
+    is_stream, salt, session, begins = False, "", None, False
     if isinstance(request, GenerationRequest):
         is_stream, salt, session = request.stream, request.cache_salt, request.session_id
+        begins = request.creates_session
     if reader == "session_close":
         model, session = request
     else:
@@ -68,4 +70,4 @@ def read_body(
         raise InvalidRequest("model is missing; it is required: GET /v1/models lists the models of the fleet", "model")
     prompt = prompt_text(fields)
     blocks = block_hashes(prompt, f"{model}\0{tenant_salt}\0{salt}")
-    return ReadBody(model, is_stream, session, blocks, len(prompt))
+    return ReadBody(model, is_stream, session, blocks, len(prompt), begins and bool(session))

@@ -23,13 +23,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
 from pipeline.api.output_text import REPLAYED, TEXT
 from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
+from pipeline.api.session_header import EXISTING
+from pipeline.api.session_header import HEADER as SESSION
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
@@ -146,6 +146,8 @@ class Relay:
                         tries.version = cutter.output.version = self._version(route)
                     if events:
                         tries.advanced()
+                        if forward.is_bound:
+                            tries.hold(route.agent_id)
                         await out.write(events)
                     if cutter.error:
                         await self._on_error_event(cutter.error, out)
@@ -258,17 +260,13 @@ class Relay:
         pause_s = FIRST_PAUSE_S
         commented = self._clock()
         while True:
-            excluded = frozenset() if forward.is_bound and tries.has_begun else frozenset(tries.excluded)
-            request = msgspec.structs.replace(
-                forward.routed,
-                excluded=excluded | tries.unfit,
-                version=tries.version,
-                pinned=tries.successor or forward.routed.pinned,
-            )
+            request = tries.routed(forward)
             try:
                 route = self._router.choose(request, "moved" if tries.count else "new")
             except (ModelUnavailable, Overloaded) as error:
-                self._give_up(error, tries)
+                if isinstance(error, ModelUnavailable) and tries.begin_session(request):
+                    continue
+                self._give_up(error, forward, tries)
                 tries.excluded.clear()
                 await self._next_change(pause_s)
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
@@ -281,11 +279,16 @@ class Relay:
                 return route
             await self._load(route, forward, tries, out)
 
-    def _give_up(self, error: StarlingError, tries: Tries) -> None:
+    def _give_up(self, error: StarlingError, forward: Forward, tries: Tries) -> None:
         """No agent can serve the request now. Raises if no one is expected to in time."""
         failure = tries.failure or error
-        if tries.unfit or (isinstance(error, Overloaded) and not tries.has_begun):
+        may_be_held = forward.is_bound and bool(tries.unasked)
+        if tries.unfit and not may_be_held:
+            raise tries.not_held or failure
+        if isinstance(error, Overloaded) and not tries.has_begun:
             raise failure
+        if failure is tries.not_held:
+            failure = error
         if isinstance(tries.failure, Refusal) and tries.failure.status == 429 and not tries.has_begun:
             raise tries.failure
         tries.wait()
@@ -340,6 +343,8 @@ class Relay:
         )
         tries.was_lost = True
         tries.failed(route.agent_id, error)
+        if forward.routed.begins and not route.must_hold:
+            tries.hold(route.agent_id)
         log.warning(
             "an agent lost a request",
             extra={"request_id": forward.id, "agent": route.agent_id, "tries": tries.count, "reason": reason},
@@ -363,12 +368,12 @@ class Relay:
         if not refusal.is_movable and not is_other_session:
             raise refusal
         self.moves["refused"] += 1
-        if is_other_session:
-            tries.unfit.add(route.agent_id)
         # Behind a door an engine dies as a refusal: the agent lives.
         if route.engine is not None and route.engine.continues_text and refusal.code == "MODEL_UNAVAILABLE":
             tries.was_lost = True
         tries.failed(route.agent_id, refusal)
+        if is_other_session:
+            tries.lacks_session(route.agent_id, refusal)
 
     # ---------------------------------------------------------------- connections
 
@@ -392,6 +397,8 @@ class Relay:
         body = forward.body if method == "POST" else b""
         if output:
             headers[header] = str(len(output))
+        if route.must_hold:
+            headers[SESSION] = EXISTING
         if forward.id and is_kept:
             self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)

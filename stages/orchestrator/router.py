@@ -3,6 +3,7 @@ be ready first.
 
     ready       the model runs there and the agent may get new requests
     suspect     the agent has not answered its last poll: only if no other one is ready
+    held        only the agent that has the session or the answer can serve the request: even suspect, or cordoned
     cold        the model must be loaded first, for which another model may have to leave
 
 Requests under way are counted here, because agents report their queues only now and then.  Without sockets and text.
@@ -21,7 +22,7 @@ from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
-from stages.orchestrator.policies import Order, by_score
+from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
 from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, text_kind_of, version_of
 
@@ -46,6 +47,7 @@ class Route(NamedTuple):
     ahead: int
     new_bytes: int  # of the prompt, not cached there
     evict: str  # the model that must leave first; "": none
+    must_hold: bool = False  # the session must exist there: the engine begins none
 
 
 class ScoreRouter(RequestRouter):
@@ -128,11 +130,14 @@ class ScoreRouter(RequestRouter):
         scored = [self._score(request, view) for view in self._table.values()]
         ready = [one for one in scored if one.is_candidate and one.state == "READY"]
         candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
+        candidates = [one for one in candidates if self._table[one.agent_id].may_start] or candidates
         if request.pinned:
             candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
-        order = self._order
+        order = by_name(request.begins) if request.begins and not request.is_held else self._order
         if not candidates:
             self._refuse(request, scored)
+            if request.is_held and request.begins:
+                raise ModelUnavailable(f"no agent that has {request.model} ready has the session")
             candidates = [one for one in scored if one.is_candidate]
             # An engine that has just failed to start is tried again only if no other agent can load the model.
             candidates = [one for one in candidates if one.state != "FAILED"] or candidates
@@ -156,6 +161,7 @@ class ScoreRouter(RequestRouter):
             ahead=best.ahead,
             new_bytes=max(0, request.prompt_bytes - best.matched_bytes),
             evict="" if is_ready or best.state in HELD_STATES else self._leaving(view) or "",
+            must_hold=request.is_held and bool(request.begins),
         )
 
     def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
@@ -184,9 +190,11 @@ class ScoreRouter(RequestRouter):
         """Why the agent is no candidate; "" if it is one."""
         if view.agent_id in request.excluded:
             return "it has just failed this request"
-        if not view.may_start:
-            return view.reason
+        if request.is_held and request.pinned not in ("", view.agent_id):
+            return f"agent {request.pinned} holds its session or answer"
         is_ready = running is not None and running.model_state == "READY"
+        if not view.may_start and not (request.is_held and is_ready):
+            return view.reason
         if request.version and (running is None or not is_ready or not _serves(running, request.version)):
             return "it does not serve the version that began the answer"
         if is_ready:
@@ -222,6 +230,8 @@ class ScoreRouter(RequestRouter):
                 raise ModelNotFound(f"there is no model {model[:200]!r}; GET /v1/models lists them", "model")
         if not any(one.is_candidate for one in scored):
             reasons = "; ".join(f"{one.agent_id}: {one.reason}" for one in scored[:8]) or "no agent has registered"
+            if request.is_held and request.pinned and request.pinned not in self._table:
+                reasons = f"agent {request.pinned}, which holds its session or answer, has left"
             raise ModelUnavailable(f"no agent can serve {model} now ({reasons})", retry_after_s=RETRY_AFTER_S)
 
     def _ahead(self, agent_id: str, running: LoadedModel | None) -> int:

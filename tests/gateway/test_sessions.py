@@ -16,6 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.session_header import EXISTING, HEADER
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.requests.relay import Relay
@@ -227,6 +228,18 @@ def test_a_turn_continues_the_session(server: Server, kv: KvPeer) -> None:
     for error in (close(server, name, 404)["error"], turn(server, "x", name, 404)):
         assert (error["code"], error["param"]) == ("NOT_FOUND", "session_id")
     assert kv.count() == 0
+
+
+def test_a_sender_can_ask_for_a_session_that_exists(server: Server, kv: KvPeer) -> None:
+    """As an orchestrator does, before it lets one server begin it."""
+    body = {"prompt": "x", "max_tokens": 2, "session_id": "mine", "create_session": True, "session_ttl_s": 60}
+    existing = {HEADER: EXISTING}
+    assert server.post("/v1/generate", body, existing).status == 404 and kv.count() == 0
+    assert server.post("/v1/generate", body).status == 200
+    assert server.post("/v1/generate", body, existing).status == 200
+    assert server.post("/v1/generate", {**body, "session_id": ""}, existing).error["param"] == HEADER
+    assert server.post("/v1/generate", body, {HEADER: "new"}).error["param"] == HEADER
+    close(server, "mine")
 
 
 def test_a_session_can_be_named_and_does_not_hold_the_stop(server: Server, kv: KvPeer) -> None:

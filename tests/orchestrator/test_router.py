@@ -105,6 +105,54 @@ def test_a_session_stays_with_its_agent() -> None:
     assert routing.choose(request(pinned="gone")).agent_id == "a"
 
 
+def test_what_an_agent_holds_is_served_there_though_it_is_cordoned() -> None:
+    cordoned = view("a", engine(vllm_queue_length=1000), may_start=False)
+    routing = router(cordoned, view("b", engine()))
+    assert routing.choose(request(pinned="a", is_held=True)).agent_id == "a"
+    assert routing.choose(request(pinned="a")).agent_id == "b"
+    # Nor does it go elsewhere because the agent has not answered a poll.
+    routing.update_routing_table([view("a", engine(), health="SUSPECT", may_start=False), view("b", engine())])
+    assert routing.choose(request(pinned="a", is_held=True)).agent_id == "a"
+    # It is not loaded on a cordoned agent, and waits for one that has left.
+    for views, reason in (
+        ([view("a", may_start=False), view("b", engine())], "a: cordoned"),
+        ([view("b")], "has left"),
+    ):
+        routing.update_routing_table(views)
+        with pytest.raises(ModelUnavailable, match=reason):
+            routing.choose(request(pinned="a", is_held=True))
+
+
+def test_a_session_is_looked_for_on_every_agent_the_cordoned_ones_last() -> None:
+    views = [
+        view("a", engine(), may_start=False),
+        view("b", engine(), health="SUSPECT"),
+        view("c", engine(vllm_queue_length=1000)),
+    ]
+    routing, found = router(*views), list[str]()
+    for _ in views:
+        found.append(routing.choose(request(is_held=True, excluded=frozenset(found))).agent_id)
+    assert found == ["c", "a", "b"]
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.text(min_size=1, max_size=20))
+def test_a_named_session_begins_at_the_same_agent_for_every_orchestrator(first: int, second: int, name: str) -> None:
+    """Whatever their queues are: two orchestrators, or two requests at once, must not begin it twice."""
+    chosen = {
+        router(view("a", engine(vllm_queue_length=one)), view("b", engine()), view("c", engine(running=two)))
+        .choose(request(begins=name))
+        .agent_id
+        for one, two in ((first, second), (second, first), (0, 0))
+    }
+    assert len(chosen) == 1
+
+
+def test_named_sessions_spread_over_the_agents() -> None:
+    routing = router(*(view(name, engine()) for name in "abc"))
+    chosen = [routing.choose(request(begins=f"session {number}")).agent_id for number in range(300)]
+    assert all(60 < chosen.count(name) < 140 for name in "abc")
+
+
 def test_a_stream_continues_on_its_version_only() -> None:
     routing = router(view("a", engine(digest="f" * 64)), view("b", engine(vllm_queue_length=1000)), view("c"))
     assert routing.choose(request(version=version_of(engine()))).agent_id == "b"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
 
-from pipeline.api import sse
+from pipeline.api import session_header, sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.output_tokens import OUTPUT, RELAY
 from pipeline.api.request_name import HEADER as NAME
@@ -158,6 +158,7 @@ async def _admit(
     request: web.Request, service: Service, generation: GenerationRequest, name: RequestName | None
 ) -> RequestState:
     plugins = service.plugins
+    generation = session_header.narrowed(generation, request.headers.get(session_header.HEADER))
     if plugins is not None:
         name = name or new_request_name()
         generation = await plugins.before(generation, name.id, request[CALLER].tenant, request[STARTED_AT])
