@@ -1,4 +1,4 @@
-"""Paths of OpenAI's and Anthropic's APIs that this server does not have, and what to use instead."""
+"""Paths of other APIs that a server, or an orchestrator, does not have, and what to use instead."""
 
 from __future__ import annotations
 
@@ -38,12 +38,39 @@ UNSUPPORTED_PATHS = {
     "edits": "the edits API has ended: use /v1/chat/completions",
 }
 
+_STORED = "it keeps no conversations: send all messages with each request to /v1/chat/completions or /v1/messages"
+_ADAPTERS = "it serves no adapters: ask a server that has the model and its adapters for MODEL:ADAPTER"
+_FLEET_OWN = "its operator has the command `starling fleet` and /v1/fleet"
 
-def unsupported_path(path: str) -> StarlingError | None:
-    """Return the error for a path of an API that the server does not have; None: the path is of no such API."""
+# What an orchestrator does not have, besides and instead of those.
+FLEET_UNSUPPORTED_PATHS = {
+    "responses": _STORED,
+    "conversations": _STORED,
+    "assistants": _STORED,
+    "threads": _STORED,
+    "chatkit": _STORED,
+    "moderations": "it has no moderation model",
+    "admin": "its operator has `starling fleet`; for one engine, call /load_model and /unload_model of its agent",
+    "load_lora_adapter": _ADAPTERS,
+    "unload_lora_adapter": _ADAPTERS,
+    "organization": _FLEET_OWN,
+    "organizations": _FLEET_OWN,
+    "projects": _FLEET_OWN,
+}
+
+
+def unsupported_path(path: str, *, of_fleet: bool = False) -> StarlingError | None:
+    """Return the error for a path of an API that the server does not have; None: the path is of no such API.
+
+    of_fleet: the server is an orchestrator.
+    """
+    known = {**UNSUPPORTED_PATHS, **FLEET_UNSUPPORTED_PATHS} if of_fleet else UNSUPPORTED_PATHS
+    what = "an orchestrator" if of_fleet else "this server"
+    if of_fleet and path == "/lora-adapters":
+        return StarlingError("NOT_IMPLEMENTED", f"{what} does not support {path}: {_ADAPTERS}")
     parts = path.removeprefix("/v1/").split("/") if path.startswith("/v1/") else []
     for length in (2, 1):
         name = "/".join(parts[:length])
-        if reason := UNSUPPORTED_PATHS.get(name):
-            return StarlingError("NOT_IMPLEMENTED", f"this server does not support /v1/{name}: {reason}")
+        if reason := known.get(name):
+            return StarlingError("NOT_IMPLEMENTED", f"{what} does not support /v1/{name}: {reason}")
     return None

@@ -35,7 +35,7 @@ from stages.orchestrator.read_body import ReadBody, read_body
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.upstream import Client, Unreachable
+from stages.orchestrator.upstream import Answer, Client, Unreachable
 
 # Bodies that are larger or have more values are read on a thread.
 INLINE_BYTES = 64 << 10
@@ -144,6 +144,11 @@ class Front:
         if code:
             self.metrics.add("starling_rejections_total", code)
 
+    async def needs_key(self) -> bool:
+        """Whether requests need a key, as the key file says now."""
+        await self.keys.follower.refresh()
+        return bool(self.keys)
+
     def is_operator(self, authorization: str | None) -> bool:
         """Whether the header carries the fleet's token."""
         try:
@@ -239,12 +244,7 @@ class Front:
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id)
-        engines = [
-            (view.agent_id, one)
-            for view in self._router.table
-            for one in view.details.loaded_models
-            if one.engine_url  # also of one that gets no other requests
-        ]
+        engines = self._engines()
         relay = relay_header(caller.tenant, caller.priority)
         answers = await asyncio.gather(*(self._head(request_id, agent_id, one, relay) for agent_id, one in engines))
         for (agent_id, one), found in zip(engines, answers):
@@ -299,16 +299,40 @@ class Front:
         answers = await asyncio.gather(*heads)
         return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
 
+    async def cancel(self, caller: Caller, request_id: str) -> None:
+        """End a request of the tenant at every engine that has it. Raises `NotFound`."""
+        self._ids.check(request_id, caller.tenant)
+        relay = relay_header(caller.tenant, caller.priority)
+        answers = await asyncio.gather(
+            *(self._ask("DELETE", request_id, agent_id, one, relay) for agent_id, one in self._engines())
+        )
+        if not any(answer is not None and answer.status == 200 for answer in answers):
+            raise NotFound(f"there is no request {request_id} in flight")
+
+    def _engines(self) -> list[tuple[str, LoadedModel]]:
+        """Those that answer, by agent; one whose model was withdrawn still has its requests."""
+        return [
+            (view.agent_id, one)
+            for view in self._router.table
+            for one in view.details.loaded_models
+            if one.engine_url
+        ]
+
     async def _head(self, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> str | None:
         """The content type of the engine's answer to a request that it has; None if it has none."""
+        answer = await self._ask("HEAD", request_id, agent_id, one, relay)
+        return answer.headers.get("Content-Type", "") if answer is not None and answer.status == 200 else None
+
+    async def _ask(self, method: str, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> Answer | None:
+        """The head of an engine's answer about a request; None if it does not answer."""
         headers = {RELAY: relay, **({"Authorization": f"Bearer {one.engine_key}"} if one.engine_key else {})}
         url = f"{one.engine_url}/v1/requests/{request_id}"
         try:
-            answer = await self._client.open("HEAD", url, headers, b"", LOCATE_S, agent_id=agent_id)
+            answer = await self._client.open(method, url, headers, b"", LOCATE_S, agent_id=agent_id)
         except Unreachable:
             return None
         answer.close()
-        return answer.headers.get("Content-Type", "") if answer.status == 200 else None
+        return answer
 
     # ---------------------------------------------------------------- forwarding
 

@@ -27,6 +27,7 @@ from pipeline.observe import exposition
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
+from stages.orchestrator.pages import Pages
 from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
 from stages.orchestrator.upstream import Unreachable
 
@@ -60,8 +61,8 @@ _ANSWERED = ("content-type", "retry-after", "x-starling-cache")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(front: Front, fleet: FleetApi) -> web.Application:
-    """The application, ready for a runner."""
+def make_app(front: Front, fleet: FleetApi, pages: Pages | None = None) -> web.Application:
+    """The application, ready for a runner. `pages`: its description."""
     config = front.config
     app = web.Application(
         client_max_size=config.server.max_body_mb << 20,
@@ -75,17 +76,35 @@ def make_app(front: Front, fleet: FleetApi) -> web.Application:
     for path in OTHER_PATHS:
         app.router.add_post(path, _convert)
     app.router.add_get("/v1/requests/{id}", _get_request)
+    app.router.add_delete("/v1/requests/{id}", _cancel_request)
     app.router.add_get("/v1/models", _models)
     app.router.add_get("/v1/models/{id:.+}", _model)
-    app.router.add_get("/v1/fleet", _admin(lambda api, request: api.state()))
-    app.router.add_get("/v1/fleet/events", _admin(lambda api, request: api.events(request.query.get("after", "0"))))
-    app.router.add_get("/v1/fleet/why/{id}", _admin(lambda api, request: api.why(request.match_info["id"])))
-    for op in ("place", "cordon"):
-        app.router.add_post(f"/v1/fleet/{op}", _admin_change(op))
+    app.router.add_get("/v1/engines", _redirect_engines)
+    app.router.add_get("/v1/engines/{id:.+}", _redirect_engines)
+    reads: dict[str, tuple[str, Callable[[FleetApi, web.Request], Any]]] = {
+        "": ("The agents, models and loads of the fleet.", lambda api, request: api.state()),
+        "/events": (
+            "What has happened, after the event with the number `after`.",
+            lambda api, request: api.events(request.query.get("after", "0")),
+        ),
+        "/why/{id}": (
+            "Each agent's score for a request, and the choices.",
+            lambda api, request: api.why(request.match_info["id"]),
+        ),
+    }
+    for path, (summary, read) in reads.items():
+        app.router.add_get(f"/v1/fleet{path}", _admin(read, summary))
+    for op, summary in (
+        ("place", "Keeps a model loaded on a number of agents."),
+        ("cordon", "Cordons, drains or uncordons an agent."),
+    ):
+        app.router.add_post(f"/v1/fleet/{op}", _admin_change(op, summary))
     app.router.add_get("/health", _health)
     app.router.add_get("/ready", _ready)
     if config.metrics.enabled:
         app.router.add_get(config.metrics.endpoint, _metrics)
+    if pages is not None:
+        pages.add_routes(app, front.needs_key)
     return app
 
 
@@ -193,7 +212,7 @@ def _rejection(request: web.Request, rejected: web.HTTPException) -> StarlingErr
             allowed = ", ".join(sorted(rejected.allowed_methods))
             return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
         case web.HTTPNotFound():
-            if unsupported := unsupported_path(request.path):
+            if unsupported := unsupported_path(request.path, of_fleet=True):
                 return unsupported
             return NotFound(f"unknown path {request.path[:200]}; the paths for text are {', '.join(TEXT_PATHS)}")
     return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
@@ -252,6 +271,7 @@ class _Response:
 
 
 async def _generate(request: web.Request) -> web.StreamResponse:
+    """POST: text, from the agent that is expected to answer first."""
     front = request.app[FRONT]
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
@@ -292,7 +312,7 @@ def _passed_on(status: int, headers: Mapping[str, str], body: bytes, forward: Fo
 
 
 async def _convert(request: web.Request) -> web.StreamResponse:
-    """Tokens, counts, and the end of sessions: one engine answers."""
+    """POST: tokens, counts, vectors, and the end of sessions: one engine answers."""
     front = request.app[FRONT]
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
@@ -302,11 +322,20 @@ async def _convert(request: web.Request) -> web.StreamResponse:
 
 
 async def _get_request(request: web.Request) -> web.StreamResponse:
+    """GET /v1/requests/ID: a stream from `Last-Event-ID` on, or an answer once more."""
     front = request.app[FRONT]
     with front.counted(request[PRINCIPAL]):
         last_id = request.headers.get("Last-Event-ID", "")
         ticket = await front.ticket_of(request[CALLER], request.match_info["id"], last_id)
         return await _answer(request, front, ticket)
+
+
+async def _cancel_request(request: web.Request) -> web.StreamResponse:
+    """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error."""
+    front, name = request.app[FRONT], request.match_info["id"]
+    with front.counted(request[PRINCIPAL]):
+        await front.cancel(request[CALLER], name)
+    return _json({"id": name, "cancelled": True})
 
 
 def _check_version(request: web.Request) -> None:
@@ -343,10 +372,12 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 async def _models(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models."""
     return _json({"object": "list", "data": request.app[FLEET].models()})
 
 
 async def _model(request: web.Request) -> web.StreamResponse:
+    """GET /v1/models/ID."""
     name = request.match_info["id"]
     found = next((one for one in request.app[FLEET].models() if one["id"] == name), None)
     if found is None:
@@ -354,20 +385,29 @@ async def _model(request: web.Request) -> web.StreamResponse:
     return _json(found)
 
 
-def _admin(read: Callable[[FleetApi, web.Request], Any]) -> Handler:
+async def _redirect_engines(request: web.Request) -> web.StreamResponse:
+    """GET /v1/engines and /v1/engines/ID: redirect to /v1/models, their newer name."""
+    name = request.match_info.get("id", "")
+    location = request.rel_url.with_path(f"/v1/models/{name}" if name else "/v1/models")
+    return web.Response(status=308, headers={"Location": str(location), "Deprecation": "true"})
+
+
+def _admin(read: Callable[[FleetApi, web.Request], Any], text: str) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         _check_admin(request)
         return _json(read(request.app[FLEET], request))
 
+    handle.__doc__ = text
     return handle
 
 
-def _admin_change(op: str) -> Handler:
+def _admin_change(op: str, text: str) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         _check_admin(request)
         body = await _body(request)
         return _json(await request.app[FLEET].change(op, body, request.headers.get("Content-Type", "")))
 
+    handle.__doc__ = text
     return handle
 
 
@@ -377,15 +417,18 @@ def _check_admin(request: web.Request) -> None:
 
 
 async def _health(request: web.Request) -> web.StreamResponse:
+    """GET /health."""
     return _json({"status": "healthy", "uptime_seconds": round(request.app[FRONT].uptime_s, 1)})
 
 
 async def _ready(request: web.Request) -> web.StreamResponse:
+    """GET /ready: whether a request can be served."""
     report = request.app[FLEET].readiness()
     return _json(report, 200 if report["ready"] else 503)
 
 
 async def _metrics(request: web.Request) -> web.StreamResponse:
+    """GET /metrics."""
     front = request.app[FRONT]
     request.app[FLEET].sample(front.metrics)
     body = exposition.render(front.config, front.metrics)

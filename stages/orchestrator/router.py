@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
@@ -226,6 +226,7 @@ class ScoreRouter(RequestRouter):
             model in cached.names for view in self._table.values() for cached in view.details.cached_models
         ):
             known = any(loaded(view.details, model) for view in self._table.values())
+            self._refuse_adapter(model)
             if not known:
                 raise ModelNotFound(f"there is no model {model[:200]!r}; GET /v1/models lists them", "model")
         if not any(one.is_candidate for one in scored):
@@ -233,6 +234,16 @@ class ScoreRouter(RequestRouter):
             if request.is_held and request.pinned and request.pinned not in self._table:
                 reasons = f"agent {request.pinned}, which holds its session or answer, has left"
             raise ModelUnavailable(f"no agent can serve {model} now ({reasons})", retry_after_s=RETRY_AFTER_S)
+
+    def _refuse_adapter(self, model: str) -> None:
+        base, colon, adapter = model.partition(":")
+        if colon and (self._published(base) is not None or base in self.models()):
+            raise StarlingError(
+                "NOT_IMPLEMENTED",
+                f"{model[:200]!r} names the adapter {adapter[:80]!r}, and an orchestrator serves no adapters: send "
+                f"{base!r} for the model without it, or ask a server that has the adapter",
+                "model",
+            )
 
     def _ahead(self, agent_id: str, running: LoadedModel | None) -> int:
         """Sequences before a new request: what the agent reported, or what was sent to it since, if that is more."""

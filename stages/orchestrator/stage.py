@@ -55,6 +55,7 @@ from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.page_transfers import PageTransfers
+from stages.orchestrator.pages import Pages
 from stages.orchestrator.placement import missing_loads, stalled_loads
 from stages.orchestrator.policies import order_of
 from stages.orchestrator.quotas.publisher import QuotaPublisher
@@ -82,8 +83,10 @@ SHUTDOWN_S = 1.0  # for handlers to end after the drain
 class OrchestratorStage:
     """The process. `run` in its event loop."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, pages: Pages | None = None) -> None:
+        """`pages`: what describes the API; None: nothing does."""
         self.config = config
+        self._pages = pages
         bounds = config.fleet.orchestrator
         self._token = token.load_or_create(paths.fleet_token(config))
         self._store: CoordinationStore = open_store(config)
@@ -180,7 +183,7 @@ class OrchestratorStage:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
-        app = make_app(self.front, self.fleet)
+        app = make_app(self.front, self.fleet, self._pages)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_S
         )
@@ -412,11 +415,11 @@ def _open_session() -> aiohttp.ClientSession:
     )
 
 
-def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None) -> int:
+def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:
     """Run until SIGTERM. Returns the exit code. Raises `ConfigError` if it cannot listen."""
     logs.setup("orchestrator", config, in_background=True)
 
     async def run() -> int:
-        return await OrchestratorStage(config).run(on_listening)
+        return await OrchestratorStage(config, pages).run(on_listening)
 
     return uvloop.run(run())

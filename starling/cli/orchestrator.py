@@ -40,9 +40,10 @@ def orchestrator(join: str | None, port: int | None) -> int:
     process.raise_file_limit()
     logs.setup("orchestrator", config, in_background=True)
     from stages.orchestrator import stage
+    from starling.orchestrator_pages import make_pages
 
     def announce(port: int) -> None:
         output.announce(f"Orchestrator is ready at http://{config.fleet.orchestrator.host}:{port}")
         process.sd_notify("READY=1")
 
-    return stage.main(config, announce)
+    return stage.main(config, announce, make_pages(config))

@@ -1,0 +1,106 @@
+"""What an orchestrator serves of a server's API, and what it says of the rest."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from openapi_spec_validator import OpenAPIV31SpecValidator
+
+from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
+from tests.gateway.peers import MODEL
+from tests.gateway.server import Server
+from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.streams import BODY, MINE, OTHER, hold, step
+
+
+def test_a_request_in_flight_is_cancelled_by_its_tenant(fleet: Fleet, engines: list[Server]) -> None:
+    for engine in engines:
+        hold(engine)
+    connection = fleet.connect()
+    try:
+        headers = {"Content-Type": "application/json", **MINE}
+        connection.request("POST", "/v1/completions", json.dumps({**BODY, "stream": True}).encode(), headers)
+        fleet.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+        while not any(engine.peers.generator.running for engine in engines):
+            pass
+        for engine in engines:
+            step(engine, 1)
+        response = connection.getresponse()
+        name = response.headers["X-Starling-Request"]
+        path = f"/v1/requests/{name}"
+        assert fleet.request("DELETE", path, None, OTHER).status == 404
+        cancelled = fleet.request("DELETE", path, None, MINE)
+        assert (cancelled.status, cancelled.json) == (200, {"id": name, "cancelled": True})
+        assert b"cancelled by its client" in response.read()
+        again = fleet.request("DELETE", path, None, MINE)
+        assert (again.status, again.error["code"]) == (404, "NOT_FOUND")
+        assert not any(engine.peers.do(lambda e=engine: list(e.peers.generator.running)) for engine in engines)
+    finally:
+        connection.close()
+        for engine in engines:
+            hold(engine, False)
+
+
+def test_the_older_name_of_models_redirects(fleet: Fleet) -> None:
+    for path, target in (("/v1/engines", "/v1/models"), (f"/v1/engines/{MODEL}", f"/v1/models/{MODEL}")):
+        answer = fleet.get(path, MINE)
+        assert (answer.status, answer.headers["Location"]) == (308, target)
+
+
+def test_the_document_describes_what_is_served(fleet: Fleet) -> None:
+    answer = fleet.get("/openapi.json")  # without a key
+    assert answer.status == 200
+    OpenAPIV31SpecValidator(answer.json).validate()
+    assert answer.json["security"] == [{"key": []}]
+    paths = answer.json["paths"]
+    assert {"get", "delete"} <= set(paths["/v1/requests/{id}"]) and "/v1/fleet/why/{id}" in paths
+    assert not [path for path in paths if "responses" in path or "admin" in path or "lora" in path]
+    for path, operations in paths.items():
+        for method in operations:
+            found = fleet.request(method.upper(), path.replace("{id}", MODEL), None, MINE)
+            assert found.status not in (405, 501), (method, path)
+            if found.status == 404:
+                assert "unknown path" not in found.error["message"], (method, path)
+    tag = {"If-None-Match": answer.headers["ETag"]}
+    assert fleet.get("/openapi.json", tag).status == 304
+
+
+def test_the_page_of_the_document_has_its_files(fleet: Fleet) -> None:
+    page = fleet.get("/docs")
+    assert page.status == 200 and b"/web/docs.js" in page.body
+    for name in ("docs.js", "docs.css", "page.css", "dom.js", "icon.svg"):
+        assert fleet.get(f"/web/{name}").status == 200, name
+    assert fleet.get("/web/chat.js").status == 404
+
+
+@pytest.mark.parametrize(
+    ("path", "remedy"),
+    [
+        ("/v1/responses", "/v1/chat/completions"),
+        ("/v1/responses/resp-1", "/v1/chat/completions"),
+        ("/v1/conversations", "/v1/chat/completions"),
+        ("/v1/threads/x/runs", "/v1/chat/completions"),
+        ("/v1/admin/load", "starling fleet"),
+        ("/v1/load_lora_adapter", "MODEL:ADAPTER"),
+        ("/lora-adapters", "MODEL:ADAPTER"),
+        ("/v1/organization", "/v1/fleet"),
+    ],
+)
+def test_what_is_not_served_is_named_with_a_remedy(fleet: Fleet, path: str, remedy: str) -> None:
+    refused = fleet.post(path, {"model": MODEL, "input": "x", "store": False}, MINE)
+    assert (refused.status, refused.error["code"]) == (501, "NOT_IMPLEMENTED")
+    assert path.removeprefix("/v1").split("/")[1] in refused.error["message"] and remedy in refused.error["message"]
+
+
+def test_no_remedy_is_a_path_that_an_orchestrator_refuses(fleet: Fleet) -> None:
+    for name in UNSUPPORTED_PATHS:
+        message = fleet.post(f"/v1/{name}", {}, MINE).json["error"]["message"]
+        assert "use /v1/responses" not in message and "/v1/admin" not in message, message
+
+
+def test_adapters_are_refused_by_name(fleet: Fleet) -> None:
+    refused = fleet.post("/v1/generate", {**BODY, "model": f"{MODEL}:french"}, MINE)
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (501, "NOT_IMPLEMENTED", "model")
+    assert "'french'" in refused.error["message"] and repr(MODEL) in refused.error["message"]
+    assert fleet.post("/v1/generate", {**BODY, "model": "unknown:french"}, MINE).error["code"] == "MODEL_NOT_FOUND"
