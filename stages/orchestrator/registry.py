@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline.errors import StarlingError
 from pipeline.fleet.bodies import HeartbeatResponse
-from pipeline.fleet.records import AgentRecord
+from pipeline.fleet.records import VERSION, AgentRecord
 from stages.orchestrator.interfaces import Health, NodeHealth, NodeManager, NodeView
 
 MAX_AGENTS = 1000  # further ones are not registered
@@ -99,6 +99,12 @@ class Registry(NodeManager):
             details = await self._poll(agent.record)
         except (StarlingError, OSError, TimeoutError) as error:
             agent.problem = str(error) or type(error).__name__
+            return
+        if details.version != VERSION:
+            agent.problem = (
+                f"{agent.record.url} answers in version {details.version} of the agents' API, and this orchestrator uses "
+                f"version {VERSION}: run the same release everywhere"
+            )
             return
         if (details.agent_id, details.incarnation) != (agent_id, agent.record.incarnation):
             agent.problem = f"{agent.record.url} answers as {details.agent_id}, incarnation {details.incarnation}"

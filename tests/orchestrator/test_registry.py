@@ -59,6 +59,17 @@ async def test_a_silent_agent_is_suspect_with_its_last_answer() -> None:
     assert fleet.registry.table()[0].health == "SUSPECT"
 
 
+async def test_an_agent_of_another_version_gets_no_requests_and_is_named() -> None:
+    fleet = Fleet()
+    for name, version in (("new", 2), ("same", 1)):
+        await fleet.add(name)
+        fleet.answers[name] = heartbeat(name, engine(), version=version)
+    new, same = await fleet.registry.health_check_nodes()
+    assert (new.health, same.health) == ("UNKNOWN", "READY")
+    assert all(part in new.reason for part in ("http://new", "version 2", "version 1", "same release"))
+    assert [one.agent_id for one in fleet.registry.table()] == ["same"]
+
+
 async def test_a_new_incarnation_starts_without_details() -> None:
     fleet = Fleet()
     await fleet.add("a")
