@@ -210,6 +210,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None = None
     error: str = ""  # why it failed last
     requests: int = 0  # sequences that the engine has taken since it started
+    sessions: int = 0  # that it holds
     publishes_prefixes: bool = False  # the agent can say which pages the engine's KV cache holds
     held_pages: int = 0  # of which it has published the names
     prefixes: PrefixUpdate | None = None  # if they were asked for
@@ -257,6 +258,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     gpu_utilization: float = 0.0
     gpu_memory_free: int = 0  # bytes
     memory_free: int = 0  # bytes
+    memory_available: float = 1.0  # part of the host's memory, or of its control group where that is less
     disk_free: int = 0  # bytes, of the cache's file system, without what must stay free
     max_models: int = 0  # engines at once
     download_bytes_per_s: float = 0.0  # measured; 0: no download yet
@@ -265,6 +267,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     kv_page_bytes: int = 0  # of one request's KV pages that it gives and takes; 0: not known
     takes_signed_urls: bool = False  # it has no credentials of the blob store
     wanted_urls: tuple[WantedUrls, ...] = ()
+    compiling: Progress | None = None  # kernels for the host's CPU, before a model is needed
     loaded_models: tuple[LoadedModel, ...] = ()
     cached_models: tuple[CachedModel, ...] = ()
 

@@ -23,6 +23,7 @@ from pipeline.fleet.bodies import (
 )
 from stages.agent.cache.page_cache import resident_fraction
 from stages.agent.engines import local_model
+from stages.agent.engines.standby import free_memory
 from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
@@ -79,6 +80,7 @@ class Reporter:
             lease_s=round(self._lease.remaining_s, 3),
             vllm_queue_length=sum(one.vllm_queue_length for one in loaded),
             memory_free=procfs.available_memory(),
+            memory_available=round(free_memory(), 4),
             disk_free=self._disk_free,
             max_models=self._config.fleet.agent.max_models,
             download_bytes_per_s=round(self._models.download_rate, 1),
@@ -87,6 +89,7 @@ class Reporter:
             kv_page_bytes=bytes_of_request(self._config.fleet.agent.page_mb << 20),
             takes_signed_urls=self._models.takes_signed_urls,
             wanted_urls=self._models.wanted_urls(),
+            compiling=self._models.kernels.progress,
             loaded_models=loaded,
             cached_models=self._cached,
         )
@@ -170,6 +173,7 @@ class Reporter:
             progress=placement.progress,
             error=problem,
             requests=placement.queue.submitted,
+            sessions=placement.queue.sessions,
             publishes_prefixes=is_ready and engine is not None and engine.kv_arenas is not None,
             held_pages=len(self._prefixes.get(placement.model_id, ())) if is_ready else 0,
             prefixes=self._published(placement, cursor) if is_ready else None,

@@ -52,7 +52,7 @@ from stages.agent.engines.external_engine import ExternalEngine, Listen
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Engine
 from stages.agent.engines.local_model import LocalModel
-from stages.agent.engines.starling_engine import StarlingEngine, make_standby
+from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
 from stages.agent.placement import Placement, Source
 
 log = logging.getLogger("starling.agent")
@@ -123,10 +123,21 @@ class Models:
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
         self.standby = make_standby(fleet.agent.standby_engines, agent_dir)
+        kv_types = {ModelConfig(name="any").kv_type, *(model.kv_type for model in config.models)}
+        self.kernels = make_kernel_build(kv_types, agent_dir, self._is_loading)
         # Of engines of all models: a model that is placed again must not look like its engine of before.
         self._next_incarnation = itertools.count(1).__next__
         self.download_rate = 0.0  # bytes/s of the last download
         self.disk_error = ""  # of the last download; "": it had none
+
+    async def make_ready(self) -> None:
+        """What engines need before a model is known: kernels, then processes that wait for one."""
+        await self.kernels.run()
+        self.standby.keep()
+
+    def _is_loading(self) -> bool:
+        """Whether an engine is starting."""
+        return any(one.engine is not None and one.state in ("DOWNLOADING", "LOADING_TO_GPU") for one in self.placed)
 
     @property
     def placed(self) -> list[Placement]:
@@ -233,6 +244,7 @@ class Models:
             try:
                 await asyncio.gather(*(one.stop() for one in self.placed))
             finally:
+                await self.kernels.stop()
                 await self.standby.stop()
 
     async def open(self) -> None:
@@ -407,6 +419,7 @@ class Models:
             self._session,
             lambda: self._free_port(self._config.fleet.agent.host),
             standby=self.standby,
+            kernels=self.kernels,
         )
 
     # ------------------------------------------------------------------ state

@@ -185,14 +185,15 @@ class AgentStage:
     ) -> int:
         """Hold the lease until the end is asked for. Raises what ends the lease's tasks."""
         restoring: asyncio.Task[None] | None = None
+        readying: asyncio.Task[None] | None = None
 
         async def begin() -> None:
-            nonlocal restoring
+            nonlocal restoring, readying
             await models.open()
             if restoring is None:
                 on_ready(self._stored.agent_id, url)
                 restoring = asyncio.create_task(models.restore(self._models_before))
-                models.standby.keep()
+                readying = asyncio.create_task(models.make_ready())
 
         tasks = [
             asyncio.create_task(lease.hold()),
@@ -205,7 +206,7 @@ class AgentStage:
                 task.result()  # an error of the store that no retry cures
             return 0
         finally:
-            tasks += [restoring] if restoring is not None else []
+            tasks += [one for one in (restoring, readying) if one is not None]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -5,6 +5,8 @@ Phases that are complete already print nothing and cost no time.
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from pipeline.catalog.pulled import published_name
@@ -13,6 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import store
+from pipeline.runtime import process
 from shm.checkpoint import load_index
 from starling import model_list
 from starling.cli import completion
@@ -31,12 +34,39 @@ CODES = exit_codes(
 
 @click.command(epilog=CODES)
 @click.argument("name", required=False, shell_complete=completion.model_names)
-def prepare(name: str | None) -> None:
+@click.option("--kernels", multiple=True, hidden=True, help="Compile kernels of this type of KV cache, and no models.")
+@click.option("--with-parent", is_flag=True, hidden=True, help="End when the process that started it ends.")
+def prepare(name: str | None, kernels: tuple[str, ...], with_parent: bool) -> None:
     """Fetch, ingest and compile the models before a start.
 
     NAME is a configured or pulled model; the default is all configured ones. `starling up` does the same.
     """
-    prepare_all(load(), name)
+    if with_parent:
+        process.die_with_parent()
+    if kernels:
+        prepare_kernels(kernels)
+    else:
+        prepare_all(load(), name)
+
+
+def prepare_kernels(kv_types: tuple[str, ...]) -> None:
+    """Compile what no model is needed for, at the lowest priority: an agent does so before its first model."""
+    os.nice(19)
+    from stages.tokenizer.kernels.compiled import compiling
+    from stages.worker.kernels.background_build import BackgroundBuild
+
+    shown_last = (-1, -1)
+
+    def report(phase: str, done: int, total: int) -> None:
+        nonlocal shown_last
+        if (done, total) != shown_last:
+            shown_last = done, total
+            click.echo(f"{phase} {done} of {total}")
+
+    with compiling():
+        for kv_type in kv_types:
+            with BackgroundBuild(kv_type) as build:
+                build.wait(report)
 
 
 def prepare_all(config: Config, name: str | None = None) -> None:

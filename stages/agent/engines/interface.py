@@ -37,6 +37,7 @@ class Queue(NamedTuple):
     waiting: int = 0
     hit_rate: float = 0.0  # of KV pages, since the engine started
     submitted: int = 0  # since then
+    sessions: int = 0  # that it holds
 
 
 class EngineDied(InferenceError):

@@ -16,7 +16,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from stages.agent.engines.child import Child
 from stages.agent.engines.fence import fence, write_mark
 from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.kernel_build import KernelBuild
 from stages.agent.engines.prometheus_text import values
 from stages.agent.engines.standby import REFILL_S, Standby
 
@@ -74,10 +75,12 @@ class StarlingEngine(Engine):
         free_port: Callable[[], int],
         env: Mapping[str, str] = os.environ,
         standby: Standby | None = None,
+        kernels: KernelBuild | None = None,
     ) -> None:
         """`model`: its settings, without a path. `home`: of this model's engines. `models_dir`: has the checkpoint.
 
         free_port: a port that no process listens on now. `standby`: processes that become the engine sooner.
+        kernels: a compilation that would take the cores from its start.
         """
         self.capabilities = Capabilities(model.kv_type, NUMERICS, can_continue=True, page_tokens=model.page_tokens)
         self._config = config
@@ -90,6 +93,7 @@ class StarlingEngine(Engine):
         self._free_port = free_port
         self._env = env
         self._standby = standby
+        self._kernels = kernels
         self._is_starting = False
         self._was_standby = False
         self._child: Child | None = None
@@ -97,6 +101,8 @@ class StarlingEngine(Engine):
     async def start(self) -> None:
         """Fence what an earlier one has left, and start `up`, or let a standby engine become it."""
         standby = None
+        if self._kernels is not None:
+            await self._kernels.interrupt()
         if self._standby is not None:
             self._standby.begin_start()
             self._is_starting = True
@@ -170,6 +176,7 @@ class StarlingEngine(Engine):
             int(found.get("starling_queue_depth", 0)),
             round(hits / asked, 4) if asked else 0.0,
             int(found.get("starling_sequences_submitted_total", 0)),
+            int(found.get("starling_sessions", 0)),
         )
 
     async def suspend(self) -> None:
@@ -252,6 +259,13 @@ def make_standby(
     """Standby engines of an agent; their home is its own until they get one, for the compiled kernels there."""
     env = engine_environment(env, paths.home(env))
     return Standby(count, STANDBY_COMMAND, env, agent_dir, refill_s=refill_s)
+
+
+def make_kernel_build(
+    kv_types: Collection[str], agent_dir: Path, is_loading: Callable[[], bool], env: Mapping[str, str] = os.environ
+) -> KernelBuild:
+    """The compilation of the kernels of an agent's engines."""
+    return KernelBuild(kv_types, engine_environment(env, paths.home(env)), agent_dir, is_loading)
 
 
 def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, key: str) -> Config:
