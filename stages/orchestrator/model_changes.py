@@ -136,12 +136,12 @@ class ModelChanges:
             log.warning("a model was not placed", extra={"model": model, "agent": agent_id, "reason": error.message})
             await asyncio.sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
 
-    async def unload_idle(self, agent_id: str, model: str) -> None:
-        """Unload a model that has had no requests for a while."""
+    async def unload_idle(self, agent_id: str, model: str, why: str) -> None:
+        """Unload a model that has no requests. `why`: for the event."""
         record = self._registry.find(agent_id)
         if record is not None:
             try:
-                await self._unload(record, model, "it had no requests for fleet.orchestrator.unload_idle_ms")
+                await self._unload(record, model, why)
             except StarlingError as error:
                 log.warning("a model stays", extra={"model": model, "agent": agent_id, "reason": error.message})
                 self._events.add("unload-failed", agent=agent_id, model=model, text=error.message)

@@ -53,6 +53,7 @@ from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
 from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
+from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.pages import Pages
@@ -77,6 +78,7 @@ PLACE_S = 1.0  # between two looks at the placements
 CATALOG_S = 30.0  # between two reads of the catalog
 FIRST_CATALOG_S = 30.0  # for the first one to end: then models are placed without it
 CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
+IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -103,6 +105,7 @@ class OrchestratorStage:
             weights, bounds.max_per_agent, self._published.get, time.time, order=order_of(bounds.routing)
         )
         self.idle = IdleModels(time.monotonic, self.router.under_way)
+        self.pressure = MemoryPressure(self.idle)
         self._calls = AgentCalls(self.client, self._token, is_tls=self._tls is not None)
         self.signer = UrlSigner(self._blobs, bounds.url_valid_s, self._start_poll, time.monotonic)
         self.changes = ModelChanges(
@@ -387,12 +390,18 @@ class OrchestratorStage:
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
             self.idle.observe(self.router.table)
-            idle_ms = self.config.fleet.orchestrator.unload_idle_ms
-            if idle_ms and self.fleet.is_store_up:
-                kept = {model for model, _ in wanted} | {load.model for load in self.cold.under_way}
-                for due in self.idle.due(self.router.table, idle_ms / 1000, kept):
-                    self._start_placing(due.agent_id, partial(self.changes.unload_idle, due.agent_id, due.model))
+            if self.fleet.is_store_up:
+                self._unload_idle({model for model, _ in wanted} | {load.model for load in self.cold.under_way})
             await asyncio.sleep(PLACE_S)
+
+    def _unload_idle(self, kept: set[str]) -> None:
+        """Unload models that have had no requests for a while, or whose agent is short of memory."""
+        table, unload = self.router.table, self.changes.unload_idle
+        for agent_id, model in self.pressure.due(table, kept):
+            self._start_placing(agent_id, partial(unload, agent_id, model, "its agent is short of memory"))
+        if idle_ms := self.config.fleet.orchestrator.unload_idle_ms:
+            for agent_id, model in self.idle.due(table, idle_ms / 1000, kept):
+                self._start_placing(agent_id, partial(unload, agent_id, model, IDLE_REASON))
 
     def _start_placing(self, agent_id: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Change what is loaded on an agent, one change at a time."""

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ class TestAgent:
         self.loading = threading.Event()
         self.unloads: list[str] = []
         self.running: dict[str, int] = {}  # sequences by model
+        self.sessions = 0  # of each engine
         self.memory = 1000  # models for which there is memory
+        self.available: Callable[[], float] = lambda: 1.0  # part of the memory
         self.is_silent = False
         self.is_extended = False  # the last poll asked it to serve on without the store
         self.polls = 0
@@ -126,6 +129,7 @@ class TestAgent:
                 numerics=NUMERICS,
                 can_continue=True,
                 running=self.running.get(model, 0),
+                sessions=self.sessions,
             )
             for model, engine in list(self.engines.items())
         ]
@@ -137,6 +141,7 @@ class TestAgent:
             agent_id=self.name,
             incarnation=self.incarnation,
             state="IDLE",
+            memory_available=self.available(),
             loaded_models=tuple(models),
             cached_models=tuple(files),
         )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stages.orchestrator.idle_models import IdleModels, Loaded
+from stages.orchestrator.memory_pressure import MemoryPressure
 from tests.orchestrator.agents import engine, view
 
 IDLE_S = 60.0
@@ -74,3 +75,54 @@ def test_models_that_are_not_ready_are_forgotten() -> None:
     world.due(0.0, agent)
     assert world.due(100.0, view("a", engine("other", model_state="LOADING_TO_GPU"))) == []
     assert world.due(120.0, agent) == []
+
+
+class Short(World):
+    """An agent whose models have been idle for a minute, and answers with their available memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pressure = MemoryPressure(self.idle)
+        self.idle.observe([view("a", engine("other"))])
+        self.now = 1.0
+        self.idle.observe([view("a", engine("other"), engine("demo"))])
+        self.now = IDLE_S
+
+    def answer(self, available: float, *engines: Any, kept: tuple[str, ...] = (), **fields: Any) -> list[str]:
+        """The models that leave after an answer."""
+        answered = view("a", *(engines or (engine("other"), engine("demo"))), memory_available=available, **fields)
+        self.idle.observe([answered])
+        found = [one.model for one in self.pressure.due([answered], kept)]
+        assert self.pressure.due([answered], kept) == []  # the same answer
+        return found
+
+
+def test_a_model_leaves_after_two_answers_without_memory_and_one_for_each_answer() -> None:
+    short = Short()
+    assert [short.answer(part) for part in (0.04, 0.06, 0.04, 0.049)] == [[], [], [], ["other"]]
+    # One has left; what it had is not yet enough, but for HIGH.
+    assert short.answer(0.07, engine("demo")) == ["demo"]
+    assert short.answer(0.08, engine("demo")) == []
+    assert short.answer(0.06, engine("demo")) == [] == short.answer(0.04, engine("demo"))
+    assert short.answer(0.01, engine("demo")) == ["demo"]
+
+
+def test_what_is_placed_or_used_does_not_leave_for_memory() -> None:
+    short = Short()
+    short.answer(0.01)
+    assert short.answer(0.01, kept=("other",)) == ["demo"]
+    assert short.answer(0.01, kept=("other", "demo")) == []
+    short.under_way["a", "other"] = 1
+    assert short.answer(0.01, engine("other"), engine("demo", running=1)) == []
+    # Nor does one that was used in the last seconds, or of an agent that does not answer.
+    short.under_way.clear()
+    short.now += 9.0
+    assert short.answer(0.01) == [] == short.answer(0.01, health="SUSPECT")
+    short.now += 1.0
+    assert short.answer(0.01) == ["demo"]
+
+
+def test_agents_of_older_releases_are_not_short_of_memory() -> None:
+    short, old = Short(), view("a", engine("other"))
+    short.idle.observe([old])
+    assert short.pressure.due([old], ()) == [] == short.answer(1.0)

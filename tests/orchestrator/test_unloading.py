@@ -82,3 +82,19 @@ def test_idle_models_leave_for_one_that_needs_memory(tmp_path: Path) -> None:
         pass
     assert "more memory" in failed[0]["text"] and agent.unloads == ["idle"]
     assert fleet.close() == 0, "".join(fleet.lines)
+
+
+def test_an_idle_model_leaves_an_agent_that_is_short_of_memory(tmp_path: Path) -> None:
+    """A model that is unloaded gives a half of the memory back; the busy one stays, though memory is short again."""
+    fleet = Fleet(tmp_path / "fleet")
+    agent = add_agent(fleet, "busy", "idle")
+    agent.running["busy"] = 1
+    agent.available = lambda: 0.5 if len(agent.engines) < 2 else 0.03
+    fleet.register(agent)
+    fleet.wait(lambda state: [len(one["loaded_models"]) for one in state["agents"]] == [1])
+    assert agent.unloads == ["idle"] and [one["text"] for one in unloaded(fleet)] == ["its agent is short of memory"]
+    agent.available = lambda: 0.01
+    seen = agent.polls
+    while agent.polls < seen + 40:
+        assert agent.unloads == ["idle"]
+    assert fleet.close() == 0, "".join(fleet.lines)
