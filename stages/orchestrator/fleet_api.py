@@ -18,6 +18,7 @@ from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord, check_agent_id
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.interfaces import NodeHealth, NodeView
 from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.relay import Relay
@@ -25,6 +26,11 @@ from stages.orchestrator.router import Published, ScoreRouter
 
 MAX_EVENTS = 1000
 MAX_REPLICAS = 1000
+# Of an agent's answer. Its keys of engines are left out, and what only orchestrators use.
+SHOWN = (
+    *("state", "reasons", "loaded_models", "cached_models", "max_models"),
+    *("memory_free", "memory_available", "disk_free", "download_bytes_per_s", "compiling"),
+)
 PLACEMENTS, CORDONS = "placements/", "cordons/"  # prefixes of keys in the store
 
 
@@ -242,6 +248,17 @@ class FleetApi:
                     return cached.engine
         return "starling"
 
+    def _stop_waits_for(self, agent_id: str, health: NodeHealth, view: NodeView | None) -> str:
+        """Why the agent should not be stopped now: what would be lost, or computed again; "": it may be."""
+        if view is None or health.health != "READY":
+            return "its answer: what it has is not known"
+        if view.may_start:
+            return "a drain: it gets requests (starling fleet drain)"
+        models = view.details.loaded_models
+        streams = max(self._router.under_way(agent_id), sum(one.running + one.vllm_queue_length for one in models))
+        counts = {"requests": streams, "sessions": sum(one.sessions for one in models)}
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
     def _agent_ids(self) -> list[str]:
         return [one.agent_id for one in self._registry.health()]
 
@@ -260,6 +277,8 @@ class FleetApi:
             "cordoned": cordon is not None,
             "draining": bool(cordon and cordon.is_draining),
             "under_way": self._router.under_way(agent_id),
+            "may_stop": not (waits_for := self._stop_waits_for(agent_id, health, view)),
+            "stop_waits_for": waits_for,
             **(_details(view.details) if view is not None else {}),
         }
 
@@ -269,9 +288,7 @@ def _details(details: HeartbeatResponse) -> dict[str, Any]:
     shown: dict[str, Any] = msgspec.to_builtins(details)
     for one in shown["loaded_models"]:
         one.pop("engine_key", None)
-    return {name: shown[name] for name in ("state", "reasons", "loaded_models", "cached_models", "max_models")} | {
-        name: shown[name] for name in ("memory_free", "disk_free", "download_bytes_per_s")
-    }
+    return {name: shown[name] for name in SHOWN}
 
 
 def slug(model: str) -> str:

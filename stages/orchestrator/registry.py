@@ -102,8 +102,8 @@ class Registry(NodeManager):
             return
         if details.version != VERSION:
             agent.problem = (
-                f"{agent.record.url} answers in version {details.version} of the agents' API, and this orchestrator uses "
-                f"version {VERSION}: run the same release everywhere"
+                f"{agent.record.url} answers in version {details.version} of the agents' API, and this orchestrator "
+                f"uses version {VERSION}: run the same release everywhere"
             )
             return
         if (details.agent_id, details.incarnation) != (agent_id, agent.record.incarnation):

@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from pipeline.config.load import load
+from pipeline.errors import ModelUnavailable, NotFound
 from starling.cli import completion
 from starling.cli.fleet_certificate import certificate
 from starling.cli.fleet_launchers import down, launched, logs
@@ -30,6 +31,8 @@ CODES = exit_codes(
 
 
 _CACERT = "starling.cacert"
+POLL_S = 0.5  # of `drain --wait`
+SETTLED_S = 3.0  # with nothing left: what engines report is up to 2 s old, and another orchestrator may send until then
 
 
 def _keep_cacert(context: click.Context, parameter: click.Parameter, value: str) -> None:
@@ -104,21 +107,56 @@ def place(model: str, replicas: int, as_json: bool, url: str) -> None:
     _print_json(done) if as_json else click.echo(f"{model}: {replicas} replicas wanted, {done['ready']} ready")
 
 
-def _cordon(agent: str, as_json: bool, url: str, *, cordoned: bool, drain: bool, text: str) -> None:
+def _cordon(
+    agent: str, as_json: bool, url: str, *, cordoned: bool, drain: bool, text: str, is_silent: bool = False
+) -> None:
     done = _client(url).post("/v1/fleet/cordon", agent=agent, cordoned=cordoned, drain=drain)
-    _print_json(done) if as_json else click.echo(f"{agent}: {text}")
+    if not is_silent:
+        _print_json(done) if as_json else click.echo(f"{agent}: {text}")
 
 
 @fleet.command(epilog=CODES)
 @click.argument("agent", shell_complete=completion.fleet_agents)
+@click.option("--wait", is_flag=True, help="Return when the agent may be stopped.")
+@click.option(
+    "--timeout", type=click.FloatRange(0), default=0.0, metavar="S", help="Of --wait, then exit code 1; 0: none."
+)
 @json_option()
 @_url
-def drain(agent: str, as_json: bool, url: str) -> None:
+def drain(agent: str, wait: bool, timeout: float, as_json: bool, url: str) -> None:
     """Move the streams of AGENT to other agents, and give it nothing new.
 
-    A stream is moved where another agent has its model ready; others finish where they are.
+    A stream is moved where another agent has its model ready; others finish where they are. Sessions stay until they
+    are closed or expire. With --wait, what is left is printed as it changes; the agent goes on draining if the
+    command ends before.
     """
-    _cordon(agent, as_json, url, cordoned=True, drain=True, text="draining; `starling fleet agents` shows what is left")
+    text = "draining" if wait else "draining; `starling fleet agents` shows what is left"
+    _cordon(agent, as_json and not wait, url, cordoned=True, drain=True, text=text, is_silent=as_json and wait)
+    if wait:
+        found = _wait_until_idle(agent, timeout, url, is_silent=as_json)
+        _print_json(found) if as_json else click.echo(f"{agent}: may be stopped")
+
+
+def _wait_until_idle(agent: str, timeout_s: float, url: str, *, is_silent: bool) -> dict[str, Any]:
+    """The agent as soon as it may be stopped. Raises `NotFound`, `ModelUnavailable` after `timeout_s`."""
+    client, begun, shown_last = _client(url), time.monotonic(), ""
+    idle_since: float | None = None
+    while True:
+        found = next((one for one in client.get("/v1/fleet")["agents"] if one["agent_id"] == agent), None)
+        if found is None:
+            raise NotFound(f"agent {agent!r} has left the fleet")
+        now, reason = time.monotonic(), str(found["stop_waits_for"])
+        idle_since = None if reason else idle_since or now
+        if idle_since is not None and now - idle_since >= SETTLED_S:
+            return dict(found)
+        if reason and reason != shown_last and not is_silent:
+            _print(f"{agent}: waits for {reason}")
+        shown_last = reason
+        if timeout_s and now - begun >= timeout_s:
+            raise ModelUnavailable(
+                f"{agent} cannot be stopped after {timeout_s:g} s: it waits for {reason or 'requests'}"
+            )
+        time.sleep(POLL_S)
 
 
 @fleet.command(epilog=CODES)

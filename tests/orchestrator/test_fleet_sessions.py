@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
 from tests.orchestrator.streams import MINE, hold
+from tests.starling.command_runner import Commands
 
 NAMES = ("one", "two")
 SECTIONS = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
@@ -142,6 +144,32 @@ def test_two_first_turns_at_once_begin_one_session(fleet: Fleet, kvs: list[KvPee
             thread.join()
     assert (refused.status, refused.error["code"]) == (409, "CONFLICT")
     assert answers.get().status == 200 and holder_of(kvs, "both") in (0, 1)
+
+
+def test_an_agent_may_be_stopped_when_nothing_is_left(fleet: Fleet, engines: list[Server], kvs: list[KvPeer]) -> None:
+    name = turn(fleet, "").json["session_id"]
+    holder = NAMES[holder_of(kvs, name)]
+    fleet.agents[holder].sessions = 1
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(fleet.home),
+        "STARLING_HOME": str(fleet.home),
+        "STARLING_CONFIG": str(fleet.home / "starling.yaml"),
+        "STARLING_FLEET__ORCHESTRATOR__PORT": str(fleet.port),
+    }
+    state = fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    assert {one["may_stop"] for one in state["agents"]} == {False} and "a drain" in state["agents"][0]["stop_waits_for"]
+    with Commands(environment) as run:
+        late = run("fleet", "drain", holder, "--wait", "--timeout", "0.1")
+        assert late.code == 1 and "1 sessions" in late.errors and f"{holder}: draining" in late.output
+        fleet.agents[holder].sessions = 0
+        done = run("fleet", "drain", holder, "--wait", "--json")
+        assert (done.code, done.errors) == (0, ""), done
+        assert json.loads(done.output)["may_stop"] is True
+        fleet.agents[holder].running[MODEL] = 2
+        state = fleet.wait(lambda state: any("2 requests" in one["stop_waits_for"] for one in state["agents"]))
+        fleet.agents[holder].running.clear()
+        assert run("fleet", "drain", "nothing", "--wait").code == 2
 
 
 def another(fleet: Fleet) -> Fleet:
