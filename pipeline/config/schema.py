@@ -302,6 +302,7 @@ class AgentConfig(Section, frozen=True, kw_only=True):
     max_models: Annotated[int, Meta(ge=1, le=64)] = 4  # engines at once
     start_timeout_s: Annotated[int, Meta(ge=1, le=86_400)] = 600  # until an engine answers; then it is started again
     signed_urls: bool = False  # a bucket is read by URLs that orchestrators sign: this host needs no credentials of it
+    compile_kernels: bool = True  # at the start, before the first model is asked for
     standby_engines: Annotated[int, Meta(ge=0, le=16)] = 1  # processes that wait to become a model's engine
     peers: bool = True  # pieces of published models go from agent to agent, besides those from fleet.blobs
     peer_connections: Annotated[int, Meta(ge=1, le=64)] = 8  # pieces that it sends to other agents at once

@@ -132,7 +132,8 @@ class Models:
 
     async def make_ready(self) -> None:
         """What engines need before a model is known: kernels, then processes that wait for one."""
-        await self.kernels.run()
+        if self._config.fleet.agent.compile_kernels:
+            await self.kernels.run()
         self.standby.keep()
 
     def _is_loading(self) -> bool:

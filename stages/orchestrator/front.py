@@ -312,10 +312,7 @@ class Front:
     def _engines(self) -> list[tuple[str, LoadedModel]]:
         """Those that answer, by agent; one whose model was withdrawn still has its requests."""
         return [
-            (view.agent_id, one)
-            for view in self._router.table
-            for one in view.details.loaded_models
-            if one.engine_url
+            (view.agent_id, one) for view in self._router.table for one in view.details.loaded_models if one.engine_url
         ]
 
     async def _head(self, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> str | None:

@@ -181,7 +181,7 @@ class ScoreRouter(RequestRouter):
             level=where.level,
             ahead=ahead,
             matched_bytes=matched,
-            state=running.model_state if running is not None else "",
+            state="READY" if _answers(request, view, running) else running.model_state if running is not None else "",
             is_candidate=not reason,
             reason=reason,
         )
@@ -192,7 +192,7 @@ class ScoreRouter(RequestRouter):
             return "it has just failed this request"
         if request.is_held and request.pinned not in ("", view.agent_id):
             return f"agent {request.pinned} holds its session or answer"
-        is_ready = running is not None and running.model_state == "READY"
+        is_ready = _answers(request, view, running)
         if not view.may_start and not (request.is_held and is_ready):
             return view.reason
         if request.version and (running is None or not is_ready or not _serves(running, request.version)):
@@ -320,3 +320,11 @@ class ScoreRouter(RequestRouter):
 def _serves(running: LoadedModel, version: str) -> bool:
     """Whether an answer of the version goes on there: from its tokens, or from its text."""
     return version in (version_of(running), text_kind_of(running))
+
+
+def _answers(request: RoutedRequest, view: NodeView, running: LoadedModel | None) -> bool:
+    """Whether the agent's engine answers the request: also one whose model was withdrawn, for what it holds."""
+    if running is None:
+        return False
+    is_holder = request.is_held and request.pinned == view.agent_id
+    return running.model_state == "READY" or (is_holder and bool(running.engine_url))

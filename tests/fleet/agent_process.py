@@ -18,6 +18,7 @@ from starling.cli import cli
 from tests.e2e.server import ROOT, START_S, Server
 from tools.tiny_gguf import SHAPES, Shape, write_model
 
+SPARING = {"STARLING_FLEET__AGENT__STANDBY_ENGINES": "0", "STARLING_FLEET__AGENT__COMPILE_KERNELS": "false"}
 MAIN = "from starling.cli import main; main()"
 
 
@@ -55,7 +56,8 @@ class Agent(Server):
             [sys.executable, *program, "agent", "--port", "0"],
             cwd=ROOT,
             # Its imports take a second of CPU: tests that are not about standby engines do without.
-            env={"STARLING_FLEET__AGENT__STANDBY_ENGINES": "0", **self.environment},
+            # So do compilers of kernels, for homes that have none.
+            env={**SPARING, **self.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -123,7 +123,7 @@ def test_an_idle_agent_compiles(tmp_path: Path) -> None:
     publish_tiny(tmp_path, tmp_path / "blobs")
     models = [{"name": "tiny", "path": "catalog:tiny", "kv_cache_mb": 16}]
     settings: dict[str, Any] = {"models": models, "fleet": {"blobs": str(tmp_path / "blobs")}}
-    with Agent(home, settings) as agent:
+    with Agent(home, settings, {"STARLING_FLEET__AGENT__COMPILE_KERNELS": "true"}) as agent:
         assert agent.process is not None
 
         def compiler() -> int:

@@ -113,6 +113,12 @@ def test_what_an_agent_holds_is_served_there_though_it_is_cordoned() -> None:
     # Nor does it go elsewhere because the agent has not answered a poll.
     routing.update_routing_table([view("a", engine(), health="SUSPECT", may_start=False), view("b", engine())])
     assert routing.choose(request(pinned="a", is_held=True)).agent_id == "a"
+    # An engine whose model was withdrawn answers for what it has begun, and gets nothing else.
+    withdrawn = engine(model_state="DOWNLOADING", engine_url="http://a")
+    routing.update_routing_table([view("a", withdrawn), view("b", engine())])
+    found = routing.choose(request(pinned="a", is_held=True))
+    assert found.agent_id == "a" and found.engine == withdrawn
+    assert routing.choose(request(pinned="a")).agent_id == "b"
     # It is not loaded on a cordoned agent, and waits for one that has left.
     for views, reason in (
         ([view("a", may_start=False), view("b", engine())], "a: cordoned"),
