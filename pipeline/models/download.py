@@ -45,7 +45,9 @@ CHUNK_BYTES = 1 << 18  # written at a time
 ATTEMPTS = 6  # at one piece without receiving a byte of it
 CHANGES = 3  # of the file during the download, until it is given up
 REDIRECTS = 10
-TIMEOUT_S = 30.0  # without data
+TIMEOUT_S = 30.0  # without data, and until an answer begins
+SLOW_S = 60.0  # in which a connection receives at least `SLOW_BYTES`; otherwise the attempt fails
+SLOW_BYTES = 1 << 14
 BACKOFF_S = 0.5  # before the second attempt; doubles
 MAX_WAIT_S = 30.0  # of a Retry-After
 _REFUSED = (400, 401, 403, 404, 405, 410, 451)
@@ -94,9 +96,9 @@ class _NoRanges(Exception):
 class _Failed(Exception):
     """An attempt failed, and another one may succeed."""
 
-    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+    def __init__(self, reason: str, wait_s: float = 0.0, is_slow: bool = False) -> None:
         super().__init__(reason)
-        self.wait_s = wait_s
+        self.wait_s, self.is_slow = wait_s, is_slow  # slow: it counts, though it received bytes
 
 
 def download(
@@ -241,10 +243,10 @@ class _Download:
         try:
             for _ in range(REDIRECTS):
                 self._allow(url)
-                proxy = self._proxy(url)
-                async with session.get(
-                    self._as_sent(url), headers=headers, allow_redirects=False, proxy=proxy
-                ) as response:
+                sent, proxy = self._as_sent(url), self._proxy(url)
+                request = session.get(sent, headers=headers, allow_redirects=False, proxy=proxy)
+                async with asyncio.timeout(TIMEOUT_S) as limit, request as response:
+                    limit.reschedule(None)  # it has begun
                     if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
                         url = self._redirected(url, response.headers["Location"])
                         continue
@@ -321,7 +323,7 @@ class _Download:
             try:
                 return await attempt()
             except _Failed as failed:
-                failures = 1 if self._received > received else failures + 1
+                failures = 1 if self._received > received and not failed.is_slow else failures + 1
                 if failures >= ATTEMPTS:
                     raise ModelUnavailable(
                         f"{self._named} could not be downloaded ({failed}); the received part is kept, try again"
@@ -400,11 +402,13 @@ class _Download:
                 found = _CONTENT_RANGE.fullmatch(response.headers["Content-Range"])
                 if not found or int(found[1]) != at:
                     raise _Failed(f"the server sent {response.headers['Content-Range']!r} for a request from {at:,}")
+                pace = _Pace()
                 async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                     data = chunk[: end - at]
                     self._write(fd, data, at)
                     at += len(data)
                     self._received += len(data)
+                    pace.check(len(data))
                     self._progress("download", self._received, state.total)
                     if at == end:
                         break
@@ -437,11 +441,13 @@ class _Download:
             async with self._get(session, 0, -1) as response:
                 total = response.content_length or 0
                 self._check_space(total)
+                pace = _Pace()
                 with self._part.open("wb") as out:
                     async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                         out.write(chunk)
                         digest.update(chunk)
                         done += len(chunk)
+                        pace.check(len(chunk))
                         self._progress("download", done, total)
                 if total and done != total:
                     raise _Failed(f"connection lost after {done:,} of {total:,} bytes")
@@ -452,6 +458,22 @@ class _Download:
 
 
 # ------------------------------------------------------------------ parts
+
+
+class _Pace:
+    """How fast one answer arrives."""
+
+    def __init__(self) -> None:
+        self._clock = asyncio.get_running_loop().time
+        self._since, self._received = self._clock(), 0
+
+    def check(self, nbytes: int) -> None:
+        """So many bytes have arrived. Raises `_Failed` if the server hardly sends anything."""
+        self._received += nbytes
+        if (now := self._clock()) - self._since >= SLOW_S:
+            if self._received < SLOW_BYTES:
+                raise _Failed(f"only {self._received:,} bytes in {now - self._since:.3g} s", is_slow=True)
+            self._since, self._received = now, 0
 
 
 async def _hash(fd: int, total: int, complete: list[asyncio.Event]) -> str:
@@ -491,7 +513,7 @@ def _reason(error: BaseException) -> str:
     import aiohttp
 
     if isinstance(error, TimeoutError):
-        return f"no data for {TIMEOUT_S:.0f} s"
+        return f"no data for {TIMEOUT_S:g} s"
     if isinstance(error, aiohttp.ClientResponseError):  # its text has the address of a proxy, with its password
         return f"{error.status} {error.message}"
     return str(error) or type(error).__name__

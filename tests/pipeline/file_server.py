@@ -8,6 +8,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+TRICKLE_S = 0.01  # between two bytes
+WAIT_S = 60.0  # for a test to release what it holds
+
 
 class FileServer(http.server.ThreadingHTTPServer):
     """Serves `content` under any path. Faults are attributes that a test sets; `ranges` is what was requested."""
@@ -25,6 +28,10 @@ class FileServer(http.server.ThreadingHTTPServer):
         self.cut_at = 0  # after so many bytes
         self.announced = 0  # a wrong total length
         self.redirect = ""
+        self.stalls = 0  # bodies that stop until `released`, after `cut_at` bytes
+        self.trickles = False  # a byte of an answer every `TRICKLE_S`, until `released`
+        self.released = threading.Event()
+        self.before_answer: Callable[[], object] = lambda: None  # each answer, of which nothing is sent yet
         self.before: Callable[[FileServer, int], None] = lambda server, begin: None  # each body, with its first byte
         self.ranges: list[str | None] = []
         self.authorizations: set[str | None] = set()
@@ -44,6 +51,7 @@ class FileServer(http.server.ThreadingHTTPServer):
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        self.released.set()
         self.shutdown()
         self.thread.join()
         self.server_close()
@@ -60,6 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             server.authorizations.add(self.headers.get("Authorization"))
             server.paths.add(self.path)
             fails, server.failures = server.failures > 0, max(0, server.failures - 1)
+        server.before_answer()
         if server.redirect:
             self.answer(302, b"", {"Location": server.redirect})
         elif server.status or fails:
@@ -95,6 +104,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
             with server.mutex:
                 is_cut = server.cuts > 0 and len(body) > server.cut_at
                 server.cuts -= is_cut
+                stalls = server.stalls > 0 and len(body) > server.cut_at
+                server.stalls -= stalls
+            if stalls:
+                self.wfile.write(body[: server.cut_at])
+                server.released.wait(WAIT_S)
+                body = body[server.cut_at :]
+            if server.trickles and len(body) > 1:
+                for at in range(len(body)):
+                    if server.released.wait(TRICKLE_S):
+                        break
+                    self.wfile.write(body[at : at + 1])
+                self.close_connection = True
+                return
             if is_cut:
                 self.wfile.write(body[: server.cut_at])
                 self.close_connection = True
