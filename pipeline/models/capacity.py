@@ -2,6 +2,9 @@
 
 check        its arenas, its adapters, and weights that are read into memory
 check_plan   its mapped weights too: a load on demand must fit beside those of the loaded models
+
+The arenas of a model that is not converted yet are estimated.  `starling up` converts first; a worker that has
+converted its model checks again before it loads it (stages/worker/memory_check.py).
 """
 
 from __future__ import annotations
@@ -137,7 +140,8 @@ def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
     where = f"{paths.arena_dir(config).parent} has" if free.arenas <= free.memory else f"{free.owner} has"
     raise ResourceError(
         f"model {model.name!r} needs {needed:,} bytes for its arenas ({config.kv_cache_bytes(model):,} of KV pages) in "
-        f"addition to the loaded models, and {where} {available:,} free: lower kv_cache_mb, or unload a model first",
+        f"addition to the loaded models, and {where} {available:,} free: lower kv_cache_mb or max_sequence_length, or "
+        f"unload a model first",
         param="kv_cache_mb",
     )
 

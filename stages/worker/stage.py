@@ -41,6 +41,7 @@ from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
+from stages.worker.memory_check import check_memory, is_planned
 from stages.worker.model import Model
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 from stages.worker.warm_up import warm_up
@@ -110,9 +111,12 @@ class WorkerStage:
                 log.info("preparing", extra={"model": self.name, "phase": phase})
 
         with self.loop.allow_stall(PREPARE_S):
-            allowed = self.config.registry.sources
-            index_path = prepare(self.model_config, paths.models_dir(), progress, self.version.digest, allowed)
-            store.mark_used(index_path.stem, paths.models_dir())
+            allowed, folder = self.config.registry.sources, paths.models_dir()
+            planned = is_planned(self.version, folder)
+            index_path = prepare(self.model_config, folder, progress, self.version.digest, allowed)
+            if not planned:
+                check_memory(self.config, self.version)
+            store.mark_used(index_path.stem, folder)
             if (opened := open_arriving(index_path)) is not None:
                 checkpoint, self._arriving = opened
                 log.info("weights are still downloaded", extra={"model": self.name})

@@ -1,5 +1,7 @@
 """In a /dev/shm with room for one set of arenas, killed processes leave room for their successors.
 
+And in a larger one, a model whose arenas turn out too large when it has been converted is refused.
+
 The file system is a tmpfs in a mount namespace of the server's own, and the kernel really reports it as full (ENOSPC).
 """
 
@@ -7,21 +9,25 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.models import capacity
 from tests.e2e import small_disk
 from tests.e2e.arenas import arenas_of
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import ROOT, Server
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
 SPARE_BYTES = 256 << 10  # for metrics, locks and honcho's semaphores; less than any of the arenas
+ESTIMATED_BYTES = (4 << 20) + (capacity.UNPREPARED_MB << 20)  # arenas of a model that is not converted, with its KV
 REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 600, "seed": 5, "ignore_eos": True}
 
 
@@ -85,3 +91,30 @@ def test_a_model_that_cannot_attach_is_an_error_within_seconds(server: Server) -
     assert "tiny.act: needs" in answer["error"]["message"]
     kept.unlink()
     assert ask(server) == expected
+
+
+def test_a_model_that_proves_too_large_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    """Its context is long; before it is converted its arenas are taken for smaller ones, which fit."""
+    if reason := small_disk.why_not():
+        pytest.skip(f"no file system can be mounted here: {reason}")
+    share_caches(tmp_path)
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"])
+    long = write_model(tmp_path / "long.gguf", SHAPES["small"]._replace(context_length=1 << 18), seed=2)
+    models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 4}]
+    config: dict[str, Any] = {"models": models, "server": {"request_timeout_ms": 60_000}}
+    own = arenas_of(config, path, tmp_path).total
+    needed = arenas_of({"models": [{"name": "long", "path": str(long), "kv_cache_mb": 4}]}, long, tmp_path).total
+    assert needed > ESTIMATED_BYTES + (2 << 20)
+    launcher = small_disk.mounted((own + ESTIMATED_BYTES + (1 << 20)) >> 10, Path("/dev/shm"))
+    with Server(tmp_path, config, launcher=launcher) as server:
+        expected = ask(server)
+        for _ in range(2):  # first by the worker that has converted it, then by the gateway
+            command = [sys.executable, "-m", "starling", "load", "long", "--path", str(long), "--kv-cache-mb", "4"]
+            done = subprocess.run(
+                command, cwd=ROOT, env=server.environment, capture_output=True, text=True, timeout=240
+            )
+            assert done.returncode == 78, (done.stdout, done.stderr)
+            assert f"model 'long' needs {needed:,} bytes for its arenas" in done.stderr
+        assert ask(server) == expected
+        assert [one.name for one in shm(server).glob("*/long.*")] == []
+        server.stop()
