@@ -41,6 +41,7 @@ from stages.tokenizer.opened_models import ModelSource, open_model
 from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.model import Model
 from starling.assembly import Parts, assemble, choose_model
+from starling.directory_conversion import conversion_of
 from starling.generation import Generation, LocalRequest
 
 OWNER = b"embedded"  # in place of the gateway's address
@@ -101,7 +102,9 @@ class Embedded:
         Raises `ModelNotFound`, `ConfigError` (a setting or the file is wrong) or `ResourceError` (it does not fit).
         """
         resolved, chosen = choose_model(model, config, settings)
-        index_path = prepare(chosen, paths.models_dir(), progress, allowed=resolved.registry.sources)
+        folder = paths.models_dir()
+        conversion = conversion_of(folder, chosen.pretokenizer)
+        index_path = prepare(chosen, folder, progress, allowed=resolved.registry.sources, conversion=conversion)
         return cls(resolved, chosen, index_path)
 
     # -------------------------------------------------------------- requests

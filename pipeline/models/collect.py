@@ -50,10 +50,12 @@ def collect(
                 needed.add(stamp.sha256)
         # A file that a pull has just placed has no record yet, and which file that is, its lock does not say.
         is_pulling = any(is_locked(one) for one in models_dir.glob(".pull-*.lock"))
+        # Nor has the checkpoint that was made of a hub's repository just now.
+        is_converting = any(is_locked(one) for one in models_dir.glob(".hf-*.lock"))
         for path in sorted(models_dir.iterdir()):
             found = _FILE.fullmatch(path.name)
             if found and found[1] not in needed and not is_locked(models_dir / f".ingest-{found[1][:16]}.lock"):
-                if is_pulling and found[2] == "gguf":
+                if (is_pulling and found[2] == "gguf") or (is_converting and found[2] in ("idx", "bin")):
                     continue
                 reason = "no model has this file" if found[2] == "gguf" else "its model file is gone"
                 removed.append(Item(str(path), _size(path), reason))

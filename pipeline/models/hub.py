@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pipeline.errors import ConfigError, InvalidRequest, ModelUnavailable
+from pipeline.models import model_directory
 from pipeline.models.arriving import Reader
 from pipeline.models.download import Progress, download
 from pipeline.models.sources import HubSource, check_allowed
@@ -41,6 +42,7 @@ class HubFile(NamedTuple):
     name: str
     nbytes: int
     sha256: str = ""  # of a large file
+    blob: str = ""  # the name that Git gives the contents
 
 
 class Repository(NamedTuple):
@@ -64,6 +66,11 @@ def choose(repository: Repository, file: str = "", quantization: str = "") -> Hu
     if file:
         if file.endswith(PICKLED):
             raise InvalidRequest(f"{where}/{file} is pickled: reading it can run code; take a GGUF file", "source")
+        if file.endswith(model_directory.SAFETENSORS):
+            raise InvalidRequest(
+                f"{where}/{file} is no model by itself; `starling pull {where}` fetches and converts the repository",
+                "source",
+            )
         if file in names:
             return names[file]
         raise InvalidRequest(f"{where} has no file {file!r}{_choices(_ggufs(repository))}", "source")
@@ -87,6 +94,12 @@ def choose(repository: Repository, file: str = "", quantization: str = "") -> Hu
     raise InvalidRequest(f"{where} has several files; name one{_choices(ggufs)}", "source")
 
 
+def is_directory(repository: Repository, file: str = "") -> bool:
+    """Whether the repository is to be converted: it has safetensors, and no whole GGUF file."""
+    names = {one.name for one in repository.files}
+    return not file and not _ggufs(repository) and model_directory.has_weights(names)
+
+
 def _ggufs(repository: Repository) -> list[HubFile]:
     """The model files: whole ones, without projectors of images."""
     files = [one for one in repository.files if one.name.endswith(".gguf")]
@@ -102,8 +115,6 @@ def _without_gguf(repository: Repository) -> str:
     names = [one.name for one in repository.files]
     if any(_SPLIT.search(name) for name in names):
         return "has its GGUF in several parts only; join them with llama-gguf-split --merge and pull the file"
-    if any(name.endswith(".safetensors") for name in names):
-        return "has safetensors and no GGUF; convert it (convert_hf_to_gguf.py of llama.cpp), or take a GGUF repository"
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (
             f"has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are read; it is refused"
@@ -121,7 +132,8 @@ def look_up(source: HubSource, allowed: Sequence[str] = ANY) -> Repository:
     with _errors(source), _bounded(allowed):
         info = HfApi().model_info(source.repository, revision=source.revision or None, files_metadata=True)
     files = [
-        HubFile(one.rfilename, one.size or 0, (one.lfs.sha256 or "") if one.lfs else "") for one in info.siblings or ()
+        HubFile(one.rfilename, one.size or 0, (one.lfs.sha256 or "") if one.lfs else "", one.blob_id or "")
+        for one in info.siblings or ()
     ]
     return Repository(source.repository, info.sha or source.revision or "main", tuple(files))
 

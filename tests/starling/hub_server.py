@@ -7,9 +7,11 @@ import http.server
 import json
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+LARGE = (".gguf", ".safetensors", ".bin")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -28,6 +30,7 @@ class Hub(http.server.ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         self.authorizations: set[str | None] = set()  # of these requests
         self.redirect = ""  # where files are
+        self.before: Callable[[str], None] = lambda name: None  # each body of a file
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client may close the connection early; that is no error here."""
@@ -45,6 +48,15 @@ class Hub(http.server.ThreadingHTTPServer):
         self.shutdown()
         self.thread.join()
         self.server_close()
+
+
+def _sibling(name: str, data: bytes) -> dict[str, Any]:
+    """As the hub describes a file: the SHA-256 of large ones, Git's name of the contents of all."""
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+    found = {"rfilename": name, "size": len(data), "blobId": blob}
+    if name.endswith(LARGE):
+        found["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return found
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -81,14 +93,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         files = self.files_of(repository, revision)
         if files is None:
             return
-        siblings = [
-            {
-                "rfilename": name,
-                "size": len(data),
-                "lfs": {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130},
-            }
-            for name, data in files.items()
-        ]
+        siblings = [_sibling(name, data) for name, data in files.items()]
         info = {"id": repository, "modelId": repository, "sha": COMMIT, "siblings": siblings, "tags": []}
         self.answer(200, json.dumps(info).encode(), {"Content-Type": "application/json"})
 
@@ -107,6 +112,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.answer(302, b"", {**headers, **size, "Location": self.server.redirect})
             return
         found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if self.command == "GET":
+            self.server.before(name)
         if found:
             begin, end = int(found[1]), min(int(found[2] or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {begin}-{end}/{len(data)}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -13,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,11 +18,10 @@ from pipeline.models import pull as pulls
 from pipeline.models import sources
 from tests.pipeline.file_server import FileServer
 from tests.starling.hub_server import COMMIT, Hub
+from tests.starling.pull_command import environment, left, pull, pulled, sha256
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -48,33 +44,6 @@ def hub(gguf: Path, other: bytes) -> Iterator[Hub]:
     with Hub(repositories) as hub:
         hub.private = {"org/secret"}
         yield hub
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def environment(home: Path, **more: str) -> dict[str, str]:
-    settings = {"PYTHONPATH": str(ROOT), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HOME": str(home / "hf"), **more}
-    return {**os.environ, "STARLING_HOME": str(home), **settings}
-
-
-def pull(home: Path, *args: str, code: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "starling", "pull", *args]
-    done = subprocess.run(command, env=environment(home, **more), capture_output=True, text=True, timeout=120)
-    assert done.returncode == code, (done.stdout, done.stderr)
-    assert "Traceback" not in done.stderr
-    return done
-
-
-def pulled(home: Path, *args: str, **more: str) -> dict[str, Any]:
-    (record,) = json.loads(pull(home, *args, "--json", **more).stdout)
-    return dict(record)
-
-
-def left(home: Path) -> list[str]:
-    """What is in the models directory, apart from locks."""
-    return sorted(path.name for path in (home / "models").iterdir() if not path.name.endswith(".lock"))
 
 
 def test_a_file_is_copied_and_described(home: Path, gguf: Path) -> None:
@@ -111,6 +80,19 @@ def test_over_http(home: Path, gguf: Path) -> None:
     with FileServer(gguf.read_bytes()) as files:
         record = pulled(home, files.url.replace("model.gguf", "some%20model.gguf?x=1"))
         assert (record["name"], record["digest"]) == ("some-model", sha256(gguf.read_bytes()))
+
+
+@pytest.mark.parametrize("args", [(), ("configured",)])
+def test_a_configured_address_is_converted_as_well(home: Path, gguf: Path, args: tuple[str, ...]) -> None:
+    """So that a start after the pull has nothing to do."""
+    digest = sha256(gguf.read_bytes())
+    with FileServer(gguf.read_bytes()) as files:
+        settings = {"STARLING_MODELS__0__NAME": "configured", "STARLING_MODELS__0__PATH": files.url}
+        assert pulled(home, *args, **settings)["digest"] == digest
+        assert {f"{digest}.idx", f"{digest}.bin"} <= set(left(home))
+        files.ranges.clear()
+        assert pulled(home, *args, **settings)["digest"] == digest
+        assert files.ranges == []
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from types import MappingProxyType
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
+from pipeline.models.conversion import Conversion
 from pipeline.models.locks import lock
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError, Index, load_index
 from stages.worker.adapters.prepared import ADAPTERS, Prepared, open_prepared, prepare_adapter
+from stages.worker.checkpoint.directory_conversion import DirectoryConversion
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import SourceChanged, check_source, ingest
 from stages.worker.checkpoint.one_pass import prepare_file
@@ -38,36 +40,58 @@ def prepare_checkpoint(
     progress: store.Progress = store.no_progress,
     digest: str = "",
     allowed: Sequence[str] = ("*",),
+    conversion: Conversion | None = None,
 ) -> Path:
     """Fetch and ingest the model as far as necessary; returns its `.idx`.
 
     digest: SHA-256 of the file that the checkpoint must be of, if one exists already; the configured file may have
         changed since.
     allowed: the patterns of sources that may be fetched (`registry.sources`).
+    conversion: of a hub's repository of safetensors; None: one that compares no vocabulary with the tokenizer's own.
 
     Raises `StarlingError`, which says what is wrong and what to do.
     """
     if digest and _make_usable(index_path := models_dir / f"{digest}.idx", models_dir, progress):
         return index_path
     try:
-        return _ingest_if_missing(model, models_dir, progress, allowed)
+        return _ingest_if_missing(model, models_dir, progress, allowed, conversion)
     except SourceChanged as error:
         # The file is not what its recorded digest says: perhaps another program has just written it.
         log.warning("model file has changed, reading it again", extra={"model": model.name, "reason": str(error)})
         digests.forget(store.gguf_path(model, models_dir), models_dir)
-        return _ingest_if_missing(model, models_dir, progress, allowed)
+        return _ingest_if_missing(model, models_dir, progress, allowed, conversion)
 
 
-def _ingest_if_missing(model: ModelConfig, models_dir: Path, progress: store.Progress, allowed: Sequence[str]) -> Path:
-    source = store.gguf_path(model, models_dir)
-    is_checkpoint = store.is_checkpoint(model, models_dir)
-    if not is_checkpoint and source.is_file() and store.find_index(model, models_dir) is None:
-        _convert_local(source, model, models_dir, progress)
+def fetch_and_convert(
+    model: ModelConfig,
+    models_dir: Path,
+    progress: store.Progress,
+    allowed: Sequence[str],
+    conversion: Conversion | None = None,
+) -> store.LocalModel:
+    """The model, fetched if necessary: what is downloaded is converted meanwhile, safetensors when all are here.
+
+    A file of this machine is not converted.  Raises `StarlingError`.
+    """
+    conversion = conversion or DirectoryConversion(models_dir, model.pretokenizer)
     with IngestWhileArriving(models_dir, model.pretokenizer, progress) as reader:
-        located = store.fetch(model, models_dir, progress, allowed, reader)
+        return store.fetch(model, models_dir, progress, allowed, reader, conversion)
+
+
+def _ingest_if_missing(
+    model: ModelConfig,
+    models_dir: Path,
+    progress: store.Progress,
+    allowed: Sequence[str],
+    conversion: Conversion | None,
+) -> Path:
+    source = store.gguf_path(model, models_dir)
+    if not store.is_checkpoint(model, models_dir) and source.is_file() and store.find_index(model, models_dir) is None:
+        _convert_local(source, model, models_dir, progress)
+    located = fetch_and_convert(model, models_dir, progress, allowed, conversion)
     index_path = models_dir / f"{located.digest}.idx"
     if not _make_usable(index_path, models_dir, progress):
-        if is_checkpoint:
+        if store.is_checkpoint(model, models_dir):
             raise ConfigError(
                 f"model {model.name!r}: {index_path} is of an older release, and its source is not here; "
                 f"{store.checkpoint_remedy(model, models_dir)}",
@@ -128,13 +152,14 @@ def prepare(
     progress: store.Progress = store.no_progress,
     digest: str = "",
     allowed: Sequence[str] = ("*",),
+    conversion: Conversion | None = None,
 ) -> Path:
     """As `prepare_checkpoint`; meanwhile compile the kernels of the model's KV type into the cache.
 
     Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
     """
     with BackgroundBuild(model.kv_type) as kernels:
-        index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed)
+        index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed, conversion)
         kernels.wait(progress)
     # What the model's graph needs besides is known only now.
     extra = stored_code.extra_entries(load_index(index_path).hyper, bool(model.adapters))

@@ -34,18 +34,28 @@ from stages.worker.huggingface.source import HuggingFaceSource
 CheckVocabulary = Callable[[TokenizerData, Path], None]
 
 
+def accept_vocabulary(data: TokenizerData, path: Path) -> None:
+    """A `CheckVocabulary` that accepts every one."""
+
+
+def accept_digest(digest: str) -> None:
+    """A `check_digest` that accepts every one."""
+
+
 def prepare_source(
     path: Path,
     models_dir: Path,
     quant: str = "",
     pretokenizer: str = "",
     progress: store.Progress = store.no_progress,
-    check_vocabulary: CheckVocabulary = lambda data, path: None,
+    check_vocabulary: CheckVocabulary = accept_vocabulary,
+    check_digest: Callable[[str], None] = accept_digest,
 ) -> Index:
     """The index of the checkpoint of a file or directory, which is made unless it exists.
 
     quant: a key of `requantized.QUANTS`; "": weights stay as they are.  check_vocabulary: called with a directory's
-    vocabulary and its path before anything is hashed.
+    vocabulary and its path before anything is hashed.  check_digest: called with the digest of a checkpoint of a
+    directory, or of other weight types, before it is made.
 
     Raises `ConfigError`, `ModelUnavailable`, `ResourceError`.
     """
@@ -61,6 +71,7 @@ def prepare_source(
         if source.identity() != identity:
             raise ConfigError(f"{path} was changed while it was hashed; run this again when it is complete", "model")
         digest = _digest(hashed, quant, tokenizer)
+        check_digest(digest)
         index_path = models_dir / f"{digest}.idx"
         tag = f"ingest-{digest[:16]}"
         if not is_usable(index_path):

@@ -8,29 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.models.model_directory import CONFIG, INDEX, MAX_WEIGHT_FILES, SMALL_FILES
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface.config import CheckpointDirectoryError, Config
 from stages.worker.huggingface.safetensors import SafetensorsFile, Stored
 
-INDEX = "model.safetensors.index.json"
-CONFIG = "config.json"
-# Besides the weights, what a prepared model is made of.
-SMALL_FILES = (
-    CONFIG,
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "1_Pooling/config.json",
-)
 # Of sentence-transformers, by the numbers that GGUF files have.
 _POOLINGS = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_mode_lasttoken": 3}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-_MAX_FILES = 1024
 
 
 class Directory:
@@ -84,9 +69,9 @@ class Directory:
     def _open_listed(self, index: Config) -> None:
         listed = index.table("weight_map").fields
         names = sorted({str(name) for name in listed.values()})
-        if not names or len(names) > _MAX_FILES:
+        if not names or len(names) > MAX_WEIGHT_FILES:
             raise CheckpointDirectoryError(
-                f"{index.path}: weight_map names {len(names)} files, expected 1 to {_MAX_FILES}"
+                f"{index.path}: weight_map names {len(names)} files, expected 1 to {MAX_WEIGHT_FILES}"
             )
         for name in names:
             if name != Path(name).name or not name.endswith(".safetensors"):

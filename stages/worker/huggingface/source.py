@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.models.model_directory import INDEX
 from stages.worker.checkpoint.source import Rows, TensorInfo, dense_values
 from stages.worker.huggingface.biases import check_biases
 from stages.worker.huggingface.config import CheckpointDirectoryError
-from stages.worker.huggingface.directory import INDEX, Directory
+from stages.worker.huggingface.directory import Directory
 from stages.worker.huggingface.families import Family, Place, neighbours, part_of, places
 from stages.worker.huggingface.metadata import family_of, hyper_parameters, position_offset
 from stages.worker.huggingface.safetensors import ELEMENT_BYTES, Stored
