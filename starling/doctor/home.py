@@ -14,7 +14,7 @@ from pipeline.api.key_file import key_path, read_keys
 from pipeline.catalog import pulled
 from pipeline.config import paths
 from pipeline.config.load import find_file
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import digests, registry, sources, store
 from pipeline.models.locks import is_locked
@@ -23,6 +23,7 @@ from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import listen_fd
 from pipeline.tls.certificate import files_of, read_certificate
 from shm.checkpoint import VERSION, CheckpointError, load_index
+from starling import model_list
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
 LEAST_DAYS = 14  # before a certificate expires
@@ -38,8 +39,8 @@ def check_home(config: Config) -> Iterator[Finding]:
     if config.server.tls_cert:
         yield certificate(config)
     yield api_keys(config)
-    for model in config.models:
-        yield model_files(config, model.name)
+    for model in model_list.known(config):
+        yield model_files(model)
     yield kernels(config)
     yield tokenizer_kernels()
     yield from leftovers(config)
@@ -139,20 +140,29 @@ def api_keys(config: Config) -> Finding:
     return ok("API keys", f"{n_configured} configured, {n_stored} in {path}")
 
 
-def model_files(config: Config, name: str) -> Finding:
-    """File, digest and checkpoint of a model."""
-    model = config.model(name)
-    assert model is not None
-    check, folder = f"model {name}", paths.models_dir()
+def model_files(model: ModelConfig) -> Finding:
+    """File, digest and checkpoint of a configured or pulled model."""
+    name, check, folder = model.name, f"model {model.name}", paths.models_dir()
     file = store.gguf_path(model, folder)
     if not file.is_file():
+        if store.is_checkpoint(model, folder):
+            return problem(check, f"{file} is missing", store.checkpoint_remedy(model, folder))
+        record = store.record_of(model, folder)
+        if record is not None and not model.path:
+            found = f"{file}, the file that was pulled, is missing"
+            return problem(check, found, f"run `starling pull {record.source} --name {name}`")
         if model.path and not sources.is_remote(model.path):
             return problem(check, f"{file} does not exist", "correct models[].path")
         return warning(check, "is not here yet", f"`starling prepare {name}` fetches it; `starling up` does so too")
     located = store.find(model, folder)
+    expected = store.expected_digest(model, folder)
+    if located is None and store.is_checkpoint(model, folder):
+        return problem(check, f"{file} is damaged, or not complete", store.checkpoint_remedy(model, folder))
+    if located is None and expected:
+        found = f"{file} has changed since its SHA-256 was computed, expected {expected}"
+        return warning(check, found, f"run `starling prepare {name}`, which computes it again")
     if located is None:
         return warning(check, f"{file} is new or has changed", f"run `starling prepare {name}`")
-    expected = store.expected_digest(model, folder)
     if expected and located.digest != expected:
         found = f"{file} has SHA-256 {located.digest}, expected {expected}"
         return problem(check, found, "correct models[].sha256, or remove the file and fetch it again")

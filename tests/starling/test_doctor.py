@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
@@ -15,6 +16,10 @@ from click.testing import CliRunner
 
 from pipeline import cgroup
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, ServerConfig
+from pipeline.models import digests, registry
+from pipeline.models.pull import pull
+from pipeline.models.sources import FileSource
+from pipeline.models.store import no_progress
 from starling.cli import cli
 from starling.cli.doctor import lines
 from starling.doctor import machine
@@ -143,12 +148,59 @@ def test_files_of_models(tmp_path: Path, home: Path) -> None:
     from starling.doctor.home import model_files
 
     def found(path: str = "") -> Finding:
-        return model_files(Config(models=(ModelConfig(name=DEMO_MODEL, path=path),)), DEMO_MODEL)
+        return model_files(ModelConfig(name=DEMO_MODEL, path=path))
 
     assert found().state == "warning"
     assert found("/no/such.gguf").state == "problem"
     (tmp_path / "new.gguf").write_bytes(b"GGUF")
     assert found(str(tmp_path / "new.gguf")).state == "warning"
+
+
+def test_files_of_pulled_models(home: Path, tmp_path: Path) -> None:
+    """They are checked whether the configuration names them or not, each by the digest that was pulled."""
+    from starling.doctor.home import check_home
+
+    folder = home / "models"
+    content = b"GGUF" + bytes(100)
+    (tmp_path / "one.gguf").write_bytes(content)
+    record = pull(FileSource(tmp_path / "one.gguf"), folder, "org/one")
+    config = Config(models=(ModelConfig(name=DEMO_MODEL),), server=ServerConfig(port=0))
+
+    def found() -> Finding:
+        (only,) = [one for one in check_home(config) if one.check == "model org/one"]
+        return only
+
+    assert (found().state, found().found) == ("warning", f"0 MB, sha256 {record.digest[:12]}; not prepared")
+    blob = registry.blob_path(folder, record.digest)
+    blob.unlink()
+    assert found() == Finding(
+        "model org/one",
+        "problem",
+        f"{blob}, the file that was pulled, is missing",
+        f"run `starling pull {record.source} --name org/one`",
+    )
+    blob.write_bytes(content[::-1])
+    assert (found().state, record.digest in found().found) == ("warning", True)
+    # Once the other file has been read, both digests are known.
+    digests.remember("one", blob, digests.compute(blob, no_progress), folder)
+    other = hashlib.sha256(content[::-1]).hexdigest()
+    assert found().state == "problem"
+    assert found().found == f"{blob} has SHA-256 {other}, expected {record.digest}"
+
+
+def test_a_checkpoint_that_is_gone_is_a_problem(home: Path, tmp_path: Path) -> None:
+    from starling.doctor.home import model_files
+
+    record = registry.Record("tiny", "1" * 64, 10, "hf:org/tiny", is_checkpoint=True)
+    (home / "models").mkdir(parents=True)
+    registry.write(home / "models", "tiny", record)
+    found = model_files(ModelConfig(name="tiny"))
+    assert (found.state, found.remedy) == (
+        "problem",
+        "run `starling pull hf:org/tiny --name tiny`, with the same --quant",
+    )
+    registry.model_path(home / "models", record).write_bytes(b"damaged")
+    assert model_files(ModelConfig(name="tiny")).found.endswith("is damaged, or not complete")
 
 
 def test_what_a_crash_has_left(home: Path) -> None:
