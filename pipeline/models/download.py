@@ -23,13 +23,12 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from urllib.parse import urljoin, urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError
 from pipeline.files import replace_file, write_all
+from pipeline.models import addresses
 from pipeline.models.arriving import ArrivingFile, Reader
 from pipeline.models.sources import shown
 from pipeline.threads import uninterrupted
@@ -37,7 +36,6 @@ from shm.decoding import DECODE_ERRORS
 
 if TYPE_CHECKING:
     import aiohttp
-    import yarl
 
 CONNECTIONS = 4
 PIECE_BYTES = 8 << 20  # of a range; lost at most, per connection, when the process is killed
@@ -243,12 +241,12 @@ class _Download:
         try:
             for _ in range(REDIRECTS):
                 self._allow(url)
-                sent, proxy = self._as_sent(url), self._proxy(url)
+                sent, proxy = addresses.as_sent(url, self._url), addresses.proxy_of(url, self._subject)
                 request = session.get(sent, headers=headers, allow_redirects=False, proxy=proxy)
                 async with asyncio.timeout(TIMEOUT_S) as limit, request as response:
                     limit.reschedule(None)  # it has begun
                     if response.status in (301, 302, 303, 307, 308) and "Location" in response.headers:
-                        url = self._redirected(url, response.headers["Location"])
+                        url = addresses.redirected(url, response.headers["Location"], self._named)
                         continue
                     if response.status in (200, 206):
                         if remembered and state is not None and not _is_of(response, state):
@@ -269,39 +267,7 @@ class _Download:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             self._location = ""
-            raise _Failed(_reason(error)) from None
-
-    def _as_sent(self, url: str) -> str | yarl.URL:
-        """An address that a redirect gave may be signed: it is sent as it came."""
-        import yarl
-
-        return yarl.URL(url, encoded=True) if url != self._url and url.isascii() else url
-
-    def _redirected(self, url: str, location: str) -> str:
-        """The address of a redirect from `url`. Raises `ConfigError`."""
-        try:
-            address = urljoin(url, location)
-            urlsplit(address)
-        except ValueError as error:
-            raise ConfigError(f"{self._named} redirects to what is not an address: {error}") from None
-        return address
-
-    def _proxy(self, url: str) -> str | None:
-        """The proxy of ALL_PROXY, if it holds for `url`: aiohttp reads the other variables itself."""
-        proxies = getproxies()
-        proxy = proxies.get("all", "")
-        try:
-            parts = urlsplit(url)
-        except ValueError:  # the request will say so
-            return None
-        if not proxy or parts.scheme in proxies or proxy_bypass(parts.hostname or ""):
-            return None
-        scheme, separator, _ = proxy.partition("://")
-        if separator and scheme not in ("http", "https"):
-            raise ConfigError(
-                f"{self._subject}: ALL_PROXY names a {scheme}:// proxy; downloads go through http:// and https:// ones"
-            )
-        return proxy if separator else f"http://{proxy}"
+            raise _Failed(addresses.reason(error, TIMEOUT_S)) from None
 
     def _refuse(self, url: str, response: aiohttp.ClientResponse, begin: int) -> None:
         reason = f"{self._subject}: {shown(url)} answers {response.status} {response.reason}"
@@ -507,13 +473,3 @@ def _validator(headers: Any) -> str:
     if tag.startswith("W/"):
         return ""
     return str(tag or headers.get("Last-Modified", ""))
-
-
-def _reason(error: BaseException) -> str:
-    import aiohttp
-
-    if isinstance(error, TimeoutError):
-        return f"no data for {TIMEOUT_S:g} s"
-    if isinstance(error, aiohttp.ClientResponseError):  # its text has the address of a proxy, with its password
-        return f"{error.status} {error.message}"
-    return str(error) or type(error).__name__
