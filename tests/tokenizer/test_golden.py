@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.models.pretokenizers import _GROUPS, PRETOKENIZERS
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
-from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec
+from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec, wordpiece_spec
 from tools.reference.lines import make_lines
 from tools.reference.peer_vocabulary import PeerVocabulary, is_installed
 from tools.vocabulary_gguf import write_vocabulary
@@ -40,6 +40,7 @@ SPECS: dict[str, Callable[[], TokenizerSpec]] = {
     "t5 as by default": partial(unigram_spec, None, None),
     "t5 with inner spaces": partial(unigram_spec, True, True, True, True),
     "t5 with inner and all spaces": partial(unigram_spec, False, False, True, True),
+    "bert": wordpiece_spec,
 }
 
 
