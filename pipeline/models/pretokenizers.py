@@ -117,8 +117,27 @@ _YOUTU_SCRIPTS = (
 )
 _HAN = "[" + _characters("4E00-9FFF 3400-4DBF 20000-2A6DF 2A700-2EBEF F900-FAFF 2F800-2FA1F") + "]"
 _KIMI = rf"{_HAN}+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN[1:-1]}]]+{_OPTIONAL}|\p{{N}}{{1,3}}|" + _SYMBOLS + _SPACES
+
+
+def _ungrouped(digit: str) -> str:
+    """Return the pattern of one or two digits before groups of three, or alone."""
+    return rf"{digit}{{1,2}}(?=(?:{digit}{digit}{digit})*+(?!{digit}))"
+
+
+# Groups of three digits from the right. A pattern first takes all groups of a run at once, because counting the digits
+# behind each group takes time in proportion to the square of their number; the next one cuts them.
 # Text before a run of digits stays with the digits' first group.
-_RIGHT_GROUPS = r"\P{N}*+\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\P{N}+"
+_RIGHT_GROUPS = (
+    r"\P{N}*+(?:\p{N}\p{N}\p{N})++(?!\p{N})|\P{N}*+" + _ungrouped(r"\p{N}") + r"|\P{N}+",
+    r"\P{N}*+\p{N}{1,3}|\P{N}+",
+)
+# ASCII digits alone are grouped. Other numbers, and what is ungrouped behind them, stay with the group before them.
+_OTHERS = rf"(?:[\p{{N}}&&[^0-9]]++(?:{_ungrouped('[0-9]')})?)"
+_SUPERBPE = (
+    r"\p{N}+",
+    rf"(?:[0-9][0-9][0-9])++(?![0-9]){_OTHERS}*|{_ungrouped('[0-9]')}{_OTHERS}*|{_OTHERS}+",
+    r"[0-9][0-9][0-9](?=[0-9])",
+)
 _AFMOE_SCRIPTS = (
     "["
     + _characters(
@@ -186,10 +205,11 @@ _GROUPS: dict[PreTokenizer, str] = {
     PreTokenizer((_TEKKEN,), whole_pieces=True, adds_bos=True): "tekken",
     PreTokenizer((_GPT4O,)): "gpt-4o llama4 kanana2 talkie minimax-m2",
     PreTokenizer((_GRANITE_EMBEDDING,), whole_pieces=True): "granite-embed-multi-97m",
-    PreTokenizer((_RIGHT_GROUPS, _AYA_WORDS), groups_from_right=True): "tiny_aya cohere2moe",
+    PreTokenizer((*_RIGHT_GROUPS, _AYA_WORDS), groups_from_right=True): "tiny_aya cohere2moe",
     PreTokenizer(
-        (_RIGHT_GROUPS, _AFMOE_SCRIPTS, _MARKED_WORDS + r"[\r\n]*|" + _SPACES), groups_from_right=True
+        (*_RIGHT_GROUPS, _AFMOE_SCRIPTS, _MARKED_WORDS + r"[\r\n]*|" + _SPACES), groups_from_right=True
     ): "afmoe",
+    PreTokenizer(_SUPERBPE, groups_from_right=True): "superbpe",
     PreTokenizer((_BLOOM,)): "bloom poro-chat gpt3-finnish",
     PreTokenizer((_BLOOM, r"\p{N}")): "viking",
     PreTokenizer((_EXAONE_MOE,)): "exaone-moe",
@@ -200,3 +220,7 @@ _GROUPS: dict[PreTokenizer, str] = {
 }
 
 PRETOKENIZERS: dict[str, PreTokenizer] = {name: pre for pre, names in _GROUPS.items() for name in names.split()}
+
+# Of files whose tokens consist of characters, with merges across words: llama.cpp has these names beside those above,
+# and none of those can stand in.
+NOT_BYTE_LEVEL = ("gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace")

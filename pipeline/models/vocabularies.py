@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from pipeline.models.charsmap import read_charsmap
-from pipeline.models.pretokenizers import PRETOKENIZERS
+from pipeline.models.pretokenizers import NOT_BYTE_LEVEL, PRETOKENIZERS
 from shm.checkpoint import VOCABULARY_REVISION
 
 BYTE_LEVEL, SENTENCEPIECE, WORDPIECE, UNIGRAM = "gpt2", "llama", "bert", "t5"
@@ -95,6 +95,11 @@ def _wordpiece_problem(data: VocabularyData) -> str:
 
 
 def _byte_level_problem(data: VocabularyData, pretokenizer: str) -> str:
+    if data.pre in NOT_BYTE_LEVEL:
+        return (
+            f"tokenizer.ggml.pre is {data.pre!r}: its tokens consist of characters, expected bytes, so that no other "
+            f"pre-tokenizer can stand in; use another model"
+        )
     if pretokenizer and pretokenizer not in PRETOKENIZERS:
         return f"models[].pretokenizer is {pretokenizer[:60]!r}; supported: {', '.join(sorted(PRETOKENIZERS))}"
     if not pretokenizer and data.pre not in PRETOKENIZERS:

@@ -22,11 +22,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
 
 from stages.tokenizer.steps import each_step
+from stages.tokenizer.unicode_classes import characters
 
 # Characters of a step, at most: some ms to cut, in which the interpreter lock is held, and ten to encode what is new.
 # New words are merged together: with half of this a new text takes a quarter more time.
@@ -268,14 +270,20 @@ def cut_pieces(text: str, lengths: list[int]) -> list[str]:
     return np.insert(codes, borders, 0).tobytes().decode(encoding).split(_SEPARATOR)
 
 
+@cache
+def _numbers() -> re.Pattern[str]:
+    """Return the pattern of a run of what patterns have as `\\p{N}`, whatever the Unicode version of this Python."""
+    return re.compile(f"[{characters('N')}]*")
+
+
 def _drop_uncertain(lengths: list[int], window: str, groups_from_right: bool) -> int:
     """Remove the last pieces, which depend on the text after the window; return how many characters are left.
 
     That is at least half of the window, or nothing.
     """
     last_border = len(window)
-    while groups_from_right and last_border and window[last_border - 1].isnumeric():
-        last_border -= 1
+    if groups_from_right and (number := _numbers().match(window[::-1])) is not None:
+        last_border -= number.end()
     taken = len(window) - sum(lengths[-MARGIN:])
     del lengths[-MARGIN:]
     while lengths and taken > last_border:

@@ -6,6 +6,7 @@ expressions (Oniguruma) of the `tokenizers` library: a test compares them.
 
 from __future__ import annotations
 
+import re
 from functools import cache
 
 import numpy as np
@@ -99,3 +100,13 @@ def runs() -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     lengths = np.array([int(part[1:]) for part in parts], np.int64)
     classes = np.array([CLASSES[part[0]] for part in parts], np.uint8)
     return np.cumsum(lengths) - lengths, classes
+
+
+def characters(name: str) -> str:
+    """Return the characters of a class as the inside of one of the brackets of `re`."""
+    begins, classes = runs()
+    ends = np.append(begins[1:], CODE_POINTS)[classes == CLASSES[name]]
+    return "".join(
+        f"{re.escape(chr(begin))}-{re.escape(chr(end - 1))}"
+        for begin, end in zip(begins[classes == CLASSES[name]].tolist(), ends.tolist(), strict=True)
+    )

@@ -215,11 +215,26 @@ def test_names_that_are_prefixes_of_each_other() -> None:
     assert names.find("a" + "<" * 299 + "b", 0, 301) == (1, 300, 299)
 
 
+@pytest.mark.parametrize("pre", [names.split()[0] for pre, names in _GROUPS.items() if pre.groups_from_right])
+@pytest.mark.parametrize("rest", ["2", "22", "\U000116d0", "\U000116d0" * 2])
+def test_groups_from_the_right_depend_on_all_digits_behind_them(pre: str, rest: str) -> None:
+    """The digits of a window have another number than those of the text; some are newer than Python's Unicode."""
+    vocabulary, text = VOCABULARIES[pre], "1" * 100 + rest + "a "
+    chunks = list(vocabulary._encoder.chunks(vocabulary._specials, text * 3, len(text) - 3))
+    assert [token for _, ids in chunks for token in ids] == vocabulary.encode(text * 3, True)
+
+
 @pytest.mark.parametrize("unit", ["a", " ", "日"])
 def test_a_piece_that_is_too_long_is_refused(unit: str) -> None:
     vocabulary = Vocabulary(byte_spec(pre="llama3"))
     with pytest.raises(RunTooLong, match=f"{MAX_RUN + 1} characters without a border"):
         vocabulary.encode(unit * (MAX_RUN + 1), False)
+
+
+def test_a_number_that_is_too_long_is_refused() -> None:
+    vocabulary = Vocabulary(byte_spec(pre="tiny_aya"))
+    with pytest.raises(RunTooLong, match="characters without a border"):
+        vocabulary.encode("1" * (2 * MAX_RUN + 1) + "a", False)
 
 
 def test_a_long_piece_takes_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:

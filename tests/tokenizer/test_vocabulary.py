@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import ModelUnavailable
+from pipeline.models.vocabularies import vocabulary_problem
 from stages.tokenizer.vocabulary import Vocabulary
 from tests.tokenizer.byte_vocabulary import ALPHABET, byte_spec
 
@@ -80,6 +81,15 @@ def test_unsupported_vocabularies_are_rejected_by_name() -> None:
         Vocabulary(byte_spec(pre="absent"))
     with pytest.raises(ModelUnavailable, match="token_type has 3 entries for 262"):
         Vocabulary(byte_spec(types=[1, 1, 1]))
+    with pytest.raises(ModelUnavailable, match="tokenizer.ggml.model is 'gemma4'"):
+        Vocabulary(byte_spec(model="gemma4"))
+
+
+@pytest.mark.parametrize("pre", ["gemma4", "granite-embed-multi-311m", "sarvam-moe", "whitespace"])
+def test_no_pretokenizer_stands_in_where_tokens_are_no_bytes(pre: str) -> None:
+    for named in ("", "qwen2", "superbpe"):
+        problem = vocabulary_problem(byte_spec(pre=pre), named)
+        assert problem.startswith(f"tokenizer.ggml.pre is '{pre}': its tokens consist of characters, expected bytes")
 
 
 def test_the_end_of_a_message_with_a_tool_call_ends_the_output() -> None:
