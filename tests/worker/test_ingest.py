@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import os
 import re
 import struct
+import threading
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,12 +19,15 @@ import pytest
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.models.store import no_progress
 from shm.checkpoint import Checkpoint, bin_path
+from stages.worker.checkpoint import ingest as ingest_module
+from stages.worker.checkpoint.bit_program import pack_rows
 from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.ingest import SourceChanged, ingest
 from stages.worker.checkpoint.layout import unpack
 from stages.worker.checkpoint.verify import verify
-from stages.worker.kernels.formats import FORMATS
+from stages.worker.kernels.formats import FORMATS, Format
 from stages.worker.rope import rope_tables
+from tests.worker.conftest import TinyGguf
 
 DIGEST = "ab" * 32  # of files that are refused before it matters
 
@@ -282,3 +288,116 @@ def test_noise_in_the_header_never_crashes(tiny_gguf, tmp_path: Path) -> None:  
         bad.write_bytes(changed)
         with contextlib.suppress(GgufError):
             GgufFile(bad)
+
+
+class Affinities:
+    """Packs as `pack_rows` does: the first call before the file is hashed, and the others when it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.while_hashing: list[set[int]] = []
+        self.later: list[set[int]] = []
+        self.writers: list[set[int]] = []
+        self._packs, self._hashed, self._lock = threading.Event(), threading.Event(), threading.Lock()
+        hash_file, write = ingest_module._SourceCheck._hash, ingest_module._write
+
+        def hash_when_packing(check: ingest_module._SourceCheck) -> None:
+            assert self._packs.wait(60)
+            self.hashing = os.sched_getaffinity(0)
+            hash_file(check)
+            self._hashed.set()
+
+        def record_and_write(*arguments: Any) -> None:
+            self.writers.append(os.sched_getaffinity(0))
+            write(*arguments)
+
+        monkeypatch.setattr(ingest_module, "choose_packer", lambda weights_bytes, progress: self.pack)
+        monkeypatch.setattr(ingest_module._SourceCheck, "_hash", hash_when_packing)
+        monkeypatch.setattr(ingest_module, "_write", record_and_write)
+
+    def pack(self, rows: np.ndarray, fmt: Format) -> list[np.ndarray]:
+        with self._lock:
+            is_first = not self._packs.is_set()
+            if is_first:
+                self.while_hashing.append(os.sched_getaffinity(0))
+                self._packs.set()
+        assert is_first or self._hashed.wait(60)
+        if not is_first:
+            self.later.append(os.sched_getaffinity(0))
+        return pack_rows(rows, fmt)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+def test_a_core_is_left_to_the_hash_until_it_has_finished(
+    tiny_gguf: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cores, seen = tiny_gguf("odd", "Q4_1"), os.sched_getaffinity(0), Affinities(monkeypatch)
+    ingest(source, tmp_path / "m.idx", sha256(source))
+    assert seen.hashing == cores
+    assert seen.while_hashing == [cores - {max(cores)}]
+    assert len(seen.later) > 1 and all(found == cores for found in seen.later)
+    assert seen.writers[0] == cores - {max(cores)}
+    assert seen.writers[-1] == os.sched_getaffinity(0) == cores
+    verify(Checkpoint(tmp_path / "m.idx"), no_progress)
+
+
+@pytest.mark.parametrize("error", [None, PermissionError("not allowed")])
+def test_one_core_is_for_all(
+    tiny_gguf: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError | None
+) -> None:
+    """Where there is one, and where the system lets no thread choose its cores."""
+    source, cores = tiny_gguf("odd", "Q4_1"), os.sched_getaffinity(0)
+    expected = {min(cores)} if error is None else cores
+    os.sched_setaffinity(0, expected)
+
+    def refuse(thread: int, cores: set[int]) -> None:
+        assert error is not None
+        raise error
+
+    try:
+        with monkeypatch.context() as patches:
+            seen = Affinities(patches)
+            if error is not None:
+                patches.setattr(os, "sched_setaffinity", refuse)
+            ingest(source, tmp_path / "m.idx", sha256(source))
+        assert all(found == expected for found in (*seen.while_hashing, *seen.later, *seen.writers))
+        assert os.sched_getaffinity(0) == expected
+    finally:
+        os.sched_setaffinity(0, cores)
+    verify(Checkpoint(tmp_path / "m.idx"), no_progress)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="needs two cores")
+def test_a_thread_that_starts_when_the_hash_ends_has_all_cores() -> None:
+    """It was started by one that had left a core, and has its cores until it leaves one itself."""
+    core, cores, found = ingest_module._HashingCore(True), os.sched_getaffinity(0), []
+
+    def start() -> None:
+        found.append(os.sched_getaffinity(0))
+        core.release()
+        core.leave()
+        found.append(os.sched_getaffinity(0))
+
+    core.leave()
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found == [cores - {max(cores)}, cores]
+    assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize("fails", ["hash", "write"])
+def test_all_cores_are_back_after_an_error(
+    tiny_gguf: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError(errno.EIO, "cannot be read")
+
+    source, cores = tiny_gguf("odd", "Q4_1"), os.sched_getaffinity(0)
+    if fails == "write":
+        monkeypatch.setattr(ingest_module, "_write", fail)
+        with pytest.raises(OSError, match="cannot be read"):
+            ingest(source, tmp_path / "m.idx", sha256(source))
+    else:
+        with pytest.raises(SourceChanged):
+            ingest(source, tmp_path / "m.idx", DIGEST)
+    assert os.sched_getaffinity(0) == cores

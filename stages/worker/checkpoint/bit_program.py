@@ -67,10 +67,8 @@ class BitProgram:
         """(16 n, units * source_bytes) u8 to (n, units * unit_bytes) u8."""
         size = self._fmt.source_bytes
         groups, units = rows.shape[0] // GROUP, rows.shape[1] // size
-        buffers = _Buffers()
-        padded = buffers.take((rows.size + 2 * PAD,), _WORDS[1])
-        padded[:PAD] = padded[-PAD:] = 0
-        padded[PAD:-PAD].reshape(rows.shape)[...] = rows
+        buffers = Buffers()
+        padded = pad_rows(rows, buffers)
         out = np.empty((groups, units, self._fmt.unit_bytes), np.uint8)
         # Of every word, its 16 rows are neighbours in memory: (word, group, unit, row).
         lanes, strides = (groups, units, GROUP), (GROUP * units * size, size, units * size)
@@ -88,7 +86,7 @@ class BitProgram:
         return out.reshape(groups, -1)
 
 
-def _apply(move: _Move, words: np.ndarray, made: np.ndarray, buffers: _Buffers) -> None:
+def _apply(move: _Move, words: np.ndarray, made: np.ndarray, buffers: Buffers) -> None:
     kind = words.dtype.type
     for first in range(0, len(move.to), _WORDS_AT_ONCE):
         to, source = move.to[first : first + _WORDS_AT_ONCE], move.source[first : first + _WORDS_AT_ONCE]
@@ -104,7 +102,7 @@ def _apply(move: _Move, words: np.ndarray, made: np.ndarray, buffers: _Buffers) 
                 made[word] ^= moved[i]
 
 
-class _Buffers:
+class Buffers:
     """Memory of this thread that is used again: a fresh array would be mapped anew each time."""
 
     _own = threading.local()
@@ -206,6 +204,14 @@ def _runs(places: list[int], width: int) -> list[tuple[int, int, int]]:
         else:
             runs.append((word, 1, byte))
     return runs
+
+
+def pad_rows(rows: np.ndarray, buffers: Buffers) -> np.ndarray:
+    """The bytes of rows with `PAD` zeros before and behind them: (bytes + 2 `PAD`,) u8."""
+    padded = buffers.take((rows.size + 2 * PAD,), _WORDS[1])
+    padded[:PAD] = padded[-PAD:] = 0
+    padded[PAD:-PAD].reshape(rows.shape)[...] = rows
+    return padded
 
 
 @cache

@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -164,17 +164,19 @@ def _convert(
     check: _SourceCheck | _IdentityCheck | _ArrivalCheck,
 ) -> Index:
     reader, hyper, tokenizer, plan = _read_head(file, pretokenizer)
-    tables = reader.rope(hyper)
     report = _Report(progress, sum(part.nbytes for part in plan))
     with (
         check,
         ThreadPoolExecutor(1, "vocabulary") as other,
         CheckpointWriter(index_path, partial) as writer,
-        _Pool(choose_packer(sum(part.nbytes for part in plan if not part.info.format.dense), progress)) as pool,
+        _Pool(
+            choose_packer(sum(part.nbytes for part in plan if not part.info.format.dense), progress), check.core
+        ) as pool,
     ):
         vocabulary = other.submit(make_tables, tokenizer)
+        check.core.leave()
         written = {tensor.name for tensor in writer.tensors}
-        for name, table in tables.items():
+        for name, table in reader.rope(hyper).items():
             if name not in written:
                 writer.add(name, (table.shape[0], table.shape[1]), "F32", "rows", [table])
         for part in plan:
@@ -237,10 +239,10 @@ class _Report:
 class _Pool:
     """Packs pieces of a matrix on all cores, in order; a few are ready ahead."""
 
-    def __init__(self, pack: Packer) -> None:
+    def __init__(self, pack: Packer, core: _HashingCore) -> None:
         self._pack = pack
         self._n_cores = len(os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(self._n_cores, "ingest")
+        self._threads = ThreadPoolExecutor(self._n_cores, "ingest", core.leave)
 
     def __enter__(self) -> Self:
         return self
@@ -268,12 +270,43 @@ class _Pool:
         return self._pack(rows[chunk], fmt)
 
 
+class _HashingCore:
+    """A core that the threads of a conversion leave to the one that hashes, until it has finished.
+
+    Without instructions for SHA-256 hashing takes longer than the rest, and on two cores it would compete with the
+    pool and the writer.  A lower priority of the pool helps less: the writer competes as well, and cannot raise its own
+    again; beside other load the pool then starves.
+    """
+
+    def __init__(self, is_needed: bool) -> None:
+        self._cores = os.sched_getaffinity(0)
+        self._is_needed = is_needed and len(self._cores) > 1
+        self._lock = threading.Lock()
+        self._left_by: list[int] = []  # threads
+
+    def leave(self) -> None:
+        """Called by a thread that converts. It keeps its cores where the system lets no thread choose them."""
+        with self._lock, suppress(OSError):
+            # Another thread that had left the core may have started this one, which then has its cores.
+            os.sched_setaffinity(0, self._cores - {max(self._cores)} if self._is_needed else self._cores)
+            self._left_by.append(threading.get_native_id())
+
+    def release(self) -> None:
+        """All cores are there for all threads again."""
+        with self._lock:
+            self._is_needed = False
+            for thread in self._left_by:
+                with suppress(OSError):  # it has ended
+                    os.sched_setaffinity(thread, self._cores)
+
+
 class _IdentityCheck:
     """Checks that the opened files did not change while they were read."""
 
     is_expected = True  # the digest is known
 
     def __init__(self, source: Source, digest: str) -> None:
+        self.core = _HashingCore(False)
         self._source, self._identity, self._digest = source, source.identity(), digest
 
     def __enter__(self) -> Self:
@@ -297,6 +330,7 @@ class _ArrivalCheck:
     is_expected = False
 
     def __init__(self, wait: Callable[[], str]) -> None:
+        self.core = _HashingCore(False)
         self._wait = wait
 
     def __enter__(self) -> Self:
@@ -319,6 +353,7 @@ class _SourceCheck:
         self._identity = file.identity()
         self._found = ""
         self._is_abandoned = False
+        self.core = _HashingCore(True)
         self._thread = threading.Thread(target=self._hash, name="sha256", daemon=True)
 
     def __enter__(self) -> Self:
@@ -330,6 +365,12 @@ class _SourceCheck:
         self._thread.join()
 
     def _hash(self) -> None:
+        try:
+            self._hash_file()
+        finally:
+            self.core.release()
+
+    def _hash_file(self) -> None:
         sha256 = hashlib.sha256()
         for at in range(0, self._file.size, _HASHED_BYTES):
             if self._is_abandoned:

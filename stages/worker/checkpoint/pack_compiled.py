@@ -12,7 +12,14 @@ from functools import cache
 import numpy as np
 
 from pipeline.models.store import Progress
-from stages.worker.checkpoint.bit_program import PAD, pack_rows, program_of, whole_groups
+from stages.worker.checkpoint.bit_program import (
+    PAD,
+    Buffers,
+    pack_rows,
+    pad_rows,
+    program_of,
+    whole_groups,
+)
 from stages.worker.checkpoint.conversion_kernel import is_loaded
 from stages.worker.kernels import compiled
 from stages.worker.kernels.formats import GROUP, Format
@@ -37,11 +44,10 @@ def pack_rows_compiled(rows: np.ndarray, fmt: Format) -> list[np.ndarray]:
 
 def _pack(rows: np.ndarray, fmt: Format, table: np.ndarray, vectors: int) -> np.ndarray:
     groups, units = rows.shape[0] // GROUP, rows.shape[1] // fmt.source_bytes
-    padded = np.empty(rows.size + 2 * PAD, np.uint8)
-    padded[:PAD] = padded[-PAD:] = 0
-    padded[PAD:-PAD].reshape(rows.shape)[...] = rows
+    buffers = Buffers()
+    padded = pad_rows(rows, buffers)
     out = np.empty((groups, units * fmt.unit_bytes), np.uint8)
-    scratch = np.empty(16 * vectors, np.int32)
+    scratch = buffers.take((16 * vectors,), np.dtype(np.int32))
     compiled.pack_units(
         table.ctypes.data,
         padded.ctypes.data + PAD,
