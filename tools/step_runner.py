@@ -178,6 +178,11 @@ class StepRunner:
         words.store(self.steps.control, sh.HEAD, self._step)
         return self._step
 
+    @property
+    def step(self) -> int:
+        """Number of the step published last."""
+        return self._step
+
     def compute(self) -> int:
         """Compute the step published last (again, if it is computed already); returns how many entries were refused."""
         return self.group.compute(self._step)

@@ -19,6 +19,7 @@ from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import main
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
+from tools.bench.phases import attention, sampler
 
 DECODE = Work("decode", batch=1, cached=16)
 
@@ -163,3 +164,17 @@ def test_long_contexts_take_more_time(tmp_path: Path, monkeypatch: pytest.Monkey
     short, long = json.loads(result.output.splitlines()[-1])["depths"]
     assert short["chunk"][2] > long["chunk"][2] > 0
     assert long["kv_mb"] > short["kv_mb"]
+
+
+@pytest.mark.slow
+def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flat distribution makes the sampler work; twice as many FMAs take about twice as long."""
+    result = CliRunner().invoke(sampler.main, ["--vocabulary", "4096", "--repeats", "5"], catch_exceptions=False)
+    found = json.loads(result.output.splitlines()[-1])["us"]
+    assert 0 < found["greedy"] < found["top-p 0.9 of a flat distribution"]
+    arguments = ["--contexts", "64,2048", "--heads", "64", "--groups", "2", "--repeats", "3"]
+    result = CliRunner().invoke(attention.main, arguments, catch_exceptions=False)
+    report = json.loads(result.output.splitlines()[-1])
+    short, long = report["rows"]
+    assert long["query_us"] > short["query_us"] > 0
+    assert 0 < long["of_peak"] < 1.1 and report["peak_gmac_s"] > 1

@@ -66,7 +66,8 @@ class Candidate:
         self.runner.close()
         os.sched_setaffinity(0, self._affinity)
 
-    def _fill(self, rows: int, tokens: int) -> None:
+    def fill_tokens(self, rows: int, tokens: int) -> None:
+        """Random prompts for rows."""
         vocab = self.runner.model.hyper.vocab_size
         for row in range(rows):
             self.runner.write_row(row, self._rng.integers(3, vocab, tokens), temperature=0.0)
@@ -78,7 +79,7 @@ class Candidate:
 
     def prefill(self, tokens: int, cached: int = 0) -> float:
         """Tokens per second from a prompt to its first output token, behind `cached` other ones."""
-        self._fill(1, cached + tokens)
+        self.fill_tokens(1, cached + tokens)
         if cached:
             self._compute_prompt(0, cached)
         begun = self.clock()
@@ -90,7 +91,7 @@ class Candidate:
 
         Short steps are published several at a time, as the scheduler does.
         """
-        self._fill(batch, cached)
+        self.fill_tokens(batch, cached)
         for row in range(batch):
             self._compute_prompt(row, cached)
         steps = [[(row, cached + i, 1, 1) for row in range(batch)] for i in range(n_tokens)]
@@ -113,14 +114,14 @@ class Candidate:
 
     def chunk_at(self, depth: int, tokens: int = STEP_TOKENS) -> float:
         """Tokens per second of one chunk of a prompt behind `depth` positions that the cache holds."""
-        self._fill(1, depth + tokens)
+        self.fill_tokens(1, depth + tokens)
         begun = self.clock()
         self.runner.run([(0, depth, tokens, 1)])
         return tokens / (self.clock() - begun)
 
     def decode_at(self, depth: int, n_tokens: int) -> float:
         """Tokens per second of one sequence, `n_tokens` of them behind `depth` positions that the cache holds."""
-        self._fill(1, depth)
+        self.fill_tokens(1, depth)
         begun = self.clock()
         for i in range(n_tokens):
             self.runner.run([(0, depth + i, 1, 1)])
@@ -128,7 +129,7 @@ class Candidate:
 
     def overhead_us(self, n_tokens: int = 200) -> float:
         """Median time of a step of one sequence that is not spent between its first and last kernel."""
-        self._fill(1, 16)
+        self.fill_tokens(1, 16)
         self._compute_prompt(0, 16)
         runner, spans = self.runner, []
         for i in range(n_tokens):

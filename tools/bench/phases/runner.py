@@ -1,0 +1,41 @@
+"""One random model whose step's phases are timed, by the cycle counts that the kernels keep."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pipeline.config.schema import ModelConfig
+from stages.worker.checkpoint.prepare import prepare_checkpoint
+from stages.worker.kernels.buffer_sizes import PHASES
+from tools.bench.offline.candidate import Candidate
+from tools.tiny_gguf import Shape, write_model
+
+LONG_NS = 2_000_000  # of a step; what Python adds to it is small then
+
+
+def candidate_of(shape: Shape, directory: Path, cores: list[int], rows: int, tokens: int) -> Candidate:
+    """A worker group of a random model, whose phases are counted. `directory`: for its files, on tmpfs."""
+    path = write_model(directory / "model.gguf", shape, "Q4_0")
+    index = prepare_checkpoint(ModelConfig(name="random", path=str(path)), directory / "models")
+    return Candidate(index, directory, cores, rows, tokens, profile=True)
+
+
+def phase_us(candidate: Candidate, phase: str, step: Callable[[], object], repeats: int) -> float:
+    """Median microseconds that rank 0 spends in a phase during one call of `step`, which computes one step.
+
+    With one rank, which is this thread, a long step is timed by the processor's time: other programs change it less.
+    """
+    runner, place = candidate.runner, PHASES.index(phase)
+    counts, found = runner.group.tables[0].phases, []
+    for _ in range(repeats):
+        counts[:] = 0
+        begun = time.thread_time_ns()
+        step()
+        used_ns = time.thread_time_ns() - begun
+        _, first, last, _ = runner.steps.timing[runner.step % len(runner.steps.timing)]
+        whole_ns = min(float(last - first), used_ns) if used_ns > LONG_NS else float(last - first)
+        found.append(float(counts[place] / counts.sum()) * whole_ns / 1000)
+    return statistics.median(found)
