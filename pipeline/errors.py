@@ -6,7 +6,8 @@
     ├── Unauthenticated          INVALID_API_KEY        401  no API key, or an unknown one
     ├── Forbidden                FORBIDDEN              403  the key is known and lacks the permission
     ├── NotFound                 NOT_FOUND              404  the object does not exist (any more)
-    │   └── ModelNotFound        MODEL_NOT_FOUND        404
+    │   ├── ModelNotFound        MODEL_NOT_FOUND        404
+    │   └── SessionMoved         SESSION_MOVED          404  another agent of the fleet has the session
     ├── Conflict                 CONFLICT               409  in use by another request
     ├── TooLarge                 REQUEST_TOO_LARGE      413  the body exceeds `server.max_body_mb`
     ├── RateLimited              RATE_LIMITED           429  a quota is used up for now (QUOTA_EXHAUSTED: for good)
@@ -42,6 +43,7 @@ CODES: dict[str, Code] = {
     "FORBIDDEN": Code(403, "permission_error"),
     "NOT_FOUND": Code(404, "not_found_error"),
     "MODEL_NOT_FOUND": Code(404, "not_found_error"),
+    "SESSION_MOVED": Code(404, "not_found_error"),
     "METHOD_NOT_ALLOWED": Code(405, "invalid_request_error"),
     "CONFLICT": Code(409, "conflict_error"),
     "REQUEST_TOO_LARGE": Code(413, "invalid_request_error"),
@@ -64,6 +66,9 @@ CODES: dict[str, Code] = {
 }
 
 
+MOVED_TO = "X-Starling-Moved-To"  # header: the agent that has the session of SESSION_MOVED
+
+
 class StarlingError(Exception):
     """An error with a code of `CODES`.
 
@@ -84,6 +89,7 @@ class StarlingError(Exception):
         self.type = known.type
         self.retry_after_s = retry_after_s
         self.names: tuple[str, str] = ("", "")  # the model and the session of a refused body, for the log
+        self.moved_to = ""  # agent that has the session of SESSION_MOVED
 
     def __repr__(self) -> str:
         where = f", param={self.param!r}" if self.param else ""
@@ -104,6 +110,8 @@ class StarlingError(Exception):
         """`Retry-After` in whole seconds (at least 1) when the same request may succeed later."""
         if self.code == "QUOTA_EXHAUSTED":
             return {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic repeat other requests with a 429
+        if self.moved_to:
+            return {MOVED_TO: self.moved_to}
         retry = CODES.get(self.code, CODES["INTERNAL"]).retry
         if not retry and not self.retry_after_s:
             return {}
@@ -155,6 +163,12 @@ class ModelNotFound(NotFound):
     """No model of that name is loaded."""
 
     CODE = "MODEL_NOT_FOUND"
+
+
+class SessionMoved(NotFound):
+    """Another agent of the fleet has the session, `moved_to`; orchestrators send the request there."""
+
+    CODE = "SESSION_MOVED"
 
 
 class Conflict(_Kind):

@@ -5,7 +5,7 @@ VARIABLE = "STARLING_FAULTS"  # the environment variable with the plan of the pr
 STATE_FILES = {
     "spill": ("read", "open"),
     "saved": ("read", "open"),
-    "sessions": ("read", "open", "sync", "unlink"),
+    "sessions": ("read", "open", "sync", "rename", "unlink"),
     "journal": ("read", "open", "sync", "rename"),
     "quotas": ("read", "open", "sync"),
     "logs": ("open", "rename", "unlink"),

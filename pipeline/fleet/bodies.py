@@ -11,6 +11,10 @@
     POST /give_pages           GivePagesRequest    -> GivePagesResponse    200; 404: the request has no pages here
     POST /take_pages           TakePagesRequest    -> TakePagesResponse    200 the engine has them
     GET  /kv_pages/TICKET                             the pages of a ticket, once
+    POST /list_sessions        ListSessionsRequest -> ListSessionsResponse 200
+    POST /give_session         GiveSessionRequest  -> GiveSessionResponse  200; 409: a turn is in progress
+    POST /take_session         TakeSessionRequest  -> TakeSessionResponse  200 its copy is on the disk; 409, 429
+    POST /move_session         MoveSessionRequest  -> MoveSessionResponse  200; 409: it has changed
 
 An agent without credentials of the blob store says so in its heartbeats (`takes_signed_urls`).  It gets URLs with the
 load request, names the blobs whose URLs it needs next (`wanted_urls`), and gets those with a later heartbeat.
@@ -41,6 +45,9 @@ MAX_CLAIMED = 64
 MAX_URLS = 64  # of one model in one body
 MAX_URL_CHARACTERS = 8192  # a token of a role makes it long
 
+Tenant = Annotated[str, Meta(max_length=64)]
+SessionId = Annotated[str, Meta(min_length=1, max_length=128)]
+MAX_SESSION_BYTES = 32 << 20  # 8 million tokens
 TimeoutMs = Annotated[int, Meta(ge=0, le=86_400_000)]
 
 
@@ -124,6 +131,41 @@ class TakePagesRequest(Request, frozen=True, kw_only=True):
     tenant: Annotated[str, Meta(max_length=64)] = ""  # whose pages they are; "": of none in particular
 
 
+class ListSessionsRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Asks for the sessions of a model that are here, or whose move is not complete; some at a time."""
+
+    model_id: ModelId
+    after: tuple[Tenant, SessionId] | None = None  # the last one of the answer before; null: from the first one
+    moving: bool = False  # only those whose move is not complete
+
+
+class GiveSessionRequest(Request, frozen=True, kw_only=True):
+    """Asks for what another agent needs to go on with a session. The session stays."""
+
+    model_id: ModelId
+    tenant: Tenant
+    session: SessionId
+    agent_id: Annotated[str, Meta(min_length=1, max_length=63)]  # who gets it
+
+
+class TakeSessionRequest(Request, frozen=True, kw_only=True):
+    """Tells an agent to keep a copy of a session, whose turns do not begin yet."""
+
+    model_id: ModelId
+    record: Annotated[bytes, Meta(min_length=1, max_length=MAX_SESSION_BYTES)]  # of the source's answer
+
+
+class MoveSessionRequest(Request, frozen=True, kw_only=True):
+    """A step of the move of a session (stages/kv/sessions/session_transfer.py)."""
+
+    model_id: ModelId
+    tenant: Tenant
+    session: SessionId
+    move: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]  # of the source's answer
+    step: Literal["give_up", "activate", "settle", "refuse", "discard"]
+    agent_id: Annotated[str, Meta(min_length=1, max_length=63)]  # the other agent of the move
+
+
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request to `path` of the engine; the other fields are the engine's. Unknown fields are passed on."""
 
@@ -185,6 +227,43 @@ class TakePagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # that it took
 
 
+class SessionEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A session of an engine."""
+
+    tenant: str
+    session: str
+    state: Literal["held", "arrived", "moved"]
+    agent: str = ""  # the other one of a move that is not complete: the source if arrived, the target if moved
+    move: str = ""  # its name
+    busy: bool = False  # a turn is in progress, or may be
+
+
+class ListSessionsResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions, in the order of tenant and id."""
+
+    sessions: tuple[SessionEntry, ...]
+    more: bool = False  # there are further ones
+
+
+class GiveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A session for another agent: its tokens, which are tenants' data."""
+
+    record: bytes
+    move: str
+
+
+class TakeSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The copy is on the disk."""
+
+    move: str
+
+
+class MoveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A step was done."""
+
+    given_up: bool = False  # the answer to `refuse`: the source has given the session up
+
+
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that has an engine, or is getting one."""
 
@@ -216,6 +295,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: PrefixUpdate | None = None  # if they were asked for
     page_tokens: int = 0  # of a KV page; 0: not known
     continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
+    moves_sessions: bool = False  # its sessions can move to another engine of its digest, and those of one to it
+    sessions_moving: int = 0  # whose move from or to another agent is not complete
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,11 +21,34 @@ from pipeline.runtime import run_dir as rundir
 
 log = logging.getLogger("starling.control")
 
-Handler = Callable[[dict[str, Any]], dict[str, Any]]
+
+class Later:
+    """The answer to a request that comes later: a handler returns it, and calls `finish` in the loop."""
+
+    def __init__(self) -> None:
+        self._send: Callable[[dict[str, Any] | StarlingError], object] | None = None
+        self._result: dict[str, Any] | StarlingError | None = None
+
+    def finish(self, result: dict[str, Any] | StarlingError) -> None:
+        """The answer's fields, or the error. A client that has left gets nothing."""
+        if self._send is not None:
+            self._send(result)
+        else:
+            self._result = result
+
+    def then(self, send: Callable[[dict[str, Any] | StarlingError], object]) -> None:
+        """The server's part: `send` the answer."""
+        if self._result is not None:
+            send(self._result)
+        else:
+            self._send = send
+
+
+Handler = Callable[[dict[str, Any]], dict[str, Any] | Later]
 
 
 class PollControlServer:
-    """`handler(request)` returns the answer's fields or raises `StarlingError`; it is called in the loop."""
+    """`handler(request)` returns the answer's fields or a `Later`, or raises `StarlingError`; called in the loop."""
 
     def __init__(self, run_dir: Path, loop: PollLoop, handler: Handler) -> None:
         """Bind. The stage holds its lock, so a file at the path is from a predecessor."""
@@ -75,24 +98,40 @@ class PollControlServer:
             client.received += data
             *lines, client.received = client.received.split(b"\n")
             for line in lines:
-                answer = self._answer(line)
                 client.last_line = self._loop.clock()
-                if client.connection.send(answer) < len(answer):
+                answer = self._answer(line)
+                if isinstance(answer, Later):
+                    answer.then(lambda result: self._send_later(client, result))
+                elif client.connection.send(answer) < len(answer):
                     data = b""
         except OSError:
             data = b""
         if not data or len(client.received) > MAX_LINE:
             self._disconnect(client)
 
-    def _answer(self, line: bytes) -> bytes:
+    def _send_later(self, client: _Client, result: dict[str, Any] | StarlingError) -> None:
+        if self._clients.get(client.connection.fileno()) is not client:
+            return  # it has left
+        answer = _encoded(failed(result) if isinstance(result, StarlingError) else {"ok": True, **result})
         try:
-            answer = {"ok": True, **self._handler(parse(line))}
+            is_sent = client.connection.send(answer) == len(answer)
+        except OSError:
+            is_sent = False
+        if not is_sent:
+            self._disconnect(client)
+
+    def _answer(self, line: bytes) -> bytes | Later:
+        try:
+            found = self._handler(parse(line))
+            if isinstance(found, Later):
+                return found
+            answer = {"ok": True, **found}
         except StarlingError as error:
             answer = failed(error)
         except Exception:
             log.exception("control request failed")
             answer = failed(InternalError("the stage failed to handle the request; see its log"))
-        return json.dumps(answer).encode() + b"\n"
+        return _encoded(answer)
 
     def _tick(self) -> None:
         oldest = self._loop.clock() - IDLE_S
@@ -104,6 +143,10 @@ class PollControlServer:
         if self._clients.pop(fd, None) is not None:
             self._loop.remove_fd(fd)
             client.connection.close()
+
+
+def _encoded(answer: dict[str, Any]) -> bytes:
+    return json.dumps(answer).encode() + b"\n"
 
 
 class _Client:

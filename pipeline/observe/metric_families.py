@@ -212,6 +212,12 @@ FAMILIES: dict[str, Family] = {
             ("outcome",),
         ),
         Family("starling_fleet_page_bytes_total", "counter", "KV pages that agents have sent each other, in bytes."),
+        Family(
+            "starling_fleet_session_moves_total",
+            "counter",
+            "Sessions that have moved to another agent, and attempts that have failed.",
+            ("outcome",),
+        ),
         Family("starling_fleet_cold_waiting", "gauge", "Requests that wait for a model that is loading."),
         Family("starling_fleet_loads_total", "counter", "Models loaded for requests that waited.", ("outcome",)),
         Family("starling_fleet_estimates_total", "counter", "Requests whose time to the first token was estimated."),
@@ -369,6 +375,12 @@ FAMILIES: dict[str, Family] = {
         Family("starling_kv_cache_warm_hits_total", "counter", "Warmed pages that a request then found.", ("model",)),
         Family("starling_kv_cache_restore_seconds", "histogram", "Time to restore a page.", (), SECONDS),
         Family("starling_sessions", "gauge", "Open sessions.", ("model",)),
+        Family(
+            "starling_sessions_moving",
+            "gauge",
+            "Sessions whose move from or to another agent of a fleet is not complete.",
+            ("model",),
+        ),
         # several stages
         Family(
             "starling_late_frames_total",

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.errors import StarlingError
+
 PROTOCOL_VERSION = 3
 MAX_SESSION_ID = 128  # characters of a session's id
 
@@ -598,6 +600,13 @@ class SessionRefused(Frame, tag="u"):
     code: str
     message: str
     param: str = ""
+    moved_to: str = ""  # of SESSION_MOVED: the agent that has the session
+
+    def to_error(self) -> StarlingError:
+        """The error."""
+        error = StarlingError(self.code, self.message, self.param)
+        error.moved_to = self.moved_to
+        return error
 
 
 GatewayToKv = Hello | Heartbeat | SessionBegin | SessionCommit | SessionAbort | SessionClose

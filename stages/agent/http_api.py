@@ -39,6 +39,7 @@ from stages.agent.metrics import AgentMetrics
 from stages.agent.models import Models
 from stages.agent.peers.http_api import PieceApi
 from stages.agent.placement import Placement
+from stages.agent.session_moves.http_api import SessionApi
 
 log = logging.getLogger("starling.agent.http")
 
@@ -74,6 +75,7 @@ class AgentApi:
         tls: PeerTls | None = None,
         doors: Doors | None = None,
         kv_pages: KvPageApi | None = None,
+        sessions: SessionApi | None = None,
     ) -> None:
         """`token`: "" if only TLS is accepted. `doors`: of the engines, for what is asked over TLS."""
         self._tls = tls
@@ -87,6 +89,7 @@ class AgentApi:
         self._session = session
         self._pieces = pieces
         self._kv_pages = kv_pages
+        self._sessions = sessions
 
     def app(self) -> web.Application:
         """The application."""
@@ -110,6 +113,8 @@ class AgentApi:
         self._pieces.add_routes(app)
         if self._kv_pages is not None:
             self._kv_pages.add_routes(app, self._read)
+        if self._sessions is not None:
+            self._sessions.add_routes(app, self._read)
         return app
 
     async def load_model(self, request: web.Request) -> web.Response:
@@ -280,8 +285,8 @@ class AgentApi:
             case web.HTTPNotFound():
                 return NotFound(
                     f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "
-                    f"/infer, /pieces, /give_pages, /take_pages, /kv_pages, /health and /metrics; chat is at the "
-                    f"engine's {CHAT_PATH}"
+                    f"/infer, /pieces, /give_pages, /take_pages, /kv_pages, /list_sessions, /give_session, "
+                    f"/take_session, /move_session, /health and /metrics; chat is at the engine's {CHAT_PATH}"
                 )
         return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)
 

@@ -51,6 +51,8 @@ from stages.agent.peers.announcements import Announcements
 from stages.agent.peers.holdings import Holdings
 from stages.agent.peers.http_api import PieceApi
 from stages.agent.peers.sharing import Exchange
+from stages.agent.session_moves.engine_sessions import EngineSessions
+from stages.agent.session_moves.http_api import SessionApi
 
 log = logging.getLogger("starling.agent")
 
@@ -144,9 +146,9 @@ class AgentStage:
             most = agent.page_mb << 20
             taker = Taker(models, session, self._token, most, tls)
             kv_pages = KvPageApi(Giver(models, bytes_of_request(most)), taker, pieces.bandwidth)
-            api = AgentApi(
-                self.config, self._token, models, lease, reporter, metrics, session, pieces, tls, doors, kv_pages
-            )
+            moves = SessionApi(EngineSessions(models, record.agent_id))
+            calls = pieces, tls, doors, kv_pages, moves
+            api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, *calls)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)

@@ -62,6 +62,7 @@ def measure(
     levels.update({("starling_kv_cache_pages", name, state): 0 for name in names for state in _STATES})
     levels.update({("starling_kv_cache_bytes", kind): 0 for kind in ("allocated", "resident", "spilled", "saved")})
     levels.update({("starling_sessions", name): 0 for name in names})
+    levels.update({("starling_sessions_moving", name): one.n_moving for name, one in sessions.items()})
     levels.update({("starling_arena_bytes", name, "kv", state): 0 for name in names for state in ("reserved", "used")})
     totals["starling_sessions_damaged_total",] = sum(one.damaged for one in sessions.values())
     totals["starling_state_file_errors_total", "sessions"] = sum(one.disk_errors for one in sessions.values())

@@ -3,7 +3,7 @@
     scheduler  one peer: attaches to a model, acquires, extends, commits and releases leases
     gateways   begin, commit, abort and close turns of sessions
     control    `starling kv check` requests an audit of the page tables, `starling kv clear` drops cached pages, and
-               a fleet's agent exchanges pages with other engines (page_exchange.py)
+               a fleet's agent exchanges pages and sessions with other engines (page_exchange.py, session_exchange.py)
 
 `pipeline/protocol/messages.py` defines the frames.  After a start of the scheduler or of this stage, the scheduler
 attaches, receives `KvReady` with reconciled = False, and sends `Reconcile` with its leases.  It receives that `KvReady`
@@ -22,7 +22,7 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, InvalidRequest
-from pipeline.ipc.control_poll import PollControlServer
+from pipeline.ipc.control_poll import Later, PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.protocol import messages as m
@@ -36,6 +36,7 @@ from stages.kv.frame_names import frame_names, sequence_names
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.page_exchange import PageExchange
+from stages.kv.session_exchange import SessionExchange
 from stages.kv.sessions.model_sessions import answer
 
 log = logging.getLogger("starling.kv")
@@ -57,6 +58,7 @@ class KvStage:
         self.gateways.on_down = self._on_gateway_down
         self.control = PollControlServer(paths.run_dir(config), self.loop, self._on_command)
         self.exchange = PageExchange(lambda name: self.versions.find(name, ""))
+        self.session_exchange = SessionExchange(self.versions)
         self.loop.on_tick += [self._tick, self.exchange.expire, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
         self._has_noted_uses = False  # at the stop
@@ -80,6 +82,8 @@ class KvStage:
         self._finish_page_ins()
         for result in self.versions.poll_sessions():
             self._reply(result.holder, result.reply)
+            if result.finish is not None:
+                result.finish()
         if self.loop.stopping:
             delay = self._work_while_stopping()
             return 0.0 if is_importing else delay
@@ -330,12 +334,14 @@ class KvStage:
 
     # -------------------------------------------------------------- commands
 
-    def _on_command(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _on_command(self, request: dict[str, Any]) -> dict[str, Any] | Later:
         """The control socket's handler.
 
         `{"op": "audit"}` for `starling kv check`; `{"op": "clear", "model", "tenant"}` and `{"op": "clear_progress"}`
-        for `starling kv clear`, where "" stands for all; those of page_exchange.py.
+        for `starling kv clear`, where "" stands for all; those of page_exchange.py and session_exchange.py.
         """
+        if request.get("op") == "session":
+            return self.session_exchange.answer(request)
         if request.get("op") == "tails":
             return self.exchange.tails(request)
         if request.get("op") == "take":

@@ -23,6 +23,7 @@ from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.session_moves import SessionMoves
 
 MAX_EVENTS = 1000
 MAX_REPLICAS = 1000
@@ -89,6 +90,7 @@ class FleetApi:
         self.published: Mapping[str, Published] = {}
         self.url_of: Callable[[AgentRecord], str] = lambda record: record.url
         self.pages: PageTransfers | None = None
+        self.session_moves: SessionMoves | None = None
         self.is_leader = False
         self.is_store_up = True
         self.is_stopping = False
@@ -163,6 +165,9 @@ class FleetApi:
             for outcome in ("sent", "computed", "failed"):
                 metrics.set("starling_fleet_page_transfers_total", self.pages.outcomes[outcome], outcome)
             metrics.set("starling_fleet_page_bytes_total", self.pages.nbytes)
+        if self.session_moves is not None:
+            for outcome in ("moved", "failed"):
+                metrics.set("starling_fleet_session_moves_total", self.session_moves.outcomes[outcome], outcome)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
         metrics.set("starling_fleet_loads_total", self._cold.started - self._cold.failed, "done")
         metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")
@@ -248,16 +253,17 @@ class FleetApi:
                     return cached.engine
         return "starling"
 
-    def _stop_waits_for(self, agent_id: str, health: NodeHealth, view: NodeView | None) -> str:
+    def _stop_waits_for(self, agent_id: str, health: NodeHealth, view: NodeView | None, left: Mapping[str, int]) -> str:
         """Why the agent should not be stopped now: what would be lost, or computed again; "": it may be."""
         if view is None or health.health != "READY":
             return "its answer: what it has is not known"
         if view.may_start:
             return "a drain: it gets requests (starling fleet drain)"
-        models = view.details.loaded_models
-        streams = max(self._router.under_way(agent_id), sum(one.running + one.vllm_queue_length for one in models))
-        counts = {"requests": streams, "sessions": sum(one.sessions for one in models)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        counts = {"requests": left["streams"], "sessions": left["sessions"]}
+        waits_for = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        if not waits_for and not self._registry.is_empty(agent_id):
+            return "another report of its engines, which are up to two seconds old"
+        return waits_for
 
     def _agent_ids(self) -> list[str]:
         return [one.agent_id for one in self._registry.health()]
@@ -267,6 +273,12 @@ class FleetApi:
         record = self._registry.find(agent_id)
         cordon = self._registry.cordon(agent_id)
         view = next((one for one in self._router.table if one.agent_id == agent_id), None)
+        models = view.details.loaded_models if view is not None else ()
+        reported = sum(one.running + one.vllm_queue_length for one in models)
+        left = {
+            "streams": max(self._router.under_way(agent_id), reported),
+            "sessions": sum(max(one.sessions, one.sessions_moving) for one in models),
+        }
         return {
             "agent_id": agent_id,
             "url": self.url_of(record) if record else "",
@@ -277,7 +289,8 @@ class FleetApi:
             "cordoned": cordon is not None,
             "draining": bool(cordon and cordon.is_draining),
             "under_way": self._router.under_way(agent_id),
-            "may_stop": not (waits_for := self._stop_waits_for(agent_id, health, view)),
+            "left": left,
+            "may_stop": not (waits_for := self._stop_waits_for(agent_id, health, view, left)),
             "stop_waits_for": waits_for,
             **(_details(view.details) if view is not None else {}),
         }

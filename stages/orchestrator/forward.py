@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pipeline.errors import NotFound, StarlingError
+from pipeline.errors import MOVED_TO, ModelUnavailable, NotFound, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
@@ -64,6 +64,8 @@ class Refusal(Exception):
         }
         self.body = body
         self.code, self.message = read_error(body)
+        # The agent that has the session of the request; "": this refusal is about something else.
+        self.moved_to = next((value for name, value in headers.items() if name.lower() == MOVED_TO.lower()), "")
 
     @property
     def is_movable(self) -> bool:
@@ -107,11 +109,13 @@ class Tries:
         self.excluded: set[str] = set()  # that have just failed it
         self.unfit: set[str] = set()  # that cannot load its model, or do not have its session
         self.not_held: Refusal | None = None  # the answer of an agent that does not have its session
-        self.holder = ""  # the agent that has, or may have, the session that it has begun
+        self.holder = ""  # the agent that has, or may have, its session, as was found out with it
         self.may_begin = False  # its session: no agent has it
         self.version = ""  # that has begun the answer
         self.text: TextStream | None = None  # the stream, if its engine promises no equal bytes
         self.was_lost = False  # an engine died under it, or it has left one
+        self._referrers: set[str] = set()  # agents that have named another one
+        self.n_referred = 0  # how often an engine has named another agent as its session's
         self.successor = ""  # the agent that has computed its prompt and tokens for it
         self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered
@@ -144,12 +148,15 @@ class Tries:
 
     def lacks_session(self, agent_id: str, refusal: Refusal) -> None:
         """The agent has answered that it does not have the session, so that it has not begun the request either."""
+        if agent_id == self.holder:  # the session has ended there since it moved
+            self.holder = ""
+            self.unfit |= self._referrers
         self.unfit.add(agent_id)
         self.visited.discard(agent_id)
         self.not_held = refusal
 
     def hold(self, agent_id: str) -> None:
-        """The agent has, or may have, the session that the request has begun."""
+        """The agent has, or may have, the session of the request."""
         self.holder = agent_id
         self.unfit.clear()
 
@@ -166,6 +173,20 @@ class Tries:
     def unasked(self) -> set[str]:
         """Agents that have failed, so that they may have its session."""
         return self.excluded - self.unfit
+
+    def referred(self, agent_id: str, by: str) -> None:
+        """The engine of `by` has named the agent that has the session."""
+        self.n_referred += 1
+        self._referrers.add(by)
+        self.hold(agent_id)
+        self.excluded.discard(agent_id)
+        self.wait()
+
+    def check_referrals(self) -> None:
+        """Raises `ModelUnavailable` once if a move is not complete: then the two agents name each other."""
+        if self.n_referred > 1:
+            self.n_referred = 1
+            raise ModelUnavailable(f"the session is moving to or from agent {self.holder}; try again", "session_id")
 
     def wait(self) -> None:
         """There is no agent for it: the time in which one must come begins."""

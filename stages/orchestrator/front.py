@@ -85,8 +85,9 @@ class Front:
         keys: Keys,
         quotas: Quotas,
         publisher: QuotaPublisher,
+        has_emptied: Callable[[str], bool] = lambda agent: False,
     ) -> None:
-        """`learn(model)`: look whether an unknown model has been published."""
+        """`learn(model)`: look whether an unknown model has been published. `has_emptied`: see registry.py."""
         self.config = config
         self._learn = learn
         self.keys = keys
@@ -99,6 +100,7 @@ class Front:
         self._relay = relay
         self._router = router
         self._client = client
+        self._has_emptied = has_emptied
         self._begun = clock()
         total = config.fleet.orchestrator.max_concurrent_requests
         share = total if len(config.tenants) == 1 else max(1, total - total // 4)
@@ -195,7 +197,7 @@ class Front:
         else:
             request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
         is_bound = read.session is not None
-        agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
+        agent = self._agent_of(caller.tenant, read.session)
         if not agent and (last_id or key):
             agent = await self._locate(request_id, read.model, caller, is_certain=is_bound)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
@@ -225,7 +227,7 @@ class Front:
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
         read = await self._read(caller, path, body, headers)
-        agent = self._sessions.get((caller.tenant, read.session), "") if read.session else ""
+        agent = self._agent_of(caller.tenant, read.session)
         routed = RoutedRequest(request_id="", model=read.model, pinned=agent, is_held=read.session is not None)
         sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}
         forward = Forward(routed=routed, path=path, body=body, headers=sent, is_bound=read.session is not None)
@@ -354,10 +356,18 @@ class Front:
 
     def _remember(self, ticket: Ticket, session: str) -> None:
         kept = self._relay.kept.find(ticket.forward.id)
-        if not session or kept is None:
-            return
-        self._sessions[ticket.tenant, session] = kept[1]
-        self._sessions.move_to_end((ticket.tenant, session))
+        if session and kept is not None:
+            self.bind(ticket.tenant, session, kept[1])
+
+    def _agent_of(self, tenant: str, session: str | None) -> str:
+        """The agent that has the session, as far as is known; "" if it is not."""
+        agent = self._sessions.get((tenant, session), "") if session else ""
+        return "" if agent and self._has_emptied(agent) else agent
+
+    def bind(self, tenant: str, session: str, agent_id: str) -> None:
+        """The session is at this agent."""
+        self._sessions[tenant, session] = agent_id
+        self._sessions.move_to_end((tenant, session))
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 

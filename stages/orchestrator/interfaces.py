@@ -35,6 +35,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
     health: Health = "READY"
     may_start: bool = True  # false: cordoned or draining: no new requests, no new models
     reason: str = ""  # why not
+    is_draining: bool = False  # what it has is moved to other agents
 
 
 RoutingTable = Sequence[NodeView]

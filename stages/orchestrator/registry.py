@@ -22,6 +22,7 @@ from pipeline.fleet.records import VERSION, AgentRecord
 from stages.orchestrator.interfaces import Health, NodeHealth, NodeManager, NodeView
 
 MAX_AGENTS = 1000  # further ones are not registered
+REPORTED_S = 3.0  # for which an agent that drains has named no session: what it says of its engines may be old
 Poll = Callable[[AgentRecord], Awaitable[HeartbeatResponse]]
 
 
@@ -39,6 +40,7 @@ class _Agent:
         self.record = record
         self.details: HeartbeatResponse | None = None
         self.answered_at = -math.inf  # s of the clock
+        self.empty_since = math.inf  # its answers have named no session since then, s of the clock
         self.problem = "it has not answered yet"
 
     @property
@@ -56,6 +58,8 @@ class Registry(NodeManager):
         self._clock = clock
         self._agents: dict[str, _Agent] = {}
         self._cordons: Mapping[str, Cordon] = {}
+        self._emptied: set[str] = set()  # agents that have left without a session
+        self._draining_since: dict[str, float] = {}  # when this process learned it, s of the clock
         self.refused = 0  # agents beyond MAX_AGENTS
 
     # ---------------------------------------------------------------- who is there
@@ -69,10 +73,22 @@ class Registry(NodeManager):
             self.refused += 1
             return
         self._agents[node.agent_id] = _Agent(node)
+        self._emptied.discard(node.agent_id)
 
     def remove_node(self, agent_id: str) -> bool:
         """Its lease has ended. Whether it was registered."""
+        if self.is_empty(agent_id) and len(self._emptied) < MAX_AGENTS:
+            self._emptied.add(agent_id)
         return self._agents.pop(agent_id, None) is not None
+
+    def has_emptied(self, agent_id: str) -> bool:
+        """Whether the agent has left after all its sessions had moved: what it had is elsewhere, or has ended."""
+        return agent_id in self._emptied
+
+    def is_empty(self, agent_id: str) -> bool:
+        """Whether the agent drains and, for some time, has had neither sessions nor moves that are not complete."""
+        agent, since = self._agents.get(agent_id), self._draining_since.get(agent_id, math.inf)
+        return agent is not None and agent.answered_at - max(since, agent.empty_since) >= REPORTED_S
 
     async def discover_nodes(self) -> list[AgentRecord]:
         """The agents that are registered, by id."""
@@ -110,6 +126,7 @@ class Registry(NodeManager):
             agent.problem = f"{agent.record.url} answers as {details.agent_id}, incarnation {details.incarnation}"
             return
         agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
+        agent.empty_since = min(agent.empty_since, agent.answered_at) if _has_no_sessions(details) else math.inf
 
     def answer_of(self, agent_id: str) -> HeartbeatResponse | None:
         """What an agent has answered to the last poll; None if it has not."""
@@ -135,6 +152,8 @@ class Registry(NodeManager):
     def set_cordons(self, cordons: Mapping[str, Cordon]) -> None:
         """The cordons of the store."""
         self._cordons = cordons
+        now, draining = self._clock(), [name for name, one in cordons.items() if one.is_draining]
+        self._draining_since = {name: self._draining_since.get(name, now) for name in draining}
 
     def cordon(self, agent_id: str) -> Cordon | None:
         """The agent's cordon; None without one."""
@@ -150,6 +169,7 @@ class Registry(NodeManager):
                 health=agent.health,
                 may_start=name not in self._cordons,
                 reason="draining" if self._is_draining(name) else "cordoned" if name in self._cordons else "",
+                is_draining=self._is_draining(name),
             )
             for name, agent in sorted(self._agents.items())
             if agent.details is not None
@@ -158,3 +178,11 @@ class Registry(NodeManager):
     def _is_draining(self, agent_id: str) -> bool:
         cordon = self._cordons.get(agent_id)
         return cordon is not None and cordon.is_draining
+
+
+def _has_no_sessions(details: HeartbeatResponse) -> bool:
+    """An engine that starts has yet to count those on its disk."""
+    return not any(
+        one.sessions or one.sessions_moving or one.model_state in ("DOWNLOADING", "LOADING_TO_GPU")
+        for one in details.loaded_models
+    )

@@ -9,6 +9,7 @@ gives the same answer.  Until an answer is complete:
                                  request still continues after the last event
     no agent has the model       it is loaded, once for all who wait; streams get comments meanwhile
     no agent can serve it        the request waits for one, up to the bound, and then gets the error
+    its session has moved        the engine names the agent that has it
 
 Without sockets: clients, clocks and the response are injected.
 """
@@ -143,7 +144,8 @@ class Relay:
                         self._router.first_token(route, forward.routed, self._clock() - begun)
                     events = cutter.feed(data)
                     if not tries.version and (events or cutter.output.n_tokens):
-                        tries.version = cutter.output.version = self._version(route)
+                        assert route.engine is not None
+                        tries.version = cutter.output.version = version_of(route.engine)
                     if events:
                         tries.advanced()
                         if forward.is_bound:
@@ -262,6 +264,7 @@ class Relay:
         while True:
             request = tries.routed(forward)
             try:
+                tries.check_referrals()
                 route = self._router.choose(request, "moved" if tries.count else "new")
             except (ModelUnavailable, Overloaded) as error:
                 if isinstance(error, ModelUnavailable) and tries.begin_session(request):
@@ -364,6 +367,9 @@ class Relay:
 
     def _refused(self, route: Route, forward: Forward, tries: Tries, refusal: Refusal) -> None:
         """An engine has answered with an error. Raises it unless another agent may serve the request."""
+        if refusal.moved_to and forward.is_bound and not tries.has_begun:
+            tries.referred(refusal.moved_to, route.agent_id)
+            return
         is_other_session = forward.is_bound and refusal.status == 404 and not tries.has_begun
         if not refusal.is_movable and not is_other_session:
             raise refusal
@@ -412,10 +418,6 @@ class Relay:
         """Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
-
-    @staticmethod
-    def _version(route: Route) -> str:
-        return version_of(route.engine) if route.engine is not None else ""
 
     @contextmanager
     def _under_way(self, route: Route, forward: Forward) -> Iterator[None]:

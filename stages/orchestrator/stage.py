@@ -65,6 +65,7 @@ from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
+from stages.orchestrator.session_moves import SessionMoves
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 
@@ -154,7 +155,9 @@ class OrchestratorStage:
             keys,
             Quotas(config.rate_limits, time.monotonic, None, steady, keys.limits, use),
             self.quotas,
+            self.registry.has_emptied,
         )
+        self.session_moves = SessionMoves(self._calls, self.registry, self.router, self.events.add, self.front.bind)
         self.follower = StoreFollower(
             self._store,
             self.registry,
@@ -170,6 +173,7 @@ class OrchestratorStage:
         )
         self.fleet.published = self._published
         self.fleet.pages = self.pages
+        self.fleet.session_moves = self.session_moves
         self.fleet.url_of = self._calls.url_of
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
@@ -213,6 +217,7 @@ class OrchestratorStage:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.cold.close()
             await self.signer.close()
+            await self.session_moves.close()
             await runner.cleanup()
             await self.relay.close()
             await self.quotas.publish()
@@ -389,6 +394,7 @@ class OrchestratorStage:
             due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
+            self.session_moves.begin_round()
             self.idle.observe(self.router.table)
             if self.fleet.is_store_up:
                 self._unload_idle({model for model, _ in wanted} | {load.model for load in self.cold.under_way})

@@ -124,11 +124,10 @@ def _cordon(
 @json_option()
 @_url
 def drain(agent: str, wait: bool, timeout: float, as_json: bool, url: str) -> None:
-    """Move the streams of AGENT to other agents, and give it nothing new.
+    """Move the streams and sessions of AGENT to other agents, and give it nothing new.
 
-    A stream is moved where another agent has its model ready; others finish where they are. Sessions stay until they
-    are closed or expire. With --wait, what is left is printed as it changes; the agent goes on draining if the
-    command ends before.
+    They are moved where another agent has their model ready; other streams finish where they are, and other sessions
+    stay. With --wait, what is left is printed as it changes; the agent goes on draining if the command ends before.
     """
     text = "draining" if wait else "draining; `starling fleet agents` shows what is left"
     _cordon(agent, as_json and not wait, url, cordoned=True, drain=True, text=text, is_silent=as_json and wait)
@@ -264,11 +263,21 @@ def _print_agents(found: list[dict[str, Any]]) -> None:
     """A table, and a line for each agent that has models, or a reason for its health."""
     rows = []
     for one in found:
-        state = "draining" if one["draining"] else "cordoned" if one["cordoned"] else one.get("state", "")
+        state = (
+            "may be stopped"
+            if one["may_stop"]
+            else "draining"
+            if one["draining"]
+            else "cordoned"
+            if one["cordoned"]
+            else one.get("state", "")
+        )
         rows.append([one["agent_id"], one["health"], state, str(one["under_way"]), one["url"]])
     print_table(("agent", "health", "state", "requests", "url"), rows, right=("requests",), fold=("url",))
     for one in found:
-        texts = [one["reason"], *one.get("reasons", ()), *map(_loaded, one.get("loaded_models", ()))]
+        left = ", ".join(f"{count} {what}" for what, count in one["left"].items() if count)
+        left = f"{left} left" if left and one["draining"] else ""
+        texts = [one["reason"], left, *one.get("reasons", ()), *map(_loaded, one.get("loaded_models", ()))]
         if known := ", ".join(dict.fromkeys(text for text in texts if text)):
             _print(f"{one['agent_id']}: {known}")
 

@@ -100,6 +100,34 @@ async def test_cordons_keep_new_work_away() -> None:
     ]
 
 
+async def test_an_agent_that_drains_is_empty_when_it_has_named_no_session_for_some_time() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    fleet.registry.set_cordons({"a": Cordon(is_draining=True)})
+    answers = [
+        heartbeat("a", engine(sessions=1)),
+        heartbeat("a", engine(sessions_moving=1)),
+        heartbeat("a", engine(model_state="LOADING_TO_GPU")),  # it has not counted them yet
+        heartbeat("a", engine()),
+    ]
+    for answer in answers:
+        fleet.answers["a"] = answer
+        await fleet.registry.check_node("a")
+        fleet.now += registry_module.REPORTED_S
+        assert not fleet.registry.is_empty("a")
+    await fleet.registry.check_node("a")
+    assert fleet.registry.is_empty("a")
+    # What it had is elsewhere, also when it has left; a successor is another one.
+    fleet.registry.remove_node("a")
+    assert fleet.registry.has_emptied("a")
+    await fleet.add("a")
+    assert not fleet.registry.has_emptied("a")
+    fleet.answers["a"] = heartbeat("a", engine(sessions=1))
+    await fleet.registry.check_node("a")
+    fleet.registry.remove_node("a")
+    assert not fleet.registry.has_emptied("a")
+
+
 async def test_the_number_of_agents_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(registry_module, "MAX_AGENTS", 2)
     fleet = Fleet()

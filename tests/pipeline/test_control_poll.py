@@ -14,14 +14,28 @@ import pytest
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import Conflict, StarlingError
 from pipeline.ipc import control, control_poll
-from pipeline.ipc.control_poll import PollControlServer
+from pipeline.ipc.control_poll import Later, PollControlServer
 from pipeline.ipc.poll_loop import PollLoop
 
 WAIT_S = 60.0
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
+waiting: list[Later] = []
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any] | Later:
     match request:
+        case {"op": "later"}:
+            waiting.append(Later())
+            return waiting[-1]
+        case {"op": "finish", "values": values}:
+            for value in values:
+                waiting.pop(0).finish({"value": value} if value else Conflict("it was taken meanwhile"))
+            return {}
+        case {"op": "at once"}:
+            found = Later()
+            found.finish({"value": 7})
+            return found
         case {"op": "echo", "value": value}:
             return {"value": value}
         case {"op": "conflict"}:
@@ -63,6 +77,20 @@ def connect(run_dir: Path) -> socket.socket:
 
 def call(run_dir: Path, **request: Any) -> dict[str, Any]:
     return control.call(run_dir, "kv", request, WAIT_S)
+
+
+def test_answers_may_come_later(run_dir: Path) -> None:
+    clients = [connect(run_dir) for _ in range(3)]
+    for number, client in enumerate(clients, 1):
+        client.sendall(b'{"op": "later"}\n')
+        while len(waiting) < number:  # others are answered meanwhile
+            assert call(run_dir, op="at once") == {"value": 7}
+    clients[1].close()
+    assert call(run_dir, op="finish", values=[1, 2, 0]) == {}
+    assert clients[0].makefile().readline() == '{"ok": true, "value": 1}\n'
+    assert '"it was taken meanwhile"' in clients[2].makefile().readline()
+    for client in clients:
+        client.close()
 
 
 def test_answers_and_errors_arrive_with_their_code(run_dir: Path) -> None:

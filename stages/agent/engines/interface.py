@@ -38,6 +38,7 @@ class Queue(NamedTuple):
     hit_rate: float = 0.0  # of KV pages, since the engine started
     submitted: int = 0  # since then
     sessions: int = 0  # that it holds
+    sessions_moving: int = 0  # whose move is not complete
 
 
 class EngineDied(InferenceError):

@@ -177,6 +177,7 @@ class StarlingEngine(Engine):
             round(hits / asked, 4) if asked else 0.0,
             int(found.get("starling_sequences_submitted_total", 0)),
             int(found.get("starling_sessions", 0)),
+            int(found.get("starling_sessions_moving", 0)),
         )
 
     async def suspend(self) -> None:

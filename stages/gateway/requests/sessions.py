@@ -23,7 +23,7 @@ import msgspec
 
 from pipeline.api.adapter_salt import without_adapter
 from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
-from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
+from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded
 from pipeline.protocol import messages as m
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
@@ -97,7 +97,7 @@ class Sessions:
         held = await self._request(frame, lambda answer: self._undo(key, answer))
         if isinstance(held, m.SessionRefused):
             del self._busy[key]
-            raise StarlingError(held.code, held.message, held.param)
+            raise held.to_error()
         assert isinstance(held, m.SessionHeld)
         tokens = array("i")
         tokens.frombytes(held.tokens)
@@ -150,7 +150,7 @@ class Sessions:
     def _on_committed(self, request: RequestState, answer: m.Frame) -> None:
         self._commits.pop(request.id, None)
         if isinstance(answer, m.SessionRefused):
-            self._relay.fail(request, StarlingError(answer.code, answer.message, answer.param))
+            self._relay.fail(request, answer.to_error())
         else:
             self._relay.complete(request)
 
@@ -172,7 +172,7 @@ class Sessions:
         """Delete a session with its tokens and pages; a turn under way fails. Raises `NotFound`."""
         answer = await self._request(m.SessionClose(self._number(), model, tenant, session_id), lambda _: None)
         if isinstance(answer, m.SessionRefused):
-            raise StarlingError(answer.code, answer.message, answer.param)
+            raise answer.to_error()
         request = self._relay.requests.get(self._busy.get((model, tenant, session_id), ""))
         if request is not None:
             gone = NotFound(f"session {session_id!r} was closed while this turn was under way", "session_id")

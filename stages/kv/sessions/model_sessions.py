@@ -113,7 +113,7 @@ class ModelSessions:
             if not any(session.holder for session in others[tag]):
                 log.info("closed the sessions of an old tokenizer", extra={"sessions": len(others[tag])})
                 for session in others[tag]:
-                    self._stores[tag].close(session.tenant, session.id)
+                    self._stores[tag].drop(session)
 
     def choose(self, frame: m.Frame, tokenizer: str) -> SessionStore | None:
         """The store that `frame` is for; `tokenizer` is that of the frame's version. Raises `Conflict`."""
@@ -135,6 +135,11 @@ class ModelSessions:
     def damaged(self) -> int:
         """Sessions that lost turns, or all of them, since the process started."""
         return sum(store.damaged for store in list(self._stores.values()))
+
+    @property
+    def n_moving(self) -> int:
+        """Sessions whose move to another agent is not complete."""
+        return sum(store.n_moving for store in list(self._stores.values()))
 
     @property
     def disk_errors(self) -> int:
@@ -175,7 +180,7 @@ def answer(store: SessionStore | None, holder: bytes, frame: m.Frame) -> m.Frame
             raise ModelUnavailable(f"sessions of model {frame.model!r} are not available", param="session_id")
         return _execute(store, holder, frame)
     except StarlingError as error:
-        return m.SessionRefused(frame.id, error.code, error.message, error.param)
+        return m.SessionRefused(frame.id, error.code, error.message, error.param, error.moved_to)
 
 
 def _execute(store: SessionStore, holder: bytes, frame: m.SessionBegin | m.SessionCommit | m.SessionClose) -> m.Frame:

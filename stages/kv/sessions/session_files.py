@@ -3,6 +3,7 @@
     record   as in pipeline/record_file.py; the checksum covers the payload
     kind 1   msgpack of `Opened`: the first record
     kind 2   a turn: time (f64, s since 1970), base (u32), tokens (int32 each), little-endian
+    kind 3   msgpack of `Mark` (session_moves.py): the session has come from another agent, or has gone to one
 
 A record is written before the turn is acknowledged, so the turn survives every process; a thread then synchronizes the
 file with the disk, so that it survives a power failure as well.  The turns before the first damaged record count; the
@@ -27,17 +28,18 @@ import msgspec
 
 from pipeline.background_sync import BackgroundSync
 from pipeline.faults import points
-from pipeline.files import DiskErrors, make_directory
+from pipeline.files import DiskErrors, make_directory, replace_file
 from pipeline.record_file import PAYLOAD_CHECKED, RECORD_HEAD_BYTES
 from shm.decoding import DECODE_ERRORS
 from shm.prefix_hash import PageHash
+from stages.kv.sessions.session_moves import HELD, MOVED, SETTLED, Mark, State
 
 log = logging.getLogger("starling.kv")
 
 SUFFIX = ".session"
 _TURN = struct.Struct("<dI")
 assert _TURN.size == 12
-_OPENED, _COMMITTED = 1, 2
+_OPENED, _COMMITTED, _MARKED = 1, 2, 3
 
 
 @dataclass
@@ -57,6 +59,14 @@ class Session:
     page_hashes: list[PageHash] = field(default_factory=list)  # of its full pages
     file_bytes: int = 0  # of intact records in its file
     lost_bytes: int = 0  # after them: a turn that is damaged or was cut short, and all turns after it
+    # Of moves (session_moves.py).
+    state: State = HELD
+    agent: str = ""  # the other one of its last move
+    move: str = ""  # its last move
+    changes: int = 0  # of the state, over all agents
+    marked: float = 0.0  # when the state changed last, s since 1970
+    # Until then a turn may be in progress of which this process has not heard yet, s since 1970.
+    unsure_until: float = field(default=0.0, compare=False)
 
     @property
     def turn(self) -> int:
@@ -71,6 +81,13 @@ class Session:
         self.last_base = base
         self.last_use = when
         self.lost_bytes = 0
+
+    def mark(self, mark: Mark) -> None:
+        """Change the state. A session that has moved has no tokens."""
+        self.state, self.agent, self.move = mark.state, mark.agent, mark.move
+        self.turns, self.changes, self.marked = mark.turns, mark.changes, mark.at
+        if mark.state in (MOVED, SETTLED):
+            del self.tokens[:]
 
 
 class Opened(msgspec.Struct, array_like=True):
@@ -149,6 +166,55 @@ class SessionFiles:
             self.errors.failed("append", path, error)
             raise
         self.errors.worked("append")
+
+    def mark(self, session: Session, mark: Mark) -> None:
+        """Append a change of the state, on the disk when this returns. Raises `OSError`: then nothing has changed."""
+        path = self.path(session.tenant, session.id)
+        try:
+            fd = self._open(path, 0)
+            try:
+                if os.fstat(fd).st_size > session.file_bytes:
+                    os.ftruncate(fd, session.file_bytes)
+                size = self._append(path, fd, session.file_bytes, _MARKED, msgspec.msgpack.encode(mark))
+                self._points.sync.hit()
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self.errors.failed("append", path, error)
+            # What was written must not be read back, nor be followed by a turn.
+            with contextlib.suppress(OSError):
+                os.truncate(path, session.file_bytes)
+            raise
+        session.file_bytes = size
+        self.errors.worked("append")
+
+    def replace(self, session: Session, tokens: array[int], mark: Mark) -> None:
+        """Write the whole file: these tokens, and the state. On the disk when this returns. Raises `OSError`."""
+        path = self.path(session.tenant, session.id)
+        assert path not in self._unread, "a session that could not be read would be lost"
+        opened = Opened(session.id, session.tenant, session.salt, session.ttl_s, session.created)
+        raw = PAYLOAD_CHECKED.encode(_OPENED, msgspec.msgpack.encode(opened))
+        raw += PAYLOAD_CHECKED.encode(_COMMITTED, _TURN.pack(session.last_use, 0) + tokens.tobytes())
+        raw += PAYLOAD_CHECKED.encode(_MARKED, msgspec.msgpack.encode(mark))
+        try:
+            make_directory(self.directory)
+            self._points.write.hit()
+            replace_file(path, raw, durable=True, mode=0o600, before=self._before_replacing)
+        except OSError as error:
+            self.errors.failed("create", path, error)
+            raise
+        self._unremoved.pop(path, None)  # its contents are gone
+        session.file_bytes = len(raw)
+        self.errors.worked("create")
+
+    def _before_replacing(self, operation: str) -> None:
+        if operation == "rename":
+            self._points.rename.hit()
+        elif operation == "sync":
+            self._points.sync.hit()
+        else:
+            self._points.open.hit()
 
     def _open(self, path: Path, flags: int) -> int:
         self._points.open.hit()
@@ -262,6 +328,11 @@ def parse(raw: bytes) -> tuple[Session | None, int]:
             except DECODE_ERRORS:
                 break
             session = Session(opened.id, opened.tenant, opened.salt, opened.ttl_s, opened.created, opened.created)
+        elif record.kind == _MARKED and session is not None:
+            try:
+                session.mark(msgspec.msgpack.decode(payload, type=Mark))
+            except DECODE_ERRORS:
+                break
         elif record.kind == _COMMITTED and session is not None and len(payload) >= _TURN.size:
             when, base = _TURN.unpack_from(payload)
             if base > len(session.tokens) or (len(payload) - _TURN.size) % 4:

@@ -8,6 +8,8 @@ leaves no trace.  Closing and expiry drop the tokens; the hashes of pages that n
 Turns are numbered and a commit names its turn.  A restarted kv stage does not know which turns are in progress: of two
 commits with the same number the first one wins and the second is a conflict.
 
+Sessions move to other agents of a fleet: session_transfer.py.
+
 Bounds: see session_bounds.py.  Raises the errors of pipeline/errors.py.
 """
 
@@ -21,13 +23,25 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, NotFound, Overloaded, StorageUnavailable
+from pipeline.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelUnavailable,
+    NotFound,
+    Overloaded,
+    SessionMoved,
+    StorageUnavailable,
+)
 from pipeline.protocol.messages import MAX_SESSION_ID
 from shm.prefix_hash import PageHash, RootHasher, page_hashes
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import Session, SessionFiles
+from stages.kv.sessions.session_moves import ARRIVED, HELD, MOVED, SETTLED, TOMBSTONE_S
 
 EMPTY_S = 600  # a session without any turn is kept for this time
+# After a gateway or this process has died, its successor needs so long to say which turns are in progress: until then
+# these sessions do not move.
+UNSURE_S = 5.0
 
 
 def _new_id() -> str:
@@ -47,13 +61,14 @@ class SessionStore:
         new_id: Callable[[], str] = _new_id,
     ) -> None:
         self.bounds = bounds
-        self._files = files
+        self.files = files
         self._root_hash_of = root_hash_of
         self._page_tokens = page_tokens
-        self._clock = clock
+        self.clock = clock
         self._new_id = new_id
         self.freed: list[PageHash] = []  # the caller frees these pages and clears the list
-        self._sessions: dict[tuple[str, str], Session] = {}
+        self._sessions: dict[tuple[str, str], Session] = {}  # HELD and ARRIVED
+        self.tombstones: dict[tuple[str, str], Session] = {}  # MOVED and SETTLED
         self._owners: Counter[PageHash] = Counter()  # number of sessions with a page of this hash
         self._count_of: Counter[str] = Counter()  # sessions of a tenant
         self._tokens_of: Counter[str] = Counter()  # tokens in a tenant's sessions
@@ -73,23 +88,28 @@ class SessionStore:
             self._update_hashes(session)
 
     def holds(self, tenant: str, session_id: str) -> bool:
-        """Whether the session exists and has not expired."""
-        session = self._sessions.get((tenant, session_id))
-        return session is not None and not self._is_expired(session, self._clock())
+        """Whether the session is known and has not expired."""
+        session = self._known(tenant, session_id)
+        return session is not None and not self._is_expired(session, self.clock())
 
     @property
     def damaged(self) -> int:
         """Sessions that lost turns, or all of them, since the process started."""
-        return self._files.damaged
+        return self.files.damaged
 
     @property
     def disk_errors(self) -> int:
         """Failed operations on the sessions' files since the process started."""
-        return self._files.errors.count
+        return self.files.errors.count
 
     def all(self) -> list[Session]:
-        """Every session, expired ones included."""
-        return list(self._sessions.values())
+        """Every session and tombstone, expired ones included."""
+        return [*self._sessions.values(), *self.tombstones.values()]
+
+    @property
+    def n_moving(self) -> int:
+        """Sessions whose move is not complete."""
+        return sum(session.state in (ARRIVED, MOVED) for session in self.all())
 
     # -------------------------------------------------------------- turns
 
@@ -108,16 +128,17 @@ class SessionStore:
         `resume`: number of a turn that `holder` may have begun before, which does not begin again if it was committed;
         -1: the turn in progress.
         """
-        session = self._sessions.get((tenant, session_id)) if session_id else None
-        if session is not None and self._is_expired(session, self._clock()):
-            self._drop(session)
+        session = self._known(tenant, session_id) if session_id else None
+        if session is not None and self._is_expired(session, self.clock()):
+            self.drop(session)
             session = None
+        if session is not None and session.state == SETTLED and create:
+            self.drop(session)  # orchestrators have found that it has ended at its other agent
+            session = None
+        self.check_here(session)
         if session is None:
-            if session_id and self._files.is_unread(tenant, session_id):
-                raise ModelUnavailable(
-                    f"session {session_id!r} cannot be read from the disk at present; try again later",
-                    param="session_id",
-                )
+            if session_id and self.files.is_unread(tenant, session_id):
+                raise self._unreadable(session_id)
             if not create:
                 raise self._unknown(session_id)
             session = self._create(tenant, session_id, ttl_s, salt)
@@ -128,7 +149,7 @@ class SessionStore:
         if not session.holder and resume <= 0:
             self._check_bytes(tenant)
         if session.lost_bytes and resume <= 0:
-            self._files.cut(session)
+            self.files.cut(session)
             raise Conflict(
                 f"session {session.id!r} has lost its latest turns, because its file was damaged: it holds "
                 f"{session.turns} turns with {len(session.tokens)} tokens; send the turn again to continue from "
@@ -140,7 +161,8 @@ class SessionStore:
 
     def commit(self, holder: bytes, tenant: str, session_id: str, turn: int, base: int, tokens: bytes) -> Session:
         """End a turn and keep its tokens. Raises `NotFound`, `Conflict`, `InvalidRequest`, `StorageUnavailable`."""
-        session = self._sessions.get((tenant, session_id))
+        session = self._known(tenant, session_id)
+        self.check_here(session)
         if session is None:
             raise self._unknown(session_id)
         if turn == session.turns and self._is_last(session, base, tokens):
@@ -166,9 +188,9 @@ class SessionStore:
                 param="session_id",
                 code="CONTEXT_LENGTH_EXCEEDED",
             )
-        now = self._clock()
+        now = self.clock()
         try:
-            self._files.append(session, base, added, now)
+            self.files.append(session, base, added, now)
         except OSError as error:
             raise self._no_disk(error) from None
         before = len(session.tokens)
@@ -183,34 +205,37 @@ class SessionStore:
         if session is not None and session.holder == holder and session.turn == turn:
             session.holder = b""
             if not session.turns:
-                self._drop(session)
+                self.drop(session)
 
     def drop_holder(self, holder: bytes) -> None:
         """A peer is gone: its turns are no longer in progress."""
         for session in self._sessions.values():
             if session.holder == holder:
                 session.holder = b""
+                session.unsure_until = self.clock() + UNSURE_S
 
     # -------------------------------------------------------------- closing and expiry
 
     def close(self, tenant: str, session_id: str) -> None:
         """Remove a session at once. A turn in progress cannot be committed afterwards. Raises `NotFound`."""
-        session = self._sessions.get((tenant, session_id))
-        is_expired = session is not None and self._is_expired(session, self._clock())
+        session = self._known(tenant, session_id)
+        is_expired = session is not None and self._is_expired(session, self.clock())
+        if not is_expired:
+            self.check_here(session)
         if session is not None:
-            self._drop(session)
+            self.drop(session)
         if session is None or is_expired:
             raise self._unknown(session_id)
 
     def expire(self) -> int:
         """Remove expired sessions that have no turn in progress. Returns their number."""
-        self._files.retry_removals()
-        for session in self._files.load_unread():
+        self.files.retry_removals()
+        for session in self.files.load_unread():
             self._add_loaded(session)
-        now = self._clock()
-        expired = [session for session in self._sessions.values() if self._is_expired(session, now)]
+        now = self.clock()
+        expired = [session for session in self.all() if self._is_expired(session, now)]
         for session in expired:
-            self._drop(session)
+            self.drop(session)
         return len(expired)
 
     def check(self) -> None:
@@ -220,27 +245,79 @@ class SessionStore:
         assert Counter(session.tenant for session in self._sessions.values()) == self._count_of
         assert sum(len(session.tokens) for session in self._sessions.values()) == self._tokens_of.total()
 
-    # -------------------------------------------------------------- parts
+    # -------------------------------------------------------------- parts of it that moves use (session_transfer.py)
 
-    def _add_loaded(self, session: Session) -> None:
+    def find(self, tenant: str, session_id: str) -> Session | None:
+        """A session or tombstone that has not expired. Raises `ModelUnavailable` if its file cannot be read."""
+        session = self._known(tenant, session_id)
+        if session is not None and self._is_expired(session, self.clock()):
+            self.drop(session)
+            return None
+        if session is None and self.files.is_unread(tenant, session_id):
+            raise self._unreadable(session_id)
+        return session
+
+    def add(self, session: Session) -> None:
+        """Add a session that has a file."""
+        if session.state in (MOVED, SETTLED):
+            self.tombstones[session.tenant, session.id] = session
+            return
         self._sessions[session.tenant, session.id] = session
         self._count(session, 1, len(session.tokens))
         self._update_hashes(session)
 
-    def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
+    def drop(self, session: Session) -> None:
+        """Remove a session or tombstone."""
+        self.forget(session)
+        self.files.remove(session)
+
+    def forget(self, session: Session) -> None:
+        """Remove all but its file."""
+        key = session.tenant, session.id
+        if self.tombstones.pop(key, None) is not None:
+            return
+        del self._sessions[key]
+        self._count(session, -1, -len(session.tokens))
+        self.freed += [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
+        session.page_hashes.clear()
+
+    def check_room(self, tenant: str) -> None:
+        """Raises `Overloaded` if the tenant gets no further session."""
         if self._refusal(tenant):
             self.expire()
         if refusal := self._refusal(tenant):
             raise Overloaded(f"{refusal}; close a session or try again later", param="session_id")
+
+    @staticmethod
+    def check_here(session: Session | None) -> None:
+        """Raises `SessionMoved` if another agent has the session."""
+        if session is not None and session.state != HELD:
+            error = SessionMoved(f"session {session.id!r} is at agent {session.agent!r} of the fleet", "session_id")
+            error.moved_to = session.agent
+            raise error
+
+    # -------------------------------------------------------------- parts
+
+    def _known(self, tenant: str, session_id: str) -> Session | None:
+        """The session, or its tombstone."""
+        key = tenant, session_id
+        return self._sessions.get(key) or self.tombstones.get(key)
+
+    def _add_loaded(self, session: Session) -> None:
+        session.unsure_until = self.clock() + UNSURE_S
+        self.add(session)
+
+    def _create(self, tenant: str, session_id: str, ttl_s: int, salt: str) -> Session:
+        self.check_room(tenant)
         if len(session_id) > MAX_SESSION_ID:
             raise InvalidRequest(
                 f"session_id has {len(session_id)} characters, at most {MAX_SESSION_ID} are allowed",
                 param="session_id",
             )
-        now = self._clock()
+        now = self.clock()
         session = Session(session_id or self._new_id(), tenant, salt, ttl_s, now, now)
         try:
-            self._files.create(session)
+            self.files.create(session)
         except OSError as error:
             raise self._no_disk(error) from None
         self._sessions[tenant, session.id] = session
@@ -268,12 +345,6 @@ class SessionStore:
         if not self._count_of[session.tenant]:
             del self._count_of[session.tenant], self._tokens_of[session.tenant]
 
-    def _drop(self, session: Session) -> None:
-        del self._sessions[session.tenant, session.id]
-        self._count(session, -1, -len(session.tokens))
-        self._files.remove(session)
-        self.freed += [page_hash for page_hash in reversed(session.page_hashes) if self._release(page_hash)]
-
     def _update_hashes(self, session: Session) -> None:
         """Hash the session's full pages that its last turn changed."""
         same = min(len(session.page_hashes), session.last_base // self._page_tokens)
@@ -297,12 +368,20 @@ class SessionStore:
     @staticmethod
     def _is_expired(session: Session, now: float) -> bool:
         """A session without any turn, committed or in progress, remains when a gateway is killed: it expires sooner."""
+        if session.state == SETTLED:
+            return now - session.marked >= TOMBSTONE_S
         ttl_s = session.ttl_s if session.turns else min(session.ttl_s or EMPTY_S, EMPTY_S)
         return bool(ttl_s) and not session.holder and now - session.last_use >= ttl_s
 
     @staticmethod
     def _is_last(session: Session, base: int, tokens: bytes) -> bool:
         return session.last_base == base and session.tokens[base:].tobytes() == tokens
+
+    @staticmethod
+    def _unreadable(session_id: str) -> ModelUnavailable:
+        return ModelUnavailable(
+            f"session {session_id!r} cannot be read from the disk at present; try again later", param="session_id"
+        )
 
     @staticmethod
     def _unknown(session_id: str) -> NotFound:

@@ -15,9 +15,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pipeline.errors import Overloaded, StarlingError
+from pipeline.errors import InternalError, Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.model_sessions import ModelSessions, answer
@@ -34,6 +34,7 @@ class SessionResult(NamedTuple):
     holder: bytes  # peer that `reply` is for
     reply: m.Frame | None
     freed: list[PageHash]  # pages that no session has any more
+    finish: Callable[[], object] | None = None  # to be called in the loop
 
 
 class SessionThread:
@@ -79,6 +80,11 @@ class SessionThread:
         return self._sessions.disk_errors
 
     @property
+    def n_moving(self) -> int:
+        """Sessions whose move to another agent is not complete."""
+        return self._sessions.n_moving
+
+    @property
     def is_busy(self) -> bool:
         """Whether jobs are unfinished or results wait for `poll`."""
         return self._n_unfinished > self._n_finished or bool(self._results)
@@ -110,6 +116,28 @@ class SessionThread:
             return SessionResult(holder, _refusal(frame, error), [])
         reply = answer(store, holder, frame)
         return SessionResult(holder, reply, self._sessions.take_freed())
+
+    def call(
+        self,
+        work: Callable[[ModelSessions], dict[str, Any]],
+        finish: Callable[[dict[str, Any] | StarlingError], object],
+    ) -> None:
+        """Do `work` after the jobs before it; `finish` gets its result in the loop. Raises `Overloaded`."""
+        if self._n_unfinished - self._n_finished >= MAX_JOBS:
+            raise Overloaded(f"{MAX_JOBS} turns of sessions wait for the disk; try again", param="session_id")
+
+        def run() -> SessionResult:
+            result: dict[str, Any] | StarlingError
+            try:
+                result = work(self._sessions)
+            except StarlingError as error:
+                result = error
+            except Exception:
+                log.exception("an operation on a session failed")
+                result = InternalError("the kv stage failed to handle the request; see its log")
+            return SessionResult(b"", None, self._sessions.take_freed(), lambda: finish(result))
+
+        self._put(run)
 
     def drop_holder(self, holder: bytes) -> None:
         """A gateway is gone: its turns are no longer in progress."""
@@ -150,7 +178,7 @@ class SessionThread:
         while (job := self._jobs.get()) is not None:
             try:
                 result = job()
-                if result is not None and (result.reply is not None or result.freed):
+                if result is not None and (result.reply is not None or result.freed or result.finish is not None):
                     self._results.append(result)
             except Exception:
                 log.exception("a turn of a session failed")
@@ -160,4 +188,4 @@ class SessionThread:
 
 
 def _refusal(frame: m.Frame, error: StarlingError) -> m.SessionRefused:
-    return m.SessionRefused(getattr(frame, "id", 0), error.code, error.message, error.param)
+    return m.SessionRefused(getattr(frame, "id", 0), error.code, error.message, error.param, error.moved_to)

@@ -1,0 +1,124 @@
+"""Sessions of this agent's engines, by the control socket of their KV manager (stages/kv/session_exchange.py).
+
+What is sent passes through memory without a name: nothing is left if a process dies.  Bounded by the number of sessions
+that are given or taken at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import InternalError, ModelUnavailable, Overloaded
+from pipeline.files import write_all
+from pipeline.fleet.bodies import (
+    GiveSessionRequest,
+    GiveSessionResponse,
+    ListSessionsRequest,
+    ListSessionsResponse,
+    MoveSessionRequest,
+    MoveSessionResponse,
+    TakeSessionRequest,
+    TakeSessionResponse,
+)
+from pipeline.ipc import control
+from stages.agent.models import Models
+
+CALL_S = 10.0  # of a call to the engine, which may wait for its disk
+MAX_AT_ONCE = 8  # sessions that are given or taken
+
+
+class EngineSessions:
+    """One per agent, whose id is `agent_id`."""
+
+    def __init__(self, models: Models, agent_id: str) -> None:
+        self._models = models
+        self._agent_id = agent_id
+        self._n_sent = 0  # that are being given or taken
+
+    async def list(self, asked: ListSessionsRequest) -> ListSessionsResponse:
+        """The sessions of a model. Raises `StarlingError`."""
+        found = await self._call(asked.model_id, do="list", after=asked.after, moving=asked.moving)
+        return msgspec.convert({**found}, ListSessionsResponse)
+
+    async def give(self, asked: GiveSessionRequest) -> GiveSessionResponse:
+        """What another agent needs to go on with a session. Raises `StarlingError`."""
+        memory = self._open()
+        try:
+            found = await self._call(
+                asked.model_id,
+                do="export",
+                tenant=asked.tenant,
+                session=asked.session,
+                target=asked.agent_id,
+                path=_path(memory),
+            )
+            record = os.pread(memory, int(found["bytes"]), 0)
+            if len(record) != found["bytes"]:
+                raise InternalError(f"the engine has written {len(record)} of {found['bytes']} bytes of a session")
+            return GiveSessionResponse(record=record, move=found["move"])
+        finally:
+            self._close(memory)
+
+    async def take(self, asked: TakeSessionRequest) -> TakeSessionResponse:
+        """Keep a copy of a session. Raises `StarlingError`."""
+        memory = self._open()
+        try:
+            write_all(memory, asked.record, 0)
+            found = await self._call(asked.model_id, do="adopt", path=_path(memory))
+            return TakeSessionResponse(move=found["move"])
+        finally:
+            self._close(memory)
+
+    async def move(self, asked: MoveSessionRequest) -> MoveSessionResponse:
+        """Do a step of a move. Raises `StarlingError`."""
+        found = await self._call(
+            asked.model_id,
+            do=asked.step,
+            tenant=asked.tenant,
+            session=asked.session,
+            move=asked.move,
+            target=asked.agent_id,
+        )
+        return MoveSessionResponse(given_up=bool(found.get("given_up", False)))
+
+    def _open(self) -> int:
+        """Memory for what is sent. Raises `Overloaded`."""
+        if self._n_sent >= MAX_AT_ONCE:
+            raise Overloaded(f"{self._n_sent} sessions are being given or taken", retry_after_s=1.0)
+        self._n_sent += 1
+        return os.memfd_create("session", os.MFD_CLOEXEC)
+
+    def _close(self, memory: int) -> None:
+        os.close(memory)
+        self._n_sent -= 1
+
+    async def _call(self, model: str, **fields: Any) -> dict[str, Any]:
+        run_dir = self._run_dir(model)
+        request = {"op": "session", "model": model, "agent": self._agent_id, **fields}
+
+        def call() -> dict[str, Any]:
+            return control.call(run_dir, "kv", request, CALL_S)
+
+        # The thread ends by itself, also if nothing waits for it any more; until then its memory must be there.
+        task = asyncio.get_running_loop().run_in_executor(None, call)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait([task])
+            raise
+
+    def _run_dir(self, model: str) -> Path:
+        placement = self._models.find(model)
+        run_dir = placement.engine.control_dir if placement.engine is not None else None
+        if placement.state != "READY" or run_dir is None:
+            raise ModelUnavailable(f"no engine of {model!r} has sessions here", "model_id")
+        return run_dir
+
+
+def _path(memory: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{memory}"

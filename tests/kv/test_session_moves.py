@@ -1,0 +1,442 @@
+"""Sessions that move: whatever is lost, repeated, late or killed, one agent serves them, with all their turns."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelUnavailable,
+    NotFound,
+    Overloaded,
+    SessionMoved,
+    StarlingError,
+)
+from pipeline.fleet import bodies
+from pipeline.fleet.records import AgentRecord
+from stages.kv.session_exchange import MAX_LISTED, _lister
+from stages.kv.sessions import session_transfer as transfer
+from stages.kv.sessions.session_bounds import SessionBounds
+from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.sessions.session_moves import TOMBSTONE_S, decode_sent
+from stages.kv.sessions.session_store import UNSURE_S, SessionStore
+from stages.kv.sessions.session_transfer import Ends
+from stages.orchestrator.session_moves import SessionMoves
+from tests.kv.test_sessions import ME, ROOTS, Time, raw
+from tests.kv.world import PAGE_TOKENS
+from tests.orchestrator.agents import DIGEST, MODEL, engine, router, view
+
+NAME = "t", "s"
+AGENTS = ("one", "two", "three")
+MEMORY = "/dev/shm"  # thousands of files are written through to the disk
+
+
+class Agent:
+    """An agent's engine: its real session store, on a disk that survives its death."""
+
+    def __init__(self, name: str, folder: Path, clock: Time, **bounds: int) -> None:
+        self.name = name
+        self.is_up = True
+        self._folder, self._clock = folder / name, clock
+        self._bounds = SessionBounds(**{"max_sessions": 10, "max_tokens": 1000, **bounds})
+        self.start()
+
+    def start(self) -> None:
+        """Also after a death: nothing but the files is left."""
+        self.store = SessionStore(SessionFiles(self._folder), ROOTS, PAGE_TOKENS, self._bounds, self._clock)
+
+    def ends(self, other: str = "") -> Ends:
+        return Ends(DIGEST, "tok", self.name, other)
+
+    def turn(self, *tokens: int, create: bool = False, name: tuple[str, str] = NAME) -> None:
+        """A whole turn that appends tokens."""
+        session = self.store.begin(ME, *name, create=create, ttl_s=10_000)
+        self.store.commit(ME, *name, session.turn, len(session.tokens), raw(*tokens))
+
+    def answer(self, path: str, body: bytes) -> bytes:
+        """A call of the agent's API, as far as the engine's part goes."""
+        found = msgspec.convert(self._execute(path, body), dict[str, Any])
+        return msgspec.json.encode(found)
+
+    def _execute(self, path: str, body: bytes) -> Any:
+        store = self.store
+        if path == "/list_sessions":
+            asked = msgspec.json.decode(body, type=bodies.ListSessionsRequest)
+            after = list(asked.after) if asked.after else None
+            return _lister({"after": after, "moving": asked.moving})(store, self.ends())
+        if path == "/give_session":
+            give = msgspec.json.decode(body, type=bodies.GiveSessionRequest)
+            sent = transfer.export(store, give.tenant, give.session, self.ends(give.agent_id))
+            answer = bodies.GiveSessionResponse(record=sent.encode(), move=sent.move)
+            return msgspec.json.decode(msgspec.json.encode(answer))
+        if path == "/take_session":
+            record = msgspec.json.decode(body, type=bodies.TakeSessionRequest).record
+            sent = decode_sent(record)
+            assert sent.target == self.name
+            transfer.adopt(store, sent)
+            return {"move": sent.move}
+        assert path == "/move_session", path
+        step = msgspec.json.decode(body, type=bodies.MoveSessionRequest)
+        key, ends = (step.tenant, step.session, step.move), self.ends(step.agent_id)
+        if step.step == "give_up":
+            transfer.give_up(store, *key, ends)
+        elif step.step == "refuse":
+            return {"given_up": transfer.refuse(store, *key, ends)}
+        else:
+            {"activate": transfer.activate, "settle": transfer.settle, "discard": transfer.discard}[step.step](
+                store, *key
+            )
+        return {}
+
+
+class World:
+    """Three agents, and the calls of any number of orchestrators to them. `fate` says what happens to each call."""
+
+    def __init__(self, folder: Path, fate: Callable[[], str] = lambda: "done", **bounds: int) -> None:
+        self.clock = Time()
+        self.agents = {name: Agent(name, folder, self.clock, **bounds) for name in AGENTS}
+        self.clock.now += UNSURE_S
+        self.late: list[Callable[[], object]] = []  # calls that are still on their way
+        self.fate = fate
+        self.bound: dict[tuple[str, str], str] = {}
+        self.calls: list[str] = []
+
+    async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+        """A call of an orchestrator. Raises `StarlingError`; `Death` if the orchestrator dies during it."""
+        agent, fate = self.agents[record.agent_id], "done" if path == "/list_sessions" else self.fate()
+        step = msgspec.json.decode(body).get("step", path)
+        self.calls.append(f"{agent.name} {step}")
+        if fate == "late":
+            self.late.append(lambda: agent.answer(path, body))
+            raise ModelUnavailable("no answer in time")
+        if fate == "lost" or not agent.is_up:
+            raise ModelUnavailable("it was lost")
+        if fate == "dies before":
+            raise Death
+        answer = agent.answer(path, body)
+        if fate == "twice":
+            self.late.append(lambda: agent.answer(path, body))
+        if fate == "killed after":
+            agent.start()
+            self.clock.now += UNSURE_S
+        if fate == "dies after":
+            raise Death
+        if fate == "answer lost":
+            raise ModelUnavailable("its answer was lost")
+        return answer
+
+    def find(self, agent_id: str) -> AgentRecord | None:
+        return AgentRecord(agent_id=agent_id, url="", incarnation="1")
+
+    def round(self, *draining: str) -> None:
+        """What a new orchestrator does in one round."""
+        views = [view(name, engine(moves_sessions=True), may_start=name not in draining) for name in AGENTS]
+        moves = SessionMoves(self, self, router(*views), lambda *args, **more: None, self._bind)
+
+        async def run() -> None:
+            for name in AGENTS:
+                with contextlib.suppress(StarlingError):
+                    await moves.run(name, MODEL, is_draining=name in draining)
+
+        with contextlib.suppress(Death):
+            try:
+                asyncio.run(run())
+            except ExceptionGroup as several:
+                _, others = several.split(Death)
+                if others is not None:
+                    raise
+
+    def _bind(self, tenant: str, session: str, agent: str) -> None:
+        self.bound[tenant, session] = agent
+
+    def serving(self, name: tuple[str, str] = NAME) -> list[str]:
+        """The agents that would begin a turn of the session now."""
+        found = []
+        for agent in self.agents.values():
+            try:
+                session = agent.store.begin(ME, *name)
+            except (NotFound, SessionMoved):
+                continue
+            agent.store.abort(ME, *name, session.turn)
+            found.append(agent.name)
+        return found
+
+    def tokens(self, name: tuple[str, str] = NAME) -> list[int]:
+        (serving,) = self.serving(name)
+        session = self.agents[serving].store.find(*name)
+        assert session is not None
+        return list(session.tokens)
+
+
+class Death(Exception):
+    """Of an orchestrator."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_session_moves_with_all_its_tokens(world: World) -> None:
+    one = world.agents["one"]
+    one.turn(1, 2, 3, create=True)
+    one.turn(4)
+    world.round("one")
+    (target,) = world.serving()
+    assert target != "one" and world.bound == {NAME: target}
+    assert [call.split()[1] for call in world.calls if "list" not in call] == [
+        "/give_session",
+        "/take_session",
+        "give_up",
+        "activate",
+        "settle",
+    ]
+    world.agents[target].turn(5)
+    assert world.tokens() == [1, 2, 3, 4, 5]
+    with pytest.raises(SessionMoved) as moved:
+        one.store.begin(ME, *NAME)
+    assert moved.value.moved_to == target
+    assert len(one.store) == one.store.n_moving == 0
+    one.store.check()
+    for agent in world.agents.values():
+        agent.start()
+    assert world.tokens() == [1, 2, 3, 4, 5]
+
+
+def test_a_session_comes_back(world: World) -> None:
+    world.agents["one"].turn(1, create=True)
+    seen = []
+    for _ in range(4):
+        (at,) = world.serving()
+        seen.append(at)
+        world.round(at, *(name for name in AGENTS[2:] if at != name))
+        world.agents[world.serving()[0]].turn(len(seen) + 1)
+    assert seen == ["one", "two", "one", "two"] and world.tokens() == [1, 2, 3, 4, 5]
+
+
+def test_a_turn_in_progress_stays_and_one_in_between_wins(world: World) -> None:
+    one, two = world.agents["one"], world.agents["two"]
+    one.turn(1, create=True)
+    session = one.store.begin(ME, *NAME)
+    with pytest.raises(Conflict, match="turn in progress"):
+        transfer.export(one.store, *NAME, one.ends("two"))
+    world.round("one")
+    assert not [call for call in world.calls if "give" in call]
+    one.store.commit(ME, *NAME, session.turn, 1, raw(2))
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    transfer.adopt(two.store, sent)
+    with pytest.raises(SessionMoved) as moved:  # a request that has lost its way goes back
+        two.store.begin(ME, *NAME, create=True)
+    assert moved.value.moved_to == "one"
+    one.turn(3)
+    with pytest.raises(Conflict, match="changed"):
+        transfer.give_up(one.store, *NAME, sent.move, one.ends("two"))
+    world.round()
+    assert world.serving() == ["one"] and two.store.find(*NAME) is None
+    world.round("one", "three")
+    assert world.serving() == ["two"] and world.tokens() == [1, 2, 3]
+
+
+def test_after_a_death_turns_may_be_in_progress_that_nobody_has_told(world: World) -> None:
+    one = world.agents["one"]
+    one.turn(1, create=True)
+    one.store.begin(ME, *NAME)
+    one.store.drop_holder(ME)  # its gateway is killed; the successor will continue the turn
+    world.round("one")
+    assert world.serving() == ["one"]
+    one.start()
+    world.round("one")
+    assert world.serving() == ["one"]
+    world.clock.now += UNSURE_S
+    world.round("one")
+    assert world.serving() != ["one"]
+
+
+def test_a_target_without_room_is_passed_over(tmp_path: Path) -> None:
+    world = World(tmp_path, max_sessions=1)
+    world.agents["one"].turn(1, create=True)
+    for name in AGENTS[1:]:
+        world.agents[name].turn(9, create=True, name=("t", "other"))
+    world.round("one")
+    assert world.serving() == ["one"]
+    world.agents["three"].store.close("t", "other")
+    world.round("one")
+    assert world.serving() == ["three"]
+
+
+def test_another_session_of_the_name_is_never_replaced(world: World) -> None:
+    one, two = world.agents["one"], world.agents["two"]
+    one.turn(1, create=True)
+    two.turn(2, create=True)
+    with pytest.raises(Conflict, match="held here"):
+        transfer.adopt(two.store, transfer.export(one.store, *NAME, one.ends("two")))
+    one.store.close(*NAME)
+    assert world.tokens() == [2]
+
+
+def test_a_late_copy_of_an_earlier_move_replaces_nothing(world: World) -> None:
+    one, two = world.agents["one"], world.agents["two"]
+    one.turn(1, create=True)
+    early = transfer.export(one.store, *NAME, one.ends("two"))
+    one.turn(2)
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    transfer.adopt(two.store, sent)
+    transfer.give_up(one.store, *NAME, sent.move, one.ends("two"))
+    with pytest.raises(Conflict):
+        transfer.adopt(two.store, early)
+    world.round()
+    assert world.tokens() == [1, 2] and world.serving() == ["two"]
+    # It has ended there. A copy that comes once more must not revive it.
+    two.store.close(*NAME)
+    transfer.adopt(two.store, sent)
+    world.round()
+    assert not world.serving() and two.store.find(*NAME) is None
+
+
+def test_a_step_that_comes_late_after_it_was_refused_does_nothing(world: World) -> None:
+    one, two = world.agents["one"], world.agents["two"]
+    one.turn(1, create=True)
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    transfer.adopt(two.store, sent)
+    world.round()  # another orchestrator takes the copy back
+    one.start()
+    world.clock.now += UNSURE_S
+    with pytest.raises(Conflict, match="changed"):
+        transfer.give_up(one.store, *NAME, sent.move, one.ends("two"))
+    assert world.serving() == ["one"]
+
+
+def test_a_session_of_the_name_begins_anew_after_its_end(world: World) -> None:
+    one, two = world.agents["one"], world.agents["two"]
+    one.turn(1, create=True)
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    transfer.adopt(two.store, sent)
+    transfer.give_up(one.store, *NAME, sent.move, one.ends("two"))
+    with pytest.raises(SessionMoved):  # its copy waits for it
+        one.store.begin(ME, *NAME, create=True)
+    world.round()
+    two.store.close(*NAME)
+    one.turn(2, create=True)
+    assert world.tokens() == [2]
+
+
+def test_what_is_damaged_or_too_large_is_refused(world: World, tmp_path: Path) -> None:
+    one = world.agents["one"]
+    one.turn(*range(50), create=True)
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    encoded = bytearray(sent.encode())
+    encoded[len(encoded) // 2] ^= 1
+    with pytest.raises(InvalidRequest, match="damaged"):
+        decode_sent(bytes(encoded))
+    for bad in ({"format": 2}, {"tokens": b"123"}, {"id": ""}, {"turns": -1}):
+        with pytest.raises(InvalidRequest):
+            decode_sent(msgspec.structs.replace(sent, **bad).encode())
+    small = Agent("small", tmp_path, world.clock, max_tokens=49)
+    with pytest.raises(InvalidRequest, match="at most 49"):
+        transfer.adopt(small.store, sent)
+
+
+def test_tombstones_end(world: World) -> None:
+    one = world.agents["one"]
+    for n in range(12):
+        one.turn(n, create=True, name=("t", f"s{n}"))
+        world.round("one")
+    assert len(one.store.all()) == 11  # the bound on sessions, and the one that was not complete yet
+    world.clock.now += TOMBSTONE_S
+    one.store.expire()
+    assert not one.store.all() and not list(one.store.files.directory.iterdir())
+
+
+def test_long_lists_come_in_parts(tmp_path: Path) -> None:
+    world = World(tmp_path, max_sessions=1000)
+    one = world.agents["one"]
+    names = [("t", f"s{n}") for n in range(MAX_LISTED + 1)]
+    for name in names:
+        one.turn(1, create=True, name=name)
+    world.round("one")
+    assert all(len(world.serving(name)) == 1 for name in names) and len(one.store) == 0
+
+
+FATES = (*["done"] * 6, "lost", "late", "twice", "answer lost", "killed after", "dies before", "dies after")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_no_order_of_deaths_losses_and_delays_loses_or_doubles_a_session(data: st.DataObject) -> None:
+    """Orchestrators move a session about while its client continues it; nothing but the calls' fates differs."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        world = World(Path(folder), lambda: data.draw(st.sampled_from(FATES)))
+        expected: list[int] = [0]
+        world.agents["one"].turn(0, create=True)
+        for n in range(1, data.draw(st.integers(2, 8))):
+            action = data.draw(st.sampled_from(["drain", "drain", "look", "turn", "late", "restart"]))
+            if action == "drain":
+                world.round(data.draw(st.sampled_from(AGENTS)))
+            elif action == "look":
+                world.round()
+            elif action == "late" and world.late:
+                with contextlib.suppress(StarlingError):
+                    world.late.pop(data.draw(st.integers(0, len(world.late) - 1)))()
+            elif action == "restart":
+                world.agents[data.draw(st.sampled_from(AGENTS))].start()
+                world.clock.now += UNSURE_S
+            serving = world.serving()
+            assert len(serving) <= 1, "two agents serve the session"
+            if action == "turn" and serving:
+                world.agents[serving[0]].turn(n)
+                expected.append(n)
+        # Whatever is left, one orchestrator brings to its end when the agents answer.
+        world.fate = lambda: "done"
+        late, world.late = world.late, []
+        for call in late:
+            with contextlib.suppress(StarlingError):
+                call()
+        world.round()
+        assert len(world.serving()) == 1, "the session is lost"
+        assert world.tokens() == expected
+        assert all(agent.store.n_moving == 0 for agent in world.agents.values())
+        for agent in world.agents.values():
+            agent.store.check()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_session_that_was_closed_stays_closed(data: st.DataObject) -> None:
+    """Its agent dies, or an orchestrator, or answers are lost, before, while and after it moves."""
+    fates = [fate for fate in FATES if fate not in ("late", "twice")]
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        world = World(Path(folder), lambda: data.draw(st.sampled_from(fates)))
+        world.agents["one"].turn(0, create=True)
+        world.round("one")
+        world.round("two")
+        for at in world.serving():
+            world.agents[at].store.close(*NAME)
+            world.round(data.draw(st.sampled_from(AGENTS)))
+            world.fate = lambda: "done"
+            world.round()
+            assert not world.serving()
+            assert not [one for agent in world.agents.values() for one in agent.store.all() if one.tokens]
+
+
+def test_moves_are_bounded_until_they_are_complete(tmp_path: Path) -> None:
+    world = World(tmp_path, max_sessions=2)
+    one = world.agents["one"]
+    for n in range(2):
+        one.turn(n, create=True, name=("t", f"s{n}"))
+        sent = transfer.export(one.store, "t", f"s{n}", one.ends("two"))
+        transfer.give_up(one.store, "t", f"s{n}", sent.move, one.ends("two"))
+    one.turn(3, create=True, name=("t", "s3"))
+    sent = transfer.export(one.store, "t", "s3", one.ends("two"))
+    with pytest.raises(Overloaded, match="not complete"):
+        transfer.give_up(one.store, "t", "s3", sent.move, one.ends("two"))
