@@ -113,8 +113,8 @@ class GatewayMetrics:
             ("starling_request_computed_tokens", prompt - request.cached_tokens),
             ("starling_request_output_tokens", output),
             ("starling_request_longest_output_tokens", longest),
-            ("starling_request_max_tokens", max(s.spec.max_tokens for s in request.sequences)),
-            ("starling_request_choices", 1 + max(s.spec.choice for s in request.sequences)),
+            ("starling_request_max_tokens", max((s.spec.max_tokens for s in request.sequences), default=0)),
+            ("starling_request_choices", 1 + max((s.spec.choice for s in request.sequences), default=0)),
         ):
             self.numbers.observe(name, value, model)
         context = max(sequence.n_prompt + len(sequence.tokens) for sequence in request.sequences)

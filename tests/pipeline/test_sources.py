@@ -12,7 +12,7 @@ from pipeline.config.rules import check_name, check_rules
 from pipeline.config.schema import Config, ModelConfig, RegistryConfig
 from pipeline.errors import ConfigError, InvalidRequest
 from pipeline.models import sources
-from pipeline.models.hub import HubFile, Repository, choose, quantization_of
+from pipeline.models.hub import HubFile, Repository, choose, is_directory, quantization_of
 from pipeline.models.sources import FileSource, HubSource, PackageSource, WebSource
 
 
@@ -139,12 +139,19 @@ def test_the_file_that_is_taken(names: tuple[str, ...], file: str, quantization:
     assert choose(repository(*names), file, quantization).name == chosen
 
 
+def test_safetensors_are_converted_where_there_is_no_whole_gguf_file() -> None:
+    assert is_directory(repository("config.json", "model.safetensors"))
+    assert is_directory(repository("config.json", "model.safetensors", "m-00001-of-00002.gguf"))
+    assert not is_directory(repository("config.json", "model.safetensors", "m.gguf"))
+    assert not is_directory(repository("config.json", "pytorch_model.bin"))
+    assert not is_directory(repository("config.json", "model.safetensors"), "config.json")
+
+
 @pytest.mark.parametrize(
     ("names", "file", "quantization", "reason"),
     [
         (("pytorch_model.bin", "config.json"), "", "", r"only pickled weights \(pytorch_model.bin\).* it is refused"),
         (("pytorch_model.bin", "m.gguf"), "pytorch_model.bin", "", "is pickled: reading it can run code"),
-        (("model.safetensors",), "", "", "has safetensors and no GGUF; convert it"),
         (("a-00001-of-00002.gguf",), "", "", "in several parts only"),
         (("README.md",), "", "", "has no GGUF file"),
         (("a-Q4_0.gguf", "b-Q4_0.gguf"), "", "", r"name one:\n  a-Q4_0.gguf \(1 MB\)\n  b-Q4_0"),
