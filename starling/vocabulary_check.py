@@ -41,8 +41,8 @@ def check_vocabulary(data: TokenizerData, directory: Path) -> None:
             at = next((i for i, (a, b) in enumerate(zip(found, expected)) if a != b), min(len(found), len(expected)))
             raise ConfigError(
                 f"{path}: {text!r} has the ids {_shown(found, at)} by the vocabulary that was read ({data.model}, "
-                f"{data.pre}) and {_shown(expected, at)} by the file, from token {at} on; name another --pretokenizer, "
-                f"or use another model",
+                f"{data.pre}) and {_shown(expected, at)} by the file, from token {at} on; name another "
+                f"pre-tokenizer (models[].pretokenizer, or --pretokenizer of starling ingest), or use another model",
                 "pretokenizer",
             )
 

@@ -374,10 +374,10 @@ class _Download:
                     self._write(fd, data, at)
                     at += len(data)
                     self._received += len(data)
-                    pace.check(len(data))
                     self._progress("download", self._received, state.total)
                     if at == end:
                         break
+                    pace.check(len(data))
             if at < end:
                 raise _Failed(f"connection lost after {self._received:,} of {state.total:,} bytes")
             await uninterrupted(os.fdatasync, fd)  # what is recorded as done outlives a power failure
@@ -413,8 +413,9 @@ class _Download:
                         out.write(chunk)
                         digest.update(chunk)
                         done += len(chunk)
-                        pace.check(len(chunk))
                         self._progress("download", done, total)
+                        if done != total:
+                            pace.check(len(chunk))
                 if total and done != total:
                     raise _Failed(f"connection lost after {done:,} of {total:,} bytes")
             return digest.hexdigest()

@@ -86,8 +86,8 @@ def pull_directory(
         conversion.note(f"{source} has safetensors and no GGUF file: converting them to {quant} ({how})")
         download = _Download(source, repository, folder, models_dir, allowed, progress)
         directory = download.run(folder / title, quant, conversion)
-        with _removed_if_refused(folder):
-            index = conversion.convert(directory, quant, progress, check_digest)
+        # What is wrong with the small files was refused before. The weights stay: another attempt may need them.
+        index = conversion.convert(directory, quant, progress, check_digest)
         record = Record(
             name or f"{title}-{quant}",
             index.digest,

@@ -120,6 +120,8 @@ def checkpoint_remedy(model: ModelConfig, models_dir: Path) -> str:
         return f"run `starling pull {name}`"
     record = record_of(model, models_dir)
     if record is not None and record.is_checkpoint:
+        if model.path:
+            return f"run `starling prepare {model.name}`"
         command = "pull" if sources.is_remote(record.source) else "ingest"
         return f"run `starling {command} {record.source} --name {record.name}`, with the same --quant"
     return f"give the path of a prepared .idx in {models_dir}"

@@ -94,7 +94,7 @@ class GatewayMetrics:
             waited = begun - request.started_at
             self._observe("starling_time_to_first_token_seconds", waited, request)
         longest = max((len(sequence.tokens) for sequence in request.sequences), default=0)
-        if begun or request.outcome is Outcome.FINISHED:
+        if request.sequences and (begun or request.outcome is Outcome.FINISHED):
             self._measure_lengths(request, output, longest)
             if not request.is_recovered:  # what this gateway's predecessor saw of it is not known
                 self._measure_times(request)
@@ -113,8 +113,8 @@ class GatewayMetrics:
             ("starling_request_computed_tokens", prompt - request.cached_tokens),
             ("starling_request_output_tokens", output),
             ("starling_request_longest_output_tokens", longest),
-            ("starling_request_max_tokens", max((s.spec.max_tokens for s in request.sequences), default=0)),
-            ("starling_request_choices", 1 + max((s.spec.choice for s in request.sequences), default=0)),
+            ("starling_request_max_tokens", max(s.spec.max_tokens for s in request.sequences)),
+            ("starling_request_choices", 1 + max(s.spec.choice for s in request.sequences)),
         ):
             self.numbers.observe(name, value, model)
         context = max(sequence.n_prompt + len(sequence.tokens) for sequence in request.sequences)

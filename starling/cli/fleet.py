@@ -124,10 +124,11 @@ def _cordon(
 @json_option()
 @_url
 def drain(agent: str, wait: bool, timeout: float, as_json: bool, url: str) -> None:
-    """Move the streams and sessions of AGENT to other agents, and give it nothing new.
+    """Move what AGENT serves to other agents, and give it nothing new.
 
-    They are moved where another agent has their model ready; other streams finish where they are, and other sessions
-    stay. With --wait, what is left is printed as it changes; the agent goes on draining if the command ends before.
+    Streams and sessions move where another agent has their model ready; other streams finish where they are, and other
+    sessions stay. With --wait, what is left is printed as it changes; the agent goes on draining if the command ends
+    before.
     """
     text = "draining" if wait else "draining; `starling fleet agents` shows what is left"
     _cordon(agent, as_json and not wait, url, cordoned=True, drain=True, text=text, is_silent=as_json and wait)

@@ -150,7 +150,9 @@ def model_files(model: ModelConfig) -> Finding:
         record = store.record_of(model, folder)
         if record is not None and not model.path:
             found = f"{file}, the file that was pulled, is missing"
-            return problem(check, found, f"run `starling pull {record.source} --name {name}`")
+            command = f"starling pull {sources.shown(record.source)} --name {name} --sha256 {record.digest}"
+            more = ", with the same --quant" if record.source.startswith("hf:") else ""
+            return problem(check, found, f"run `{command}`{more}")
         if model.path and not sources.is_remote(model.path):
             return problem(check, f"{file} does not exist", "correct models[].path")
         return warning(check, "is not here yet", f"`starling prepare {name}` fetches it; `starling up` does so too")
@@ -159,8 +161,8 @@ def model_files(model: ModelConfig) -> Finding:
     if located is None and store.is_checkpoint(model, folder):
         return problem(check, f"{file} is damaged, or not complete", store.checkpoint_remedy(model, folder))
     if located is None and expected:
-        found = f"{file} has changed since its SHA-256 was computed, expected {expected}"
-        return warning(check, found, f"run `starling prepare {name}`, which computes it again")
+        found = f"{file} is new, or has changed since its SHA-256 was computed; expected {expected}"
+        return warning(check, found, f"run `starling prepare {name}`, which computes it")
     if located is None:
         return warning(check, f"{file} is new or has changed", f"run `starling prepare {name}`")
     if expected and located.digest != expected:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from pipeline import cgroup
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, ServerConfig
-from pipeline.models import digests, registry
+from pipeline.models import digests, registry, sources
 from pipeline.models.pull import pull
 from pipeline.models.sources import FileSource
 from pipeline.models.store import no_progress
@@ -177,7 +177,7 @@ def test_files_of_pulled_models(home: Path, tmp_path: Path) -> None:
         "model org/one",
         "problem",
         f"{blob}, the file that was pulled, is missing",
-        f"run `starling pull {record.source} --name org/one`",
+        f"run `starling pull {sources.shown(record.source)} --name org/one --sha256 {record.digest}`",
     )
     blob.write_bytes(content[::-1])
     assert (found().state, record.digest in found().found) == ("warning", True)

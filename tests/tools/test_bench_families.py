@@ -58,7 +58,7 @@ def test_a_prompt_attends_to_as_many_positions_as_the_input_of_an_encoder() -> N
         def __init__(self) -> None:
             self.clock = time.perf_counter
 
-        def _fill(self, rows: int, tokens: int) -> None:
+        def fill_tokens(self, rows: int, tokens: int) -> None:
             found.clear()
 
         def _compute_prompt(self, row: int, tokens: int, start: int = 0) -> None:

@@ -5,6 +5,7 @@ A process is identified by (pid, start_ticks), because the kernel uses a pid aga
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -13,11 +14,20 @@ import time
 from shm.arena import process_ticks
 
 
+def _open(pid: int) -> int:
+    """A pidfd; -1 if no process has this pid any more."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        # EINVAL, from Linux 6.16 on ENOENT: only a process group has this number, whose leader was waited for.
+        if error.errno not in (errno.ESRCH, errno.EINVAL, errno.ENOENT):
+            raise
+        return -1
+
+
 def is_alive(pid: int, ticks: int) -> bool:
     """Whether the process runs. One that has exited does not, even before its parent has waited for it."""
-    try:
-        pidfd = os.pidfd_open(pid)
-    except ProcessLookupError:
+    if (pidfd := _open(pid)) < 0:
         return False
     try:
         return process_ticks(pid) == ticks and not select.select([pidfd], [], [], 0)[0]
@@ -31,9 +41,7 @@ class Fence:
     def __init__(self, pids: tuple[tuple[int, int], ...]) -> None:
         self._pidfds: list[int] = []
         for pid, ticks in pids:
-            try:
-                pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
+            if (pidfd := _open(pid)) < 0:
                 continue
             # The descriptor refers to one process: it cannot become another between the check and the signal.
             if process_ticks(pid) != ticks:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 from pipeline.errors import ConfigError
 from pipeline.models import store
@@ -17,6 +18,7 @@ from shm.checkpoint import Index
 
 if TYPE_CHECKING:
     from stages.worker.checkpoint.prepare_source import CheckVocabulary
+    from stages.worker.checkpoint.source import Source
 
 log = logging.getLogger("starling.checkpoint")
 
@@ -41,6 +43,8 @@ class DirectoryConversion:
 
     def check(self, directory: Path) -> None:
         """As `Conversion.check`: the class, its numbers, and the vocabulary."""
+        from stages.worker.checkpoint.gguf import GgufError
+        from stages.worker.checkpoint.vocabulary import read_vocabulary as read_tokenizer
         from stages.worker.huggingface import config as json_files
         from stages.worker.huggingface.config import CheckpointDirectoryError
         from stages.worker.huggingface.metadata import family_of, hyper_parameters
@@ -53,8 +57,14 @@ class DirectoryConversion:
             _, family = family_of(config)
             hyper_parameters(config, family)
             if config.has("vocab_size"):  # otherwise the embedding says how many ids there are
-                read_vocabulary(directory, config, config.integer("vocab_size"), self.pretokenizer)
-        except CheckpointDirectoryError as error:
+                rows = config.integer("vocab_size")
+                keys = read_vocabulary(directory, config, rows, self.pretokenizer)
+                embedding = SimpleNamespace(shape=(rows, 0))
+                head = SimpleNamespace(path=directory, metadata=keys, tensors={"token_embd.weight": embedding})
+                data = read_tokenizer(cast("Source", head), self.pretokenizer)
+                if self._check_vocabulary is not None:
+                    self._check_vocabulary(data, directory)
+        except (CheckpointDirectoryError, GgufError) as error:
             raise ConfigError(str(error), param="model") from None
 
     def convert(

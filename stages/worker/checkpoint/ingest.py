@@ -296,8 +296,9 @@ class _HashingCore:
         with self._lock:
             self._is_needed = False
             for thread in self._left_by:
-                with suppress(OSError):  # it has ended
-                    os.sched_setaffinity(thread, self._cores)
+                if os.path.exists(f"/proc/self/task/{thread}"):  # otherwise another process may have its number by now
+                    with suppress(OSError):  # it has just ended
+                        os.sched_setaffinity(thread, self._cores)
 
 
 class _IdentityCheck:
