@@ -42,8 +42,14 @@ class Packed(NamedTuple):
 def random_matrix(name: str, rows: int, units: int, rng: np.random.Generator) -> Packed:
     fmt = FORMATS[name]
     columns = units * fmt.unit
-    source = np.ascontiguousarray(random_tensor(Type[name], rows, columns, rng, 1.0))
-    raw = source.view(np.uint8).reshape(rows, units * fmt.source_bytes)
+    return packed(fmt, np.ascontiguousarray(random_tensor(Type[name], rows, columns, rng, 1.0)))
+
+
+def packed(fmt: Format, source: np.ndarray) -> Packed:
+    """A matrix as GGUF holds it, packed; its rows are those of `source`."""
+    rows = source.shape[0]
+    raw = source.view(np.uint8).reshape(rows, -1)
+    columns = raw.shape[1] // fmt.source_bytes * fmt.unit
     pieces = np.concatenate([piece.reshape(-1) for piece in pack(raw, fmt)])
     stream = aligned(pieces.size)
     stream[:] = pieces

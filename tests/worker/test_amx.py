@@ -1,63 +1,177 @@
 """AMX tiles: what their instructions are, and that everything around them gives the bytes of the other paths.
 
-`tests/worker/test_matmul.py` multiplies with `STARLING_ISA=tiles`, which is the same kernels with the tile
-product itself computed by VNNI, and with `amx` where there is one.
+`tests/worker/test_matmul.py` multiplies with `STARLING_ISA=tiles`, which is the same kernels with emulated tiles, and
+with `amx` where there are some.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 
-import llvmlite.binding as llvm
 import numpy as np
 import pytest
-from llvmlite import ir
+from numba import njit
 
-from stages.worker.kernels import amx, gemm
-from stages.worker.kernels.buffer_sizes import MATMUL_BYTES
+from stages.worker.kernels import amx_tiles, gemm
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, PRODUCT, RECORD, SPILL_BYTES
 from stages.worker.kernels.formats import QUANTIZED
 from tests.worker.instruction_sets import available_isas
 from tests.worker.matrices import aligned, digest_of_products, multiply, random_matrix
 
 
-def shapes() -> list[tuple[int, int]]:
-    """Rows and bytes of a row of each tile, as the CPU reads them."""
-    data = b"".join(word.to_bytes(4, "little") for word in amx.configuration())
+@pytest.mark.parametrize(("halves", "runs"), [(False, 8), (True, 4)])
+def test_the_configuration_is_as_the_cpu_reads_it(halves: bool, runs: int) -> None:
+    data = b"".join(word.to_bytes(4, "little") for word in amx_tiles.configuration(halves))
     assert len(data) == 64
     assert data[0] == 1  # the palette of 8 tiles of at most 16 rows of 64 bytes
     assert not any(data[1:16])
     assert not any(data[32:48])
     assert not any(data[56:])
-    return [(data[48 + i], int.from_bytes(data[16 + 2 * i : 18 + 2 * i], "little")) for i in range(8)]
+    shapes = [(data[48 + i], int.from_bytes(data[16 + 2 * i : 18 + 2 * i], "little")) for i in range(8)]
+    sums, values, codes = (16, 64), (16, 4 * runs), (runs, 64)  # rows, bytes of a row
+    assert shapes == [sums, sums, values, values, codes, codes, (0, 0), (0, 0)]
 
 
-@pytest.mark.parametrize(("sums", "a", "b", "vectors"), [(0, 2, 4, 8), (1, 3, 5, 8), (0, 6, 7, 4), (1, 6, 7, 4)])
-def test_a_product_is_five_instructions(sums: int, a: int, b: int, vectors: int) -> None:
-    tiles = shapes()
-    assert tiles[sums] == (16, 64)
-    assert tiles[a] == (16, 4 * vectors)  # 16 tokens, 4 bytes for each code vector
-    assert tiles[b] == (vectors, 64)
-    llvm.initialize_all_targets()
-    llvm.initialize_all_asmprinters()
-    module = ir.Module()
-    word = ir.IntType(64)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [word] * 4), "product")
-    builder = ir.IRBuilder(function.append_basic_block())
-    amx._emit_tiles(sums, a, b, vectors)(builder, *function.args)
-    builder.ret_void()
-    target = llvm.Target.from_triple("x86_64-pc-linux-gnu")
-    machine = target.create_target_machine(cpu="sapphirerapids", features="+amx-int8,+amx-tile", opt=3)
-    assembly = machine.emit_assembly(llvm.parse_assembly(str(module))).splitlines()
-    tile_lines = [line.split(None, 1) for line in assembly if "tmm" in line]
-    assert [name for name, _ in tile_lines] == ["tilezero", "tileloadd", "tileloadd", "tdpbsud", "tilestored"]
-    operands = [text.replace(" ", "") for _, text in tile_lines]
-    assert operands[0] == f"%tmm{sums}"
-    assert operands[1].endswith(f",%tmm{a}")
-    assert operands[2].endswith(f",%tmm{b}")
-    assert operands[3] == f"%tmm{b},%tmm{a},%tmm{sums}"  # AT&T: unsigned codes, signed values, sums
-    assert operands[4].startswith(f"%tmm{sums},")
+# ------------------------------------------------------------------ instructions
+
+KERNELS = ("_whole_of_starts", "_whole_of_minimums", "_half_of_starts", "_half_of_minimums")
+
+
+# The kernels' assembly for a CPU with AMX, by name, as JSON: in a process of its own, which cannot run them. The first
+# import settles on the host's CPU; numba reads the environment when it is imported after that.
+ASSEMBLY = f"""
+import json, os
+import stages.worker
+os.environ |= {{"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+amx-tile,+amx-int8"}}
+from numba import types
+from stages.worker.kernels import amx
+found = {{}}
+for name in {KERNELS}:
+    kernel = getattr(amx, name)
+    kernel.compile((*(types.int64,) * 7, types.boolean, *(types.int64,) * 3))
+    found[name] = kernel.inspect_asm(kernel.signatures[0])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def assembly() -> dict[str, str]:
+    found: dict[str, str] = json.loads(run_with({"STARLING_ISA": "vnni"}, ASSEMBLY))
+    return found
+
+
+def basic_blocks(assembly: str) -> list[list[str]]:
+    """The instructions of each block without labels and jumps inside, blanks removed."""
+    blocks: list[list[str]] = [[]]
+    for line in assembly.splitlines():
+        instruction = "".join(line.split("#")[0].split())
+        if instruction.endswith(":"):
+            blocks.append([])
+        elif instruction and not instruction.startswith("."):
+            blocks[-1].append(instruction)
+            if instruction.startswith("j"):
+                blocks.append([])
+    return blocks
+
+
+# Of a step of an even product i: i + 2 multiplied, i + 3 loaded, i + 1 stored in the middle of the scaling; then of an
+# odd one. AT&T order: unsigned codes, signed values, sums.
+PAIR_OF_STEPS = [
+    "tilezero%tmm0",
+    "tdpbsud%tmm4,%tmm2,%tmm0",
+    "tileloadd%tmm3",
+    "tileloadd%tmm5",
+    "tilestored%tmm1",
+    "tilezero%tmm1",
+    "tdpbsud%tmm5,%tmm3,%tmm1",
+    "tileloadd%tmm2",
+    "tileloadd%tmm4",
+    "tilestored%tmm0",
+]
+
+
+def without_address(instruction: str) -> str:
+    if instruction.startswith("tileloadd"):
+        return "tileloadd" + instruction[instruction.rindex("%") :]
+    return instruction.split(",(")[0].split(",1024(")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("vnni" not in available_isas(), reason="compiles the kernels of VNNI and more")
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_main_loop_is_one_block_in_the_order_of_the_pipeline(assembly: dict[str, str], name: str) -> None:
+    loops = [block for block in basic_blocks(assembly[name]) if sum("tilestored" in line for line in block) == 2]
+    assert len(loops) == 1
+    loop = loops[0]
+    assert [without_address(line) for line in loop if "tmm" in line] == PAIR_OF_STEPS
+    # The f32 operations of 8 tokens each lie before and after each store.
+    stores = [i for i, line in enumerate(loop) if "tilestored" in line]
+    operations = [sum(line.startswith("vfmadd") for line in part) for part in (loop[: stores[0]], loop[stores[1] :])]
+    operations.append(sum(line.startswith("vfmadd") for line in loop[stores[0] : stores[1]]))
+    eight_tokens = 8 * (3 if "minimums" in name else 2)
+    assert operations == [eight_tokens, eight_tokens, 2 * eight_tokens]
+
+
+# ------------------------------------------------------------------ emulation
+
+
+def products_of_emulated_tiles() -> str:
+    """What the slots of `spill` hold after instructions in an order that shows which tiles keep what, against NumPy."""
+    load_even, multiply_even, store_even = amx_tiles.EVEN
+    load_odd, multiply_odd, store_odd = amx_tiles.ODD
+    configure = amx_tiles.configure
+
+    @njit
+    def run(spill, halves, x, y, u, v):
+        configure(spill, halves)
+        load_even(spill, x, RECORD, u)
+        load_odd(spill, y, RECORD, v)
+        multiply_even(spill)
+        load_even(spill, y, RECORD, u)
+        multiply_odd(spill)
+        store_even(spill)
+        store_odd(spill)
+
+    @njit
+    def run_again(spill):
+        multiply_even(spill)
+        store_even(spill)
+        store_odd(spill)
+
+    rng = np.random.default_rng(1)
+    for halves, n in ((False, 32), (True, 16)):
+        x, y, u, v = (aligned(1024) for _ in range(4))
+        for buffer in (x, y, u, v):
+            buffer[:] = rng.integers(0, 256, buffer.size)
+        spill = aligned(SPILL_BYTES)
+
+        def product(values: np.ndarray, codes: np.ndarray, n: int = n) -> list[list[int]]:
+            by_row = codes[: 16 * n].reshape(n // 4, 16, 4).transpose(1, 0, 2).reshape(16, n)
+            signed = values.view(np.int8).reshape(16, 64)[:, :n].astype(np.int32)
+            return (signed @ by_row.astype(np.int32).T).tolist()
+
+        def slot(i: int, spill: np.ndarray = spill) -> list[list[int]]:
+            return spill[PRODUCT * i :][:PRODUCT].view(np.int32).reshape(16, 16).tolist()
+
+        run(spill.ctypes.data, halves, *(buffer.ctypes.data for buffer in (x, y, u, v)))
+        assert (slot(0), slot(1)) == (product(x, u), product(y, v))
+        spill[: 2 * PRODUCT] = 0
+        run_again(spill.ctypes.data)
+        assert (slot(0), slot(1)) == (product(y, u), product(y, v))
+    return "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("tiles" not in available_isas(), reason="the emulation multiplies with VNNI")
+def test_emulated_tiles_keep_what_was_loaded_and_multiplied() -> None:
+    code = "from tests.worker import test_amx as t; print(t.products_of_emulated_tiles())"
+    assert run_with({"STARLING_ISA": "tiles"}, code) == "equal"
+
+
+# ------------------------------------------------------------------ products
 
 
 TILE_ISAS = [isa for isa in available_isas() if isa in ("amx", "tiles")]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stages.worker.checkpoint.layout import groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
 from stages.worker.kernels.buffer_sizes import RECORD, row_bytes
-from stages.worker.kernels.dots import STARTS_BIASED
+from stages.worker.kernels.dots import BASE_BITS, STARTS_BIASED
 from stages.worker.kernels.formats import FORMATS, QUANTIZED
 from stages.worker.kernels.quantize_activations import SCALE, SSUM
 from tests.worker.instruction_sets import available_isas
@@ -25,10 +25,11 @@ from tests.worker.matrices import (
     digest_of_products,
     fill_codes,
     multiply,
+    packed,
     random_matrix,
 )
 from tools.reference.arithmetic import quantize
-from tools.reference.blocks import unpack
+from tools.reference.blocks import BLOCKS, Type, unpack
 from tools.reference.exact_forward import matmul as exact_matmul
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
@@ -58,7 +59,7 @@ def test_records_hold_the_reference_blocks() -> None:
                 -32 * halves[:, 1],
                 0 * total,
             ]
-            assert starts.tolist() == np.stack(expected, axis=1).tolist()
+            assert (starts - BASE_BITS).tolist() == np.stack(expected, axis=1).tolist()
 
 
 def test_non_finite_activations_stay_non_finite() -> None:
@@ -84,6 +85,34 @@ def test_kernels_equal_the_reference_implementation(name: str) -> None:
             x = awkward(tokens, m.columns, rng)
             y = multiply(m, x)
             assert y.tobytes() == exact_matmul(unpack(m.source, m.kind), x).tobytes(), (tokens, rows, units)
+
+
+@pytest.mark.parametrize(
+    ("name", "at", "value"),
+    [
+        *((f.name, BLOCKS[Type[f.name]].d_at, b"\x00\x7c") for f in QUANTIZED if f.name != "MXFP4"),
+        *((f.name, BLOCKS[Type[f.name]].d_at, b"\x00\xfc") for f in QUANTIZED if f.name != "MXFP4"),
+        *(("MXFP4", 0, bytes([exponent])) for exponent in (0, 1, 232, 233, 254, 255)),
+    ],
+)
+def test_scales_at_the_ends_of_their_range(name: str, at: int, value: bytes) -> None:
+    """An f16 scale of +-infinity, and scales of MXFP4 around the largest whose product with BASE is finite."""
+    rng = np.random.default_rng(11)
+    fmt = FORMATS[name]
+    m = random_matrix(name, 20, 3, rng)
+    source = m.source.view(np.uint8).reshape(20, 3, fmt.source_bytes)
+    source[::3, 1, at : at + len(value)] = np.frombuffer(value, np.uint8)
+    m = packed(fmt, source.reshape(20, -1))
+    x = rng.standard_normal((16, m.columns)).astype(np.float32)
+    x[::4] = 0
+    with np.errstate(invalid="ignore"):  # infinity times a sub-scale of 0
+        expected = exact_matmul(unpack(m.source, m.kind), x)
+    assert np.isfinite(expected).all() == (name == "MXFP4" and value[0] <= 232)
+    for tokens in (1, 2, 16):
+        y = multiply(m, x[:tokens])
+        assert np.array_equal(np.isnan(y), np.isnan(expected[:tokens]))
+        numbers = ~np.isnan(y)
+        assert y[numbers].tobytes() == expected[:tokens][numbers].tobytes()
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -150,7 +150,8 @@ def test_matmul_number_by_number(kind: Type) -> None:
                     q = codes.reshape(-1)[p * width : (p + 1) * width].astype(int)
                     scale = scales[p * width // 32]
                     dot = int((weights.codes[p, r].astype(int) * q).sum())
-                    acc = fma1(F(dot) * weights.scales[p, r], scale, acc)
+                    d = weights.scales[p, r]
+                    acc = fma1(fma1(F(exact_forward.BASE + dot), d, -exact_forward.BASE * d), scale, acc)
                     if weights.minimums is not None:
                         acc = fma1(weights.minimums[p, r], scale * F(int(q.sum())), acc)
             assert got[n, r].tobytes() == acc.tobytes()

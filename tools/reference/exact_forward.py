@@ -22,6 +22,7 @@ from tools.reference.fma import fma
 from tools.reference.source import Source, pair_slices
 
 SEGMENT = 256
+BASE = np.float32(12582912)  # 1.5 * 2^23; docs/numerics.md
 _CHUNK = 1 << 16  # f32 elements of a piece of work: they and their f64 fit into the CPU's cache
 
 
@@ -61,10 +62,19 @@ def _quantized(matrix: Matrix, rows: slice, prepared: tuple[np.ndarray, np.ndarr
     for piece in range(weights.shape[0]):
         # Whole numbers below 2^24 (32 * 128 * 127): exact in f32 in whatever order BLAS adds them.
         dots = codes[piece] @ weights[piece].T
-        acc = fma(dots * matrix.scales[piece, rows], scales[piece], acc)
+        acc = fma(_scaled(dots, matrix.scales[piece, rows]), scales[piece], acc)
         if matrix.minimums is not None:
             acc = fma(matrix.minimums[piece, rows], sums[piece], acc)
     return acc
+
+
+def _scaled(dots: np.ndarray, d: np.ndarray) -> np.ndarray:
+    """`scaled(dot, D)` of docs/numerics.md; the sign of a zero, which no sum shows, may differ."""
+    with np.errstate(over="ignore"):
+        minus_base = -BASE * d
+    if np.isfinite(minus_base).all():
+        return dots * d
+    return fma(BASE + dots, d, minus_base)
 
 
 def rotations(tables: RopeTables, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -22,9 +22,10 @@ from functools import partial
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels import amx, gemm
-from stages.worker.kernels.buffer_sizes import CODE_BYTES, SPILL_BYTES, unpacked_bytes
+from stages.worker.kernels import amx, amx_tiles, gemm
+from stages.worker.kernels.buffer_sizes import CODE_BYTES, SPILL_BYTES, unpacked_bytes_of
 from stages.worker.kernels.features import Verdict
+from stages.worker.kernels.format_traits import HAS_HALVES, trait
 from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
 from stages.worker.kernels.simd import JIT, address
@@ -43,12 +44,12 @@ def by_tiles(kind, u, v, x, out, spill, times):
     """The products with AMX tiles."""
     stride = BLOCKS * RECORD
     for _ in range(times):
-        amx.configure(spill)
+        amx_tiles.configure(spill, trait(kind, HAS_HALVES) != 0)
         for t in range(0, TOKENS, amx.TOKENS):
             at, to = x + t * stride, out + t * STRIDE
             amx.quantized_16(kind, u, BLOCKS, at, stride, to, STRIDE, True, spill, u, 0)
             amx.quantized_16(kind, v, BLOCKS, at, stride, to + GAP, STRIDE, True, spill, v, 0)
-        amx.release()
+        amx_tiles.release(spill)
 
 
 @njit(**JIT)
@@ -74,7 +75,7 @@ def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
 
 def _chunk(fmt: QuantizedFormat, rng: np.random.Generator) -> tuple[np.ndarray, int]:
     """An unpacked chunk of random codes and factors."""
-    size = unpacked_bytes(fmt)
+    size = unpacked_bytes_of(fmt)
     chunk, at = _aligned(BLOCKS * size)
     blocks = chunk.reshape(BLOCKS, size)
     blocks[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (BLOCKS, CODE_BYTES), dtype=np.uint8)

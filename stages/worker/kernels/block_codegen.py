@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import types
 
 from stages.worker.kernels.buffer_sizes import CODE_BYTES
-from stages.worker.kernels.dots import emit_dot4, emit_dot4_u8
+from stages.worker.kernels.dots import BASE_BITS, emit_dot4, emit_dot4_u8, emit_minus_base, emit_scaled
 from stages.worker.kernels.formats import QuantizedFormat
 from stages.worker.kernels.formats.description import BLOCK, GROUP, LINE, RUNS, Codes
 from stages.worker.kernels.quantize_activations import SCALE, SSUM, START4, START5, START6, START8, ZERO
@@ -231,9 +231,9 @@ def _splat_at(builder: Builder, x: Any, at: int, lane: ir.Type) -> Any:
 
 
 def emit_half_sum(builder: Builder, x: Any, half: int) -> Any:
-    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6 = -32 * sum."""
+    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6."""
     start = load(builder, _offset(builder, x, START6 + 4 * half), I32)
-    total = builder.sitofp(builder.sub(ir.Constant(I32, 0), start), FLOAT)
+    total = builder.sitofp(builder.sub(ir.Constant(I32, BASE_BITS), start), FLOAT)  # 32 * sum
     exact = builder.fmul(total, ir.Constant(FLOAT, 1 / 32))
     return builder.fmul(load(builder, _offset(builder, x, SCALE), FLOAT), exact)
 
@@ -249,12 +249,12 @@ def _add_block(fmt: QuantizedFormat) -> Any:
         d, m = _emit_scales(builder, _ALL, fmt, w, heads)
         scale = _splat_at(builder, x, SCALE, FLOAT)
         for part in range(fmt.scales.parts):
-            total = ir.Constant(i32x16.ir, None)
+            total = _number(i32x16.ir, BASE_BITS)
             if fmt.codes.zero:
                 total = _splat_at(builder, x, starts + 4 * part, I32)
             for s in range(runs * part, runs * (part + 1)):
                 total = dot(builder, total, reader.run(s), _splat_at(builder, x, 4 * s, I32))
-            product = builder.fmul(builder.sitofp(total, f32x16.ir), d[part])
+            product = emit_scaled(builder, total, d[part], emit_minus_base(builder, d[part]))
             acc = math("fma")(builder, product, scale, acc)
             if m:
                 if fmt.scales.halves:

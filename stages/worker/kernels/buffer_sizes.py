@@ -37,25 +37,29 @@ def row_bytes(columns: int) -> int:
     return n + 64 if n % 1024 == 0 else n
 
 
-# ------------------------------------------------------------------ gemm.py, amx.py
+# ------------------------------------------------------------------ gemm.py, amx.py, amx_tiles.py
 
 CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11 KB of scratch
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 CODE_BYTES = RUNS * LINE  # of an unpacked block
-UNPACKED_BYTES = CODE_BYTES + 2 * LINE  # of an unpacked block with at most two vectors of D and M
-PRODUCT = 1024  # bytes of the stored sums of a tile product
-SPILL_BYTES = 4 * PRODUCT + 64  # four products on their way, and the tile configuration
+PRODUCT = 1024  # bytes of the stored sums of a tile product, and of an emulated tile
+SPILL_BYTES = 2 * PRODUCT + 64 + 6 * PRODUCT  # two stored products, the tile configuration, six emulated tiles
 
 
-def unpacked_bytes(fmt: QuantizedFormat) -> int:
-    """Of an unpacked block."""
-    return CODE_BYTES + LINE * max(2, fmt.scales.parts * (1 + fmt.scales.minimum))
+def unpacked_bytes(parts: int, minimum: bool) -> int:
+    """Of an unpacked block of `parts` scales, with minimums or without."""
+    return CODE_BYTES + LINE * max(2, parts * (1 + minimum))
+
+
+def unpacked_bytes_of(fmt: QuantizedFormat) -> int:
+    """Of an unpacked block of a format."""
+    return unpacked_bytes(fmt.scales.parts, fmt.scales.minimum)
 
 
 def _chunk_bytes() -> int:
     """Scratch of one row group's chunk in any format."""
-    quantized = max(CHUNK // f.blocks * f.blocks * unpacked_bytes(f) for f in QUANTIZED)
-    return max(CHUNK * UNPACKED_BYTES, quantized, 64 * DENSE_CHUNK)
+    quantized = max(CHUNK // f.blocks * f.blocks * unpacked_bytes_of(f) for f in QUANTIZED)
+    return max(quantized, 64 * DENSE_CHUNK)
 
 
 CHUNK_BYTES = _chunk_bytes()

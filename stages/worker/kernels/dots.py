@@ -3,6 +3,10 @@
 Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI this is one instruction.  Without it,
 `vpmaddubsw` adds two products in 16 bits, which saturates for codes above 127: codes of 8 bits (value + 128) are
 therefore multiplied as signed values.
+
+A sum starts at BASE_BITS, the bits of the f32 BASE = 1.5 * 2^23, plus the start of its format: as long as it is below
+2^22 (the largest is 32 * 128 * 127), its bits are then the f32 `BASE + sum`, and one fma converts and scales it
+(docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ from typing import Any
 
 from llvmlite import ir
 
-from stages.worker.kernels.simd import VNNI, Builder, i32x16
-from stages.worker.kernels.simd.vectors import call, operation, pick
+from stages.worker.kernels.simd import VNNI, Builder, f32x16, i32x16
+from stages.worker.kernels.simd.arithmetic import math
+from stages.worker.kernels.simd.vectors import call, constant, operation, pick
+
+BASE_BITS, BASE = 0x4B400000, 12582912.0
 
 _BYTES, _WORDS, _LONGS = (ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (32, 8)))
 
@@ -71,6 +78,16 @@ def _signed(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
         size = call(builder, "llvm.abs.v32i8", _BYTES, [w, no_poison])
         sums.append(_sum_of_pairs(builder, size, call(builder, "llvm.x86.avx2.psign.b", _BYTES, [value, w])))
     return _joined(builder, acc, sums)
+
+
+def emit_minus_base(builder: Builder, d: Any) -> Any:
+    """-BASE * d, for `emit_scaled`."""
+    return builder.fmul(d, constant(f32x16, -BASE))
+
+
+def emit_scaled(builder: Builder, bits: Any, d: Any, minus_base: Any) -> Any:
+    """f32(sum) * d, rounded once, of a sum that started at BASE_BITS."""
+    return math("fma")(builder, builder.bitcast(bits, f32x16.ir), d, minus_base)
 
 
 # Emitters for unrolled code. With `STARTS_BIASED`, sums of 8-bit codes start at -128 times the sum of the values;

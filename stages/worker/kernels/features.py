@@ -7,7 +7,7 @@ it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
     vnni       512-bit AVX-512 with VNNI
     amx        the same with AMX tiles for 16 tokens and more of every quantized format
     native     the best of these that the CPU has (default); AMX only for formats for which amx_probe.py found it faster
-    tiles      the kernels of `amx` with VNNI in place of its instructions, for tests where there is no AMX
+    tiles      the kernels of `amx` with emulated tiles (amx_tiles.py), for tests where there is no AMX
 
 `STARLING_AMX_FORMATS`, names separated by commas, replaces the formats that use tiles under `amx`, `tiles` and `native`
 on a CPU with AMX.

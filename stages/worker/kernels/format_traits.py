@@ -11,7 +11,7 @@ from numba import njit, types
 
 from stages.worker.kernels import features
 from stages.worker.kernels.block_codegen import start_offset
-from stages.worker.kernels.buffer_sizes import unpacked_bytes
+from stages.worker.kernels.buffer_sizes import unpacked_bytes_of
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.formats import BLOCK, BY_ID, Format, QuantizedFormat
 from stages.worker.kernels.simd import INLINE
@@ -35,7 +35,7 @@ def _row(fmt: Format) -> list[int]:
     if not isinstance(fmt, QuantizedFormat):
         return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0, 0]
     scales = fmt.scales
-    numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes(fmt)]
+    numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes_of(fmt)]
     return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), int(fmt.name in features.tile_formats())]
 
 

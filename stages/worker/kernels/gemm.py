@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import njit
 
-from stages.worker.kernels import amx, tiles
+from stages.worker.kernels import amx, amx_tiles, tiles
 from stages.worker.kernels.buffer_sizes import CHUNK, CHUNK_BYTES, CHUNKS_BYTES, CODE_BYTES, DENSE_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.format_traits import (
@@ -75,19 +75,20 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
                 prefetch(next_v)
                 next_u, next_v = next_u + 64, next_v + 64
             dots = tiles.start(i32_tile(vectors), x + start, stride)
-            d_u, d_v = load_f32(u + CODE_BYTES), load_f32(v + CODE_BYTES)
+            # Scales are loaded after the dot products, which need all registers.
             if halves:
-                second_u, second_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
                 dots = tiles.dots_first(dots, u, v, x, stride)
                 if not IN_REGISTERS:
                     acc = tile_load(acc, out, out_stride, gap, 2)
+                d_u, d_v = load_f32(u + CODE_BYTES), load_f32(v + CODE_BYTES)
                 acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
                 if minimums:
                     m_u, m_v = load_f32(u + CODE_BYTES + 128), load_f32(v + CODE_BYTES + 128)
                     acc = tiles.fma_first_sum(acc, m_u, m_v, x, stride)
                 dots = tiles.start(i32_tile(vectors), x + second, stride)
                 dots = tiles.dots_second(dots, u, v, x, stride)
-                acc = tiles.scaled(acc, dots, second_u, second_v, x + SCALE, stride)
+                d_u, d_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
+                acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
                 if minimums:
                     m_u, m_v = load_f32(u + CODE_BYTES + 192), load_f32(v + CODE_BYTES + 192)
                     acc = tiles.fma_second_sum(acc, m_u, m_v, x, stride)
@@ -102,6 +103,7 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
                     dots = tiles.dots(dots, u, v, x, stride)
                 if not IN_REGISTERS:
                     acc = tile_load(acc, out, out_stride, gap, 2)
+                d_u, d_v = load_f32(u + CODE_BYTES), load_f32(v + CODE_BYTES)
                 acc = tiles.scaled(acc, dots, d_u, d_v, x + SCALE, stride)
                 if minimums:
                     m_u, m_v = load_f32(u + CODE_BYTES + 64), load_f32(v + CODE_BYTES + 64)
@@ -228,7 +230,7 @@ def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scrat
     at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if by_tiles else max(24, TOKENS_BYTES // stride // 6 * 6)
     spill = scratch + CHUNKS_BYTES
     if by_tiles:
-        amx.configure(spill)
+        amx_tiles.configure(spill, trait(kind, HAS_HALVES) != 0)
     t = 0
     while t < tokens:
         some = tokens - t
@@ -269,4 +271,4 @@ def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scrat
                     )
         t += some
     if by_tiles:
-        amx.release()
+        amx_tiles.release(spill)

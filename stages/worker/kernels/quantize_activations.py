@@ -5,14 +5,14 @@ A record (32 values, 64 bytes = one cache line, 64-byte aligned):
     0   q        32 x s8
     32  scale    f32
     36  ssum     f32    scale * f32(h0 + h1)
-    40  start4   i32    -8 (h0 + h1): the start of integer sums for codes with zero point 8 (Q4_0)
-    44  start5   i32    -16 (h0 + h1), for zero point 16 (Q5_0, MXFP4)
-    48  start8   i32    -128 (h0 + h1), for zero point 128 (Q8_0, IQ4_NL, IQ4_XS); 0 where dots.py subtracts it
-    52  start6   i32    -32 h0 and, at 56, -32 h1, for zero point 32 and two scales a block (Q6_K, Q3_K)
-    60  zero     i32    0, for all other codes
+    40  start4   i32    B - 8 (h0 + h1): the start of integer sums for codes with zero point 8 (Q4_0)
+    44  start5   i32    B - 16 (h0 + h1), for zero point 16 (Q5_0, MXFP4)
+    48  start8   i32    B - 128 (h0 + h1), for zero point 128 (Q8_0, IQ4_NL, IQ4_XS); B where dots.py subtracts it
+    52  start6   i32    B - 32 h0 and, at 56, B - 32 h1, for zero point 32 and two scales a block (Q6_K, Q3_K)
+    60  zero     i32    B, for all other codes
 
-A sum of products of unsigned codes that begins there needs no further correction.  h0 and h1 are the exact sums of q
-over each half of 16.  A row of K values is ceil(K / 32) records.
+A sum of products of unsigned codes that begins there needs no further correction.  B is BASE_BITS of dots.py; h0 and h1
+are the exact sums of q over each half of 16.  A row of K values is ceil(K / 32) records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 from numba import njit
 
 from stages.worker.kernels.buffer_sizes import RECORD
-from stages.worker.kernels.dots import STARTS_BIASED
+from stages.worker.kernels.dots import BASE_BITS, STARTS_BIASED
 from stages.worker.kernels.formats import BLOCK
 from stages.worker.kernels.simd import (
     INLINE,
@@ -69,12 +69,12 @@ def quantize_block(low, high, to):
     total = h0 + h1
     put_f32(to + SCALE, scale)
     put_f32(to + SSUM, scale * np.float32(total))
-    put_i32(to + START4, -8 * total)
-    put_i32(to + START5, -16 * total)
-    put_i32(to + START8, _BIAS * total)
-    put_i32(to + START6, -32 * h0)
-    put_i32(to + START6 + 4, -32 * h1)
-    put_i32(to + ZERO, 0)
+    put_i32(to + START4, BASE_BITS - 8 * total)
+    put_i32(to + START5, BASE_BITS - 16 * total)
+    put_i32(to + START8, BASE_BITS + _BIAS * total)
+    put_i32(to + START6, BASE_BITS - 32 * h0)
+    put_i32(to + START6 + 4, BASE_BITS - 32 * h1)
+    put_i32(to + ZERO, BASE_BITS)
 
 
 @njit(**JIT)

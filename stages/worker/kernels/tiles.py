@@ -13,7 +13,15 @@ from typing import Any
 from llvmlite import ir
 
 from stages.worker.kernels.block_codegen import emit_half_sum
-from stages.worker.kernels.dots import add_pairs, begin_pairs, emit_dot4, emit_dot4_u8, end_pairs
+from stages.worker.kernels.dots import (
+    add_pairs,
+    begin_pairs,
+    emit_dot4,
+    emit_dot4_u8,
+    emit_minus_base,
+    emit_scaled,
+    end_pairs,
+)
 from stages.worker.kernels.simd import VNNI, Builder, Tile, f32x16, i32x16
 from stages.worker.kernels.simd.arithmetic import math
 from stages.worker.kernels.simd.register_tiles import strided, tile_operation
@@ -73,11 +81,11 @@ def _dots_of(fold: int, runs: range) -> Callable[..., None]:
 
 
 def _emit_scaled(builder: Builder, vectors: list[Any], dots: list[Any], d0: Any, d1: Any, x: Any, stride: Any) -> None:
+    factors = [(d, emit_minus_base(builder, d)) for d in (d0, d1)]
     for t in range(len(vectors) // 2):
         scale = spread(builder, strided(builder, x, stride, t), FLOAT)
-        for g, d in enumerate((d0, d1)):
-            i = 2 * t + g
-            product = builder.fmul(builder.sitofp(dots[i], f32x16.ir), d)
+        for i, (d, minus_base) in enumerate(factors, 2 * t):
+            product = emit_scaled(builder, dots[i], d, minus_base)
             vectors[i] = math("fma")(builder, product, scale, vectors[i])
 
 
@@ -104,7 +112,7 @@ scaled = tile_operation(
     "scaled",
     (Tile, f32x16, f32x16, *_ROWS),
     _emit_scaled,
-    "fma(f32(dots) * d of the group, token's f32, tile).",
+    "fma(sum * d of the group, token's f32, tile), for dots that started at BASE_BITS.",
 )
 fma = tile_operation("fma", (f32x16, f32x16, *_ROWS), _emit_fma, "fma(vector of the group, token's f32, tile).")
 

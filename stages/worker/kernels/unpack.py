@@ -7,7 +7,7 @@ from typing import Any
 from numba import njit
 
 from stages.worker.kernels.block_codegen import AHEAD, block_operations
-from stages.worker.kernels.buffer_sizes import unpacked_bytes
+from stages.worker.kernels.buffer_sizes import unpacked_bytes_of
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.format_traits import by_format
 from stages.worker.kernels.formats import DENSE, QUANTIZED, DenseFormat, QuantizedFormat
@@ -17,7 +17,7 @@ from stages.worker.kernels.simd import prefetch, store_f32
 
 def _quantized(fmt: QuantizedFormat) -> Any:
     load_head, _, unpack_block, _, prefetch_block = block_operations(fmt)
-    unit_bytes, unit_blocks, unpacked = fmt.unit_bytes, fmt.blocks, unpacked_bytes(fmt)
+    unit_bytes, unit_blocks, unpacked = fmt.unit_bytes, fmt.blocks, unpacked_bytes_of(fmt)
     head_bytes, block_bytes = fmt.scales.head_bytes, fmt.block_bytes
 
     @njit(**INNER)

@@ -18,7 +18,7 @@ from numba.core import cgutils  # noqa: E402
 from numba.extending import intrinsic, models, register_model  # noqa: E402
 
 LANES = 16
-AMX = ISA in ("amx", "tiles")  # `tiles`: the AMX kernels with their tile products done by VNNI
+AMX = ISA in ("amx", "tiles")  # `tiles`: the AMX kernels with emulated tiles
 VNNI = AMX or ISA == "vnni"
 
 # One reviewed constant for every jitted function of the project.
