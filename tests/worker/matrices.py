@@ -126,6 +126,10 @@ def digest_of_products() -> str:
         more = awkward(50, m.columns, rng)
         for tokens in (15, 16, 17, 31, 33, 50):
             h.update(multiply(m, more[:tokens]).tobytes())
+        if fmt.unit == 32:  # fewer blocks than products that AMX has on their way
+            for units in (1, 2, 3, 4, 5):
+                few = random_matrix(name, 17, units, rng)
+                h.update(multiply(few, awkward(16, few.columns, rng)).tobytes())
         if not fmt.dense:
             fill_codes(m)
             h.update(multiply(m, x).tobytes())

@@ -70,8 +70,8 @@ def _quantized(matrix: Matrix, rows: slice, prepared: tuple[np.ndarray, np.ndarr
 
 def _scaled(dots: np.ndarray, d: np.ndarray) -> np.ndarray:
     """`scaled(dot, D)` of docs/numerics.md; the sign of a zero, which no sum shows, may differ."""
-    with np.errstate(over="ignore"):
-        minus_base = -BASE * d
+    d = np.where(np.isinf(d), d, np.minimum(d, np.float32(2.0**104)))  # only scales of MXFP4 can be larger
+    minus_base = -BASE * d
     if np.isfinite(minus_base).all():
         return dots * d
     return fma(BASE + dots, d, minus_base)

@@ -204,7 +204,11 @@ def _emit_scales(builder: Builder, rows: _Rows, fmt: QuantizedFormat, w: Any, he
     """D of each part of the block at w, and M of each part (none without minimums)."""
     scales, at = fmt.scales, fmt.codes.nbytes
     if scales.sub == "e8m0":
-        return [_emit_power(builder, rows, rows.integer(builder, _offset(builder, w, at), False))], []
+        e = rows.integer(builder, _offset(builder, w, at), False)
+        if rows is _ALL:  # for a product, where BASE * D has to be finite (docs/numerics.md)
+            largest = _number(e.type, 232)
+            e = builder.select(builder.icmp_unsigned("<", e, largest), e, largest)
+        return [_emit_power(builder, rows, e)], []
     if not scales.sub:
         f16 = [rows.f16(builder, _offset(builder, w, at + 2 * GROUP * i)) for i in range(1 + scales.minimum)]
         return f16[:1], f16[1:]

@@ -35,6 +35,8 @@ def _row(fmt: Format) -> list[int]:
     if not isinstance(fmt, QuantizedFormat):
         return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0, 0]
     scales = fmt.scales
+    if scales.minimum == (fmt.codes.zero != 0) and (scales.minimum or scales.halves):
+        raise ValueError(f"{fmt.name}: amx.py needs zero 0 with minimums, another one with halves alone")
     numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes_of(fmt)]
     return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), int(fmt.name in features.tile_formats())]
 
