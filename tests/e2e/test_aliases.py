@@ -81,8 +81,11 @@ def load(server: Up, over: threading.Event) -> None:
 
 def test_every_queried_name_moves_with_requests(server: Up) -> None:
     """Its kind and its labels are those that dashboards expect, before the first request as well."""
-    before = scrape(server)
-    assert before.get("vllm:generation_tokens_total") == 0  # a rate needs a first value
+    deadline = time.monotonic() + WAIT_S
+    while "vllm:generation_tokens_total" not in (before := scrape(server)):  # stages publish once per second
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert before["vllm:generation_tokens_total"] == 0  # a rate needs a first value
     over = threading.Event()
     clients = [threading.Thread(target=load, args=(server, over)) for _ in range(3)]
     for client in clients:
