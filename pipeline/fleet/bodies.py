@@ -262,6 +262,7 @@ class MoveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A step was done."""
 
     given_up: bool = False  # the answer to `refuse`: the source has given the session up
+    gone: bool = False  # the answer to `activate`: the copy was closed, has expired, or has moved on
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):

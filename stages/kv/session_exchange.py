@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound
+from pipeline.errors import InvalidRequest, ModelUnavailable
 from pipeline.ipc.control_poll import Later
 from stages.kv.loaded_versions import LoadedVersions
 from stages.kv.sessions import session_transfer as transfer
@@ -45,15 +45,20 @@ class SessionExchange:
         work = self._work(request)
         loaded, sessions = self._versions.find(model, ""), self._versions.sessions.get(model)
         if loaded is None or sessions is None or not loaded.pages.tokenizer:
-            raise NotFound(f"model {model[:128]!r} has no sessions here", "model")
+            # Also while it starts. NotFound would say that a session has ended.
+            raise ModelUnavailable(f"model {model[:128]!r} has no sessions here (yet)", "model")
         digest, tokenizer = loaded.pages.digest, loaded.pages.tokenizer
         ends = Ends(digest, tokenizer, agent, str(request.get("target", "")))
+        tenant, session = str(request.get("tenant", "")), str(request.get("session", ""))
 
         def run(known: ModelSessions) -> dict[str, Any]:
             store = known.store(tokenizer)
             if store is None:
                 raise ModelUnavailable(f"sessions of model {model!r} are not available", "model")
-            return work(store, ends)
+            found = work(store, ends)
+            if found.get("gone") and known.may_have_in_other(tokenizer, tenant, session):
+                raise ModelUnavailable(f"session {session!r} may be here with another tokenizer", "session_id")
+            return found
 
         later = Later()
         sessions.call(run, later.finish)
@@ -75,7 +80,7 @@ class SessionExchange:
             _text(request, "target")
             return lambda store, ends: {"state": transfer.give_up(store, tenant, session, move, ends)}
         if do == "activate":
-            return lambda store, ends: {"state": transfer.activate(store, tenant, session, move)}
+            return lambda store, ends: {"gone": not transfer.activate(store, tenant, session, move)}
         if do == "refuse":
             _text(request, "target")
             return lambda store, ends: {"given_up": transfer.refuse(store, tenant, session, move, ends)}

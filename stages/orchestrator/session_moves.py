@@ -220,11 +220,9 @@ class SessionMoves:
 
     async def _finish(self, source: str, target: str, model: str, entry: SessionEntry) -> None:
         """The source has given the session up: steps 5 and 6. Raises `StarlingError`."""
-        try:
-            await self._step(target, "activate", model, entry, source)
-        except StarlingError as error:
-            if error.code != "NOT_FOUND":
-                raise
+        # An error, whatever it says, does not mean that the copy has ended.
+        answer = await self._step(target, "activate", model, entry, source)
+        if answer.gone:
             # The target had it on its disk before step 4: since then it was closed there, or has moved on.
             log.info("a session that moved is not at its agent any more", extra={"session_id": entry.session})
         self._bind(entry.tenant, entry.session, target)

@@ -7,6 +7,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
-from stages.kv.session_exchange import MAX_LISTED, _lister
+from stages.kv.session_exchange import MAX_LISTED, SessionExchange, _lister
 from stages.kv.sessions import session_transfer as transfer
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
@@ -93,10 +94,10 @@ class Agent:
             transfer.give_up(store, *key, ends)
         elif step.step == "refuse":
             return {"given_up": transfer.refuse(store, *key, ends)}
+        elif step.step == "activate":
+            return {"gone": not transfer.activate(store, *key)}
         else:
-            {"activate": transfer.activate, "settle": transfer.settle, "discard": transfer.discard}[step.step](
-                store, *key
-            )
+            {"settle": transfer.settle, "discard": transfer.discard}[step.step](store, *key)
         return {}
 
 
@@ -122,6 +123,8 @@ class World:
             raise ModelUnavailable("no answer in time")
         if fate == "lost" or not agent.is_up:
             raise ModelUnavailable("it was lost")
+        if fate == "not found":  # by an agent of an older release, or by an engine that is starting
+            raise NotFound("there is nothing here")
         if fate == "dies before":
             raise Death
         answer = agent.answer(path, body)
@@ -212,6 +215,27 @@ def test_a_session_moves_with_all_its_tokens(world: World) -> None:
     for agent in world.agents.values():
         agent.start()
     assert world.tokens() == [1, 2, 3, 4, 5]
+
+
+def test_an_agent_that_does_not_know_of_a_copy_has_not_closed_it(world: World) -> None:
+    """Only its session store knows: not an engine that is starting, nor an agent of an older release."""
+    world.agents["one"].turn(1, create=True)
+    fates = iter(["done", "done", "done", "not found"])
+    world.fate = lambda: next(fates, "done")
+    world.round("one")
+    world.round()
+    assert world.serving() != ["one"] and world.tokens() == [1]
+
+
+def test_an_engine_that_is_starting_does_not_say_that_a_session_is_not_there() -> None:
+    none: Any = SimpleNamespace(find=lambda model, version: None, sessions={})
+    opening: Any = SimpleNamespace(
+        find=lambda model, version: SimpleNamespace(pages=SimpleNamespace(tokenizer="")), sessions={MODEL: None}
+    )
+    asked = {"op": "session", "do": "activate", "model": MODEL, "agent": "two", "session": "s", "move": "m"}
+    for versions in (none, opening):
+        with pytest.raises(ModelUnavailable, match="no sessions here"):
+            SessionExchange(versions).answer(asked)
 
 
 def test_a_session_comes_back(world: World) -> None:
@@ -368,7 +392,17 @@ def test_long_lists_come_in_parts(tmp_path: Path) -> None:
     assert all(len(world.serving(name)) == 1 for name in names) and len(one.store) == 0
 
 
-FATES = (*["done"] * 6, "lost", "late", "twice", "answer lost", "killed after", "dies before", "dies after")
+FATES = (
+    *["done"] * 6,
+    "lost",
+    "not found",
+    "late",
+    "twice",
+    "answer lost",
+    "killed after",
+    "dies before",
+    "dies after",
+)
 
 
 @settings(max_examples=150, deadline=None)

@@ -84,7 +84,10 @@ class EngineSessions:
             move=asked.move,
             target=asked.agent_id,
         )
-        return MoveSessionResponse(given_up=bool(found.get("given_up", False)))
+        return MoveSessionResponse(
+            given_up=bool(found.get("given_up", False)),
+            gone=bool(found.get("gone", False)),
+        )
 
     def _open(self) -> int:
         """Memory for what is sent. Raises `Overloaded`."""

@@ -60,6 +60,12 @@ class ModelSessions:
         """The store of a tokenizer (digest, hex); None before `open`, and when its files cannot be used."""
         return self._stores.get(tokenizer[:TAG_DIGITS])
 
+    def may_have_in_other(self, tokenizer: str, tenant: str, session_id: str) -> bool:
+        """Whether a store of another tokenizer than this has the session, or may have it."""
+        current = self.store(tokenizer)
+        others = [store for store in self._stores.values() if store is not current]
+        return not self.is_complete or any(store.holds(tenant, session_id) for store in others)
+
     def open(
         self, tokenizer: str, root_hash_of: RootHasher, page_tokens: int, bounds: SessionBounds
     ) -> SessionStore | None:

@@ -91,14 +91,14 @@ def give_up(store: SessionStore, tenant: str, session_id: str, move: str, ends: 
     return MOVED
 
 
-def activate(store: SessionStore, tenant: str, session_id: str, move: str) -> State:
-    """The source has given the session up. Raises `NotFound` if the copy of this move is not here any more."""
+def activate(store: SessionStore, tenant: str, session_id: str, move: str) -> bool:
+    """The source has given the session up. False if the copy of this move is not here any more: it has ended."""
     session = store.find(tenant, session_id)
     if session is None or session.move != move or session.state not in (ARRIVED, HELD):
-        raise NotFound(f"there is no copy of session {session_id!r} (any more)", "session_id")
+        return False
     if session.state == ARRIVED:
         _mark(store, session, Mark(HELD, session.agent, move, session.turns, session.changes + 1, store.clock()))
-    return HELD
+    return True
 
 
 def settle(store: SessionStore, tenant: str, session_id: str, move: str) -> None:
