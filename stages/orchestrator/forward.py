@@ -8,7 +8,7 @@ from typing import Protocol
 
 import msgspec
 
-from pipeline.errors import MOVED_TO, ModelUnavailable, NotFound, StarlingError
+from pipeline.errors import MOVED_TO, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
@@ -155,6 +155,14 @@ class Tries:
         self.visited.discard(agent_id)
         self.not_held = refusal
 
+    def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError) -> None:
+        """The agent cannot load the model. Raises it if there is no use in asking another one."""
+        asked = self.routed(forward)
+        if isinstance(error, Overloaded) or (asked.is_held and asked.pinned == agent_id):
+            raise error
+        self.unfit.add(agent_id)
+        self.failure = error
+
     def hold(self, agent_id: str) -> None:
         """The agent has, or may have, the session of the request."""
         self.holder = agent_id
@@ -162,7 +170,7 @@ class Tries:
 
     def begin_session(self, asked: RoutedRequest) -> bool:
         """Whether every agent has answered that it does not have the session, so that one of them may begin it."""
-        if not (asked.is_held and asked.begins) or self.holder or self.unasked:
+        if not (asked.is_held and asked.begins) or asked.pinned or self.unasked:
             return False
         self.may_begin = True
         self.unfit.clear()

@@ -312,15 +312,8 @@ class Relay:
         try:
             await waiter
         except StarlingError as error:
-            if isinstance(error, Overloaded):
-                raise
-            load_failed_on = route.agent_id
-            tries.unfit.add(load_failed_on)
-            tries.failure = error
-            log.warning(
-                "a model was not loaded",
-                extra={"model": model, "agent": load_failed_on, "reason": error.message},
-            )
+            tries.not_loaded(forward, route.agent_id, error)
+            log.warning("a model was not loaded", extra={"model": model, "agent": route.agent_id, "reason": str(error)})
 
     @staticmethod
     async def _comment(out: Out, text: str) -> None:

@@ -136,7 +136,7 @@ class ScoreRouter(RequestRouter):
         order = by_name(request.begins) if request.begins and not request.is_held else self._order
         if not candidates:
             self._refuse(request, scored)
-            if request.is_held and request.begins:
+            if request.is_held and request.begins and not request.pinned:
                 raise ModelUnavailable(f"no agent that has {request.model} ready has the session")
             candidates = [one for one in scored if one.is_candidate]
             # An engine that has just failed to start is tried again only if no other agent can load the model.

@@ -128,6 +128,26 @@ def test_a_session_that_exists_is_not_begun_twice(fleet: Fleet, kvs: list[KvPeer
         assert fleet.post("/v1/session/close", {"model": MODEL, "session_id": name}, MINE).status == 200
 
 
+def test_a_session_is_not_begun_twice_while_its_model_is_not_loaded(
+    fleet: Fleet, kvs: list[KvPeer], engines: list[Server]
+) -> None:
+    """Its agent has unloaded the model, or restarts: it is loaded there again for the next turn."""
+    first = turn(fleet, "unloaded", create_session=True).json
+    holder = holder_of(kvs, "unloaded")
+    agent = fleet.agents[NAMES[holder]]
+    agent.cold[MODEL] = agent.engines.pop(MODEL)
+    agent.may_load.set()
+    try:
+        fleet.wait(lambda state: [len(one["loaded_models"]) for one in state["agents"]].count(0) == 1)
+        answer = turn(fleet, "unloaded", create_session=True)
+    finally:
+        agent.engines[MODEL] = engines[holder]
+        agent.cold.clear()
+        fleet.wait(lambda state: all(one["loaded_models"] for one in state["agents"]))
+    assert holder_of(kvs, "unloaded") == holder and agent.loads == [MODEL]
+    assert answer.json["usage"]["prompt_tokens"] > first["usage"]["total_tokens"], answer.body
+
+
 def test_two_first_turns_at_once_begin_one_session(fleet: Fleet, kvs: list[KvPeer], engines: list[Server]) -> None:
     for engine in engines:
         hold(engine)
@@ -160,7 +180,7 @@ def test_an_agent_may_be_stopped_when_nothing_is_left(fleet: Fleet, engines: lis
     state = fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
     assert {one["may_stop"] for one in state["agents"]} == {False} and "a drain" in state["agents"][0]["stop_waits_for"]
     with Commands(environment) as run:
-        late = run("fleet", "drain", holder, "--wait", "--timeout", "0.1")
+        late = run("fleet", "drain", holder, "--wait", "--timeout", "3")
         assert late.code == 1 and "1 sessions" in late.errors and f"{holder}: draining" in late.output
         fleet.agents[holder].sessions = 0
         done = run("fleet", "drain", holder, "--wait", "--json")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import Progress
 from stages.orchestrator.decisions import Choice, DecisionLog
+from stages.orchestrator.forward import Tries
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
@@ -127,6 +128,19 @@ def test_what_an_agent_holds_is_served_there_though_it_is_cordoned() -> None:
         routing.update_routing_table(views)
         with pytest.raises(ModelUnavailable, match=reason):
             routing.choose(request(pinned="a", is_held=True))
+
+
+def test_a_session_that_may_begin_waits_for_the_agent_that_had_it() -> None:
+    """Which has restarted, or has unloaded its model: it is loaded there, and nowhere else."""
+    asked = request(is_held=True, begins="s", pinned="a")
+    for views in ([view("a"), view("b", engine())], [view("a", engine("other")), view("b", engine())]):
+        found = router(*views).choose(asked)
+        assert (found.agent_id, found.engine, found.must_hold) == ("a", None, True)
+    with pytest.raises(ModelUnavailable, match="has left"):
+        router(view("b", engine())).choose(asked)
+    for pinned, begins in (("a", False), ("", True)):
+        asked = request(is_held=True, begins="s", pinned=pinned)
+        assert Tries(lambda: 0.0).begin_session(asked) is begins
 
 
 def test_a_session_is_looked_for_on_every_agent_the_cordoned_ones_last() -> None:
