@@ -100,7 +100,7 @@ class SessionMoves:
         for view in self._router.table:
             for one in view.details.loaded_models:
                 key = view.agent_id, one.model_id
-                is_due = one.sessions > 0 if view.is_draining else one.sessions_moving > 0
+                is_due = one.sessions_moving > 0 or (view.is_draining and one.sessions > 0)
                 if is_due and view.health == "READY" and _can_move(one) and key not in self._tasks:
                     task = asyncio.get_running_loop().create_task(self._run(view, one))
                     self._tasks[key] = task

@@ -238,6 +238,32 @@ def test_an_engine_that_is_starting_does_not_say_that_a_session_is_not_there() -
             SessionExchange(versions).answer(asked)
 
 
+@pytest.mark.parametrize(
+    ("counts", "drains", "is_due"),
+    [
+        ({"sessions": 1}, True, True),
+        ({"sessions_moving": 1}, True, True),  # a tombstone
+        ({"sessions": 1}, False, False),
+        ({"sessions_moving": 1}, False, True),
+        ({}, True, False),
+    ],
+)
+def test_agents_that_drain_or_have_moves_are_looked_after(
+    world: World, counts: dict[str, int], drains: bool, is_due: bool
+) -> None:
+    row = view("one", engine(moves_sessions=True, **counts), may_start=not drains)
+    table = router(msgspec.structs.replace(row, is_draining=drains))
+    moves = SessionMoves(world, world, table, lambda *args, **more: None, lambda *args: None)
+
+    async def run() -> None:
+        moves.begin_round()
+        while moves._tasks:
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert world.calls == ["one /list_sessions"] * is_due
+
+
 def test_a_session_comes_back(world: World) -> None:
     world.agents["one"].turn(1, create=True)
     seen = []
