@@ -256,5 +256,10 @@ class SessionMoves:
             raise ModelUnavailable(f"agent {agent_id} answers nonsense about sessions: {error}") from None
 
 
+def keeps_models(view: NodeView) -> bool:
+    """Whether idle models must stay loaded: without an engine nobody sees the sessions on the agent's disk."""
+    return view.is_draining or any(one.sessions_moving for one in view.details.loaded_models)
+
+
 def _can_move(one: LoadedModel) -> bool:
     return one.model_state == "READY" and one.moves_sessions

@@ -65,7 +65,7 @@ from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Bounds, Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
-from stages.orchestrator.session_moves import SessionMoves
+from stages.orchestrator.session_moves import SessionMoves, keeps_models
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 
@@ -402,7 +402,7 @@ class OrchestratorStage:
 
     def _unload_idle(self, kept: set[str]) -> None:
         """Unload models that have had no requests for a while, or whose agent is short of memory."""
-        table, unload = self.router.table, self.changes.unload_idle
+        table, unload = [view for view in self.router.table if not keeps_models(view)], self.changes.unload_idle
         for agent_id, model in self.pressure.due(table, kept):
             self._start_placing(agent_id, partial(unload, agent_id, model, "its agent is short of memory"))
         if idle_ms := self.config.fleet.orchestrator.unload_idle_ms:

@@ -54,6 +54,7 @@ class TestAgent:
         self.unloads: list[str] = []
         self.running: dict[str, int] = {}  # sequences by model
         self.sessions = 0  # of each engine
+        self.moving = 0  # likewise
         self.memory = 1000  # models for which there is memory
         self.available: Callable[[], float] = lambda: 1.0  # part of the memory
         self.is_silent = False
@@ -130,6 +131,7 @@ class TestAgent:
                 can_continue=True,
                 running=self.running.get(model, 0),
                 sessions=self.sessions,
+                sessions_moving=self.moving,
             )
             for model, engine in list(self.engines.items())
         ]

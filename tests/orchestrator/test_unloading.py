@@ -53,6 +53,22 @@ def test_idle_models_leave_and_others_stay(fleet: Fleet) -> None:
     assert agent.unloads == ["idle", "busy"] and agent.loads == []
 
 
+def test_models_of_an_agent_that_drains_stay_until_its_sessions_have_moved(fleet: Fleet) -> None:
+    draining, moving, other = (TestAgent(name, fleet.secret) for name in ("draining", "moving", "other"))
+    fleet.agents |= {one.name: one for one in (draining, moving, other)}
+    for agent in fleet.agents.values():
+        agent.engines = {"idle": ENGINE}
+    moving.moving = 1
+    fleet.write("cordons/draining", b'{"is_draining":true}')
+    for agent in fleet.agents.values():
+        fleet.register(agent)
+    fleet.wait(lambda state: not state["agents"][-1]["loaded_models"])
+    assert [agent.unloads for agent in (draining, moving, other)] == [[], [], ["idle"]]
+    moving.moving = 0
+    fleet.write("cordons/draining", None)
+    fleet.wait(lambda state: not any(one["loaded_models"] for one in state["agents"]))
+
+
 def test_idle_models_leave_for_one_that_needs_memory(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path / "fleet")
     agent = add_agent(fleet, "busy", "idle")
