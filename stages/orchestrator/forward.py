@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -98,6 +98,23 @@ class Out(Protocol):
         """Send a part of the body."""
 
 
+class Bounds(NamedTuple):
+    """How long a request waits for an agent, s."""
+
+    new_s: float = 10.0  # while no engine has taken it
+    begun_s: float = 60.0  # after its engine has died
+
+
+class Agents(Protocol):
+    """What is asked of the registry."""
+
+    def find(self, agent_id: str) -> object | None:
+        """The record of an agent; None if it is not registered."""
+
+    def has_emptied(self, agent_id: str) -> bool:
+        """Whether the agent has left after all its sessions had moved."""
+
+
 class Tries:
     """What was tried for one request. `clock` is monotonic, s."""
 
@@ -110,6 +127,7 @@ class Tries:
         self.unfit: set[str] = set()  # that cannot load its model, or do not have its session
         self.not_held: Refusal | None = None  # the answer of an agent that does not have its session
         self.holder = ""  # the agent that has, or may have, its session, as was found out with it
+        self.gone = ""  # an agent that has left, and may have taken its session with it
         self.may_begin = False  # its session: no agent has it
         self.version = ""  # that has begun the answer
         self.text: TextStream | None = None  # the stream, if its engine promises no equal bytes
@@ -151,6 +169,8 @@ class Tries:
         if agent_id == self.holder:  # the session has ended there since it moved
             self.holder = ""
             self.unfit |= self._referrers
+        if agent_id == self.gone:
+            self.gone = ""
         self.unfit.add(agent_id)
         self.visited.discard(agent_id)
         self.not_held = refusal
@@ -170,7 +190,7 @@ class Tries:
 
     def begin_session(self, asked: RoutedRequest) -> bool:
         """Whether every agent has answered that it does not have the session, so that one of them may begin it."""
-        if not (asked.is_held and asked.begins) or asked.pinned or self.unasked:
+        if not (asked.is_held and asked.begins) or asked.pinned or self.gone or self.unasked:
             return False
         self.may_begin = True
         self.unfit.clear()
@@ -190,6 +210,17 @@ class Tries:
         self.excluded.discard(agent_id)
         self.wait()
 
+    def moved(self, by: str, refusal: Refusal, agents: Agents) -> None:
+        """The engine of `by` has named the agent that has the session, or had it: a tombstone may be old."""
+        named = refusal.moved_to
+        if agents.find(named) is not None:
+            self.referred(named, by)
+            return
+        if not agents.has_emptied(named):  # else the session has moved on, or has ended
+            self.gone = named
+        self.failed(by, refusal)
+        self.lacks_session(by, refusal)
+
     def check_referrals(self) -> None:
         """Raises `ModelUnavailable` once if a move is not complete: then the two agents name each other."""
         if self.n_referred > 1:
@@ -200,6 +231,22 @@ class Tries:
         """There is no agent for it: the time in which one must come begins."""
         if self._failing_since is None:
             self._failing_since = self._clock()
+
+    def give_up(self, error: StarlingError, forward: Forward, bounds: Bounds) -> None:
+        """No agent can serve the request now. Raises if no one is expected to in time."""
+        failure = self.failure or error
+        may_be_held = forward.is_bound and bool(self.unasked or self.gone)
+        if self.unfit and not may_be_held:
+            raise self.not_held or failure
+        if isinstance(error, Overloaded) and not self.has_begun:
+            raise failure
+        if failure is self.not_held:
+            failure = error
+        if isinstance(self.failure, Refusal) and self.failure.status == 429 and not self.has_begun:
+            raise self.failure
+        self.wait()
+        if self.failing_s() >= (bounds.begun_s if self.was_lost else bounds.new_s):
+            raise failure
 
     def advanced(self) -> None:
         """A part of the answer has come."""

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
@@ -34,7 +33,16 @@ from pipeline.api.session_header import HEADER as SESSION
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
-from stages.orchestrator.forward import MOVABLE_IN_STREAM, Forward, KeptRequests, Out, Refusal, Tries, read_error
+from stages.orchestrator.forward import (
+    MOVABLE_IN_STREAM,
+    Bounds,
+    Forward,
+    KeptRequests,
+    Out,
+    Refusal,
+    Tries,
+    read_error,
+)
 from stages.orchestrator.handover import BringPages, Handovers
 from stages.orchestrator.opening import Abortable, Opening
 from stages.orchestrator.registry import Registry
@@ -50,13 +58,6 @@ COMMENT_S = 2.0  # between two comments in a stream that waits
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
 NOT_TAKEN = (400, 403, 413)  # answers to output tokens that an engine does not continue from
 MAX_LOST = 8  # engines in a row that may die under a request: one that kills engines must not kill them all
-
-
-class Bounds(NamedTuple):
-    """How long a request waits for an agent, s."""
-
-    new_s: float = 10.0  # while no engine has taken it
-    begun_s: float = 60.0  # after its engine has died
 
 
 class Relay:
@@ -269,7 +270,7 @@ class Relay:
             except (ModelUnavailable, Overloaded) as error:
                 if isinstance(error, ModelUnavailable) and tries.begin_session(request):
                     continue
-                self._give_up(error, forward, tries)
+                tries.give_up(error, forward, self._bounds)
                 tries.excluded.clear()
                 await self._next_change(pause_s)
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
@@ -281,22 +282,6 @@ class Relay:
                 tries.count += 1
                 return route
             await self._load(route, forward, tries, out)
-
-    def _give_up(self, error: StarlingError, forward: Forward, tries: Tries) -> None:
-        """No agent can serve the request now. Raises if no one is expected to in time."""
-        failure = tries.failure or error
-        may_be_held = forward.is_bound and bool(tries.unasked)
-        if tries.unfit and not may_be_held:
-            raise tries.not_held or failure
-        if isinstance(error, Overloaded) and not tries.has_begun:
-            raise failure
-        if failure is tries.not_held:
-            failure = error
-        if isinstance(tries.failure, Refusal) and tries.failure.status == 429 and not tries.has_begun:
-            raise tries.failure
-        tries.wait()
-        if tries.failing_s() >= (self._bounds.begun_s if tries.was_lost else self._bounds.new_s):
-            raise failure
 
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded."""
@@ -361,7 +346,7 @@ class Relay:
     def _refused(self, route: Route, forward: Forward, tries: Tries, refusal: Refusal) -> None:
         """An engine has answered with an error. Raises it unless another agent may serve the request."""
         if refusal.moved_to and forward.is_bound and not tries.has_begun:
-            tries.referred(refusal.moved_to, route.agent_id)
+            tries.moved(route.agent_id, refusal, self._registry)
             return
         is_other_session = forward.is_bound and refusal.status == 404 and not tries.has_begun
         if not refusal.is_movable and not is_other_session:

@@ -49,6 +49,7 @@ from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
+from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
 from stages.orchestrator.http_client import HttpClient
@@ -62,7 +63,7 @@ from stages.orchestrator.policies import order_of
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
 from stages.orchestrator.registry import Registry
-from stages.orchestrator.relay import Bounds, Relay
+from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 from stages.orchestrator.session_moves import SessionMoves, keeps_models

@@ -249,7 +249,7 @@ def test_an_engine_that_is_starting_does_not_say_that_a_session_is_not_there() -
     ],
 )
 def test_agents_that_drain_or_have_moves_are_looked_after(
-    world: World, counts: dict[str, int], drains: bool, is_due: bool
+    world: World, counts: dict[str, Any], drains: bool, is_due: bool
 ) -> None:
     row = view("one", engine(moves_sessions=True, **counts), may_start=not drains)
     table = router(msgspec.structs.replace(row, is_draining=drains))

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from pipeline.fleet import token
+from stages.kv.sessions import session_transfer as transfer
+from stages.kv.sessions.session_transfer import Ends
 from tests.gateway.http_client import Answer
 from tests.gateway.kv_peer import KvPeer
 from tests.gateway.peers import MODEL
@@ -146,6 +148,34 @@ def test_a_session_is_not_begun_twice_while_its_model_is_not_loaded(
         fleet.wait(lambda state: all(one["loaded_models"] for one in state["agents"]))
     assert holder_of(kvs, "unloaded") == holder and agent.loads == [MODEL]
     assert answer.json["usage"]["prompt_tokens"] > first["usage"]["total_tokens"], answer.body
+
+
+def move(kvs: list[KvPeer], session: str, source: int, named: str) -> None:
+    """The other agent has the session, and the tombstone at its source names an agent."""
+    stores: list[Any] = [kv.sessions for kv in (kvs[source], kvs[1 - source])]
+    ends = Ends("d", "t", NAMES[source], named)
+    sent = kvs[source].do(lambda: transfer.export(stores[0], "mine", session, ends))
+    kvs[1 - source].do(lambda: transfer.adopt(stores[1], sent))
+    kvs[source].do(lambda: transfer.give_up(stores[0], "mine", session, sent.move, ends))
+    kvs[1 - source].do(lambda: transfer.activate(stores[1], "mine", session, sent.move))
+    kvs[source].do(lambda: transfer.settle(stores[0], "mine", session, sent.move))
+
+
+def test_a_tombstone_that_names_an_agent_that_has_left(fleet: Fleet, kvs: list[KvPeer]) -> None:
+    """The session may have moved on since; if no agent has it, it may return with that one."""
+    first = turn(fleet, "on", create_session=True).json
+    holder = holder_of(kvs, "on")
+    move(kvs, "on", holder, "left")
+    answer = turn(fleet, "on")
+    assert answer.status == 200, answer.body
+    assert answer.json["usage"]["prompt_tokens"] > first["usage"]["total_tokens"]
+    other = kvs[1 - holder]
+    other.do(lambda: other.sessions.close("mine", "on"))  # type: ignore[union-attr]
+    for create in (False, True):
+        assert turn(fleet, "on", create_session=create).status == 503
+    assert not held(other)
+    source = kvs[holder].sessions
+    kvs[holder].do(lambda: [source.drop(one) for one in source.all()])  # type: ignore[union-attr]
 
 
 def test_two_first_turns_at_once_begin_one_session(fleet: Fleet, kvs: list[KvPeer], engines: list[Server]) -> None:

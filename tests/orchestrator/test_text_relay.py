@@ -14,9 +14,9 @@ from pipeline.api.output_text import TEXT, comment
 from pipeline.errors import NotFound
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.forward import Forward, Refusal
+from stages.orchestrator.forward import Bounds, Forward, Refusal
 from stages.orchestrator.registry import Registry
-from stages.orchestrator.relay import Bounds, Relay
+from stages.orchestrator.relay import Relay
 from stages.orchestrator.upstream import Answer, Unreachable
 from tests.orchestrator.agents import engine, heartbeat, request, router, view
 
