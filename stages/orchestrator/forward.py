@@ -232,16 +232,20 @@ class Tries:
         if self._failing_since is None:
             self._failing_since = self._clock()
 
-    def give_up(self, error: StarlingError, forward: Forward, bounds: Bounds) -> None:
-        """No agent can serve the request now. Raises if no one is expected to in time."""
+    def give_up(self, error: StarlingError, forward: Forward, bounds: Bounds, may_be_there: bool = False) -> None:
+        """No agent can serve the request now. Raises if no one is expected to in time.
+
+        `may_be_there`: agents that have not answered yet may have its session.
+        """
         failure = self.failure or error
-        may_be_held = forward.is_bound and bool(self.unasked or self.gone)
+        is_full = isinstance(error, Overloaded)  # so that an agent was not asked
+        may_be_held = forward.is_bound and bool(self.unasked or self.gone or is_full or may_be_there)
         if self.unfit and not may_be_held:
             raise self.not_held or failure
-        if isinstance(error, Overloaded) and not self.has_begun:
-            raise failure
         if failure is self.not_held:
             failure = error
+        if is_full and not self.has_begun:
+            raise failure
         if isinstance(self.failure, Refusal) and self.failure.status == 429 and not self.has_begun:
             raise self.failure
         self.wait()

@@ -22,6 +22,7 @@ from pipeline.fleet.records import VERSION, AgentRecord
 from stages.orchestrator.interfaces import Health, NodeHealth, NodeManager, NodeView
 
 MAX_AGENTS = 1000  # further ones are not registered
+UNANSWERED_S = 3.0  # for the first answer of an agent; until then it may have any session
 REPORTED_S = 3.0  # for which an agent that drains has named no session: what it says of its engines may be old
 Poll = Callable[[AgentRecord], Awaitable[HeartbeatResponse]]
 
@@ -36,8 +37,9 @@ class Cordon(msgspec.Struct, frozen=True):
 class _Agent:
     """One agent."""
 
-    def __init__(self, record: AgentRecord) -> None:
+    def __init__(self, record: AgentRecord, now: float) -> None:
         self.record = record
+        self.since = now  # when it was registered here, s of the clock
         self.details: HeartbeatResponse | None = None
         self.answered_at = -math.inf  # s of the clock
         self.empty_since = math.inf  # its answers have named no session since then, s of the clock
@@ -72,7 +74,7 @@ class Registry(NodeManager):
         if known is None and len(self._agents) >= MAX_AGENTS:
             self.refused += 1
             return
-        self._agents[node.agent_id] = _Agent(node)
+        self._agents[node.agent_id] = _Agent(node, self._clock())
         self._emptied.discard(node.agent_id)
 
     def remove_node(self, agent_id: str) -> bool:
@@ -89,6 +91,11 @@ class Registry(NodeManager):
         """Whether the agent drains and, for some time, has had neither sessions nor moves that are not complete."""
         agent, since = self._agents.get(agent_id), self._draining_since.get(agent_id, math.inf)
         return agent is not None and agent.answered_at - max(since, agent.empty_since) >= REPORTED_S
+
+    def awaits_answers(self) -> bool:
+        """Whether agents have been registered so lately that their first answers may still come."""
+        since = self._clock() - UNANSWERED_S
+        return any(agent.details is None and agent.since > since for agent in self._agents.values())
 
     async def discover_nodes(self) -> list[AgentRecord]:
         """The agents that are registered, by id."""

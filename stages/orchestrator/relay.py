@@ -268,9 +268,10 @@ class Relay:
                 tries.check_referrals()
                 route = self._router.choose(request, "moved" if tries.count else "new")
             except (ModelUnavailable, Overloaded) as error:
-                if isinstance(error, ModelUnavailable) and tries.begin_session(request):
+                may_be_there = self._registry.awaits_answers()
+                if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):
                     continue
-                tries.give_up(error, forward, self._bounds)
+                tries.give_up(error, forward, self._bounds, may_be_there)
                 tries.excluded.clear()
                 await self._next_change(pause_s)
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)

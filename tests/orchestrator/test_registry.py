@@ -128,6 +128,24 @@ async def test_an_agent_that_drains_is_empty_when_it_has_named_no_session_for_so
     assert not fleet.registry.has_emptied("a")
 
 
+async def test_the_first_answer_of_an_agent_is_awaited_for_some_time() -> None:
+    fleet = Fleet()
+    assert not fleet.registry.awaits_answers()
+    for name in "ab":
+        await fleet.add(name)
+    fleet.answers["a"] = heartbeat("a", engine())
+    await fleet.registry.health_check_nodes()
+    fleet.now += registry_module.UNANSWERED_S - 0.1
+    assert fleet.registry.awaits_answers()
+    fleet.now += 0.2
+    assert not fleet.registry.awaits_answers()
+    await fleet.add("b", "2")
+    assert fleet.registry.awaits_answers()
+    fleet.answers["b"] = heartbeat("b", incarnation="2")
+    await fleet.registry.health_check_nodes()
+    assert not fleet.registry.awaits_answers()
+
+
 async def test_the_number_of_agents_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(registry_module, "MAX_AGENTS", 2)
     fleet = Fleet()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import Progress
 from stages.orchestrator.decisions import Choice, DecisionLog
-from stages.orchestrator.forward import Tries
+from stages.orchestrator.forward import Bounds, Forward, Refusal, Tries
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
@@ -141,6 +141,31 @@ def test_a_session_that_may_begin_waits_for_the_agent_that_had_it() -> None:
     for pinned, begins in (("a", False), ("", True)):
         asked = request(is_held=True, begins="s", pinned=pinned)
         assert Tries(lambda: 0.0).begin_session(asked) is begins
+
+
+def test_agents_that_were_not_asked_may_have_the_session() -> None:
+    """One that has too many requests, or has not answered its first poll."""
+    routing = router(view("a", engine()), view("b", engine()), max_per_agent=1)
+    routed = request(is_held=True)
+    forward = Forward(routed=routed, path="", body=b"", headers={}, is_bound=True)
+    full = routing.choose(request(pinned="a"))
+    routing.begin(full, request())
+    tries = Tries(lambda: 0.0)
+    assert routing.choose(tries.routed(forward)).agent_id == "b"
+    lacks = Refusal(404, {}, b"")
+    tries.failed("b", lacks)
+    tries.lacks_session("b", lacks)
+    with pytest.raises(Overloaded) as refused:
+        routing.choose(tries.routed(forward))
+    with pytest.raises(Overloaded, match="max_per_agent"):
+        tries.give_up(refused.value, forward, Bounds())
+    routing.end(full, request())
+    routing.update_routing_table([view("b", engine())])
+    with pytest.raises(ModelUnavailable) as nobody:
+        routing.choose(tries.routed(forward))
+    tries.give_up(nobody.value, forward, Bounds(), may_be_there=True)
+    with pytest.raises(Refusal, match="404"):
+        tries.give_up(nobody.value, forward, Bounds())
 
 
 def test_a_session_is_looked_for_on_every_agent_the_cordoned_ones_last() -> None:
