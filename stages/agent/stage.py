@@ -146,8 +146,9 @@ class AgentStage:
             most = agent.page_mb << 20
             taker = Taker(models, session, self._token, most, tls)
             kv_pages = KvPageApi(Giver(models, bytes_of_request(most)), taker, pieces.bandwidth)
-            moves = SessionApi(EngineSessions(models, record.agent_id))
-            calls = pieces, tls, doors, kv_pages, moves
+            sessions = EngineSessions(models, record.agent_id)
+            stack.callback(sessions.close)
+            calls = pieces, tls, doors, kv_pages, SessionApi(sessions)
             api = AgentApi(self.config, self._token, models, lease, reporter, metrics, session, *calls)
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()

@@ -2,7 +2,7 @@
 
     {"op": "session", "do": ..., "model", "agent"}     `agent`: the one whose engine this is
         list       "after", "limit", "moving"          sessions after a (tenant, id), in order
-        export     "tenant", "session", "target", "path"    write what is sent into a file
+        export     "tenant", "session", "target", "path", "inode"    write what is sent into a file
         adopt      "path"                              keep the copy in a file
         give_up, activate, settle, refuse, discard     "tenant", "session", "move"; of the first and `refuse` "target"
 
@@ -17,7 +17,8 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.errors import InvalidRequest, ModelUnavailable
+from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable
+from pipeline.files import write_all
 from pipeline.ipc.control_poll import Later
 from stages.kv.loaded_versions import LoadedVersions
 from stages.kv.sessions import session_transfer as transfer
@@ -73,8 +74,8 @@ class SessionExchange:
             return lambda store, ends: _adopt(store, ends, path)
         tenant, session = str(request.get("tenant", "")), _text(request, "session")
         if do == "export":
-            path, _ = _text(request, "path"), _text(request, "target")
-            return lambda store, ends: _export(store, tenant, session, ends, path)
+            path, inode, _ = _text(request, "path"), _inode(request), _text(request, "target")
+            return lambda store, ends: _export(store, tenant, session, ends, path, inode)
         move = _text(request, "move")
         if do == "give_up":
             _text(request, "target")
@@ -101,6 +102,13 @@ def _text(request: dict[str, Any], name: str) -> str:
     value = request.get(name)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name} is {str(value)[:80]!r}; expected a text", name)
+    return value
+
+
+def _inode(request: dict[str, Any]) -> int:
+    value = request.get("inode")
+    if type(value) is not int or value <= 0:
+        raise InvalidRequest(f"inode is {str(value)[:80]!r}; expected the number of the file", "inode")
     return value
 
 
@@ -136,14 +144,20 @@ def _place(session: Session) -> tuple[str, str]:
     return session.tenant, session.id
 
 
-def _export(store: SessionStore, tenant: str, session: str, ends: Ends, path: str) -> dict[str, Any]:
+def _export(store: SessionStore, tenant: str, session: str, ends: Ends, path: str, inode: int) -> dict[str, Any]:
+    """`inode`: of the file, whose path may name another one if the agent does not wait for the answer any more."""
     sent = transfer.export(store, tenant, session, ends)
     raw = sent.encode()
     if len(raw) > MAX_SENT_BYTES:
         raise InvalidRequest(f"session {session!r} has {len(raw)} bytes; at most {MAX_SENT_BYTES} are sent", "session")
     try:
-        with open(path, "r+b", buffering=0) as out:
-            out.write(raw)
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            if os.fstat(fd).st_ino != inode:
+                raise Conflict("the agent does not wait for the session any more", "inode")
+            write_all(fd, raw, 0)
+        finally:
+            os.close(fd)
     except OSError as error:
         raise InvalidRequest(f"the session cannot be written: {error.strerror}", "path") from None
     return {"move": sent.move, "bytes": len(raw)}

@@ -26,7 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
-from stages.kv.session_exchange import MAX_LISTED, SessionExchange, _lister
+from stages.kv.session_exchange import MAX_LISTED, SessionExchange, _export, _lister
 from stages.kv.sessions import session_transfer as transfer
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
@@ -262,6 +262,21 @@ def test_agents_that_drain_or_have_moves_are_looked_after(
 
     asyncio.run(run())
     assert world.calls == ["one /list_sessions"] * is_due
+
+
+def test_what_is_sent_is_written_into_the_file_of_the_call_alone(world: World, tmp_path: Path) -> None:
+    """A call that comes late finds another file under the number of the agent's descriptor."""
+    one = world.agents["one"]
+    one.turn(1, create=True)
+    file, other = tmp_path / "sent", tmp_path / "other"
+    for path in (file, other):
+        path.write_bytes(b"")
+    inode = file.stat().st_ino
+    found = _export(one.store, *NAME, one.ends("two"), str(file), inode)
+    assert decode_sent(file.read_bytes()).move == found["move"] and file.stat().st_size == found["bytes"]
+    with pytest.raises(Conflict, match="does not wait"):
+        _export(one.store, *NAME, one.ends("two"), str(other), inode)
+    assert other.read_bytes() == b""
 
 
 def test_a_session_comes_back(world: World) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,12 @@ class EngineSessions:
         self._models = models
         self._agent_id = agent_id
         self._n_sent = 0  # that are being given or taken
+        # Calls may wait for a disk for long: in the loop's own threads they would hold up heartbeats.
+        self._threads = ThreadPoolExecutor(MAX_AT_ONCE, "sessions")
+
+    def close(self) -> None:
+        """Make no more calls. Those that wait for an engine end by themselves."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def list(self, asked: ListSessionsRequest) -> ListSessionsResponse:
         """The sessions of a model. Raises `StarlingError`."""
@@ -56,6 +63,7 @@ class EngineSessions:
                 session=asked.session,
                 target=asked.agent_id,
                 path=_path(memory),
+                inode=os.fstat(memory).st_ino,
             )
             record = os.pread(memory, int(found["bytes"]), 0)
             if len(record) != found["bytes"]:
@@ -108,7 +116,7 @@ class EngineSessions:
             return control.call(run_dir, "kv", request, CALL_S)
 
         # The thread ends by itself, also if nothing waits for it any more; until then its memory must be there.
-        task = asyncio.get_running_loop().run_in_executor(None, call)
+        task = asyncio.get_running_loop().run_in_executor(self._threads, call)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:

@@ -1,0 +1,37 @@
+"""Calls of an agent to its engines about sessions: an engine that waits for its disk holds up nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from pipeline.errors import StarlingError
+from pipeline.fleet.bodies import ListSessionsRequest
+from pipeline.ipc import control
+from stages.agent.session_moves.engine_sessions import MAX_AT_ONCE, EngineSessions
+
+
+def test_engines_that_do_not_answer_leave_the_threads_of_the_loop_free(tmp_path: Path) -> None:
+    placement = SimpleNamespace(state="READY", engine=SimpleNamespace(control_dir=tmp_path))
+    models: Any = SimpleNamespace(find=lambda name: placement)
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        sessions = EngineSessions(models, "one")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as engine:
+            engine.bind(str(control.socket_path(tmp_path, "kv")))
+            engine.listen(MAX_AT_ONCE)
+            engine.settimeout(30)
+            calls = [asyncio.create_task(sessions.list(ListSessionsRequest(model_id="tiny"))) for _ in range(2)]
+            with (await asyncio.to_thread(engine.accept))[0]:
+                assert await asyncio.to_thread(lambda: 1) == 1
+                assert not any(call.done() for call in calls)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(one, StarlingError) for one in found), found
+        sessions.close()
+
+    asyncio.run(run())
