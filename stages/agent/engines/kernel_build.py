@@ -30,6 +30,7 @@ log = logging.getLogger("starling.agent")
 COMMAND = (sys.executable, "-m", "starling", "prepare", "--with-parent")
 BUILD_S = 1800.0  # for all kernels, at the lowest priority on a busy machine
 CHECK_S = 2.0  # between two looks whether a model is loading
+PAUSE_CHECKS = 5  # such intervals pass after an interruption before the first look
 PHASE = "compile kernels"
 _LINE = re.compile(rf"{PHASE} ([0-9]{{1,4}}) of ([0-9]{{1,4}})")
 
@@ -85,6 +86,8 @@ class KernelBuild:
                 log.info("the kernels are compiled", extra={"seconds": round(self._clock() - begun, 1)})
             if not self._is_interrupted:
                 return
+            # The engine that interrupts is about to start, which is not seen at once.
+            await asyncio.sleep(PAUSE_CHECKS * self._check_s)
 
     async def interrupt(self) -> None:
         """An engine is going to start. Idempotent."""
@@ -103,6 +106,8 @@ class KernelBuild:
         child = self._child = Child(self._command, self._env, self._cwd)
         try:
             await child.start()
+            if self._is_interrupted:  # meanwhile: there was nothing to end yet
+                return ""
             async with asyncio.timeout(self._build_s):
                 code = await child.wait()
             return "" if self._is_interrupted or not code else await child.last_words_at_end()
