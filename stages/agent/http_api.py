@@ -58,6 +58,8 @@ PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Reques
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+SESSION_MB = 44  # a session of 32 MiB in base64, and the names with it
+
 
 class AgentApi:
     """The handlers."""
@@ -99,7 +101,7 @@ class AgentApi:
             return await self._answered(request, handler)
 
         app = web.Application(
-            client_max_size=self._config.server.max_body_mb << 20,
+            client_max_size=max(self._config.server.max_body_mb, SESSION_MB) << 20,
             middlewares=[middleware],
             handler_args={"access_log": None},
         )

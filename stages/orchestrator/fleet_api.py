@@ -259,6 +259,8 @@ class FleetApi:
             return "its answer: what it has is not known"
         if view.may_start:
             return "a drain: it gets requests (starling fleet drain)"
+        if not view.is_draining:
+            return "a drain: its sessions stay (starling fleet drain)"
         counts = {"requests": left["streams"], "sessions": left["sessions"]}
         waits_for = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         if not waits_for and not self._registry.is_empty(agent_id):

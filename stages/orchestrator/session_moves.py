@@ -257,7 +257,7 @@ class SessionMoves:
 
 
 def keeps_models(view: NodeView) -> bool:
-    """Whether idle models must stay loaded: without an engine nobody sees the sessions on the agent's disk."""
+    """Whether idle models must stay loaded: without an engine no heartbeat counts the sessions on the agent's disk."""
     return view.is_draining or any(one.sessions_moving for one in view.details.loaded_models)
 
 

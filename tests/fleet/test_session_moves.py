@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,9 @@ class Hosts:
     def __init__(self, base: Path) -> None:
         blobs = base / "blobs"
         publish_tiny(base, blobs)
-        self.fleet = Fleet(base / "o", {**SECTIONS, "fleet": {"blobs": str(blobs), "orchestrator": {"poll_ms": 50}}})
+        self.fleet = Fleet(
+            base / "o", {**SECTIONS, "fleet": {"blobs": str(blobs), "orchestrator": {"poll_ms": 50, "wait_ms": 60_000}}}
+        )
         self.agents: dict[str, Host] = {}
         for name in NAMES:
             home = base / name
@@ -140,7 +143,7 @@ def unmoved(hosts: Hosts) -> list[str]:
 def test_a_session_moves_when_its_agent_drains(hosts: Hosts, unmoved: list[str]) -> None:
     fleet, one = hosts.fleet, hosts.agents["one"]
     hosts.cordon("two", True)
-    other = Fleet(fleet.home, {**SECTIONS, "fleet": {"orchestrator": {"poll_ms": 50}}})
+    other = Fleet(fleet.home, {**SECTIONS, "fleet": {"orchestrator": {"poll_ms": 50, "wait_ms": 60_000}}})
     try:
         hosts.wait_ready(other)
         for orchestrator, session in ((fleet, "s"), (other, "t"), (other, "u")):
@@ -221,8 +224,10 @@ def test_a_move_that_is_interrupted_by_a_death(hosts: Hosts, unmoved: list[str],
     hosts.wait_ready(fleet)
     # Turns are served at once, also those of sessions whose move is not complete.
     assert turn(fleet, "given-up", 2) == turn(fleet, "taken", 2) == unmoved[2]
+    end = time.monotonic() + 120
     while any(state != "held" for agent in hosts.agents.values() for state in agent.sessions().values()):
-        pass
+        assert time.monotonic() < end, [agent.sessions() for agent in hosts.agents.values()]
+        time.sleep(0.2)
     assert [hosts.holders(session) for session in STEPS] == [["one"], ["one"], ["two"], ["two"]]
     assert turn(fleet, "given", 2) == turn(fleet, "activated", 2) == unmoved[2]
     done = hosts.run("drain", "one", "--wait", "--timeout", "120")

@@ -41,7 +41,7 @@ from stages.kv.sessions.session_moves import ARRIVED, HELD, MOVED, SETTLED, TOMB
 EMPTY_S = 600  # a session without any turn is kept for this time
 # After a gateway or this process has died, its successor needs so long to say which turns are in progress: until then
 # these sessions do not move.
-UNSURE_S = 5.0
+UNSURE_S = 30.0
 
 
 def _new_id() -> str:
