@@ -101,7 +101,7 @@ class AgentApi:
             return await self._answered(request, handler)
 
         app = web.Application(
-            client_max_size=max(self._config.server.max_body_mb, SESSION_MB) << 20,
+            client_max_size=self._config.server.max_body_mb << 20,
             middlewares=[middleware],
             handler_args={"access_log": None},
         )
@@ -206,6 +206,8 @@ class AgentApi:
 
     async def _read(self, request: web.Request) -> bytes:
         """The body. Raises `TooLarge`, a 408."""
+        if request.path == "/take_session":
+            request = request.clone(client_max_size=max(self._config.server.max_body_mb, SESSION_MB) << 20)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
