@@ -73,7 +73,7 @@ class Baseline:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of {self.engine} ended with code {self._process.wait()}")
+            raise EngineRefusesError(f"{self.engine}: its process ended with code {self._process.wait()}")
         return json.loads(line)
 
     def _request(self, **request: int) -> dict[str, float]:

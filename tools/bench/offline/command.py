@@ -29,7 +29,7 @@ from tools.bench.kv import command as kv
 from tools.bench.offline import candidate as starling
 from tools.bench.offline import peers
 from tools.bench.offline.bandwidth import read_bandwidth
-from tools.bench.offline.baseline import Baseline, available
+from tools.bench.offline.baseline import Baseline, EngineRefusesError, available
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import (
     Figure,
@@ -109,14 +109,19 @@ class Rounds:
     def __init__(self, engines: Engines, planned: list[Work], n: int) -> None:
         self.candidate: dict[Work, list[float]] = {work: [] for work in planned}
         self.baseline: dict[Work, list[float]] = {work: [] for work in planned}
-        self.peers = {name: {work: list[float]() for work in planned} for name in engines.peers}
         self.read: dict[Work, list[float]] = {w: [] for w in planned if w.kind == "decode" and w.batch == 1}
         for work in planned:  # compile, map files and fill caches
             if work.tokens <= 512 and work.cached <= SHORT:
                 engines.measure(work, engines.candidate)
-                for engine in (engines.baselines, *engines.peers.values()):
-                    if engine:
-                        engines.measure(work, engine)
+                if engines.baselines:
+                    engines.measure(work, engines.baselines)
+                for name, instances in list(engines.peers.items()):
+                    try:
+                        engines.measure(work, instances)
+                    except EngineRefusesError as error:  # it cannot be compared with in the other rows either
+                        click.echo(f"left out: {error} ({work.title})")
+                        del engines.peers[name]
+        self.peers = {name: {work: list[float]() for work in planned} for name in engines.peers}
         others = [*engines.baselines, *(one for instances in engines.peers.values() for one in instances)]
         self.watch = Watch([p.pid for p in others], engines.cores)
 
