@@ -1,4 +1,7 @@
-"""Sessions that move: whatever is lost, repeated, late or killed, one agent serves them, with all their turns."""
+"""Sessions that move: whatever is lost, repeated, late or killed, one agent serves them, with all their turns.
+
+Length: the simulated fleet, with its faults, is one model, which every test here needs whole.
+"""
 
 from __future__ import annotations
 
