@@ -167,6 +167,26 @@ _JAIS2 = (
 )
 _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _DIGIT_TRIPLES = "[0-9][0-9][0-9]"
+_MARKS = r"\p{P}$+<=>^~|"
+
+
+def _digits_at_once() -> str:
+    """Return one pattern for single numbers, then GPT-2's: white space in front of a number is all of a piece."""
+    return _GPT2.replace(r" ?\p{N}+", r"\p{N}").replace(r"|\s+", r"|\s++(?=\p{N})|\s+")
+
+
+def _marks_at_once(marks: str, before_triple: str, before_number: str) -> str:
+    """Return one pattern for runs of `marks`, then GPT-2's, then groups of three digits from the left.
+
+    marks: the inside of a class, with the apostrophe, so that GPT-2's contractions match nowhere.  before_triple,
+    before_number: patterns of the space that is a piece of its own before three digits, and that is part of a piece
+    of other numbers.
+    """
+    number = rf"{before_triple}|{_DIGIT_TRIPLES}|{before_number}(?:(?!{_DIGIT_TRIPLES})\p{{N}})+"
+    others = rf" ?[^\s\p{{L}}\p{{N}}{marks}]+"
+    return rf"[{marks}]+| ?\p{{L}}+|{number}|{others}|\s++(?=[{marks}])|\s+(?!\S)"
+
+
 _CHAMELEON = (
     r"<sentinel:[0-9]+>",
     r"IMGIMG[A-I]{1,4}Z",
@@ -177,13 +197,19 @@ _CHAMELEON = (
 )
 
 _GROUPS: dict[PreTokenizer, str] = {
-    PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", _DIGIT_TRIPLES)): "default",
+    PreTokenizer(
+        (rf"[{_MARKS}]+", _GPT2, r"\p{N}+", _DIGIT_TRIPLES), at_once=_marks_at_once(_MARKS, r" (?=\p{N})", "")
+    ): "default",
     PreTokenizer((_GPT2,)): (
         "gpt-2 phi-2 mpt olmo jais jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code gigachat roberta-bpe "
         "trillion a.x-4.0 mellum modern-bert exaone4 granite-docling"
     ),
-    PreTokenizer((r"\p{N}", _GPT2)): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
-    PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, _DIGIT_TRIPLES)): "falcon",
+    PreTokenizer(
+        (r"\p{N}", _GPT2), at_once=_digits_at_once()
+    ): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    PreTokenizer(
+        (rf"[{_MARKS}`]+", _GPT2, _DIGIT_TRIPLES), at_once=_marks_at_once(_MARKS + "`", rf" (?={_DIGIT_TRIPLES})", " ?")
+    ): "falcon",
     PreTokenizer((_LLAMA3,), whole_pieces=True, adds_bos=True): (
         "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"
     ),

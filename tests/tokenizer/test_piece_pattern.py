@@ -23,7 +23,9 @@ PRES = {names.split()[0]: pre for pre, names in _GROUPS.items()}
 SURROGATES = range(0xD800, 0xE000)
 # Characters that patterns distinguish, and any others.
 characters = st.one_of(
-    st.sampled_from([*"aBsréǅ日1²_/!?' \n\r\t\u3000\u0301", "'s", "'LL", "  ", "123", "IMGIMGAZ", "<sentinel:1>"]),
+    st.sampled_from(
+        [*"aBsréǅ日1²_/!?'`$ \n\r\t\u3000\u0301", "'s", "'LL", "  ", "123", "12345", "１２", "IMGIMGAZ", "<sentinel:1>"]
+    ),
     st.characters(exclude_categories=["Cs"]),
 )
 
