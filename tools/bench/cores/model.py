@@ -1,0 +1,115 @@
+"""The time of a step on n cores, one rank on each, from measurements with one rank.
+
+    step(n)      = sum over phases of max(one * slow(n) * share(n), nbytes / bandwidth(n))  +  barriers * barrier(n)
+
+    one          seconds of the phase with one rank
+    slow(n)      how much longer a core computes while the others compute; 1 for n = 1
+    share(n)     part of the work of the rank that has most: ceil(units / n) / units
+    nbytes       of weights, K and V that the phase reads
+    bandwidth(n) of n cores: n times that of one, at most that of the machine
+    barrier(n)   between two ranks, and a cache line of each further one, which rank 0 reads one after the other
+
+Ranks share groups of rows of a matrix, tokens, samples, or the KV heads of a stretch of positions, and nothing smaller:
+a phase has so many units.  A phase that every rank computes in full has one.  Bytes and seconds.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shm.checkpoint import Hyper, Tensor
+from shm.pages import KV_SPLIT
+from stages.worker.kernels.buffer_sizes import MIN_CHUNK
+from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.parameter_block import FEW
+
+MATRICES = {
+    "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
+    "output": ("attn_output.weight",),
+    "gate_up": ("ffn_gate.weight", "ffn_up.weight"),
+    "down": ("ffn_down.weight",),
+}
+
+
+class Step(NamedTuple):
+    """A step: `batch` sequences, each with `tokens` new positions behind `cached` ones, and one sample."""
+
+    name: str
+    batch: int
+    tokens: int
+    cached: int
+
+    @property
+    def rows(self) -> int:
+        """Positions that are computed."""
+        return self.batch * self.tokens
+
+
+class Phase(NamedTuple):
+    """What one phase of a step is made of."""
+
+    units: int
+    nbytes: int
+
+
+class Machine(NamedTuple):
+    """What the model takes from a machine, or assumes of one."""
+
+    core_bandwidth: float  # bytes/s that one core reads
+    bandwidth: float  # bytes/s that all cores read
+    slow: float  # a core's time for the same work while the others work, beside alone
+    barrier_s: float  # between two ranks
+    line_s: float  # rank 0 reads a line of the cache that another rank has written
+    remote_line_s: float  # the same from another socket
+    socket_cores: int  # cores of a socket
+
+    def read_s(self, nbytes: int, n: int) -> float:
+        """Seconds in which n cores read so many bytes."""
+        return nbytes / min(n * self.core_bandwidth, self.bandwidth)
+
+    def wait_s(self, n: int) -> float:
+        """Seconds of a barrier of n ranks."""
+        if n == 1:
+            return 0.0
+        near = min(n, self.socket_cores)
+        return self.barrier_s + (near - 2) * self.line_s + (n - near) * self.remote_line_s
+
+
+def phases(step: Step, hyper: Hyper, tensors: list[Tensor]) -> dict[str, Phase]:
+    """The units and bytes of each phase of `step`, for all layers together where a phase is in each."""
+    kv_bytes = 4 * hyper.n_layers * hyper.n_kv_heads * hyper.head_dim  # K and V of a position, f16
+    nbytes = {
+        phase: sum(t.nbytes for t in tensors if t.name.partition(".")[2].partition(".")[2] in names)
+        for phase, names in MATRICES.items()
+    }
+    head = [t.nbytes for t in tensors if t.name in ("output.weight", "token_embd.weight")]
+    shared_rows = 1 if step.rows <= FEW else step.rows
+    splits = -(-(step.cached + step.tokens) // KV_SPLIT)
+    attended = step.batch * hyper.n_kv_heads * (splits if step.tokens == 1 else step.tokens)
+    return {
+        "embed": Phase(step.rows, 0),
+        "norm": Phase(shared_rows, 0),
+        "qkv": Phase(hyper.n_kv_heads * hyper.head_dim // GROUP, nbytes["qkv"]),
+        "keys": Phase(step.rows, 0),
+        "attention": Phase(attended, step.batch * step.cached * kv_bytes),
+        "output": Phase(hyper.width // GROUP, nbytes["output"]),
+        "gate_up": Phase(hyper.ffn_width // (MIN_CHUNK * GROUP), nbytes["gate_up"]),
+        "down": Phase(hyper.width // GROUP, nbytes["down"]),
+        "head": Phase(-(-hyper.vocab_size // GROUP), head[-1] if head else 0),
+        "sample": Phase(step.batch, 0),
+    }
+
+
+def share(units: int, n: int) -> float:
+    """The part of the work of the rank that has most of `units`."""
+    return -(-units // n) / units
+
+
+def predict(one: dict[str, float], made_of: dict[str, Phase], barriers: int, machine: Machine, n: int) -> float:
+    """Seconds of a step on n cores. `one`: of each phase with one rank; what `made_of` lacks is not shared."""
+    seconds = barriers * machine.wait_s(n)
+    for name, alone in one.items():
+        phase = made_of.get(name, Phase(1, 0))
+        slow = 1.0 if n == 1 else machine.slow
+        seconds += max(alone * slow * share(phase.units, n), machine.read_s(phase.nbytes, n) if phase.nbytes else 0.0)
+    return seconds
