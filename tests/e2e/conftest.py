@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL
-from tests.e2e.server import Server
+from tests.e2e.server import PlainServer, Server
 
 
 def share_caches(home: Path, models: bool = False) -> None:
@@ -21,11 +21,11 @@ def share_caches(home: Path, models: bool = False) -> None:
 
 @pytest.fixture(scope="session")
 def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> Iterator[Server]:
-    """Every stage under honcho, with a KV arena small enough for evictions."""
+    """Every stage under plain `honcho start`, with a KV arena small enough for evictions."""
     home = tmp_path_factory.mktemp("demo")
     share_caches(home, models=True)
     config = {"models": [{"name": DEMO_MODEL, "kv_cache_mb": 128, "spill_path": str(home / "spill"), "spill_mb": 64}]}
-    with Server(home, config) as server:
+    with PlainServer(home, config) as server:
         yield server
         # Supervisors import the stages before they fork them, so that a restart needs no imports.
         assert not [line for line in server.output if "restarts pay for imports" in line]

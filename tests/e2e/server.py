@@ -31,10 +31,17 @@ from tools.ports import free_port
 ROOT = Path(__file__).parents[2]
 START_S = 270  # kernels may have to be compiled, perhaps beside other work
 STOP_S = 60
+POLL_S = 0.02  # between two looks at what no event announces: one that never pauses takes a core from the server
 
 
 class Server:
-    """`honcho start` with its own configuration; the server is ready when `__enter__` returns."""
+    """All stages under honcho with their own configuration; the server is ready when `__enter__` returns.
+
+    honcho is that of `starling up`, whose supervisors are its forks: a start takes half of the CPU time that it takes
+    where each supervisor is a new program (`PlainServer`).
+    """
+
+    honcho = "starling.cli.honcho_patch"  # the module that runs the Procfile
 
     def __init__(
         self,
@@ -67,7 +74,7 @@ class Server:
 
     def start(self) -> Server:
         self.process = subprocess.Popen(
-            [*self.launcher, sys.executable, "-m", "honcho", "--no-colour", "start"],
+            [*self.launcher, sys.executable, "-m", self.honcho, "--no-colour", "start"],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -177,6 +184,7 @@ class Server:
                 if len(ranks := children(record.pid)) >= int(rank):
                     return ranks[int(rank) - 1]
             assert time.monotonic() < deadline, f"no live {name} in {timeout_s} s:\n" + "".join(self.output[-40:])
+            time.sleep(POLL_S)
 
     @property
     def arenas(self) -> Path:
@@ -206,7 +214,7 @@ class Server:
             response = connection.getresponse()
             raw = response.read()
             kind = response.getheader("Content-Type", "")
-            parsed = json.loads(raw) if "json" in kind else raw.decode("utf-8", "replace")
+            parsed = json.loads(raw) if raw and "json" in kind else raw.decode("utf-8", "replace")  # HEAD has no body
             return response.status, parsed, dict(response.getheaders())
         finally:
             connection.close()
@@ -229,6 +237,7 @@ class Server:
         deadline = time.monotonic() + timeout_s
         while not holds(found := self.metrics(name)):
             assert time.monotonic() < deadline, (name, found)
+            time.sleep(POLL_S)
 
     def stream(self, path: str, **body: Any) -> Iterator[dict[str, Any]]:
         """Decoded `data:` events until `[DONE]` or the end of the body."""
@@ -247,6 +256,12 @@ class Server:
                     yield json.loads(data)
         finally:
             connection.close()
+
+
+class PlainServer(Server):
+    """A server that `honcho start` starts, without anything of the project around it."""
+
+    honcho = "honcho"
 
 
 def wait_gone(pid: int, timeout_s: float = STOP_S) -> bool:
