@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jsonschema
@@ -21,6 +21,7 @@ from stages.gateway.openapi.document import make_document
 from stages.gateway.openapi.examples import EXAMPLES
 from stages.gateway.openapi.operations import OPERATIONS
 from stages.gateway.service import Service
+from tests.gateway.kv_peer import KvPeer
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
 
@@ -62,6 +63,14 @@ def served_routes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, s
 @pytest.fixture(scope="module")
 def document(served_routes: list[tuple[str, str, str]]) -> dict[str, Any]:
     return make_document(served_routes, metrics_path="/metrics", needs_key=False)
+
+
+@pytest.fixture(scope="module")
+def kv(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KvPeer]:
+    """Answers about sessions, for which the gateway would wait 10 s."""
+    peer = KvPeer(server.config, tmp_path_factory.mktemp("kv"))
+    yield peer
+    peer.stop()
 
 
 def body_schema(document: dict[str, Any], path: str) -> dict[str, Any]:
@@ -188,6 +197,7 @@ def test_schema_and_reader_agree(document: dict[str, Any], path: str, body: dict
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("kv")
 def test_a_server_sends_its_document_and_answers_as_it_says(server: Server) -> None:
     answer = server.get("/openapi.json")
     assert (answer.status, answer.headers["Content-Type"]) == (200, "application/json")
