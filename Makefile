@@ -14,12 +14,14 @@ ARGS ?=
 # Slow tests that start no server: they compute, and run on all cores.
 KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
 # Slow tests whose servers may wait for a core, as runs beside other work have shown: two files at a time, because much
-# of their time is spent waiting.
-SERVER_TESTS := tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_clock_jump.py tests/kv/test_disk_faults.py \
+# of their time is spent waiting. Those that take longest come first, so that neither process ends long before the other.
+SERVER_TESTS := $(patsubst %,tests/e2e/test_%.py,constraints cache compatibility adapters damaged_weights phase_matrix \
+  architectures draft_model models serving tcp_edges reasoning bert sentencepiece embeddings gateway_death \
+  shared_directories tool_calls metric_names sessions embedded) \
+  tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_clock_jump.py tests/kv/test_disk_faults.py \
   tests/kv/test_process.py tests/kv/test_slow_disk.py tests/pipeline/test_supervisor.py tests/scheduler/test_stage.py \
-  tests/gateway/test_adapter_endpoints.py tests/embedded/test_embedded.py tests/starling/test_pull.py \
-  $(patsubst %,tests/e2e/test_%.py,adapters architectures bert compatibility constraints \
-  damaged_weights phase_matrix reasoning sentencepiece serving)
+  tests/gateway/test_adapter_endpoints.py tests/gateway/test_hostile_bodies.py tests/gateway/test_openapi.py \
+  tests/embedded/test_embedded.py tests/starling/test_pull.py tests/starling/test_pull_safetensors.py
 # Of `make api-examples` and `make schema-check`: a server that runs.
 URL ?=
 # Of `make schema-check`: a folder of JSON Schemas, such as `data` of a checkout of guidance-ai/jsonschemabench.
@@ -50,7 +52,8 @@ test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow --durations=5 $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations=5 \
+	  $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS) $(SERVER_TESTS)) $(ARGS)
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
