@@ -5,11 +5,20 @@
 
     word of a rank's line   field      writer: the rank that owns the line
     0                       arrivals   barriers that this rank has reached since the words were zero
-    1                       sleeping   non-zero: the rank sleeps in a futex (rank 0 on `arrivals`, others on `epoch`)
+    1                       sleeping   non-zero: the rank sleeps in a futex, on a word that it waits for
 
 Words are 8 bytes, a line is 8 words (a cache line).  Rank 0 collects the arrivals and then stores `epoch`, which
 releases the others: one cache line in each direction per rank, 0.3 us on one socket.  A waiting rank spins for
 `SPIN_NS`, then sleeps in slices of `SLICE_NS`.  `stages/worker/activations_arena.py` says where the words are.
+
+With many ranks, those whose cores share a cache may form a cluster (`wait_in_clusters`).  Its first rank, the leader,
+collects the arrivals of its own cluster alone, then arrives for all of them, and passes the release on: between two
+clusters one cache line moves in each direction, not one for every rank.
+
+    word of a rank's cluster line   field     writer
+    0                               release   a leader: n after all ranks have arrived n times
+    1                               leader    rank 0, before any rank waits: the first rank of its cluster
+    2                               end       rank 0, before any rank waits: the rank behind the last of its cluster
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ SPIN_NS = 50_000
 SLICE_NS = 20_000_000
 EPOCH = 0  # word offsets from the barrier's address
 _ARRIVALS, _SLEEPING = 0, 8  # byte offsets in a rank's line
+_LEADER, _END = 8, 16  # in its cluster line
 _LINE_BYTES = 64
 _CALM_SPINS = 2000  # before the first look at the clock: most waits end here
 
@@ -92,3 +102,35 @@ def wait(barrier, lines, rank, n_ranks, prefetch=0, prefetch_end=0):
         return
     _store_and_wake(own, count, lines, 1)
     _wait_until_at_least(barrier + 8 * EPOCH, count, own, prefetch, prefetch_end)
+
+
+@numba.njit(nogil=True)
+def wait_in_clusters(barrier, lines, clusters, rank, n_ranks, prefetch=0, prefetch_end=0):
+    """`wait` of ranks in clusters, whose lines begin at `clusters`. All ranks call this one, or all call `wait`."""
+    own = lines + _LINE_BYTES * rank
+    count = load_acquire(own) + 1
+    leader = load_acquire(clusters + _LINE_BYTES * rank + _LEADER)
+    if rank != leader:
+        _store_and_wake(own, count, lines + _LINE_BYTES * leader, 1)
+        _wait_until_at_least(clusters + _LINE_BYTES * leader, count, own, prefetch, prefetch_end)
+        return
+    end = load_acquire(clusters + _LINE_BYTES * rank + _END)
+    for other in range(rank + 1, end):
+        _wait_until_at_least(lines + _LINE_BYTES * other, count, own, prefetch, prefetch_end)
+    if rank != 0:
+        _store_and_wake(own, count, lines, 1)
+        _wait_until_at_least(barrier + 8 * EPOCH, count, own, prefetch, prefetch_end)
+    else:
+        other = end
+        while other < n_ranks:  # the leaders of the other clusters
+            _wait_until_at_least(lines + _LINE_BYTES * other, count, own, prefetch, prefetch_end)
+            other = load_acquire(clusters + _LINE_BYTES * other + _END)
+        store_release(own, count)
+        exchange(barrier + 8 * EPOCH, count)
+        other = end
+        while other < n_ranks:
+            if load_acquire(lines + _LINE_BYTES * other + _SLEEPING) != 0:
+                futex_wake(barrier + 8 * EPOCH)
+                break
+            other = load_acquire(clusters + _LINE_BYTES * other + _END)
+    _store_and_wake(clusters + _LINE_BYTES * rank, count, own + _LINE_BYTES, end - rank - 1)

@@ -11,6 +11,7 @@ Python's interpreter lock, so ranks compute in parallel.  No sockets, no other p
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Self
 
 from shm import step_ring as sh
@@ -30,16 +31,17 @@ class WorkerGroup:
     spends in the phases of a step (`RankTable.phases`).
     """
 
-    def __init__(self, model: Model, arenas: Arenas, profile: bool = False) -> None:
+    def __init__(self, model: Model, arenas: Arenas, profile: bool = False, clusters: Sequence[int] = ()) -> None:
         """Compiled kernels must be in the cache. The number of ranks is `arenas.geometry.ranks`.
 
+        clusters: the number of ranks of each cluster of the barrier; none: it has no clusters.
         Raises `ValueError` when model and arenas do not belong together.
         """
         self.model, self.arenas = model, arenas
         self.ranks = arenas.geometry.ranks
+        act.reset_barrier(act.control_words(arenas.activations), self.ranks, clusters)
         self.tables = [RankTable(model, arenas, rank, profile) for rank in range(self.ranks)]
         self._control = arenas.activations.buffer.ctypes.data
-        act.reset_barrier(act.control_words(arenas.activations), self.ranks)
         self._number = 0  # of the last announcement: even for a step, odd for a return to Python
         self._is_closing = False
         self.threads = [

@@ -70,6 +70,7 @@ class StepRunner:
         directory: Path,
         *,
         ranks: int = 1,
+        clusters: Sequence[int] = (),
         kv_type: str = "f16",
         page_tokens: int = 32,
         max_rows: int = 32,
@@ -82,6 +83,7 @@ class StepRunner:
     ) -> None:
         """`max_tokens`: positions of a row, 0 for the model's context; `table_seed` draws which pages a row owns.
 
+        `clusters`: the number of ranks of each cluster of their barrier; none: it has no clusters.
         Compiles kernels that are not in the cache.
         """
         checkpoint = Checkpoint(index_path)
@@ -113,7 +115,7 @@ class StepRunner:
         self._arenas = (steps_arena, kv_arena, activations)
         self.pages = kv.pages  # (n_pages, page_bytes) u8
         arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, self.geometry)
-        self.group = WorkerGroup(self.model, arenas, profile)
+        self.group = WorkerGroup(self.model, arenas, profile, clusters)
         order = np.random.default_rng(table_seed).permutation(n_pages).astype(np.int32)
         self.steps.tables[:] = order.reshape(max_rows, row_pages)
         self.epochs: dict[int, int] = {}  # by row: of its token masks, see `write_mask`

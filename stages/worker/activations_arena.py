@@ -6,6 +6,7 @@ end.  It begins with `CONTROL_WORDS` control words; each cache line has one writ
     word 0          rank 0: barrier epoch (shm/barrier.py)
     word 16         rank 0: STEP, the number announced last: even for a step, odd to return to Python
     word 64 + 8 r   rank r: barrier line; its third word is set while the rank sleeps on STEP
+    word 576 + 8 r  rank r: cluster line of the barrier
 
 The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
 writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
@@ -14,6 +15,7 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,10 +38,11 @@ from stages.worker.kernels.buffer_sizes import (
 )
 
 KIND = "activations"
-LAYOUT = 1
+LAYOUT = 2
 BARRIER, STEP, LINES = 0, 16, 64  # words
+CLUSTERS = LINES + 8 * MAX_RANKS
 SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
-CONTROL_WORDS = LINES + 8 * MAX_RANKS
+CONTROL_WORDS = CLUSTERS + 8 * MAX_RANKS
 MIN_SPLIT_RESULTS = 2048
 
 
@@ -179,12 +182,31 @@ def control_words(arena: Arena) -> np.ndarray:
     return arena.view(0, (CONTROL_WORDS,), np.int64)
 
 
-def reset_barrier(control: np.ndarray, ranks: int) -> None:
-    """Zero the words of the barrier (shm/barrier.py). Only for rank 0, before any other rank waits."""
+def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = ()) -> None:
+    """Set up the words of the barrier (shm/barrier.py). Only for rank 0, before any rank is attached.
+
+    clusters: the number of ranks of each (rank_clusters.py); without any the barrier has none.
+    Raises `ValueError` if their sum is not `ranks`.
+    """
+    if clusters and (sum(clusters) != ranks or min(clusters) < 1):
+        raise ValueError(f"clusters have {list(clusters)} ranks, expected {ranks} in all and at least 1 in each")
     for rank in range(ranks):
         words.store(control, LINES + 8 * rank, 0)
         words.store(control, LINES + 8 * rank + 1, 0)
+        for word in range(3):
+            words.store(control, CLUSTERS + 8 * rank + word, 0)
+    leader = 0
+    for size in clusters:
+        for rank in range(leader, leader + size):
+            words.store(control, CLUSTERS + 8 * rank + 1, leader)
+            words.store(control, CLUSTERS + 8 * rank + 2, leader + size)
+        leader += size
     words.store(control, BARRIER, 0)
+
+
+def has_clusters(control: np.ndarray) -> bool:
+    """Whether the barrier was set up with clusters."""
+    return words.load(control, CLUSTERS + 2) != 0
 
 
 def announce(control: np.ndarray, number: int, ranks: int) -> None:

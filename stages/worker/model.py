@@ -223,6 +223,7 @@ class RankTable:
             c.RANKS: g.ranks,
             c.BARRIER: base + 8 * act.BARRIER,
             c.LINES: base + 8 * act.LINES,
+            c.CLUSTERS: base + 8 * act.CLUSTERS if act.has_clusters(act.control_words(arenas.activations)) else 0,
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
         words |= self._scratch(model.hyper, g)

@@ -43,6 +43,7 @@ from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.memory_check import check_memory, is_planned
 from stages.worker.model import Model
+from stages.worker.rank_clusters import arrange
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 from stages.worker.warm_up import warm_up
 
@@ -86,6 +87,7 @@ class WorkerStage:
         allowed = sorted(os.sched_getaffinity(0))
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
         self.n_ranks = model_config.ranks or len(cpus)
+        cpus, self._clusters = arrange(cpus, self.n_ranks)
         self.ranks: list[Rank] = [spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)]
         # ZeroMQ's threads are created before `pin`, which then pins this thread alone.
         self.link = self.loop.connect("scheduler-worker", self._on_frame)
@@ -147,7 +149,7 @@ class WorkerStage:
         settings, path = self.model_config, paths.arena_dir(self.config) / f"{self.version.slug}.act"
         with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
             try:
-                refused = warm_up(self.model, self.ranks, settings.kv_type, settings.page_tokens, path)
+                refused = warm_up(self.model, self.ranks, self._clusters, settings.kv_type, settings.page_tokens, path)
             except (ArenaError, OSError, ValueError) as error:
                 log.warning("not warmed up", extra={"model": self.name, "reason": str(error)})
             else:
@@ -213,7 +215,7 @@ class WorkerStage:
         act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
         self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
-        act.reset_barrier(act.control_words(self._activations), self.n_ranks)
+        act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._clusters)
         self._announced = 0
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
         self._attachment = Attachment(self.model, arena_paths, 0)

@@ -25,9 +25,12 @@ from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks
 PROMPT_TOKENS = 2 * FEW  # more than `FEW`: the kernels of prompts, which multiply many rows at once
 
 
-def warm_up(model: Model, ranks: list[Rank], kv_type: str, page_tokens: int, base: Path) -> int:
+def warm_up(
+    model: Model, ranks: list[Rank], clusters: tuple[int, ...], kv_type: str, page_tokens: int, base: Path
+) -> int:
     """Compute the passes; the number of entries that the kernels refused, 0 in a sound group.
 
+    clusters: of the ranks (rank_clusters.py).
     base: path of the group's activations arena, which does not exist yet; the arenas here are beside it, and are
     removed.  Raises `ArenaError`, `OSError` or `ValueError` if they cannot be made, and `GroupError`.
     """
@@ -44,7 +47,7 @@ def warm_up(model: Model, ranks: list[Rank], kv_type: str, page_tokens: int, bas
         arenas.append(create_kv(Path(paths.kv), kv_geometry, steps_geometry.max_pages, model.digest, 1)[0])
         geometry = act.geometry_for(steps_geometry, h, prompt, n_ranks)
         arenas.append(act.create_activations(Path(paths.activations), geometry, h, model.digest))
-        act.reset_barrier(act.control_words(arenas[-1]), n_ranks)
+        act.reset_barrier(act.control_words(arenas[-1]), n_ranks, clusters)
         _write_row(steps, h, prompt)
         attachment = Attachment(model, paths, 0)
         try:

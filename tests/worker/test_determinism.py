@@ -102,6 +102,11 @@ def test_chunks_and_ranks(index: Path, tmp_path: Path, expected: str, ranks: int
             assert alone(runner, chunk) == expected
 
 
+def test_ranks_in_clusters(index: Path, tmp_path: Path, expected: str) -> None:
+    with runner_for(index, tmp_path, ranks=5, clusters=(2, 1, 2)) as runner:
+        assert alone(runner, 100) == expected
+
+
 @pytest.mark.parametrize(("page_tokens", "table_seed"), [(16, 1), (64, 2), (128, 3), (256, 4)])
 def test_page_sizes_and_places(index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int) -> None:
     with runner_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as runner:

@@ -191,7 +191,10 @@ EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
     SCORE_BIAS,
 ) = range(153, 160)
 
-WORDS = 160
+# Address of the clusters of the ranks' barrier; 0: it has none
+CLUSTERS = 162
+
+WORDS = 164
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

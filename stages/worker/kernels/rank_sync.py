@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit
 
 from shm.atomics import cycles
-from shm.barrier import wait
+from shm.barrier import wait, wait_in_clusters
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.buffer_sizes import MIN_CHUNK, PHASES
 from stages.worker.kernels.entries import INNER
@@ -52,8 +52,11 @@ def phase_end(params, phase, since):
 @njit(**INNER)
 def _wait(params, first, end):
     since = phase_begin(params)
-    barrier, lines = param(params, pb.BARRIER), param(params, pb.LINES)
-    wait(barrier, lines, param(params, pb.RANK), param(params, pb.RANKS), first, end)
+    barrier, lines, clusters = param(params, pb.BARRIER), param(params, pb.LINES), param(params, pb.CLUSTERS)
+    if clusters:
+        wait_in_clusters(barrier, lines, clusters, param(params, pb.RANK), param(params, pb.RANKS), first, end)
+    else:
+        wait(barrier, lines, param(params, pb.RANK), param(params, pb.RANKS), first, end)
     phase_end(params, WAIT, since)
 
 

@@ -1,0 +1,71 @@
+"""Clusters of ranks follow the caches and sockets that the kernel shows, here of emulated machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stages.worker.rank_clusters import MAX_CLUSTER, MIN_RANKS, arrange
+
+
+def machine(root: Path, caches: list[int], sockets: list[int]) -> Path:
+    """The kernel's folder of CPUs: of each the number of its third-level cache (-1: none) and of its socket."""
+    for cpu, (cache, socket) in enumerate(zip(caches, sockets, strict=True)):
+        at = root / f"cpu{cpu}"
+        for index, (level, shared) in enumerate((("1", str(cpu)), ("1", str(cpu)), ("2", str(cpu)), ("3", ""))):
+            if level == "3":
+                if cache < 0:
+                    continue
+                shared = ",".join(str(other) for other, of in enumerate(caches) if of == cache)
+            folder = at / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            (folder / "level").write_text(f"{level}\n")
+            (folder / "shared_cpu_list").write_text(f"{shared}\n")
+        (at / "topology").mkdir(parents=True)
+        (at / "topology" / "physical_package_id").write_text(f"{socket}\n")
+    return root
+
+
+def test_ranks_that_share_a_cache_are_a_cluster(tmp_path: Path) -> None:
+    root = machine(tmp_path, [n // 4 for n in range(16)], [n // 8 for n in range(16)])
+    assert arrange(list(range(16)), 16, root) == (list(range(16)), (4, 4, 4, 4))
+    assert arrange(list(range(16)), 10, root) == (list(range(16)), (4, 4, 2))
+    assert arrange([1, 2, 3, 5, 6, 8, 9, 10, 11], 9, root) == ([1, 2, 3, 5, 6, 8, 9, 10, 11], (3, 2, 4))
+
+
+def test_cores_of_two_sockets_that_are_numbered_in_turns_are_put_together(tmp_path: Path) -> None:
+    root = machine(tmp_path, [n % 2 for n in range(12)], [n % 2 for n in range(12)])
+    order, clusters = arrange(list(range(12)), 10, root)
+    assert (order, clusters) == ([0, 2, 4, 6, 8, 1, 3, 5, 7, 9, 10, 11], (5, 5))
+
+
+def test_sockets_count_where_the_kernel_shows_a_cache_for_every_core_or_none(tmp_path: Path) -> None:
+    for name, caches in (("each", list(range(16))), ("none", [-1] * 16)):
+        root = machine(tmp_path / name, caches, [n // 8 for n in range(16)])
+        assert arrange(list(range(16)), 16, root) == (list(range(16)), (8, 8))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, MIN_RANKS - 1, MIN_RANKS, MAX_CLUSTER])
+def test_few_ranks_and_ranks_that_share_everything_have_no_clusters(tmp_path: Path, ranks: int) -> None:
+    cpus = list(range(MAX_CLUSTER))
+    one = machine(tmp_path / "one", [0] * MAX_CLUSTER, [0] * MAX_CLUSTER)
+    assert arrange(cpus, ranks, one) == (cpus, ())
+    if ranks < MIN_RANKS:
+        two = machine(tmp_path / "two", [n % 2 for n in cpus], [n % 2 for n in cpus])
+        assert arrange(cpus, ranks, two) == (cpus, ())
+
+
+def test_a_large_cluster_is_divided(tmp_path: Path) -> None:
+    cpus = list(range(48))
+    one = machine(tmp_path / "one", [0] * 48, [0] * 48)
+    assert arrange(cpus, 48, one) == (cpus, (16, 16, 16))
+    assert arrange(cpus, 17, one) == (cpus, (8, 9))
+    two = machine(tmp_path / "two", [n // 20 for n in cpus], [n // 20 for n in cpus])
+    assert arrange(cpus, 40, two) == (cpus, (10, 10, 10, 10))
+
+
+def test_ranks_that_are_not_pinned_and_unknown_cores_have_no_clusters(tmp_path: Path) -> None:
+    root = machine(tmp_path / "known", [n // 8 for n in range(16)], [n // 8 for n in range(16)])
+    assert arrange(list(range(16)), 17, root) == (list(range(16)), ())
+    assert arrange(list(range(16)), 16, tmp_path / "missing") == (list(range(16)), ())
