@@ -118,8 +118,10 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         4 * tokens * h.shared_ffn_width,
         tokens * _row_bytes(h.shared_ffn_width),
     )
+    plan = 8 * (11 + 15 * steps.max_entries + 4 * tokens + 3 * samples)
     buffers = (
-        8 * (10 + 14 * steps.max_entries + 4 * tokens + 3 * samples),  # the plan
+        plan,
+        plan,  # of the last layer
         4 * steps.max_pages * steps.max_entries,
         64 * 16,
         4 * tokens * h.width,

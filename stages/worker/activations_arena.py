@@ -121,6 +121,7 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     pairs = g.step_tokens * max(1, h.n_experts_used)  # of a token and an expert
     sizes = {
         c.PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
+        c.NEEDED_PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
         c.PLAN_TABLES: 4 * g.max_pages * g.max_entries,
         c.SPLITS_DONE: 64 * SPLIT_UNITS,
         c.X: 4 * g.step_tokens * h.width,

@@ -228,10 +228,12 @@ class RankTable:
         }
         words |= self._scratch(model.hyper, g)
         words |= compiled.addresses(kv.kv_type, stored_code.extra_entries(model.hyper, g.adapter_rank > 0))
-        self.table = np.zeros(c.WORDS, np.int64)
-        for word, value in words.items():
-            self.table[word] = value
+        self.table, needed = np.zeros((2, c.WORDS), np.int64)  # views of one array, which `table` keeps
         self.address = self.table.ctypes.data
+        self.table[list(words)] = list(words.values())
+        self.table[c.NEEDED_BLOCK] = needed.ctypes.data
+        needed[:] = self.table
+        needed[c.PLAN] = words[c.NEEDED_PLAN]
 
     @staticmethod
     def _steps_words(s: Steps, g: StepsGeometry) -> dict[int, int]:

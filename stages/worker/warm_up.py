@@ -36,7 +36,8 @@ def warm_up(
     """
     h, n_ranks = model.hyper, 1 + len(ranks)
     prompt = max(1, min(PROMPT_TOKENS, h.context_length - 1))
-    steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, -(-(prompt + 1) // page_tokens) + 1)
+    pages = -(-(prompt + 1) // page_tokens) + 1
+    steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, pages, pooled_width=0 if h.is_causal else h.width)
     kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
     # Named as `Arena.create` names what it has not completed: a group that is killed here leaves them to its successor.
     paths = ArenaPaths(*(str(base.with_name(f".{base.name}.warm-{kind}")) for kind in ("steps", "kv", "act")))
@@ -75,13 +76,19 @@ def _write_row(steps: sh.Steps, h: Hyper, prompt: int) -> None:
 
 
 def _compute(attachment: Attachment, prompt: int, generates: bool) -> int:
-    """The prompt, and the token after it if the model generates; returns how many entries were refused."""
+    """The prompt, and the token after it if the model generates, else the prompt pooled.
+
+    Returns how many entries were refused.
+    """
     refused = 0
-    entries = [(0, 0, prompt, int(generates))] + ([(0, prompt, 1, 1)] if generates else [])
+    # row, first position, positions, samples, first sample, epoch of masks, first pooled position, pooled
+    entries = [(0, 0, prompt, 1, 0, 0, 0, 0), (0, prompt, 1, 1, 0, 0, 0, 0)]
+    if not generates:  # the last layer computes no tokens that are neither sampled nor pooled
+        entries = [(0, 0, prompt, 0, 0, 0, 0, prompt)]
     for number, entry in enumerate(entries, 1):
         slot = number % sh.SLOTS
-        attachment.steps.entries[slot, 0] = (*entry, 0, 0, 0, 0)
-        attachment.steps.slot_head[slot, : sh.SLOT_SAMPLES + 1] = (number, 1, 1, entry[-1])
+        attachment.steps.entries[slot, 0] = entry
+        attachment.steps.slot_head[slot, : sh.SLOT_SAMPLES + 1] = (number, 1, 1, entry[sh.SAMPLES])
         words.store(attachment.steps.control, sh.HEAD, number)
         refused += int(
             compiled.run_steps(

@@ -8,6 +8,10 @@ each other where one reads what another has written:
 
     plan | embedding | per layer: q, k, v | [K, V of chunks] | attn_out | x | gated | x | ... logits | done
 
+The last layer computes only K and V of tokens that are neither sampled nor pooled (needed_plan.py):
+
+    k, v | K, V of chunks, needed rows move | q of these | attn_out | ...
+
 With few tokens every rank norms and quantizes all of them for itself (NORM is its own then); with many, the ranks share
 them and wait once more.  Nothing is allocated here; `params` is the parameter block (parameter_block.py).
 """
@@ -25,6 +29,7 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.attention_units import attend, quantize_straddling, write_kv_of_chunks
 from stages.worker.kernels.entries import INNER, MERGED, call_entry, run_entry
 from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.last_layer import gather_kv_and_angles, gather_stream
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.pooling import pool_entries
 from stages.worker.kernels.projections import (
@@ -33,7 +38,9 @@ from stages.worker.kernels.projections import (
     project_down,
     project_gate_up,
     project_head,
+    project_kv,
     project_output,
+    project_q,
     project_qkv,
 )
 from stages.worker.kernels.rank_sync import (
@@ -53,6 +60,7 @@ from stages.worker.kernels.rank_sync import (
     phase_end,
     share,
     wait_before_output,
+    wait_before_q,
     wait_for_ranks,
     wait_prefetching,
 )
@@ -174,21 +182,10 @@ def _sample(params, index, deadline):
         put_i32(tokens + 4 * known, token)
 
 
-@njit(**MERGED)
-def _run_layer(params, index, tokens, chunks):
-    layer = param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index
+@njit(**INNER)
+def _attend_and_feed(params, layer, index, tokens):
+    """A layer from its attention on, for tokens whose Q is in QKV and whose K and V are in their pages or in QKV."""
     width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
-    now = phase_begin(params)
-    norm_and_quantize(params, param(layer, pb.ATTN_NORM), param(layer, pb.ATTN_NORM_BIAS), tokens, False)
-    now = phase_end(params, NORM, now)
-    project_qkv(params, layer, tokens)
-    phase_end(params, QKV, now)
-    wait_before_output(params, layer, 0)
-    if chunks:
-        now = phase_begin(params)
-        write_kv_of_chunks(params, layer, index)
-        phase_end(params, KEYS, now)
-        wait_for_ranks(params)
     now = phase_begin(params)
     attend(params, layer, index)
     phase_end(params, ATTENTION, now)
@@ -215,12 +212,56 @@ def _run_layer(params, index, tokens, chunks):
         project_down(params, layer, tokens)
         phase_end(params, DOWN, now)
     if index + 1 < param(params, pb.N_LAYERS):
-        layer += 8 * pb.LAYER_WORDS
-        groups = share(params, param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM) // GROUP)
-        wait_prefetching(params, param(layer, pb.Q_FORMAT), param(layer, pb.Q), width, groups, 0)
+        wait_before_q(params, layer + 8 * pb.LAYER_WORDS)
     else:
         groups = share(params, (param(params, pb.VOCAB) + GROUP - 1) // GROUP)
         wait_prefetching(params, param(params, pb.HEAD_FORMAT), param(params, pb.HEAD), width, groups, 0)
+
+
+@njit(**INNER)
+def _write_kv_of_chunks(params, layer, index):
+    now = phase_begin(params)
+    write_kv_of_chunks(params, layer, index)
+    phase_end(params, KEYS, now)
+
+
+@njit(**INNER)
+def _run_layer(params, index, tokens, chunks):
+    layer = param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index
+    now = phase_begin(params)
+    norm_and_quantize(params, param(layer, pb.ATTN_NORM), param(layer, pb.ATTN_NORM_BIAS), tokens, False)
+    now = phase_end(params, NORM, now)
+    project_qkv(params, layer, tokens)
+    phase_end(params, QKV, now)
+    wait_before_output(params, layer, 0)
+    if chunks:
+        _write_kv_of_chunks(params, layer, index)
+        wait_for_ranks(params)
+    _attend_and_feed(params, layer, index, tokens)
+
+
+@njit(**INNER)
+def _run_last_layer(params, index, tokens):
+    """The last layer where not all tokens are needed (needed_plan.py): K and V of all, the others' hidden states."""
+    layer = param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index
+    rows, needed = param(param(params, pb.PLAN), p.NEEDED), param(params, pb.NEEDED_BLOCK)
+    now = phase_begin(params)
+    norm_and_quantize(params, param(layer, pb.ATTN_NORM), param(layer, pb.ATTN_NORM_BIAS), tokens, False)
+    now = phase_end(params, NORM, now)
+    project_kv(params, layer, tokens)
+    phase_end(params, QKV, now)
+    wait_before_q(params, layer)
+    _write_kv_of_chunks(params, layer, index)
+    if rows == 0:
+        return
+    gather_stream(params, tokens)
+    wait_for_ranks(params)
+    now = phase_begin(params)
+    gather_kv_and_angles(params)
+    project_q(needed, layer, rows)
+    phase_end(params, QKV, now)
+    wait_before_output(params, layer, 0)
+    _attend_and_feed(needed, layer, index, rows)
 
 
 @njit(**INNER)
@@ -228,9 +269,10 @@ def run_step(params):
     """The planned step, or the planned part of it; all ranks call it, each with its own parameter block."""
     plan = param(params, pb.PLAN)
     tokens, samples, chunks = param(plan, p.TOKENS), param(plan, p.SAMPLES), param(plan, p.HAS_CHUNKS)
+    has_masks, has_pooled = param(plan, p.HAS_MASKS), param(plan, p.HAS_POOLED)
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
     progress = param(params, pb.PROGRESS_AT)
-    first, end = param(plan, p.FIRST_LAYER), param(plan, p.END_LAYER)
+    first, end, n_layers = param(plan, p.FIRST_LAYER), param(plan, p.END_LAYER), param(params, pb.N_LAYERS)
     if tokens:
         if first == 0:
             now = phase_begin(params)
@@ -238,13 +280,17 @@ def run_step(params):
             phase_end(params, EMBED, now)
             wait_for_ranks(params)
         for index in range(first, end):
-            _run_layer(params, index, tokens, chunks)
+            if index + 1 < n_layers or param(plan, p.NEEDED) == tokens:
+                _run_layer(params, index, tokens, chunks)
+            else:
+                _run_last_layer(params, index, tokens)
+                params = param(params, pb.NEEDED_BLOCK)
             if rank == 0:
                 store_release(progress, get_i64(progress) + 1)
-    if end < param(params, pb.N_LAYERS):
+    if end < n_layers:
         wait_for_ranks(params)
         return
-    if param(plan, p.HAS_POOLED):
+    if has_pooled:
         pool_entries(params)
     if samples:
         now = phase_begin(params)
@@ -255,7 +301,7 @@ def run_step(params):
         wait_for_ranks(params)
         now = phase_begin(params)
         rounds, deadline = 1, 0
-        if param(plan, p.HAS_MASKS):  # samples without a mask first: meanwhile masks are completed
+        if has_masks:  # samples without a mask first: meanwhile masks are completed
             rounds, deadline = 2, monotonic_ns() + MASK_WAIT_NS
         for i in range(rounds * samples):
             index = i % samples

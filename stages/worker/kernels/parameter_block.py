@@ -191,6 +191,9 @@ EMBEDDING_NORM, EMBEDDING_NORM_BIAS, TOKEN_TYPE, ATTENDS_ALL = range(139, 143)
     SCORE_BIAS,
 ) = range(153, 160)
 
+# The plan of the last layer (needed_plan.py), and this rank's other parameter block, in which it is the plan
+NEEDED_PLAN, NEEDED_BLOCK = range(160, 162)
+
 # Address of the clusters of the ranks' barrier; 0: it has none
 CLUSTERS = 162
 

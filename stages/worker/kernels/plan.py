@@ -9,9 +9,11 @@ In i64 words at PLAN:
     0   entries kept   1  tokens   2  samples   3  whether any entry computes more than one position   4  slot
     5   whether any sample needs a token mask        6  whether any entry is pooled      7  tokens with an adapter
     8   first layer of the part that is computed now     9  end of its layers
-    10  entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
+    10  tokens that the last layer computes behind K and V (needed_plan.py)
+    11  entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
         SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
-        first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none)
+        first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none),
+        in the plan of the last layer the number of its first token in the step's own plan
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry
     then the tokens with an adapter, by slot (1 word each), then for each of these slots: slot, end of its tokens
     (written by adapters.py).
@@ -32,7 +34,19 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_i32, get_i64, put_i32, put_i64
 
 BAD_ENTRY = -2
-ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED, ADAPTED, FIRST_LAYER, END_LAYER = range(10)
+(
+    ENTRIES_KEPT,
+    TOKENS,
+    SAMPLES,
+    HAS_CHUNKS,
+    SLOT,
+    HAS_MASKS,
+    HAS_POOLED,
+    ADAPTED,
+    FIRST_LAYER,
+    END_LAYER,
+    NEEDED,
+) = range(11)
 (
     P_ROW,
     P_START,
@@ -46,7 +60,8 @@ ENTRIES_KEPT, TOKENS, SAMPLES, HAS_CHUNKS, SLOT, HAS_MASKS, HAS_POOLED, ADAPTED,
     P_POOL_FIRST,
     P_POOL_COUNT,
     P_ADAPTER,
-) = range(12)
+    P_SOURCE,
+) = range(13)
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP
@@ -263,12 +278,12 @@ def make_plan(params, step):
     if has_adapters:
         run_entry(param(params, pb.LIST_ADAPTED), (params, kept))
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS:
-        _assign_split_results(params, kept)
+        assign_split_results(params, kept)
     return refused
 
 
 @njit(**INNER)
-def _assign_split_results(params, kept):
+def assign_split_results(params, kept):
     """Assign places at SPLIT_RESULTS to entries of one query and several KV splits, until all places are used."""
     used = 0
     heads = param(params, pb.N_HEADS)

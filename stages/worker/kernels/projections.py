@@ -35,7 +35,7 @@ def norm_row(params, x, weight, bias, y):
         ew.rms_norm(x, weight, y, width, eps)
 
 
-@njit(**MERGED)
+@njit(**INNER)
 def norm_and_quantize(params, weight, bias, rows, of_samples):
     """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`."""
     few = rows <= pb.FEW
@@ -88,15 +88,19 @@ def expand(params, layer, target, place, out, out_stride, first, end):
 
 
 @njit(**INNER)
-def _project_normed(params, layer, place, kind, w, bias, rows, tokens, out):
-    """This rank's groups of q, k or v (place 0, 1, 2), with their bias, for all tokens, into QKV at `out`."""
+def _project_normed(params, layer, target, place, matrix, rows, tokens, out):
+    """This rank's groups of q, k or v with their bias, for all tokens, into QKV at `out`.
+
+    target  which of the three it is to adapters; `place`: of its sums (`shrink`)
+    matrix  format, address and address of the bias
+    """
     width = param(params, pb.WIDTH)
     stride = param(params, pb.QKV_STRIDE)
     first, end = share(params, rows // GROUP)
     project(
         params,
-        kind,
-        w,
+        matrix[0],
+        matrix[1],
         width,
         rows,
         normed(params, tokens),
@@ -108,27 +112,54 @@ def _project_normed(params, layer, place, kind, w, bias, rows, tokens, out):
         first,
         end,
     )
-    expand(params, layer, Q + place, place, out, stride, first, end)
-    if bias:
+    expand(params, layer, target, place, out, stride, first, end)
+    if matrix[2]:
         for t in range(tokens):
-            ew.add(out + t * stride + 64 * first, bias + 64 * first, GROUP * (end - first))
+            ew.add(out + t * stride + 64 * first, matrix[2] + 64 * first, GROUP * (end - first))
 
 
-@njit(**MERGED)
+@njit(**INNER)
+def _q_rows(params):
+    return param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
+
+
+@njit(**INNER)
+def _multiply_q(params, layer, tokens):
+    matrix = param(layer, pb.Q_FORMAT), param(layer, pb.Q), param(layer, pb.Q_BIAS)
+    _project_normed(params, layer, Q, 0, matrix, _q_rows(params), tokens, param(params, pb.QKV))
+
+
+@njit(**INNER)
+def _multiply_kv(params, layer, tokens, place):
+    """`place`: of the sums of K; those of V are next."""
+    rows = param(params, pb.N_KV_HEADS) * param(params, pb.HEAD_DIM)
+    out = param(params, pb.QKV) + 4 * _q_rows(params)
+    matrix = param(layer, pb.K_FORMAT), param(layer, pb.K), param(layer, pb.K_BIAS)
+    _project_normed(params, layer, K, place, matrix, rows, tokens, out)
+    matrix = param(layer, pb.V_FORMAT), param(layer, pb.V), param(layer, pb.V_BIAS)
+    _project_normed(params, layer, V, place + V - K, matrix, rows, tokens, out + 4 * rows)
+
+
+@njit(**INNER)
 def project_qkv(params, layer, tokens):
     """QKV of this rank's rows: the projections of the normed X."""
-    dim = param(params, pb.HEAD_DIM)
-    q_rows, kv_rows = param(params, pb.N_HEADS) * dim, param(params, pb.N_KV_HEADS) * dim
-    out = param(params, pb.QKV)
     shrink(params, layer, Q, V - Q + 1, normed(params, tokens), param(params, pb.WIDTH))
-    kind, w, bias = param(layer, pb.Q_FORMAT), param(layer, pb.Q), param(layer, pb.Q_BIAS)
-    _project_normed(params, layer, 0, kind, w, bias, q_rows, tokens, out)
-    out += 4 * q_rows
-    kind, w, bias = param(layer, pb.K_FORMAT), param(layer, pb.K), param(layer, pb.K_BIAS)
-    _project_normed(params, layer, K - Q, kind, w, bias, kv_rows, tokens, out)
-    out += 4 * kv_rows
-    kind, w, bias = param(layer, pb.V_FORMAT), param(layer, pb.V), param(layer, pb.V_BIAS)
-    _project_normed(params, layer, V - Q, kind, w, bias, kv_rows, tokens, out)
+    _multiply_q(params, layer, tokens)
+    _multiply_kv(params, layer, tokens, K - Q)
+
+
+@njit(**INNER)
+def project_q(params, layer, tokens):
+    """The part of `project_qkv` that is Q."""
+    shrink(params, layer, Q, 1, normed(params, tokens), param(params, pb.WIDTH))
+    _multiply_q(params, layer, tokens)
+
+
+@njit(**INNER)
+def project_kv(params, layer, tokens):
+    """The part of `project_qkv` that is K and V."""
+    shrink(params, layer, K, V - K + 1, normed(params, tokens), param(params, pb.WIDTH))
+    _multiply_kv(params, layer, tokens, 0)
 
 
 @njit(**MERGED)

@@ -15,6 +15,7 @@ from stages.worker import activations_arena as act
 from stages.worker.kernels import forward
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.needed_plan import plan_needed
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.plan import plan_part
 from stages.worker.kernels.simd import JIT, put_i64
@@ -99,6 +100,7 @@ def run_steps(params, control, number, step, timing, limit_ns, ring, bell):
             at = timing + 32 * (step % _SLOTS)
             put_i64(at + _BEGUN, now)
             refused = plan_part(params, step)
+            plan_needed(params)
             announce(control, number, param(params, pb.RANKS))
             forward.run_step(params)
             now = monotonic_ns()

@@ -78,6 +78,13 @@ def wait_prefetching(params, kind, w, columns, groups, skip):
 
 
 @njit(**INNER)
+def wait_before_q(params, layer):
+    """`wait_prefetching` for this rank's rows of a layer's Q matrix."""
+    groups = share(params, param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM) // GROUP)
+    wait_prefetching(params, param(layer, pb.Q_FORMAT), param(layer, pb.Q), param(params, pb.WIDTH), groups, 0)
+
+
+@njit(**INNER)
 def wait_before_output(params, layer, skip):
     """`wait_prefetching` for this rank's rows of a layer's output matrix."""
     columns = param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
