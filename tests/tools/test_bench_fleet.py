@@ -6,6 +6,8 @@ import pytest
 
 from starling.bench.load import drive
 from tools.bench.fleet import deaths, forwarding
+from tools.bench.fleet.fleet_under_test import FleetUnderTest
+from tools.bench.fleet.overhead import body
 
 pytestmark = pytest.mark.slow
 
@@ -33,3 +35,25 @@ def test_events_are_compared_byte_by_byte_and_answers_by_their_text() -> None:
     assert deaths.answer(one) == deaths.answer(grouped) == ("abc", "length")
     assert deaths.answer(one[:-2]) != deaths.answer(one)
     assert deaths.plain([event("a")]) == deaths.plain([event("a", name="cd" * 12)])
+    # What is lost or differs by one event, by the kind of death.
+    for kind in deaths.KINDS:
+        assert deaths.verdict(kind, one, one) == (False, False)
+        assert deaths.verdict(kind, one[:1] + one[2:], one) == (False, True)
+        assert deaths.verdict(kind, one[:-1], one)[0] and deaths.verdict(kind, [], one) == (True, True)
+    assert deaths.verdict("orchestrator", grouped, one) == (False, False)
+    assert deaths.verdict("host", grouped, one) == (False, True)
+
+
+def test_a_kill_that_misses_its_stream_is_refused_and_a_host_may_die() -> None:
+    with FleetUnderTest(1) as fleet:
+        bench = deaths.Bench(fleet, 0)
+        bench.check_instrument()
+        found = bench.measure("host", 1)
+        assert (found["lost"], found["different"], found["refused"]) == (0, 0, 0)
+        assert found["pause_ms"]["max"] > 0
+        # A stream that is over when its engine dies: nothing was struck.
+        (agent,) = fleet.processes("-m starling agent")
+        struck = fleet.tree(agent)
+        with pytest.raises(deaths.MissedError, match="does not run"):
+            deaths.once(fleet, "engine", body(deaths.PROMPT, 3))
+        assert set(struck) <= set(fleet.tree(agent))

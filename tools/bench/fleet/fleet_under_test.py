@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import json
@@ -41,8 +42,8 @@ class Engine(NamedTuple):
 class FleetUnderTest:
     """An orchestrator and agents. A context manager; all agents have the model when it is entered."""
 
-    def __init__(self, n_agents: int, kv_cache_mb: int = 128, **orchestrator: Any) -> None:
-        """`kv_cache_mb`: of each engine. `orchestrator`: its section of the configuration, besides the port."""
+    def __init__(self, n_agents: int, kv_cache_mb: int = 128, store: str = "", **orchestrator: Any) -> None:
+        """`kv_cache_mb`: of each engine. `store`: fleet.store. `orchestrator`: its section, besides the port."""
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self._n_agents = n_agents
@@ -53,7 +54,7 @@ class FleetUnderTest:
             (self.home / folder.name).symlink_to(folder)
         config = {
             "models": [{"name": DEMO_MODEL, "kv_cache_mb": kv_cache_mb, "ranks": 1}],
-            "fleet": {"orchestrator": {"port": self.port, "poll_ms": 100, **orchestrator}},
+            "fleet": {"store": store, "orchestrator": {"port": self.port, "poll_ms": 100, **orchestrator}},
         }
         (self.home / "starling.yaml").write_text(yaml.safe_dump(config))
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("STARLING_", "LLM_ENGINE_"))}
@@ -62,15 +63,24 @@ class FleetUnderTest:
         self.environment = environment
         self._log = (self.home / "output").open("w+b")
         self._others: dict[tuple[str, int], subprocess.Popen[bytes]] = {}  # orchestrators, by address
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "fleet", "up", "--agents", str(n_agents), "--replicas", str(n_agents)],
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        """The process that runs the fleet."""
+        count = str(self._n_agents)
+        return self._spawn("starling", "fleet", "up", "--agents", count, "--replicas", count, process_group=0)
+
+    def _spawn(self, module: str, *words: str, before: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[bytes]:
+        """`python -m module words`, which ends with this process. `before`: the command that runs it."""
+        return subprocess.Popen(
+            [*before, sys.executable, "-m", module, *words],
             cwd=ROOT,
-            env=environment,
+            env={**self.environment, **options.pop("env", {})},
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
-            process_group=0,
             preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            **options,
         )
 
     def __enter__(self) -> Self:
@@ -100,15 +110,7 @@ class FleetUnderTest:
         """The address of another orchestrator of the same agents. `settings`: keys of fleet.orchestrator."""
         address = ("127.0.0.1", free_port())
         given = {f"STARLING_FLEET__ORCHESTRATOR__{name.upper()}": value for name, value in settings.items()}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "orchestrator", "--port", str(address[1])],
-            cwd=ROOT,
-            env={**self.environment, **given},
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
+        process = self._spawn("starling", "orchestrator", "--port", str(address[1]), env=given)
         self._others[address] = process
         self.wait_ready(address=address)
         return address
@@ -121,9 +123,13 @@ class FleetUnderTest:
         address: tuple[str, int] | None = None,
     ) -> float:
         """Wait until every agent has the model ready and `is_ready` of the state holds; the seconds that it took."""
+        return self.wait_until(lambda state: bool(state) and self._is_whole(state) and is_ready(state), address)
+
+    def wait_until(self, holds: Callable[[dict[str, Any]], bool], address: tuple[str, int] | None = None) -> float:
+        """Wait until the state at an orchestrator, {} without one, is as wanted; the seconds that it took."""
         begun = time.monotonic()
         needed = (self._process, self._others.get(address or self.address, self._process))
-        while not ((state := self.state(address)) and self._is_whole(state) and is_ready(state)):
+        while not holds(self.state(address)):
             if any(one.poll() is not None for one in needed) or time.monotonic() - begun > START_S:
                 self._log.seek(0)
                 raise RuntimeError("the fleet is not ready:\n" + self._log.read().decode(errors="replace")[-3000:])
@@ -144,9 +150,18 @@ class FleetUnderTest:
             return {}
         return found
 
+    def choices(self, request_id: str) -> list[str]:
+        """The agents that a request was sent to, in order."""
+        found = self._call(self.address, "GET", f"/v1/fleet/why/{request_id}")["choices"]
+        return [str(one["agent_id"]) for one in found]
+
     def why(self, request_id: str) -> str:
         """The agent that a request was sent to last."""
-        return str(self._call(self.address, "GET", f"/v1/fleet/why/{request_id}")["choices"][-1]["agent_id"])
+        return self.choices(request_id)[-1]
+
+    def events(self) -> list[str]:
+        """The kinds of the orchestrator's events, in order."""
+        return [str(one["kind"]) for one in self._call(self.address, "GET", "/v1/fleet/events")["events"]]
 
     def engines(self) -> list[Engine]:
         """The engines, by agent, with the keys that only heartbeats show."""
@@ -192,6 +207,14 @@ class FleetUnderTest:
 
     # ---------------------------------------------------------------- its processes
 
+    def kill_host(self, agent: str) -> None:
+        """SIGKILL to all processes of an agent's host, its engines included."""
+        (pid,) = self.processes("-m starling agent", f"--id {agent} ")
+        kill(self.tree(pid))
+
+    def restore_host(self, agent: str) -> None:
+        """The host is back."""  # `fleet up` has started its agent again
+
     @staticmethod
     def tree(pid: int) -> list[int]:
         """A process and everything below it."""
@@ -202,6 +225,14 @@ class FleetUnderTest:
         pids = self.tree(self._process.pid)
         commands = {pid: " ".join(procfs.command(pid)) for pid in pids if pid != self._process.pid}
         return [pid for pid, command in commands.items() if all(word in command for word in words)]
+
+
+def kill(pids: list[int]) -> None:
+    """SIGKILL at once: none of them can report the end of another one. Some may have ended."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def _wait_for_end(process: subprocess.Popen[bytes]) -> None:
