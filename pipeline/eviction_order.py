@@ -134,6 +134,11 @@ class EvictionOrder(Generic[Key]):
         del self._added_at[key]
         return key
 
+    def oldest(self, before: int) -> Key | None:
+        """The entry whose last use was first, if that was before `before`; it stays in the order."""
+        first = next(iter(self._added_at.items()), None)
+        return first[0] if first is not None and first[1] < before else None
+
     def expired(self, before: int) -> list[Key]:
         """Entries whose last use was before `before`, oldest first; they stay in the order."""
         keys = []

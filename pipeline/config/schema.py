@@ -334,6 +334,7 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     lost_text: Literal["replay", "error"] = "replay"
     # Which of the agents that have a model ready gets a request; all but the score are for comparison
     routing: Literal["score", "least-queue", "round-robin", "random"] = "score"
+    session_gain_ms: MillisecondsOrNone = 1_000  # a session moves for a turn that gains so much; 0: never
     # Weights of the terms of an agent's score, which are estimates in seconds: see docs/fleet.md.
     alpha: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # start of the model
     beta: Annotated[float, Meta(ge=0.0, le=1000.0)] = 1.0  # prefill that the KV cache saves

@@ -11,6 +11,9 @@
     POST /give_pages           GivePagesRequest    -> GivePagesResponse    200; 404: the request has no pages here
     POST /take_pages           TakePagesRequest    -> TakePagesResponse    200 the engine has them
     GET  /kv_pages/TICKET                             the pages of a ticket, once
+    POST /list_prefixes        ListPrefixesRequest -> ListPrefixesResponse 200
+    POST /give_prefixes        GivePrefixesRequest -> GivePagesResponse    200; 404: they are not here any more
+    POST /take_prefixes        TakePrefixesRequest -> TakePagesResponse    200 the engine has them; 429
     POST /list_sessions        ListSessionsRequest -> ListSessionsResponse 200
     POST /give_session         GiveSessionRequest  -> GiveSessionResponse  200; 409: a turn is in progress
     POST /take_session         TakeSessionRequest  -> TakeSessionResponse  200 its copy is on the disk; 409, 429
@@ -131,6 +134,40 @@ class TakePagesRequest(Request, frozen=True, kw_only=True):
     tenant: Annotated[str, Meta(max_length=64)] = ""  # whose pages they are; "": of none in particular
 
 
+MAX_PREFIXES = 64  # of a model in one body
+
+
+class ListPrefixesRequest(Request, frozen=True, kw_only=True):
+    """Asks for the prefixes that most requests shared. What is left of them to be sent is in heartbeats."""
+
+    model_id: ModelId
+    limit: Annotated[int, Meta(ge=0, le=65_536)]  # pages; 0: none, and nothing is left to be sent
+
+
+class GivePrefixesRequest(Request, frozen=True, kw_only=True):
+    """Asks for the KV pages of prefixes, which another agent is to get."""
+
+    model_id: ModelId
+    tails: Annotated[
+        tuple[Annotated[str, Meta(pattern="^[0-9a-f]{32}$")], ...], Meta(min_length=1, max_length=MAX_PREFIXES)
+    ]  # the last page of each
+    agent_id: Annotated[str, Meta(min_length=1, max_length=63)]  # who may get them
+    max_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # that it takes
+
+
+class TakePrefixesRequest(Request, frozen=True, kw_only=True):
+    """Tells an agent to get KV pages of one tenant, which its engine caches for no request."""
+
+    model_id: ModelId
+    source: AgentRecord
+    ticket: Annotated[str, Meta(pattern="^[0-9A-Za-z_-]{16,64}$")]  # of the source's answer
+    bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
+    timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]
+    tenant: Tenant
+    uses: Annotated[int, Meta(ge=1)]  # of the least used one
+    idle_s: Annotated[float, Meta(ge=0)]  # since the last use of that which was used longest ago
+
+
 class ListSessionsRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     """Asks for the sessions of a model that are here, or whose move is not complete; some at a time."""
 
@@ -227,6 +264,23 @@ class TakePagesResponse(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float  # that it took
 
 
+class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
+    """A prefix that several requests shared."""
+
+    tail: str  # hash of its last page, hex
+    names: bytes  # of its pages, the first one first: u64 little-endian (pipeline/api/page_names.py)
+    tenant: str  # whose pages they are; "": everybody's
+    uses: int  # sequences that have held the last page
+    idle_s: float  # since then
+
+
+class ListPrefixesResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The most used ones first."""
+
+    prefixes: tuple[HotPrefix, ...] = ()
+    page_bytes: int = 0  # of a page, with what names it
+
+
 class SessionEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A session of an engine."""
 
@@ -250,6 +304,8 @@ class GiveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     record: bytes
     move: str
+    tails: tuple[str, ...] = ()  # hashes of its last pages, hex, the last one first: those that are here can be sent
+    owner: str = ""  # whose pages they are; "": everybody's
 
 
 class TakeSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -298,6 +354,8 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
     moves_sessions: bool = False  # its sessions can move to another engine of its digest, and those of one to it
     sessions_moving: int = 0  # whose move from or to another agent is not complete
+    moves_prefixes: bool = False  # it gives pages of its most used prefixes to engines of its version, and takes theirs
+    prefixes_left: int = 0  # that an orchestrator is sending to other agents
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):

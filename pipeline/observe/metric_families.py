@@ -213,6 +213,13 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("starling_fleet_page_bytes_total", "counter", "KV pages that agents have sent each other, in bytes."),
         Family(
+            "starling_fleet_prefix_moves_total",
+            "counter",
+            "Prefixes of agents that drained: sent, held by another agent, skipped for want of room or time, failed.",
+            ("outcome",),
+        ),
+        Family("starling_fleet_prefix_bytes_total", "counter", "KV pages of prefixes that were sent, in bytes."),
+        Family(
             "starling_fleet_session_moves_total",
             "counter",
             "Sessions that have moved to another agent, and attempts that have failed.",

@@ -47,12 +47,15 @@ class Reporter:
         models: Models,
         lease: AgentLease,
         clock: Callable[[], float] = time.monotonic,
+        prefixes_left: Callable[[str], int] = lambda model: 0,
     ) -> None:
+        """`prefixes_left(model)`: see `LoadedModel`."""
         self._config = config
         self._stored = stored
         self._models = models
         self._lease = lease
         self._clock = clock
+        self._prefixes_left = prefixes_left
         self._asking = asyncio.Lock()
         self._asked = self._looked = float("-inf")
         self._cached: tuple[CachedModel, ...] = ()
@@ -179,6 +182,12 @@ class Reporter:
             prefixes=self._published(placement, cursor) if is_ready else None,
             moves_sessions=is_ready and engine is not None and engine.control_dir is not None,
             sessions_moving=placement.queue.sessions_moving if is_ready else 0,
+            moves_prefixes=is_ready
+            and engine is not None
+            and engine.kv_arenas is not None
+            and engine.control_dir is not None
+            and self._config.fleet.agent.page_mb > 0,
+            prefixes_left=self._prefixes_left(placement.model_id) if is_ready else 0,
         )
 
     def _adapter_of(self, name: str) -> str:

@@ -289,7 +289,8 @@ class AgentApi:
             case web.HTTPNotFound():
                 return NotFound(
                     f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "
-                    f"/infer, /pieces, /give_pages, /take_pages, /kv_pages, /list_sessions, /give_session, "
+                    f"/infer, /pieces, /give_pages, /take_pages, /kv_pages, /list_prefixes, /give_prefixes, "
+                    f"/take_prefixes, /list_sessions, /give_session, "
                     f"/take_session, /move_session, /health and /metrics; chat is at the engine's {CHAT_PATH}"
                 )
         return StarlingError("INVALID_REQUEST", rejected.reason, status=rejected.status)

@@ -137,15 +137,16 @@ class AgentStage:
                 lambda app: open_door(app, engines_config.fleet.agent.host),
                 signed,
             )
-            reporter = Reporter(self.config, self._stored, models, lease)
+            most = agent.page_mb << 20
+            giver = Giver(models, bytes_of_request(most))
+            reporter = Reporter(self.config, self._stored, models, lease, prefixes_left=giver.prefixes_left)
             pieces = PieceApi(agent, holdings)
             doors = self._doors(tls) if tls is not None else None
             if doors is not None:
                 stack.push_async_callback(doors.finish, SHUTDOWN_TLS_S)
             metrics = AgentMetrics((lambda: tls.not_after) if tls is not None else None)
-            most = agent.page_mb << 20
             taker = Taker(models, session, self._token, most, tls)
-            kv_pages = KvPageApi(Giver(models, bytes_of_request(most)), taker, pieces.bandwidth)
+            kv_pages = KvPageApi(giver, taker, pieces.bandwidth)
             sessions = EngineSessions(models, record.agent_id)
             stack.callback(sessions.close)
             calls = pieces, tls, doors, kv_pages, SessionApi(sessions)

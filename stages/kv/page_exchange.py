@@ -41,7 +41,7 @@ from stages.kv.frame_names import frame_names
 from stages.kv.loaded_versions import LoadedVersion
 from stages.kv.manager import Manager
 from stages.kv.page_import import PageImport
-from stages.kv.pool.page_headers import checksum
+from stages.kv.pool.page_headers import PageIdentity, checksum, unpack_identity
 
 log = logging.getLogger("starling.kv")
 
@@ -69,6 +69,7 @@ class Offer:
         except BaseException:
             os.close(self._fd)
             raise
+        self._raw = raw
         self._places: dict[PageHash, tuple[int, int]] = {}  # number and checksum
         for number in range(self.head.n_pages):
             page = read_identity(raw[number * IDENTITY_BYTES : (number + 1) * IDENTITY_BYTES])
@@ -85,8 +86,13 @@ class Offer:
 
     @property
     def hashes(self) -> KeysView[PageHash]:
-        """Of its pages."""
+        """Of its pages, in their order."""
         return self._places.keys()
+
+    def identity(self, page_hash: PageHash) -> PageIdentity | None:
+        """What a page's header says."""
+        at = self._places[page_hash][0] * IDENTITY_BYTES
+        return unpack_identity(self._raw[at : at + IDENTITY_BYTES])
 
     def copy(self, page_hash: PageHash, out: np.ndarray) -> int | None:
         """See `SentPages.copy`."""

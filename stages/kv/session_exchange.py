@@ -17,10 +17,15 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable
 from pipeline.files import write_all
 from pipeline.ipc.control_poll import Later
+from shm.pages import KvGeometry
+from shm.prefix_hash import page_hashes, root_hash
 from stages.kv.loaded_versions import LoadedVersions
+from stages.kv.pool.root_owners import owner_of
 from stages.kv.sessions import session_transfer as transfer
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_files import Session
@@ -30,6 +35,7 @@ from stages.kv.sessions.session_transfer import Ends
 
 MAX_LISTED = 64  # sessions in one answer
 MAX_SENT_BYTES = 32 << 20  # of one session: 8 million tokens
+MAX_TAILS = 32  # pages that are named: the last ones are evicted first
 
 Work = Callable[[SessionStore, Ends], dict[str, Any]]
 
@@ -75,7 +81,8 @@ class SessionExchange:
         tenant, session = str(request.get("tenant", "")), _text(request, "session")
         if do == "export":
             path, inode, _ = _text(request, "path"), _inode(request), _text(request, "target")
-            return lambda store, ends: _export(store, tenant, session, ends, path, inode)
+            geometry = self._geometry(request)
+            return lambda store, ends: _export(store, tenant, session, ends, path, inode, geometry)
         move = _text(request, "move")
         if do == "give_up":
             _text(request, "target")
@@ -88,6 +95,10 @@ class SessionExchange:
         if do in ("settle", "discard"):
             return _without_answer(transfer.settle if do == "settle" else transfer.discard, tenant, session, move)
         raise InvalidRequest(f"unknown operation {str(do)[:40]!r} on sessions", "do")
+
+    def _geometry(self, request: dict[str, Any]) -> KvGeometry | None:
+        loaded = self._versions.find(_text(request, "model"), "")
+        return loaded.pages.geometry if loaded is not None else None
 
 
 def _without_answer(step: Callable[[SessionStore, str, str, str], None], *names: str) -> Work:
@@ -144,7 +155,15 @@ def _place(session: Session) -> tuple[str, str]:
     return session.tenant, session.id
 
 
-def _export(store: SessionStore, tenant: str, session: str, ends: Ends, path: str, inode: int) -> dict[str, Any]:
+def _export(
+    store: SessionStore,
+    tenant: str,
+    session: str,
+    ends: Ends,
+    path: str,
+    inode: int,
+    geometry: KvGeometry | None = None,
+) -> dict[str, Any]:
     """`inode`: of the file, whose path may name another one if the agent does not wait for the answer any more."""
     sent = transfer.export(store, tenant, session, ends)
     raw = sent.encode()
@@ -160,7 +179,16 @@ def _export(store: SessionStore, tenant: str, session: str, ends: Ends, path: st
             os.close(fd)
     except OSError as error:
         raise InvalidRequest(f"the session cannot be written: {error.strerror}", "path") from None
-    return {"move": sent.move, "bytes": len(raw)}
+    return {"move": sent.move, "bytes": len(raw), "owner": owner_of(sent.salt), "tails": _tails(sent, geometry)}
+
+
+def _tails(sent: SentSession, geometry: KvGeometry | None) -> list[str]:
+    """The hashes of a session's last pages, the last one first: which of them are in the arena, its headers say."""
+    if geometry is None:
+        return []
+    root = root_hash(bytes.fromhex(sent.digest), geometry, sent.salt)
+    tokens = np.frombuffer(sent.tokens, "<i4")[:-1]  # the last one is not computed before the next turn
+    return [one.hex() for one in page_hashes(root, tokens, geometry.page_tokens)[::-1][:MAX_TAILS]]
 
 
 def _adopt(store: SessionStore, ends: Ends, path: str) -> dict[str, Any]:

@@ -3,7 +3,8 @@
     scheduler  one peer: attaches to a model, acquires, extends, commits and releases leases
     gateways   begin, commit, abort and close turns of sessions
     control    `starling kv check` requests an audit of the page tables, `starling kv clear` drops cached pages, and
-               a fleet's agent exchanges pages and sessions with other engines (page_exchange.py, session_exchange.py)
+               a fleet's agent exchanges pages and sessions with other engines (page_exchange.py, prefix_exchange.py,
+               session_exchange.py)
 
 `pipeline/protocol/messages.py` defines the frames.  After a start of the scheduler or of this stage, the scheduler
 attaches, receives `KvReady` with reconciled = False, and sends `Reconcile` with its leases.  It receives that `KvReady`
@@ -36,6 +37,7 @@ from stages.kv.frame_names import frame_names, sequence_names
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
 from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
 from stages.kv.page_exchange import PageExchange
+from stages.kv.prefix_exchange import PrefixExchange
 from stages.kv.session_exchange import SessionExchange
 from stages.kv.sessions.model_sessions import answer
 
@@ -58,6 +60,7 @@ class KvStage:
         self.gateways.on_down = self._on_gateway_down
         self.control = PollControlServer(paths.run_dir(config), self.loop, self._on_command)
         self.exchange = PageExchange(lambda name: self.versions.find(name, ""))
+        self.prefix_exchange = PrefixExchange(lambda name: self.versions.find(name, ""))
         self.session_exchange = SessionExchange(self.versions)
         self.loop.on_tick += [self._tick, self.exchange.expire, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
@@ -71,6 +74,7 @@ class KvStage:
         finally:
             self.control.close()
             self.exchange.close()
+            self.prefix_exchange.close()
             self.versions.close()
 
     # -------------------------------------------------------------- between frames
@@ -99,7 +103,7 @@ class KvStage:
         if self.clearing is not None and not self.clearing.is_done and self.clearing.step():
             self.loop.mark_active()
             return 0.0
-        if is_importing or self.versions.warm_some():
+        if is_importing or self.prefix_exchange.step() or self.versions.warm_some():
             self.loop.mark_active()
             return 0.0
         page_in_due = min((one.page_ins.next_due for one in self.versions.by_id.values()), default=float("inf"))
@@ -338,7 +342,8 @@ class KvStage:
         """The control socket's handler.
 
         `{"op": "audit"}` for `starling kv check`; `{"op": "clear", "model", "tenant"}` and `{"op": "clear_progress"}`
-        for `starling kv clear`, where "" stands for all; those of page_exchange.py and session_exchange.py.
+        for `starling kv clear`, where "" stands for all; those of page_exchange.py, prefix_exchange.py and
+        session_exchange.py.
         """
         if request.get("op") == "session":
             return self.session_exchange.answer(request)
@@ -346,6 +351,11 @@ class KvStage:
             return self.exchange.tails(request)
         if request.get("op") == "take":
             return self.exchange.take(request)
+        if request.get("op") == "prefixes":
+            return self.prefix_exchange.prefixes(request)
+        if request.get("op") == "keep":
+            self.loop.mark_active()
+            return self.prefix_exchange.keep(request)
         if request.get("op") == "clear":
             self._clear(str(request.get("model", "")), str(request.get("tenant", "")))
             return self._clearing_report()
@@ -375,6 +385,7 @@ class KvStage:
         for one in chosen:
             one.warming.stop()
         self.exchange.close()  # what they would bring is cached by no answer of this server
+        self.prefix_exchange.close()
         self.clearing = Clearing([one.pages for one in chosen], owner, owners)
         self.loop.mark_active()
         log.info("cached pages are cleared by an operator", extra={"model": model, "tenant": tenant})

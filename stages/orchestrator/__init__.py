@@ -16,6 +16,10 @@ relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
 handover.py     moves streams of an agent that drains
 page_transfers.py  KV pages that agents send each other for them
+session_moves.py  sessions of an agent that drains, or is busy
+session_cost.py whether a session moves for a turn
+session_pages.py  KV pages that are sent with it
+prefix_moves.py the prefixes that most of its requests shared
 event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
 text_stream.py  the text of a stream of another engine, from which another one goes on

@@ -20,6 +20,7 @@ from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.interfaces import NodeHealth, NodeView
 from stages.orchestrator.page_transfers import PageTransfers
+from stages.orchestrator.prefix_moves import PrefixMoves, report
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
@@ -91,6 +92,7 @@ class FleetApi:
         self.url_of: Callable[[AgentRecord], str] = lambda record: record.url
         self.pages: PageTransfers | None = None
         self.session_moves: SessionMoves | None = None
+        self.prefix_moves: PrefixMoves | None = None
         self.is_leader = False
         self.is_store_up = True
         self.is_stopping = False
@@ -142,12 +144,15 @@ class FleetApi:
         return {"events": [msgspec.to_builtins(event) for event in self._events.after(int(after))]}
 
     def why(self, request_id: str) -> dict[str, Any]:
-        """The choices made for a request. Raises `NotFound`."""
+        """The choices made for a request; of an agent, what its drain did with prefixes. Raises `NotFound`."""
         decision = self._router.decisions.find(request_id)
         if decision is None:
+            moves = self.prefix_moves.why(request_id) if self.prefix_moves is not None else None
+            if moves is not None:
+                return {"agent_id": request_id, "prefixes": report(moves)}
             raise NotFound(
-                f"this orchestrator has routed no request {request_id[:80]!r} lately; X-Starling-Request of an answer "
-                "is its id"
+                f"this orchestrator has routed no request {request_id[:80]!r} lately, and has drained no such agent; "
+                "X-Starling-Request of an answer is its id"
             )
         found: dict[str, Any] = msgspec.to_builtins(decision)
         return found
@@ -168,6 +173,10 @@ class FleetApi:
         if self.session_moves is not None:
             for outcome in ("moved", "failed"):
                 metrics.set("starling_fleet_session_moves_total", self.session_moves.outcomes[outcome], outcome)
+        if self.prefix_moves is not None:
+            for outcome in ("sent", "held", "skipped", "failed"):
+                metrics.set("starling_fleet_prefix_moves_total", self.prefix_moves.outcomes[outcome], outcome)
+            metrics.set("starling_fleet_prefix_bytes_total", self.prefix_moves.nbytes)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
         metrics.set("starling_fleet_loads_total", self._cold.started - self._cold.failed, "done")
         metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")
@@ -261,7 +270,7 @@ class FleetApi:
             return "a drain: it gets requests (starling fleet drain)"
         if not view.is_draining:
             return "a drain: its sessions stay (starling fleet drain)"
-        counts = {"requests": left["streams"], "sessions": left["sessions"]}
+        counts = {"requests": left["streams"], "sessions": left["sessions"], "prefixes": left["prefixes"]}
         waits_for = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         if not waits_for and not self._registry.is_empty(agent_id):
             return "another report of its engines, which are up to two seconds old"
@@ -280,6 +289,7 @@ class FleetApi:
         left = {
             "streams": max(self._router.under_way(agent_id), reported),
             "sessions": sum(max(one.sessions, one.sessions_moving) for one in models),
+            "prefixes": sum(one.prefixes_left for one in models),
         }
         return {
             "agent_id": agent_id,

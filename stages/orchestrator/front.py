@@ -101,6 +101,8 @@ class Front:
         self._router = router
         self._client = client
         self._has_emptied = has_emptied
+        # (request, tenant, session, model, agent): the agent for a session's turn, which may move. Raises nothing.
+        self.move_session: Callable[[str, str, str, str, str], Awaitable[str]] | None = None
         self._begun = clock()
         total = config.fleet.orchestrator.max_concurrent_requests
         share = total if len(config.tenants) == 1 else max(1, total - total // 4)
@@ -200,6 +202,8 @@ class Front:
         agent = self._agent_of(caller.tenant, read.session)
         if not agent and (last_id or key):
             agent = await self._locate(request_id, read.model, caller, is_certain=is_bound)
+        elif agent and read.session and not (last_id or key) and self.move_session is not None:
+            agent = await self.move_session(request_id, caller.tenant, read.session, read.model, agent)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
         sent = {**headers, "X-Starling-Request": name, RELAY: relay_header(caller.tenant, caller.priority)}
         if key:

@@ -12,7 +12,7 @@ All of it is bounded, and an estimate: wrong names make a routing choice worse a
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -93,6 +93,12 @@ class HeldPrefixes:
             memory.keep_only(engines)
         for name in self._published.keys() - engines:
             del self._published[name]
+
+    def count_held(self, engine: str, names: Sequence[int]) -> int:
+        """How many of a prefix's pages, from the first one on, the engine holds, as its agent publishes it."""
+        published = self._published.get(engine)
+        held = published.names if published is not None else frozenset()
+        return next((place for place, name in enumerate(names) if name not in held), len(names))
 
     # ---------------------------------------------------------------- prompts
 

@@ -217,10 +217,21 @@ class PageTransfers:
                 speed.value = min(speed.value, given.bytes / took_s)
             raise
         taken = _decoded(raw, _TAKEN)
-        if taken.seconds > FIXED_S and (speed := self._speed(link)) is not None:
-            speed.add(given.bytes / (taken.seconds - FIXED_S / 2))
-        self.nbytes += given.bytes
+        self.measured(*link, given.bytes, taken.seconds)
         return "sent"
+
+    def speed(self, source_id: str, target_id: str) -> float:
+        """Of pages between two agents: measured lately, or a default, bytes/s. 0: they exchange none now."""
+        if self._clock() < self._paused.get((source_id, target_id), float("-inf")):
+            return 0.0
+        known = self._speeds.get((source_id, target_id))
+        return known.value if known is not None else PEER_BYTES_PER_S
+
+    def measured(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
+        """Pages were sent from one agent to another."""
+        self.nbytes += nbytes
+        if seconds > FIXED_S and (speed := self._speed((source_id, target_id))) is not None:
+            speed.add(nbytes / (seconds - FIXED_S / 2))
 
     def _speed(self, link: tuple[str, str]) -> _Speed | None:
         """The speed to which a sample is added now; None: too many are kept."""

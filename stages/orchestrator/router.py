@@ -25,6 +25,7 @@ from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedReques
 from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
 from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, text_kind_of, version_of
+from stages.orchestrator.session_cost import Place, Size, terms_of
 
 RETRY_AFTER_S = 1.0
 HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
@@ -66,7 +67,7 @@ class ScoreRouter(RequestRouter):
         self.prefixes = HeldPrefixes(clock)
         self.rates = Rates()
         self.decisions = DecisionLog()
-        self._weights = weights
+        self.weights = weights
         self._max_per_agent = max_per_agent
         self._published = published
         self._wall = wall
@@ -176,7 +177,7 @@ class ScoreRouter(RequestRouter):
         reason = self._objection(request, view, running)
         return AgentScore(
             agent_id=view.agent_id,
-            score_s=found.total(self._weights),
+            score_s=found.total(self.weights),
             terms=found,
             level=where.level,
             ahead=ahead,
@@ -250,6 +251,37 @@ class ScoreRouter(RequestRouter):
         if running is None:
             return 0
         return max(running.running + running.vllm_queue_length, self._under_way[agent_id, running.model_id])
+
+    def place(self, agent_id: str, model: str, bytes_per_s: float = 0.0) -> Place:
+        """An agent as it could serve a session's turn. `bytes_per_s`: of KV pages that are sent to it."""
+        view, rates = self._table.get(agent_id), self.rates.of(agent_id, model)
+        ahead = self._ahead(agent_id, loaded(view.details, model) if view is not None else None)
+        return Place(agent_id, ahead * rates.turn_s.value, rates.prefill_s_per_byte.value, bytes_per_s)
+
+    def note_turn(
+        self, request_id: str, model: str, agent_id: str, home: Place, others: list[Place], size: Size
+    ) -> None:
+        """Record why a session's turn is served by an agent."""
+        scores = []
+        for one in (home, *others):
+            terms = terms_of(one, size, is_home=one is home)
+            state = "has the session" if one is home else ""
+            scores.append(
+                AgentScore(
+                    agent_id=one.agent_id,
+                    score_s=terms.total(self.weights),
+                    terms=terms,
+                    level="",
+                    ahead=0,
+                    matched_bytes=size.text_bytes if one is home else 0,
+                    state=state,
+                )
+            )
+        predicted_s = next((one.score_s for one in scores if one.agent_id == agent_id), 0.0)
+        choice = Choice(
+            agent_id=agent_id, at=self._wall(), cause="session", predicted_s=predicted_s, scores=tuple(scores)
+        )
+        self.decisions.add(request_id, model, choice)
 
     def idle_model(self, agent_id: str, besides: Collection[str]) -> str:
         """The model that leaves the agent when another one needs its memory; "" if none is idle."""

@@ -1,4 +1,5 @@
-"""Sessions of an agent that drains move to other agents; moves that have stopped half-way are brought to their end.
+"""Sessions of an agent that drains move to other agents, and one whose agent is busy for its next turn, if that is
+cheaper (session_cost.py).  Moves that have stopped half-way are brought to their end.
 
     step       call            source           target           who serves the session
     1                          HELD             -                source
@@ -20,16 +21,19 @@ survive.  Each step may be repeated, and whichever process dies between two of t
 While one of the two agents does not answer, the other's part stays as it is.  So a session is served by one agent at
 any time, and there is no step at which its only copy could be lost with one process.
 
-One orchestrator, the elected one, does this; two that do it at once do no harm.  All find the session afterwards: an
-engine that has a tombstone or a copy names the other agent, and relay.py sends the request there.
+One orchestrator, the elected one, does this, but for moves for a turn; two that do it at once do no harm.  All find
+the session afterwards: an engine that has a tombstone or a copy names the other agent, and relay.py sends the request
+there.
 
-The KV pages stay: the target computes them with the next turn.  Without sockets.
+The KV pages are sent before step 3 if that is expected to be faster than computing them (session_pages.py); else the
+target computes them with the next turn.  Without sockets.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -54,13 +58,18 @@ from pipeline.fleet.records import AgentRecord
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import NodeView, RoutedRequest
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.score import loaded
+from stages.orchestrator.score import loaded, version_of
+from stages.orchestrator.session_cost import Place, Size, cheapest
+from stages.orchestrator.session_pages import SessionPages, Ticket
 
 log = logging.getLogger("starling.orchestrator")
 
 CALL_S = 15.0  # of one call; an engine may wait for its disk
 MAX_AT_ONCE = 4  # sessions that move at once, of one agent
 MAX_TARGETS = 4  # that are tried for one session in one round
+PAUSE_S = 10.0  # after a look at a session for a turn: its next turns stay
+MAX_PAUSED = 10_000  # sessions of which that is remembered
+LEAST_WAIT_S = 1.0  # for which a turn waits for the move of its session, or as long as it would wait for its agent
 
 # (tenant, session, agent): where its requests go from now on.
 Bind = Callable[[str, str, str], object]
@@ -85,15 +94,28 @@ class SessionMoves:
     """One per orchestrator. `note(kind, agent=, model=, text=)`: an event."""
 
     def __init__(
-        self, calls: Calls, nodes: Nodes, router: ScoreRouter, note: Callable[..., object], bind: Bind
+        self,
+        calls: Calls,
+        nodes: Nodes,
+        router: ScoreRouter,
+        note: Callable[..., object],
+        bind: Bind,
+        least_gain_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`least_gain_s`: for which a session moves for a turn; 0: none does. `clock`: monotonic, s."""
+        self.pages: SessionPages | None = None  # None: none are sent
         self.outcomes: Counter[str] = Counter()  # "moved", "failed"
         self._calls = calls
         self._nodes = nodes
         self._router = router
         self._note = note
         self._bind = bind
+        self._least_gain_s = least_gain_s
+        self._clock = clock
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # by agent and model
+        self._turns: dict[tuple[str, str], asyncio.Task[str]] = {}  # moves for turns, by tenant and session
+        self._paused: dict[tuple[str, str], float] = {}  # until when, s of the clock; the oldest first
 
     def begin_round(self) -> None:
         """Look after all agents that drain or have moves that are not complete. One round at a time for each."""
@@ -113,7 +135,7 @@ class SessionMoves:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        tasks = list(self._tasks.values())
+        tasks = [*self._tasks.values(), *self._turns.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -137,7 +159,7 @@ class SessionMoves:
         turns = asyncio.Semaphore(MAX_AT_ONCE)
         while True:
             asked = ListSessionsRequest(model_id=model, after=after, moving=not is_draining)
-            found = await self._call(agent_id, "/list_sessions", asked, ListSessionsResponse)
+            found = await self.call(agent_id, "/list_sessions", asked, ListSessionsResponse)
             async with asyncio.TaskGroup() as group:
                 for entry in found.sessions:
                     group.create_task(self._look_after(turns, agent_id, model, entry, is_draining))
@@ -176,29 +198,129 @@ class SessionMoves:
         failure: StarlingError = ModelUnavailable(f"no other agent with the same file takes sessions of {model}")
         while len(refused) < MAX_TARGETS and (target := self._target(source, model, refused)):
             give = GiveSessionRequest(model_id=model, tenant=entry.tenant, session=entry.session, agent_id=target)
-            given = await self._call(source, "/give_session", give, GiveSessionResponse)
+            given = await self.call(source, "/give_session", give, GiveSessionResponse)
             moving = msgspec.structs.replace(entry, move=given.move)
+            if self.pages is not None:
+                await self._send_pages(target, model, given, await self.pages.ticket(source, target, model, given))
             try:
-                take = TakeSessionRequest(model_id=model, record=given.record)
-                await self._call(target, "/take_session", take, TakeSessionResponse)
+                await self._take(target, model, given)
             except StarlingError as error:
                 refused.add(target)
                 failure = error
                 continue
-            try:
-                await self._step(source, "give_up", model, moving, target)
-            except StarlingError:
-                await self._resolve(source, target, model, moving)
-                raise
-            await self._finish(source, target, model, moving)
+            await self._hand_over(source, target, model, moving)
             return
         raise failure
 
+    async def _take(self, target: str, model: str, given: GiveSessionResponse) -> None:
+        """Step 3. Raises `StarlingError`."""
+        take = TakeSessionRequest(model_id=model, record=given.record)
+        await self.call(target, "/take_session", take, TakeSessionResponse)
+
+    async def _hand_over(self, source: str, target: str, model: str, moving: SessionEntry) -> None:
+        """Steps 4 to 6. Raises `StarlingError`."""
+        try:
+            await self._step(source, "give_up", model, moving, target)
+        except StarlingError:
+            await self._resolve(source, target, model, moving)
+            raise
+        await self._finish(source, target, model, moving)
+
+    async def _send_pages(self, target: str, model: str, given: GiveSessionResponse, ticket: Ticket | None) -> None:
+        if self.pages is not None and ticket is not None:
+            computing_s = len(given.record) * self._router.place(target, model).prefill_s_per_byte
+            await self.pages.send(target, model, ticket, computing_s)
+
+    # ---------------------------------------------------------------- for a turn
+
+    async def for_turn(self, request_id: str, tenant: str, session: str, model: str, home: str) -> str:
+        """The agent that serves a session's turn: `home`, or one to which the session has moved. Raises nothing.
+
+        A move that takes longer than the turn would wait at `home` goes on without it: the engines say where it is.
+        """
+        key, now = (tenant, session), self._clock()
+        at_home, others = self._places(home, model)
+        likely = cheapest(at_home, others, Size(0), self._least_gain_s, self._router.weights)
+        if (
+            not self._least_gain_s
+            or likely == home
+            or key in self._turns
+            or len(self._turns) >= MAX_AT_ONCE
+            or now < self._paused.get(key, float("-inf"))
+        ):
+            return home
+        self._paused.pop(key, None)
+        self._paused[key] = now + PAUSE_S
+        while len(self._paused) > MAX_PAUSED:
+            del self._paused[next(iter(self._paused))]
+        target = next(one for one in others if one.agent_id == likely)
+        work = self._move_for_turn(request_id, tenant, session, model, at_home, target)
+        task = self._turns[key] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(lambda done: self._turns.pop(key, None))
+        await asyncio.wait({task}, timeout=max(LEAST_WAIT_S, at_home.queue_s))
+        return task.result() if task.done() and not task.cancelled() else home
+
+    async def _move_for_turn(
+        self, request_id: str, tenant: str, session: str, model: str, home: Place, target: Place
+    ) -> str:
+        """The agent that has the session now."""
+        source, entry = home.agent_id, SessionEntry(tenant=tenant, session=session, state="held")
+        try:
+            give = GiveSessionRequest(model_id=model, tenant=tenant, session=session, agent_id=target.agent_id)
+            given = await self.call(source, "/give_session", give, GiveSessionResponse)
+            ticket = None
+            if self.pages is not None:
+                ticket = await self.pages.ticket(source, target.agent_id, model, given)
+            size = Size(len(given.record), ticket.given.bytes if ticket is not None else 0)
+            chosen = cheapest(home, [target], size, self._least_gain_s, self._router.weights)
+            self._router.note_turn(request_id, model, chosen, home, [target], size)
+            if chosen == source:
+                return source
+            await self._send_pages(chosen, model, given, ticket)
+            await self._take(chosen, model, given)
+            await self._hand_over(source, chosen, model, msgspec.structs.replace(entry, move=given.move))
+        except StarlingError as error:
+            self.outcomes["failed"] += 1
+            facts = {"session_id": session, "agent": source, "reason": error.message}
+            log.info("a session does not move for its turn", extra=facts)
+            return source
+        self._note("session-moved", agent=source, model=model, text=f"for a turn, to {chosen}")
+        return chosen
+
+    def _places(self, home: str, model: str) -> tuple[Place, list[Place]]:
+        """A session's agent, and those that can take sessions of the same version from it."""
+        at_home = self._router.place(home, model)
+        table = {view.agent_id: view for view in self._router.table}
+        known = loaded(table[home].details, model) if home in table else None
+        if known is None or not _can_move(known) or table[home].health != "READY" or table[home].is_draining:
+            return at_home, []
+        others = []
+        for name in self._fit(home, model, set()):
+            one = loaded(table[name].details, model)
+            if one is not None and version_of(one) == version_of(known) != "":
+                speed = self.pages.speed(home, name, model) if self.pages is not None else 0.0
+                others.append(self._router.place(name, model, speed))
+        return at_home, others
+
+    # ---------------------------------------------------------------- targets
+
     def _target(self, source: str, model: str, refused: set[str]) -> str:
         """The agent that gets a session; "" if none can."""
+        fit = self._fit(source, model, refused)
+        if not fit:
+            return ""
+        others = frozenset(view.agent_id for view in self._router.table if view.agent_id not in fit)
+        request = RoutedRequest(request_id="", model=model, excluded=others)
+        try:
+            return self._router.choose(request, "session").agent_id
+        except (ModelNotFound, ModelUnavailable, Overloaded):
+            return ""
+
+    def _fit(self, source: str, model: str, refused: set[str]) -> set[str]:
+        """The agents that can take sessions of the model from `source`."""
         table = {view.agent_id: view for view in self._router.table}
         known = loaded(table[source].details, model) if source in table else None
-        fit = {
+        return {
             view.agent_id
             for view in table.values()
             if view.agent_id != source
@@ -210,13 +332,6 @@ class SessionMoves:
             and _can_move(one)
             and one.digest == known.digest
         }
-        if not fit:
-            return ""
-        request = RoutedRequest(request_id="", model=model, excluded=frozenset(table.keys() - fit))
-        try:
-            return self._router.choose(request, "session").agent_id
-        except (ModelNotFound, ModelUnavailable, Overloaded):
-            return ""
 
     async def _finish(self, source: str, target: str, model: str, entry: SessionEntry) -> None:
         """The source has given the session up: steps 5 and 6. Raises `StarlingError`."""
@@ -243,13 +358,16 @@ class SessionMoves:
         asked = MoveSessionRequest(
             model_id=model, tenant=entry.tenant, session=entry.session, move=entry.move, step=step, agent_id=other
         )
-        return await self._call(agent_id, "/move_session", asked, MoveSessionResponse)
+        return await self.call(agent_id, "/move_session", asked, MoveSessionResponse)
 
-    async def _call(self, agent_id: str, path: str, asked: msgspec.Struct, kind: type[T]) -> T:
+    async def call(
+        self, agent_id: str, path: str, asked: msgspec.Struct, kind: type[T], timeout_s: float = CALL_S
+    ) -> T:
+        """A call of an agent's API; the answer. Raises `StarlingError`."""
         record = self._nodes.find(agent_id)
         if record is None:
             raise ModelUnavailable(f"agent {agent_id} is not there")
-        raw = await self._calls.post(record, path, msgspec.json.encode(asked), CALL_S)
+        raw = await self._calls.post(record, path, msgspec.json.encode(asked), timeout_s)
         try:
             return msgspec.json.decode(raw, type=kind)
         except DECODE_ERRORS as error:

@@ -60,6 +60,7 @@ from stages.orchestrator.page_transfers import PageTransfers
 from stages.orchestrator.pages import Pages
 from stages.orchestrator.placement import missing_loads, stalled_loads
 from stages.orchestrator.policies import order_of
+from stages.orchestrator.prefix_moves import PrefixMoves
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
 from stages.orchestrator.registry import Registry
@@ -67,6 +68,7 @@ from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 from stages.orchestrator.session_moves import SessionMoves, keeps_models
+from stages.orchestrator.session_pages import SessionPages
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 
@@ -158,7 +160,18 @@ class OrchestratorStage:
             self.quotas,
             self.registry.has_emptied,
         )
-        self.session_moves = SessionMoves(self._calls, self.registry, self.router, self.events.add, self.front.bind)
+        self.session_moves = SessionMoves(
+            self._calls,
+            self.registry,
+            self.router,
+            self.events.add,
+            self.front.bind,
+            bounds.session_gain_ms / 1000,
+        )
+        find, answer_of = self.registry.find, self.registry.answer_of
+        self.session_moves.pages = SessionPages(self.session_moves.call, self.pages, find, answer_of)
+        self.front.move_session = self.session_moves.for_turn
+        self.prefix_moves = PrefixMoves(self._calls, self.registry, self.router, self.events.add, time.monotonic)
         self.follower = StoreFollower(
             self._store,
             self.registry,
@@ -175,6 +188,7 @@ class OrchestratorStage:
         self.fleet.published = self._published
         self.fleet.pages = self.pages
         self.fleet.session_moves = self.session_moves
+        self.fleet.prefix_moves = self.prefix_moves
         self.fleet.url_of = self._calls.url_of
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
@@ -219,6 +233,7 @@ class OrchestratorStage:
             await self.cold.close()
             await self.signer.close()
             await self.session_moves.close()
+            await self.prefix_moves.close()
             await runner.cleanup()
             await self.relay.close()
             await self.quotas.publish()
@@ -396,6 +411,7 @@ class OrchestratorStage:
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
             self.session_moves.begin_round()
+            self.prefix_moves.begin_round()
             self.idle.observe(self.router.table)
             if self.fleet.is_store_up:
                 self._unload_idle({model for model, _ in wanted} | {load.model for load in self.cold.under_way})

@@ -127,8 +127,8 @@ def drain(agent: str, wait: bool, timeout: float, as_json: bool, url: str) -> No
     """Move what AGENT serves to other agents, and give it nothing new.
 
     Streams and sessions move where another agent has their model ready; other streams finish where they are, and other
-    sessions stay. With --wait, what is left is printed as it changes; the agent goes on draining if the command ends
-    before.
+    sessions stay. Then the prefixes that most requests shared are sent there. With --wait, what is left is printed as
+    it changes; the agent goes on draining if the command ends before.
     """
     text = "draining" if wait else "draining; `starling fleet agents` shows what is left"
     _cordon(agent, as_json and not wait, url, cordoned=True, drain=True, text=text, is_silent=as_json and wait)
@@ -221,11 +221,15 @@ def _time(at: float, now: float) -> str:
 def why(request_id: str, as_json: bool, url: str) -> None:
     """Show why a request went to its agents: each agent's score and terms.
 
-    REQUEST_ID is X-Starling-Request of the answer.
+    REQUEST_ID is X-Starling-Request of the answer. With the id of an agent that drains, or did: what was done with the
+    prefixes that most of its requests shared; the elected orchestrator (`leader` in `starling fleet status`) knows it.
     """
     found = _client(url).get(f"/v1/fleet/why/{quote(request_id, safe='')}")
     if as_json:
         _print_json(found)
+        return
+    if "prefixes" in found:
+        _print_prefixes(found)
         return
     first = (
         f"first token after {found['first_token_s']:.3f} s"
@@ -248,6 +252,17 @@ def why(request_id: str, as_json: bool, url: str) -> None:
         )
     for one in found.get("transfers", ()):
         _print(_transfer(one))
+
+
+def _print_prefixes(found: dict[str, Any]) -> None:
+    """What the drain of an agent did with each prefix."""
+    _print(f"{found['agent_id']}: {len(found['prefixes'])} prefixes that several requests shared")
+    rows = []
+    for one in found["prefixes"]:
+        counts = [str(one[name]) for name in ("pages", "uses")]
+        rows.append([one["model"], one["tail"][:16], *counts, one["outcome"], one["target"], one["reason"]])
+    head = ("model", "last page", "pages", "uses", "outcome", "agent", "reason")
+    print_table(head, rows, right=("pages", "uses"), fold=("reason",))
 
 
 def _transfer(one: dict[str, Any]) -> str:

@@ -26,18 +26,26 @@ from pipeline.errors import (
     StarlingError,
     TooLarge,
 )
-from pipeline.fleet.bodies import GivePagesRequest, GivePagesResponse, TakePagesRequest
+from pipeline.fleet.bodies import (
+    GivePagesRequest,
+    GivePagesResponse,
+    GivePrefixesRequest,
+    ListPrefixesRequest,
+    TakePagesRequest,
+    TakePrefixesRequest,
+)
 from pipeline.fleet.records import AgentRecord
 from pipeline.fleet.token import authorization
 from pipeline.ipc.control_asyncio import ControlServer
 from shm.sent_pages import HEAD_BYTES, IDENTITY_BYTES
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.http_api import AgentApi, _open_to
-from stages.agent.kv_pages.giving import MAX_TICKETS, TICKET_S, Giver
+from stages.agent.kv_pages.giving import LEFT_S, MAX_TICKETS, TICKET_S, Giver
 from stages.agent.kv_pages.http_api import MAX_SENDING, KvPageApi
 from stages.agent.kv_pages.taking import Taker
 from stages.agent.metrics import AgentMetrics
 from stages.agent.peers.http_api import PieceApi
+from stages.kv.prefix_exchange import PrefixExchange
 from tests.kv.engine_side import REQUEST, TOKENS, Side
 from tests.kv.world import PAGE_BYTES, PAGE_TOKENS
 
@@ -53,6 +61,7 @@ class Member:
         self.now = 0.0
         self.memory = 1 << 40
         self.side = Side(folder, name)
+        self.prefixes = PrefixExchange(lambda model: self.side.loaded, lambda: self.now)
         self.engine: Any = SimpleNamespace(kv_arenas=folder, control_dir=folder / name)
         self.engine.control_dir.mkdir()
         placement = SimpleNamespace(engine=self.engine, state="READY")
@@ -65,8 +74,10 @@ class Member:
 
     async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The control socket of the kv stage."""
-        exchange = self.side.exchange
-        return exchange.tails(request) if request["op"] == "tails" else exchange.take(request)
+        exchange, prefixes = self.side.exchange, self.prefixes
+        calls = {"tails": exchange.tails, "take": exchange.take}
+        calls |= {"prefixes": prefixes.prefixes, "keep": prefixes.keep}
+        return calls[request["op"]](request)
 
     async def offer(self, to: str = "target", request: str = REQUEST, max_bytes: int = 0) -> GivePagesResponse:
         asked = GivePagesRequest(model_id="tiny", request_id=request, agent_id=to, max_bytes=max_bytes)
@@ -104,6 +115,7 @@ class Member:
             await control.close()
             await runner.cleanup()
             self.side.exchange.close()
+            self.prefixes.close()
 
 
 @contextlib.asynccontextmanager
@@ -147,6 +159,44 @@ async def test_a_target_gets_the_pages_of_a_request(folder: Path) -> None:
         # A ticket is used once.
         with pytest.raises(NotFound, match="answers 404"):
             await target.taker.take(source.asked(given))
+
+
+async def test_a_target_caches_the_prefixes_of_another_agent(folder: Path) -> None:
+    async with two(folder) as (source, target):
+        listing = ListPrefixesRequest(model_id="tiny", limit=100)
+        assert (await source.giver.list_prefixes(listing)).prefixes == ()  # one request alone has it
+        source.side.acquire("again", TOKENS)
+        found = await source.giver.list_prefixes(listing)
+        (prefix,) = found.prefixes
+        assert (prefix.uses, len(prefix.names), found.page_bytes) == (2, 8 * 6, PAGE_BYTES + IDENTITY_BYTES)
+        assert source.giver.prefixes_left("tiny") == 1
+        asked = GivePrefixesRequest(model_id="tiny", tails=(prefix.tail,), agent_id="target", max_bytes=MEGABYTE)
+        given = await source.giver.offer_prefixes(asked)
+        assert (given.pages, given.bytes) == (6, NBYTES)
+        with pytest.raises(TooLarge):
+            await source.giver.offer_prefixes(GivePrefixesRequest(**{**_fields(asked), "max_bytes": HEAD_BYTES}))
+        with pytest.raises(NotFound, match="no KV pages here"):
+            await source.giver.offer_prefixes(GivePrefixesRequest(**{**_fields(asked), "tails": ("ab" * 16,)}))
+        fields: Any = {"source": source.record, "ticket": given.ticket, "bytes": given.bytes, "timeout_ms": 30_000}
+        take = TakePrefixesRequest(model_id="tiny", tenant="", uses=prefix.uses, idle_s=0.0, **fields)
+        assert (await target.taker.take_prefixes(take)).pages == 6
+        while target.prefixes.step():
+            pass
+        grant = target.side.acquire("s", TOKENS)
+        # A prefix takes a quarter of the arena at most.
+        assert grant.cached_tokens == 4 * PAGE_TOKENS
+        target.side.check_shared(grant, TOKENS)
+        # What is left to be sent ends with its time, or when an orchestrator says so.
+        source.now += LEFT_S
+        assert source.giver.prefixes_left("tiny") == 0
+        await source.giver.list_prefixes(listing)
+        assert source.giver.prefixes_left("tiny") == 1
+        await source.giver.list_prefixes(ListPrefixesRequest(model_id="tiny", limit=0))
+        assert source.giver.prefixes_left("tiny") == 0
+
+
+def _fields(asked: GivePrefixesRequest) -> dict[str, Any]:
+    return {name: getattr(asked, name) for name in asked.__struct_fields__}
 
 
 async def test_tickets_are_for_one_agent_and_end(folder: Path) -> None:

@@ -3,116 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from starling.cli import cli
-from tests.e2e.conftest import share_caches
-from tests.fleet.agent_process import Agent, publish_tiny
+from tests.fleet.two_agents import MINE, NAMES, SECTIONS, Hosts
 from tests.orchestrator.fleet import Fleet
 
-NAMES = ("one", "two")
-SECTIONS = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
-MINE = {"Authorization": "Bearer sk-mine"}
 PROMPTS = ("once upon a time", " there was", " and then")
 # How far a move has come when something dies.
 STEPS = ("given", "taken", "given-up", "activated")
-
-
-class Host(Agent):
-    """An agent, and the calls with which an orchestrator moves sessions."""
-
-    def move(self, session: str, step: str, move: str, other: str) -> None:
-        body = {"tenant": "mine", "session": session, "step": step, "move": move, "agent_id": other}
-        status, answer = self.call("/move_session", model_id="tiny", **body)
-        assert status == 200, answer
-
-    def sessions(self) -> dict[str, str]:
-        """States by id."""
-        status, answer = self.call("/list_sessions", model_id="tiny")
-        assert status == 200, answer
-        return {one["session"]: one["state"] for one in answer["sessions"]}
-
-    def kill(self) -> None:
-        """The agent, with which its engine ends; then a successor, with its model."""
-        assert self.process is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.start().wait_ready()
-        status, answer = self.call("/load_model", model_id="tiny")
-        assert status == 200, answer
-
-
-class Hosts:
-    """An orchestrator and two agents with a model."""
-
-    def __init__(self, base: Path) -> None:
-        blobs = base / "blobs"
-        publish_tiny(base, blobs)
-        self.fleet = Fleet(
-            base / "o", {**SECTIONS, "fleet": {"blobs": str(blobs), "orchestrator": {"poll_ms": 50, "wait_ms": 60_000}}}
-        )
-        self.agents: dict[str, Host] = {}
-        for name in NAMES:
-            home = base / name
-            home.mkdir()
-            share_caches(home)
-            (home / "fleet-token").write_text(self.fleet.secret)
-            (home / "fleet-token").chmod(0o600)
-            store = f"sqlite:{self.fleet.home / 'fleet.db'}"
-            agent = {"id": name, "lease_ms": 20_000}
-            config = {"cache": {"max_size_mb": 32}, "fleet": {"store": store, "blobs": str(blobs), "agent": agent}}
-            self.agents[name] = Host(home, config)
-
-    def __enter__(self) -> Hosts:
-        for agent in self.agents.values():
-            agent.start()
-        for agent in self.agents.values():
-            agent.wait_ready()
-            status, answer = agent.call("/load_model", model_id="tiny")
-            assert status == 200, answer
-        self.wait_ready(self.fleet)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.fleet.process.kill()
-        self.fleet.process.wait()
-        for agent in self.agents.values():
-            agent.stop()
-
-    def wait_ready(self, fleet: Fleet) -> None:
-        fleet.wait(
-            lambda state: (
-                [
-                    one["health"] == "READY" and [model["cache_state"] for model in one["loaded_models"]] == ["READY"]
-                    for one in state["agents"]
-                ]
-                == [True, True]
-            )
-        )
-
-    def cordon(self, name: str, cordoned: bool, drain: bool = False) -> None:
-        headers = {"Authorization": f"Bearer {self.fleet.secret}"}
-        body = {"agent": name, "cordoned": cordoned, "drain": drain}
-        assert self.fleet.post("/v1/fleet/cordon", body, headers).status == 200
-        self.fleet.wait(
-            lambda state: all(one["cordoned"] is cordoned for one in state["agents"] if one["agent_id"] == name)
-        )
-
-    def run(self, *words: str) -> Any:
-        environment = {"STARLING_HOME": str(self.fleet.home), "STARLING_CONFIG": str(self.fleet.home / "starling.yaml")}
-        url = f"http://127.0.0.1:{self.fleet.port}"
-        return CliRunner().invoke(cli, ["fleet", *words, "--url", url], env=environment)
-
-    def holders(self, session: str) -> list[str]:
-        return [name for name, agent in self.agents.items() if agent.sessions().get(session) == "held"]
 
 
 def turn(fleet: Fleet, session: str, number: int) -> str:
@@ -155,7 +58,7 @@ def test_a_session_moves_when_its_agent_drains(hosts: Hosts, unmoved: list[str])
         assert "may be stopped" in done.output
         assert [hosts.holders(session) for session in "stu"] == [["two"]] * 3
         (shown,) = [one for one in fleet.state()["agents"] if one["agent_id"] == "one"]
-        assert shown["may_stop"] and shown["left"] == {"streams": 0, "sessions": 0}
+        assert shown["may_stop"] and shown["left"] == {"streams": 0, "sessions": 0, "prefixes": 0}
         moved = [event for event in fleet.fleet_events() + other.fleet_events() if event["kind"] == "sessions-moved"]
         assert sum(int(event["text"].split()[0]) for event in moved if event["agent"] == "one") == 3
         # An orchestrator that has not moved them believes that they are at their old agent, which says where they went.

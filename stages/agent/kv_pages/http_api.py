@@ -3,6 +3,9 @@
     POST /give_pages       GivePagesRequest -> GivePagesResponse    the source: a ticket for the pages of a request
     POST /take_pages       TakePagesRequest -> TakePagesResponse    the target: get them with the ticket
     GET  /kv_pages/TICKET                                           their bytes (shm/sent_pages.py), once
+    POST /list_prefixes    ListPrefixesRequest -> ListPrefixesResponse    the source: its most used prefixes
+    POST /give_prefixes    GivePrefixesRequest -> GivePagesResponse       the source: a ticket for some of them
+    POST /take_prefixes    TakePrefixesRequest -> TakePagesResponse       the target: get them with the ticket
 
 `MAX_SENDING` transfers are sent at once, within `fleet.agent.peer_mb_per_s`, together with pieces of models.
 """
@@ -11,12 +14,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+import msgspec
 from aiohttp import web
 
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.errors import Overloaded, StorageUnavailable
-from pipeline.fleet.bodies import GivePagesRequest, TakePagesRequest, decode_request
+from pipeline.fleet.bodies import (
+    GivePagesRequest,
+    GivePrefixesRequest,
+    ListPrefixesRequest,
+    Request,
+    TakePagesRequest,
+    TakePrefixesRequest,
+    decode_request,
+)
 from pipeline.fleet.peer_tls import peer_of
 from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.kv_pages.giving import Giver
@@ -26,6 +39,7 @@ MAX_SENDING = 4
 SEND_S = 30.0  # of one transfer; longer than a target waits
 
 Read = Callable[[web.Request], Awaitable[bytes]]  # the body
+R = TypeVar("R", bound=Request)
 
 
 class KvPageApi:
@@ -40,16 +54,18 @@ class KvPageApi:
     def add_routes(self, app: web.Application, read: Read) -> None:
         """Add the paths."""
 
-        async def give(request: web.Request) -> web.Response:
-            asked = decode_request(GivePagesRequest, await read(request), request.content_type)
-            return web.Response(body=to_json(await self._giver.offer(asked)), content_type=CONTENT_TYPE)
+        def add(path: str, kind: type[R], answer: Callable[[R], Awaitable[msgspec.Struct]]) -> None:
+            async def handle(request: web.Request) -> web.Response:
+                asked: Any = decode_request(kind, await read(request), request.content_type)
+                return web.Response(body=to_json(await answer(asked)), content_type=CONTENT_TYPE)
 
-        async def take(request: web.Request) -> web.Response:
-            asked = decode_request(TakePagesRequest, await read(request), request.content_type)
-            return web.Response(body=to_json(await self._taker.take(asked)), content_type=CONTENT_TYPE)
+            app.router.add_post(path, handle)
 
-        app.router.add_post("/give_pages", give)
-        app.router.add_post("/take_pages", take)
+        add("/give_pages", GivePagesRequest, self._giver.offer)
+        add("/take_pages", TakePagesRequest, self._taker.take)
+        add("/list_prefixes", ListPrefixesRequest, self._giver.list_prefixes)
+        add("/give_prefixes", GivePrefixesRequest, self._giver.offer_prefixes)
+        add("/take_prefixes", TakePrefixesRequest, self._taker.take_prefixes)
         app.router.add_get(r"/kv_pages/{ticket:[0-9A-Za-z_-]{16,64}}", self.pages)
 
     async def pages(self, request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""KV pages from another agent, for an engine here that is about to get their request.
+"""KV pages from another agent, for an engine here that is about to get their request, or to cache them for later ones.
 
 The bytes are received into memory without a name, and the engine gets its address: nothing is left if a process dies.
 The engine checks what they are (stages/kv/page_exchange.py).  Bounded in bytes and in time, in total and per tenant.
@@ -21,7 +21,7 @@ import aiohttp
 from pipeline import procfs
 from pipeline.errors import ModelUnavailable, NotFound, Overloaded, ResourceError, StarlingError, StorageUnavailable
 from pipeline.fleet import token as tokens
-from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse
+from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse, TakePrefixesRequest
 from pipeline.fleet.peer_tls import PeerTls
 from pipeline.ipc import control
 from shm.sent_pages import MAX_OF_TENANT, TENANT_SHARE
@@ -65,6 +65,13 @@ class Taker:
 
     async def take(self, asked: TakePagesRequest) -> TakePagesResponse:
         """Get pages and offer them to the engine. Raises `StarlingError`: then the engine computes them."""
+        return await self._take(asked, {"op": "take", "request": asked.request_id})
+
+    async def take_prefixes(self, asked: TakePrefixesRequest) -> TakePagesResponse:
+        """Get pages, which the engine caches. Raises `StarlingError`: then the engine computes them."""
+        return await self._take(asked, {"op": "keep", "uses": asked.uses, "idle_s": asked.idle_s})
+
+    async def _take(self, asked: TakePagesRequest | TakePrefixesRequest, call: dict[str, Any]) -> TakePagesResponse:
         placement = self._models.find(asked.model_id)
         run_dir = placement.engine.control_dir if placement.engine is not None else None
         if placement.state != "READY" or run_dir is None:
@@ -73,12 +80,12 @@ class Taker:
         with self._reserved(asked.tenant, asked.bytes):
             try:
                 async with asyncio.timeout(asked.timeout_ms / 1000):
-                    pages = await self._bring(asked, run_dir)
+                    pages = await self._bring(asked, run_dir, call)
             except TimeoutError:
                 raise StorageUnavailable(f"the KV pages have not come within {asked.timeout_ms} ms") from None
         return TakePagesResponse(pages=pages, seconds=round(self._clock() - begun, 6))
 
-    async def _bring(self, asked: TakePagesRequest, run_dir: Path) -> int:
+    async def _bring(self, asked: TakePagesRequest | TakePrefixesRequest, run_dir: Path, call: dict[str, Any]) -> int:
         try:
             memory = os.memfd_create("kv-pages", os.MFD_CLOEXEC)
         except OSError as error:
@@ -94,10 +101,9 @@ class Taker:
 
         def offer() -> dict[str, Any]:
             path = f"/proc/{os.getpid()}/fd/{memory}"
-            call = {"op": "take", "model": asked.model_id, "request": asked.request_id, "path": path}
-            call["tenant"] = asked.tenant
+            full = {**call, "model": asked.model_id, "path": path, "tenant": asked.tenant}
             try:
-                return control.call(run_dir, "kv", call, CALL_S)
+                return control.call(run_dir, "kv", full, CALL_S)
             finally:
                 os.close(memory)
 
@@ -105,7 +111,7 @@ class Taker:
         answer = await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, offer))
         return int(answer["pages"])
 
-    async def _receive(self, asked: TakePagesRequest, memory: int) -> None:
+    async def _receive(self, asked: TakePagesRequest | TakePrefixesRequest, memory: int) -> None:
         source = asked.source
         base = source.tls_url if self._tls is not None and source.tls_url else source.url
         name = f"agent {source.agent_id}"

@@ -68,7 +68,8 @@ class EngineSessions:
             record = os.pread(memory, int(found["bytes"]), 0)
             if len(record) != found["bytes"]:
                 raise InternalError(f"the engine has written {len(record)} of {found['bytes']} bytes of a session")
-            return GiveSessionResponse(record=record, move=found["move"])
+            tails, owner = tuple(found.get("tails", ())), str(found.get("owner", ""))
+            return GiveSessionResponse(record=record, move=found["move"], tails=tails, owner=owner)
         finally:
             self._close(memory)
 

@@ -214,6 +214,37 @@ class PagePool:
         self.on_moved()
         return True
 
+    def keep(self, source: PageSource, page_hash: PageHash, use: PageUse) -> bool:
+        """Copy a page that another engine has used, for no sequence.
+
+        It takes a free page, or that of the cached page that was used longest ago, if its own last use was later.
+        False: it is there already, or cannot be.
+        """
+        table, headers = self.table, self.headers
+        if table.get_cached_page(page_hash) is not None or page_hash not in source:
+            return False
+        if not table.free_reserved and not self._reserve(1):
+            oldest = table.oldest_cached_page(use.last_use_ns)
+            if oldest is None:
+                return False
+            self._save_copy(oldest)
+            table.evict(oldest)
+            self.counters.evictions += 1
+        now_ns = self.clock_ns()
+        (page,) = table.get_new_pages(1, _NO_ROOT, 0, now_ns, use.born_ns)
+        identity = source.fetch(page_hash, self.arena.pages[page])
+        if identity is None or identity.page_hash != page_hash:
+            self.counters.checksum_failures += 1
+            table.release_ref((page,), now_ns)
+            return False
+        self.cache_full_page(page, identity)
+        headers.set_uses(page, use.uses)
+        table.release_ref((page,), now_ns)
+        self._warmed.add(page_hash)
+        self.counters.warmed += 1
+        self.on_moved()
+        return True
+
     def count_warm_hits(self, hashes: Sequence[PageHash]) -> None:
         """A sequence has found these pages in the arena."""
         if self._warmed:

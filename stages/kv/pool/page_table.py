@@ -128,6 +128,10 @@ class PageTable:
         """Cached pages whose last use was before `before_ns`, oldest first."""
         return self._evictable.expired(before_ns)
 
+    def oldest_cached_page(self, before_ns: int) -> int | None:
+        """The cached page that was used longest ago; None: that was not before `before_ns`."""
+        return self._evictable.oldest(before_ns)
+
     # -------------------------------------------------------------- leases
 
     def get_new_pages(self, count: int, root: PageHash, serial: int, now_ns: int, born_ns: int) -> list[int]:

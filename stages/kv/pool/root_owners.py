@@ -37,6 +37,18 @@ class RootOwners:
         if len(self._owners) > MAX_ROOTS:
             self._owners.popitem(last=False)
 
+    def learn_owner(self, root: PageHash, owner: str) -> None:
+        """A prefix that begins at `root` has come from another engine, which knows its owner."""
+        self._owners.setdefault(root, owner)
+        if len(self._owners) > MAX_ROOTS:
+            self._owners.popitem(last=False)
+
+    def owner(self, root: PageHash, root_hash_of: RootHasher) -> str | None:
+        """The owner of a root; None: not known."""
+        if root not in self._owners and root == root_hash_of(""):
+            return ""
+        return self._owners.get(root)
+
     def others(self, owner: str, root_hash_of: RootHasher, owners: Collection[str]) -> frozenset[PageHash]:
         """The roots that are certainly not of `owner`. `owners`: all that are configured."""
         known = {root for root, one in self._owners.items() if one != owner}

@@ -1,0 +1,61 @@
+"""A session moves for its turn between real agents if its own is busy, and the turn has the same bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fleet.two_agents import MINE, SECTIONS, Hosts
+from tests.orchestrator.fleet import Fleet
+
+STREAMS = 24
+PROMPTS = ("once upon a time there was a keeper " * 6, " there was", " and then")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    # What a sequence ahead costs is measured, and little with so small a model: the weight makes up for it.
+    with Hosts(tmp_path_factory.mktemp("st"), SECTIONS, session_gain_ms=1, gamma=1000.0) as running:
+        yield running
+
+
+def turn(fleet: Fleet, session: str, number: int) -> tuple[str, str]:
+    """What a client sees of a turn but for its names; and the request's id."""
+    body = {"model": "tiny", "prompt": PROMPTS[number], "session_id": session, "create_session": number == 0}
+    answer = fleet.post(
+        "/v1/generate", {**body, "max_tokens": 6, "seed": 7, "temperature": 1.0, "ignore_eos": True}, MINE
+    )
+    assert answer.status == 200, answer.body
+    seen = json.dumps([answer.json["choices"], answer.json["usage"]["prompt_tokens"]])
+    return seen, answer.headers["X-Starling-Request"]
+
+
+@pytest.mark.slow
+def test_a_session_leaves_a_busy_agent_for_its_turn(hosts: Hosts) -> None:
+    fleet = hosts.fleet
+    hosts.cordon("two", True)
+    unmoved = [turn(fleet, "unmoved", number)[0] for number in range(3)]
+    assert [turn(fleet, "s", number)[0] for number in range(2)] == unmoved[:2]
+    assert hosts.holders("s") == ["one"]
+    with contextlib.ExitStack() as stack:
+        body = {"model": "tiny", "max_tokens": 1900, "ignore_eos": True}
+        for number in range(STREAMS):
+            stream = fleet.stream("/v1/completions", {**body, "prompt": f"stream {number}"}, MINE)
+            stack.callback(stream.close)
+            next(iter(stream.events()))
+        hosts.cordon("two", False)
+        (busy,) = [one for one in fleet.state()["agents"] if one["agent_id"] == "one"]
+        assert busy["under_way"] > 0
+        seen, request_id = turn(fleet, "s", 2)
+    assert seen == unmoved[2]
+    assert hosts.holders("s") == ["two"] and hosts.holders("unmoved") == ["one"]
+    assert [one["agent"] for one in fleet.fleet_events() if one["kind"] == "session-moved"] == ["one"]
+    headers = {"Authorization": f"Bearer {fleet.secret}"}
+    choices = fleet.get(f"/v1/fleet/why/{request_id}", headers).json["choices"]
+    assert [(one["cause"], one["agent_id"]) for one in choices] == [("session", "two"), ("new", "two")]
+    scores = {one["agent_id"]: one["score_s"] for one in choices[0]["scores"]}
+    assert scores["two"] < scores["one"]
+    assert fleet.post("/v1/session/close", {"model": "tiny", "session_id": "s"}, MINE).status == 200
