@@ -15,5 +15,9 @@ sse.py                 encoding of server-sent events
 request_name.py        id, time and seed that the sender gives a request
 output_tokens.py       how an answer goes on at another engine from its tokens
 output_text.py         and at one that is not ours, from its text
+response_object.py     responses of OpenAI's Responses API as objects, and the messages that they become
+response_context.py    how an orchestrator gives an engine the conversation before a request
+item_pages.py          lists in pages
+json_prefix.py         JSON while it is being generated, and the whole value of one that was cut off
 page_names.py          how engines name the KV pages of a prompt to orchestrators
 """

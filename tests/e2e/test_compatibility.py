@@ -240,8 +240,7 @@ def test_the_columns_have_the_parameters_of_the_official_clients() -> None:
 
 
 def test_the_tables_have_every_field_that_the_server_reads() -> None:
-    from pipeline.api.requests import chat, completions, embeddings, messages
-    from stages.gateway.endpoints import responses
+    from pipeline.api.requests import chat, completions, embeddings, messages, responses
 
     tables = {
         "/v1/chat/completions": chat.BODY,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.json_prefix import MAX_DEPTH, JsonValue
 from pipeline.api.requests.tool_formats import FORMATS
 from stages.gateway.tool_calls.call_object import MAX_HEAD
 from stages.gateway.tool_calls.call_parser import MAX_SPACE, Arguments, CallBegin, CallEnd, CallParser, Item, Text
-from stages.gateway.tool_calls.json_prefix import MAX_DEPTH, JsonValue
 
 NAMES = {"weather", "sum"}
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.requests.conversations import ConversationItem
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as stored
-from stages.gateway.requests.stored_conversations import Conversation, ConversationItem
+from stages.gateway.requests.stored_conversations import Conversation
 from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL

@@ -5,6 +5,7 @@ The orchestrator refuses a bad body before a model is loaded for it, with the er
 readers.py              the table of readers, by endpoint
 generation_request.py   a valid request for text, the same for all endpoints
 chat.py, completions.py, generate.py, messages.py   the endpoints that generate text
+responses.py, response_items.py, conversations.py   OpenAI's Responses API
 embeddings.py, rerank.py, tokenize.py, session_close.py   the others
 prompt_field.py         the field `prompt`
 template_fields.py      what goes to the chat template besides messages

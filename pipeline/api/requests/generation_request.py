@@ -53,6 +53,8 @@ class ResponseFields(msgspec.Struct, kw_only=True, frozen=True, omit_defaults=Tr
     effort: str = ""  # of reasoning; "": the request has none
     inputs: bytes = b"[]"  # JSON, the items of the input
     conversation_id: str = ""  # to which input and answer are added; "": none
+    # By an orchestrator, which keeps the conversation, the answer, and what runs in the background.
+    is_kept_elsewhere: bool = False
 
 
 class AdapterUse(msgspec.Struct, array_like=True, frozen=True):
@@ -118,7 +120,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, frozen=True):
     @property
     def is_in_background(self) -> bool:
         """Whether no client waits for the answer."""
-        return self.response.in_background if self.response else False
+        fields = self.response
+        return fields.in_background and not fields.is_kept_elsewhere if fields else False
 
     @property
     def kept_alive_s(self) -> float | None:

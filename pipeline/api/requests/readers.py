@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipeline.api.requests import chat, completions, embeddings, generate, messages, rerank
+from pipeline.api.requests import chat, completions, conversations, embeddings, generate, messages, rerank, responses
 from pipeline.api.requests.session_close import read_close
 from pipeline.api.requests.tokenize import read_detokenize, read_tokenize
 
@@ -19,6 +19,10 @@ READERS: Mapping[str, BodyReader] = {
     "chat": chat.read,
     "completions": completions.read,
     "messages": messages.read,
+    "responses": responses.read,
+    "conversation": conversations.read_create,
+    "conversation_update": conversations.read_update,
+    "conversation_items": conversations.read_items,
     "count_tokens": messages.read_count,
     "embeddings": embeddings.read,
     "rerank": rerank.read_rerank,

@@ -1,12 +1,11 @@
 """The endpoints' formats, without HTTP: from a request's state to JSON. `pipeline/api/requests/` reads most bodies.
 
 body_readers.py           the table of readers, and the way from bytes to their results
-responses.py              OpenAI's Responses API: its requests
+response_events.py        OpenAI's Responses API: its events
 chat_formatter.py, completion_formatter.py   OpenAI's text endpoints
 chat_tools.py             tool calls and reasoning in the answers of chats
 answer_parser.py          reasoning, text and calls in a model's text
 message_formatter.py      Anthropic's text endpoint
-conversations.py          conversations: bodies and items
 generate_formatter.py     the server's own text endpoint
 response_formatter.py     the interface of their formatters
 openai_formatter.py       what the formatters of chat and completions have in common

@@ -10,15 +10,10 @@ from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import parse_array, parse_object
 from pipeline.api.requests.readers import READERS, BodyReader
 from pipeline.errors import StarlingError
-from stages.gateway.endpoints import conversations, responses
 from stages.gateway.endpoints.lora_adapters import read_load, read_scales, read_unload
 
 BODY_READERS: dict[str, BodyReader] = {
     **READERS,
-    "responses": responses.read,
-    "conversation": conversations.read_create,
-    "conversation_update": conversations.read_update,
-    "conversation_items": conversations.read_items,
     "load_adapter": read_load,
     "unload_adapter": read_unload,
     "object": lambda body: body,

@@ -79,6 +79,10 @@ class MessageFormatter:
         self._event("message_stop")
         return self._take()
 
+    def kept(self) -> bytes:
+        """Return b"": nothing is stored with the answer."""
+        return b""
+
     def error_event(self, error: StarlingError) -> BlockEvent:
         """Return the event of an error, the last one."""
         return BlockEvent(b"error", to_json(anthropic_error(error)), 0)

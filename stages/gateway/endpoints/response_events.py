@@ -22,19 +22,16 @@ import msgspec
 
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import ResponseFields
-from pipeline.api.requests.tool_history import template_call
+from pipeline.api.response_context import KeptResponse, encode_kept
+from pipeline.api.response_object import answer_message, input_items, make_response
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
-from stages.gateway.endpoints.conversations import conversation_item
 from stages.gateway.endpoints.message_formatter import BlockEvent
-from stages.gateway.endpoints.response_items import read_item
 from stages.gateway.requests.state import Outcome, RequestState, SequenceState
-from stages.gateway.requests.stored_conversations import ConversationItem
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 
-ID_PREFIX = "resp_"
 CREATED, IN_PROGRESS = 0, 1  # sequence numbers; those of units follow
 
 
@@ -47,7 +44,6 @@ class _OutputItem:
         self.name = name
         self.call_id = call_id
         self.parts: list[str] = []  # text, or arguments
-        self.closed = ""  # of a call that has ended: its arguments as a whole JSON object
         self.is_complete = False  # of a call: its arguments are whole
 
     @property
@@ -128,7 +124,7 @@ def _output_items(request: RequestState) -> list[_OutputItem]:
         elif isinstance(item, Arguments):
             items.all[-1].parts.append(item.text)
         else:
-            items.all[-1].closed, items.all[-1].is_complete = item.closed, item.is_complete
+            items.all[-1].is_complete = item.is_complete
     is_bare = not items.all or (items.all[-1].kind == "reasoning" and sequence.finish_reason == "stop")
     if is_bare and sequence.is_over:
         items.message()  # an answer without text
@@ -144,28 +140,19 @@ def response_object(request: RequestState, status: str = "") -> dict[str, Any]:
     status = status or _status(request, is_cut)
     is_over = status in ("completed", "incomplete")
     output = _output_items(request) if status != "queued" else []
-    error = request.error
-    return {
-        "id": f"{ID_PREFIX}{spec.hex}",
-        "object": "response",
-        "created_at": spec.created,
-        "status": status,
-        "background": fields.in_background,
-        "conversation": {"id": fields.conversation_id} if fields.conversation_id else None,
-        "error": {"code": _error_code(error), "message": error.message} if error is not None else None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "model": spec.shown_model,
-        "output": [
+    return make_response(
+        fields,
+        request_id=spec.id,
+        created=spec.created,
+        status=status,
+        model=spec.shown_model,
+        seed=spec.seed,
+        output=[
             item.shown(_item_status(item.is_complete or item is not output[-1], is_over, is_cut)) for item in output
         ],
-        "reasoning": {"effort": fields.effort or None, "summary": None},
-        "seed": spec.seed,
-        "service_tier": "default",
-        "store": fields.is_stored,
-        "truncation": "disabled",
-        "usage": _usage(request) if is_over else None,
-        **msgspec.json.decode(fields.repeated),
-    }
+        error=request.error,
+        usage=_usage(request) if is_over else None,
+    )
 
 
 def _status(request: RequestState, is_cut: bool) -> str:
@@ -182,11 +169,6 @@ def _item_status(is_complete: bool, is_over: bool, is_cut: bool) -> str:
     return "completed" if is_complete or (is_over and not is_cut) else "incomplete"
 
 
-def _error_code(error: StarlingError) -> str:
-    """The codes of the API are few."""
-    return "rate_limit_exceeded" if error.status == 429 else "server_error" if error.status >= 500 else "invalid_prompt"
-
-
 def _usage(request: RequestState) -> dict[str, Any]:
     given, made = request.prompt_tokens, request.completion_tokens
     return {
@@ -198,57 +180,14 @@ def _usage(request: RequestState) -> dict[str, Any]:
     }
 
 
-def answer_message(request: RequestState) -> dict[str, Any]:
-    """Return the answer as a message of the chat template, for the next request of the conversation."""
-    items = _output_items(request)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": "".join(item.text for item in items if item.kind == "message"),
-    }
-    if reasoning := "".join(item.text for item in items if item.kind == "reasoning"):
-        message["reasoning_content"] = reasoning
-    made = (item for item in items if item.kind == "function_call")
-    calls = [template_call(item.call_id, item.name, _arguments(item.closed)) for item in made]
-    return {**message, "tool_calls": calls} if calls else message
-
-
-def conversation_items(request: RequestState) -> list[ConversationItem]:
-    """Return the items that a conversation gets: those of the input, then those of the answer."""
-    fields = request.spec.generation.response or ResponseFields()
-    is_cut = request.sequences[0].finish_reason == "length"
-    items = input_items(request)
-    output = _output_items(request)
-    for item in output:
-        if item.kind == "function_call":
-            call = template_call(item.call_id, item.name, _arguments(item.closed))
-            message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        elif item.kind == "reasoning":
-            message = {"role": "assistant", "content": "", "reasoning_content": item.text}
-        else:
-            message = {"role": "assistant", "content": item.text}
-        shown = item.shown(_item_status(item.is_complete or item is not output[-1], True, is_cut))
-        items.append(ConversationItem(item.id, to_json(shown), message))
-    return items if fields.conversation_id else []
-
-
-def input_items(request: RequestState) -> list[ConversationItem]:
-    """Return the items of a request's input."""
-    fields = request.spec.generation.response or ResponseFields()
-    given = msgspec.json.decode(fields.inputs, type=list[dict[str, Any]])
-    return [
-        conversation_item(item, read_item(item, "input"), f"{request.spec.hex}i{index:03d}")
-        for index, item in enumerate(given)
-    ]
-
-
-def _arguments(closed: str) -> dict[str, Any]:
-    """The arguments of a call for the chat template, whose whole numbers have at most 64 bits."""
-    try:
-        arguments = msgspec.json.decode(closed or "{}")
-        msgspec.msgpack.encode(arguments)
-    except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+def kept_record(request: RequestState) -> bytes:
+    """Return what an orchestrator stores with the answer of a request; b"": nothing."""
+    fields = request.spec.generation.response
+    if not fields or not fields.is_kept_elsewhere or not fields.is_stored:
+        return b""
+    conversation = [*fields.conversation, answer_message(response_object(request)["output"])]
+    inputs = to_json([msgspec.Raw(item.item) for item in input_items(fields, request.id)])
+    return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs))
 
 
 class ResponsesFormatter:
@@ -296,6 +235,10 @@ class ResponsesFormatter:
         response = response_object(self._request)
         self._event(f"response.{response['status']}", response=response)
         return self._take()
+
+    def kept(self) -> bytes:
+        """Return what an orchestrator stores with the answer; b"": nothing, or it is stored here."""
+        return kept_record(self._request)
 
     def error_event(self, error: StarlingError) -> BlockEvent:
         """Return the event of an error, the last one."""

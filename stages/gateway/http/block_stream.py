@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from pipeline.api import sse
+from pipeline.api import response_context, sse
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.message_formatter import BlockEvent
 from stages.gateway.http.sinks import StreamSink
@@ -31,6 +31,9 @@ class BlockFormatter(Protocol):
 
     def closing_events(self) -> list[BlockEvent]:
         """Return the events at the end of the request."""
+
+    def kept(self) -> bytes:
+        """Return what an orchestrator stores with the answer; b"": nothing."""
 
     def error_event(self, error: StarlingError) -> BlockEvent:
         """Return the event of an error, the last one."""
@@ -78,12 +81,21 @@ class BlockStream(StreamSink):
             self._event(event.data, event.name)
 
     def _add_closing_events(self) -> None:
+        if self.is_relayed and (kept := self._formatter.kept()):
+            self._insert(response_context.kept_comment(kept))
         for event in self._formatter.closing_events():
             self._event(event.data, event.name)
 
     def _add_error(self, error: StarlingError) -> None:
         event = self._formatter.error_event(error)
+        if self.is_relayed:
+            self._insert(response_context.failed_comment(error.code))
         self._event(event.data, event.name)
+
+    def _insert(self, comment: bytes) -> None:
+        """Add a comment, before the line of a reconnection delay."""
+        is_whole = not self._pending or self._pending[-1].endswith(b"\n\n")
+        self._pending.insert(len(self._pending) - (not is_whole), comment)
 
     def _skip(self, sequence: SequenceState, text: str, end: int, *, is_whole: bool) -> None:
         self._formatter.skip(text, is_whole=is_whole)

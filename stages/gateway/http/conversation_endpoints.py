@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-import msgspec
 from aiohttp import web
 
+from pipeline.api.item_pages import list_body, page_body, read_page, unknown_after
 from pipeline.api.json_body import to_json
+from pipeline.api.requests.conversations import ID_PREFIX, ConversationItem, NewConversation
 from pipeline.errors import InvalidRequest, NotFound
-from stages.gateway.endpoints.conversations import ID_PREFIX, NewConversation
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests import stored_conversations as stored
-from stages.gateway.requests.stored_conversations import Conversation, ConversationItem, TooLargeError
+from stages.gateway.requests.stored_conversations import Conversation, TooLargeError
 
 if TYPE_CHECKING:
     import sqlite3
 
-MAX_LIMIT = 100
-DEFAULT_LIMIT = 20  # both as in OpenAI's API
 T = TypeVar("T")
 
 
@@ -123,7 +120,7 @@ async def delete(request: web.Request) -> web.StreamResponse:
 
 async def list_items(request: web.Request) -> web.StreamResponse:
     """GET /v1/conversations/ID/items."""
-    after, limit, is_ascending = _page_of(request)
+    after, limit, is_ascending = read_page(request.query)
 
     def job(db: sqlite3.Connection, now: float, tenant: str, name: str) -> tuple[list[tuple[str, bytes]], bool] | None:
         return stored.page(db, tenant, name, after, limit, is_ascending=is_ascending)
@@ -131,9 +128,9 @@ async def list_items(request: web.Request) -> web.StreamResponse:
     with request.app[SERVICE].in_flight.counted(request[PRINCIPAL]):
         found = await _transact(request, job)
         if found is None:
-            raise _unknown_after(after)
+            raise unknown_after(after)
         items, has_more = found
-        return await send_body(request, _list(items, has_more=has_more))
+        return await send_body(request, list_body(items, has_more=has_more))
 
 
 async def add_items(request: web.Request) -> web.StreamResponse:
@@ -143,7 +140,7 @@ async def add_items(request: web.Request) -> web.StreamResponse:
         service.admission.charge_attempt(request[CALLER])
         items = _named(await read_body(request, service.config, "conversation_items"))
         await _transact(request, _add(request, items), writes=True)
-        return await send_body(request, _list([(item.id, item.item) for item in items], has_more=False))
+        return await send_body(request, list_body([(item.id, item.item) for item in items], has_more=False))
 
 
 async def get_item(request: web.Request) -> web.StreamResponse:
@@ -173,45 +170,9 @@ async def delete_item(request: web.Request) -> web.StreamResponse:
 async def list_input_items(request: web.Request) -> web.StreamResponse:
     """GET /v1/responses/ID/input_items: the items of the input of a stored response."""
     service, name = request.app[SERVICE], request.match_info["id"]
-    after, limit, is_ascending = _page_of(request)
+    page = read_page(request.query)
     with service.in_flight.counted(request[PRINCIPAL]):
         items = await service.responses.store.inputs(request[CALLER].tenant, name)
         if items is None:
             raise NotFound(f"there is no response {name[:80]!r}; it was not stored, or was deleted, or has expired")
-        ordered = items if is_ascending else items[::-1]
-        first = 0
-        if after:
-            places = [index for index, item in enumerate(ordered, 1) if item["id"] == after]
-            if not places:
-                raise _unknown_after(after)
-            first = places[0]
-        page = ordered[first : first + limit]
-        made = [(item["id"], to_json(item)) for item in page]
-        return await send_body(request, _list(made, has_more=len(ordered) > first + limit))
-
-
-def _page_of(request: web.Request) -> tuple[str, int, bool]:
-    """The parameters `after`, `limit` and `order`. Raises `InvalidRequest`."""
-    query = request.query
-    limit, order = query.get("limit", str(DEFAULT_LIMIT)), query.get("order", "desc")
-    if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_LIMIT:
-        raise InvalidRequest(f"limit is {limit[:40]!r}; it must be a whole number from 1 to {MAX_LIMIT}", "limit")
-    if order not in ("asc", "desc"):
-        raise InvalidRequest(f"order is {order[:40]!r}; it must be asc or desc", "order")
-    return query.get("after", ""), int(limit), order == "asc"
-
-
-def _unknown_after(after: str) -> InvalidRequest:
-    return InvalidRequest(f"after is {after[:80]!r}, which is the id of no item here; give one of the list", "after")
-
-
-def _list(items: list[tuple[str, bytes]], *, has_more: bool) -> bytes:
-    ids = [item_id for item_id, _ in items]
-    answer: dict[str, Any] = {
-        "object": "list",
-        "data": [msgspec.Raw(item) for _, item in items],
-        "first_id": ids[0] if ids else None,
-        "last_id": ids[-1] if ids else None,
-        "has_more": has_more,
-    }
-    return to_json(answer)
+        return await send_body(request, page_body(items, page))

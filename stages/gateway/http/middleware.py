@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from pipeline.api import page_names
+from pipeline.api import page_names, response_context
 from pipeline.api.body_names import BodyNames
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.keys import MODELS, Caller
@@ -34,6 +34,7 @@ from stages.gateway.http.context import (
     CLIENT,
     CLIENT_ID,
     GATE,
+    KEPT,
     NAMES,
     PAGES,
     PRINCIPAL,
@@ -223,6 +224,8 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
             response.headers["X-Starling-Request"] = state.id
             if pages := request.get(PAGES):
                 response.headers[page_names.HEADER] = pages
+            if kept := request.get(KEPT):
+                response.headers[response_context.KEPT_HEADER] = str(kept)
             if state.response_cache:
                 response.headers["X-Starling-Cache"] = state.response_cache
         if has_cors and request.path != metrics_path:

@@ -8,12 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
+from pipeline.api import response_context
 from pipeline.api.body_names import BodyNames, names_of
 from pipeline.api.output_tokens import OUTPUT, decode_output, output_length
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
-from stages.gateway.http.context import BODY_TURN, CONTINUED, NAMES, PARSERS, PRINCIPAL, SERVICE
+from stages.gateway.http.context import BODY_TURN, CONTINUED, CONVERSATION, NAMES, PARSERS, PRINCIPAL, SERVICE
 from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
@@ -32,13 +33,15 @@ async def read_body(
     held for the client or in all. Bodies for administration are not counted.
     """
     n_output = output_length(request.headers.get(OUTPUT))
-    if (request.content_length or 0) - n_output > config.server.max_body_mb << 20:
+    n_conversation = response_context.length(request.headers.get(response_context.HEADER))
+    n_added = n_output + n_conversation
+    if (request.content_length or 0) - n_added > config.server.max_body_mb << 20:
         raise body_too_large(config)
     bounds = request.app[SERVICE].body_bytes if is_counted else None
     with HeldBytes(bounds, request[PRINCIPAL], "of request bodies are being received (server.body_buffer_mb)") as held:
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                body = await _receive(request, config, held, None if n_output else on_part, n_output)
+                body = await _receive(request, config, held, None if n_added else on_part, n_added)
         except TimeoutError:
             raise StarlingError(
                 "INVALID_REQUEST", f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s", status=408
@@ -46,8 +49,11 @@ async def read_body(
         if n_output:
             request[CONTINUED] = decode_output(bytes(body[-n_output:]))
             del body[-n_output:]
-            if on_part is not None:
-                on_part(bytes(body))
+        if n_conversation:
+            request[CONVERSATION] = response_context.decode(bytes(body[-n_conversation:]))
+            del body[-n_conversation:]
+        if n_added and on_part is not None:
+            on_part(bytes(body))
         headers = request.headers
         received = Body(
             body,
@@ -68,9 +74,9 @@ async def read_body(
 
 
 async def _receive(
-    request: web.Request, config: Config, held: HeldBytes, on_part: Callable[[bytes], object] | None, n_output: int
+    request: web.Request, config: Config, held: HeldBytes, on_part: Callable[[bytes], object] | None, n_added: int
 ) -> bytearray:
-    """Return the body's bytes, `n_output` of which may be beyond its bound.
+    """Return the body's bytes, `n_added` of which may be beyond its bound.
 
     Of all bodies with several parts, one adds a part in each turn of the event loop.
     """
@@ -81,7 +87,7 @@ async def _receive(
         body += part
         if on_part is not None:
             on_part(part)
-        if len(body) - n_output > config.server.max_body_mb << 20:
+        if len(body) - n_added > config.server.max_body_mb << 20:
             raise body_too_large(config)
         if not content.at_eof():
             async with turn:  # meanwhile the connection fills its buffer, and is then not read

@@ -9,12 +9,13 @@ from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import sse
 from pipeline.api.json_body import to_json
+from pipeline.api.response_object import request_id_of
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
 from stages.gateway.http.text_endpoints import resume_after
 from stages.gateway.http.whole_response import send_body
-from stages.gateway.requests.responses import check_cancel, find_open, request_id_of
+from stages.gateway.requests.responses import check_cancel, find_open
 
 _NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 

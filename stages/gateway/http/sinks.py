@@ -82,6 +82,7 @@ class StreamSink(abc.ABC):
         # Output tokens of each sequence that comments have named; None: the reader does not ask for them.
         self._named: list[int] | None = None
         self._sequences = request.sequences
+        self.is_relayed = False  # the reader forwards the stream to a client
 
     def name_tokens(self) -> None:
         """Send a comment for the tokens of each step, for a reader that may continue the stream elsewhere."""

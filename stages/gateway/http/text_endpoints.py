@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
 
-from pipeline.api import session_header, sse
+from pipeline.api import response_context, session_header, sse
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.output_tokens import OUTPUT, RELAY
 from pipeline.api.request_name import HEADER as NAME
@@ -30,7 +31,7 @@ from stages.gateway.endpoints import chat_tools
 from stages.gateway.endpoints.completion_formatter import CompletionFormatter
 from stages.gateway.endpoints.generate_formatter import GenerateFormatter
 from stages.gateway.endpoints.message_formatter import MessageFormatter
-from stages.gateway.endpoints.response_events import ResponsesFormatter
+from stages.gateway.endpoints.response_events import ResponsesFormatter, kept_record
 from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.connection import PROBE
 from stages.gateway.http.context import (
@@ -39,6 +40,8 @@ from stages.gateway.http.context import (
     CLAIM,
     CLIENT_ID,
     CONTINUED,
+    CONVERSATION,
+    KEPT,
     PAGES,
     PRINCIPAL,
     SERVICE,
@@ -94,7 +97,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
     """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        _check_output(request, service)
+        _check_trusted(request, service)
         if cursor := _last_event_id(request):
             state = service.resumer.find(cursor.request, request[CALLER].tenant, cursor)
             if state.spec.generation.endpoint != endpoint.name:
@@ -107,7 +110,7 @@ def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Ha
             return await _handle_keyed(request, config, service, endpoint, key)
         with service.admission.slot(request[PRINCIPAL]):
             service.admission.charge_attempt(request[CALLER])
-            generation = await read_body(request, config, endpoint.name)
+            generation = _marked(request, await read_body(request, config, endpoint.name))
             with _named(request, service) as name:
                 return await _admit_and_serve(request, service, generation, name)
 
@@ -128,7 +131,7 @@ async def _handle_keyed(
         service.admission.charge_attempt(caller)
         coding = ", ".join(request.headers.getall("Content-Encoding", []))
         digest = hashlib.sha256(f"{endpoint.name}\n{coding}\n".encode())
-        generation = await read_body(request, config, endpoint.name, on_part=digest.update)
+        generation = _marked(request, await read_body(request, config, endpoint.name, on_part=digest.update))
         claim, is_new = await keys.claim(caller.tenant, key, digest.digest())
         if is_new:
             try:
@@ -162,7 +165,7 @@ async def _admit(
     if plugins is not None:
         name = name or new_request_name()
         generation = await plugins.before(generation, name.id, request[CALLER].tenant, request[STARTED_AT])
-    generation = await service.responses.join(generation, request[CALLER].tenant)
+    generation = await service.responses.join(generation, request[CALLER].tenant, request.get(CONVERSATION))
     output = request.get(CONTINUED)
     if output is not None and (name is None or generation.session_id is not None):
         raise InvalidRequest(f"{OUTPUT} needs {NAME} and a request without a session", OUTPUT)
@@ -283,10 +286,21 @@ async def cancel_request(request: web.Request) -> web.Response:
     return json_response({"id": state.id, "cancelled": True})
 
 
-def _check_output(request: web.Request, service: Service) -> None:
-    """Raises `Forbidden` for the output of a sender that has no administrator's key."""
-    if OUTPUT in request.headers and not _is_trusted(request, service):
-        raise Forbidden(f"{OUTPUT} needs an API key with the scope admin; leave it out")
+def _marked(request: web.Request, generation: GenerationRequest) -> GenerationRequest:
+    """The request, which says whether an orchestrator keeps its conversation. Raises `InvalidRequest`."""
+    if CONVERSATION not in request:
+        return generation
+    if not generation.response:
+        raise InvalidRequest(f"{response_context.HEADER} is for /v1/responses; leave it out", response_context.HEADER)
+    fields = msgspec.structs.replace(generation.response, is_kept_elsewhere=True)
+    return msgspec.structs.replace(generation, response=fields)
+
+
+def _check_trusted(request: web.Request, service: Service) -> None:
+    """Raises `Forbidden` for what only an orchestrator sends, of a sender that has no administrator's key."""
+    for name in (OUTPUT, response_context.HEADER):
+        if name in request.headers and not _is_trusted(request, service):
+            raise Forbidden(f"{name} needs an API key with the scope admin; leave it out")
 
 
 def _is_trusted(request: web.Request, service: Service) -> bool:
@@ -356,6 +370,7 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
             reset(request.transport)
 
     sink = _endpoint(state).stream(state, formatter, drop)
+    sink.is_relayed = RELAY in request.headers
     if RELAY in request.headers and (not state.spec.plugins or _is_trusted(request, request.app[SERVICE])):
         sink.name_tokens()
     return sink
@@ -372,7 +387,9 @@ async def _send(
         await sink.over
         if request[STATE].scores:  # a large answer: other streams go on meanwhile
             return await send_body(request, await asyncio.to_thread(formatter.whole_response))
-        return await send_body(request, formatter.whole_response())
+        kept = kept_record(request[STATE]) if RELAY in request.headers else b""
+        request[KEPT] = len(kept)
+        return await send_body(request, formatter.whole_response() + kept)
     await sink.begun  # raises an error of a request that was not started, for a response with its status
     if response is None:
         response = await begin_stream(request)

@@ -10,10 +10,20 @@ from typing import Any, NamedTuple
 
 from pipeline.api.fields import FieldTable
 from pipeline.api.json_schema import Schema
-from pipeline.api.requests import chat, completions, embeddings, generate, messages, rerank, session_close
+from pipeline.api.requests import (
+    chat,
+    completions,
+    conversations,
+    embeddings,
+    generate,
+    messages,
+    rerank,
+    responses,
+    session_close,
+)
 from pipeline.api.requests.tokenize import DETOKENIZE_BODY, TOKENIZE_BODY
 from stages.gateway import admin
-from stages.gateway.endpoints import conversations, lora_adapters, responses
+from stages.gateway.endpoints import lora_adapters
 from stages.gateway.openapi.responses import json_content
 
 STREAM = {"text/event-stream": {"schema": {"type": "string"}}}

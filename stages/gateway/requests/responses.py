@@ -16,16 +16,17 @@ import msgspec
 
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
-from pipeline.api.requests.tool_history import check_results
-from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StarlingError
-from stages.gateway.endpoints.response_events import (
-    ID_PREFIX,
+from pipeline.api.requests.response_items import add_message
+from pipeline.api.response_object import (
+    answer_items,
     answer_message,
-    conversation_items,
     input_items,
-    response_object,
+    request_id_of,
+    response_id_of,
+    with_conversation,
 )
-from stages.gateway.endpoints.response_items import add_message
+from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StarlingError
+from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.state import Outcome, RequestState
@@ -70,7 +71,8 @@ class Responses:
         Raises `Conflict` if another request continues its conversation, and `Overloaded` if too many are in the
         background.
         """
-        name = generation.response.conversation_id if generation.response else ""
+        fields = generation.response
+        name = fields.conversation_id if fields and not fields.is_kept_elsewhere else ""
         if name:
             running = {(r.spec.tenant, _conversation_of(r)) for r in self._requests()}
             if (tenant, name) in running or any((c.tenant, c.conversation) == (tenant, name) for c in self._claims):
@@ -85,12 +87,19 @@ class Responses:
     def _requests(self) -> Iterable[RequestState]:
         return (*self._relay.requests.values(), *self.waiting())
 
-    async def join(self, generation: GenerationRequest, tenant: str) -> GenerationRequest:
-        """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound` or `StarlingError`."""
+    async def join(
+        self, generation: GenerationRequest, tenant: str, previous: list[dict[str, Any]] | None = None
+    ) -> GenerationRequest:
+        """Return the request with the whole conversation. Raises `InvalidRequest`, `NotFound` or `StarlingError`.
+
+        `previous`: the messages before it, of a request that is kept elsewhere.
+        """
         fields = generation.response
         if not fields:
             return generation
-        previous: list[dict[str, Any]] | None = []
+        if fields.is_kept_elsewhere:
+            return with_conversation(generation, previous or [])
+        previous = []
         if fields.conversation_id:
             previous = await self._messages(tenant, fields.conversation_id)
         elif fields.previous and not (previous := await self.store.conversation(tenant, fields.previous)):
@@ -98,19 +107,12 @@ class Responses:
                 f"there is no response {fields.previous[:80]!r}; it was not stored, or was deleted, or has expired",
                 "previous_response_id",
             )
-        given = fields.conversation
-        conversation = [*(previous or []), *given]
+        previous = previous or []
+        conversation = [*previous, *fields.conversation]
         if fields.is_stored:
             self.store.check_fits(len(msgspec.msgpack.encode(conversation)) + len(fields.inputs) + len(fields.repeated))
         before = "conversation" if fields.conversation_id else "previous_response_id"
-        places = [before] * (len(conversation) - len(given)) + [f"input[{index}]" for index in range(len(given))]
-        check_results(conversation, places, "call_id")
-        instructions = (generation.messages or [])[: fields.n_instructions]
-        return msgspec.structs.replace(
-            generation,
-            messages=[*instructions, *conversation],
-            response=msgspec.structs.replace(fields, conversation=conversation),
-        )
+        return with_conversation(generation, previous, before)
 
     async def _messages(self, tenant: str, name: str) -> list[dict[str, Any]]:
         """The messages of a conversation. Raises `NotFound`."""
@@ -147,7 +149,9 @@ class Responses:
     def commit(self, request: RequestState) -> bool:
         """All text of a request is sent. True: its response is being stored, which ends the request."""
         fields = request.spec.generation.response
-        if not fields or not (fields.is_stored or fields.conversation_id) or request.is_charged:
+        if not fields or not (fields.is_stored or fields.conversation_id) or fields.is_kept_elsewhere:
+            return False
+        if request.is_charged:
             return False  # a request that is generated again was stored the first time
 
         def on_stored(error: StarlingError | None) -> None:
@@ -156,18 +160,19 @@ class Responses:
             else:
                 self._relay.complete(request)
 
-        conversation = [*fields.conversation, answer_message(request)]
-        self.store.put(self._stored(request, conversation), on_stored)
+        response = response_object(request)
+        conversation = [*fields.conversation, answer_message(response["output"])]
+        self.store.put(self._stored(request, response, conversation), on_stored)
         return True
 
     def ended(self, request: RequestState, then: Callable[[], None]) -> None:
         """A request has its outcome. Calls `then` when its response says so, or cannot."""
         fields = request.spec.generation.response
         is_finished = request.outcome is Outcome.FINISHED
-        if not fields or not fields.in_background or is_finished or request.is_charged:
+        if not fields or not request.spec.generation.is_in_background or is_finished or request.is_charged:
             then()
             return
-        failed = self._stored(request, fields.conversation)
+        failed = self._stored(request, response_object(request), fields.conversation)
 
         def on_stored(error: StarlingError | None) -> None:
             if error is not None and error.code == "INSUFFICIENT_RESOURCES":  # it can be read, and not be continued
@@ -178,28 +183,25 @@ class Responses:
         self.store.put(failed, on_stored)
 
     @staticmethod
-    def _stored(request: RequestState, conversation: list[dict[str, object]]) -> StoredResponse:
+    def _stored(request: RequestState, response: dict[str, Any], conversation: list[dict[str, Any]]) -> StoredResponse:
         fields = request.spec.generation.response or ResponseFields()
+        inputs = input_items(fields, request.id)
+        is_added = fields.conversation_id and request.outcome is Outcome.OPEN
         return StoredResponse(
             request.spec.tenant,
-            f"{ID_PREFIX}{request.spec.hex}",
-            to_json(response_object(request)),
+            response_id_of(request.id),
+            to_json(response),
             conversation,
-            to_json([msgspec.Raw(item.item) for item in input_items(request)]),
+            to_json([msgspec.Raw(item.item) for item in inputs]),
             is_stored=fields.is_stored,
             added_to=fields.conversation_id,
-            added=tuple(conversation_items(request)) if request.outcome is Outcome.OPEN else (),
+            added=(*inputs, *answer_items(response["output"])) if is_added else (),
         )
 
 
 def _conversation_of(request: RequestState) -> str:
     fields = request.spec.generation.response
-    return fields.conversation_id if fields else ""
-
-
-def request_id_of(response_id: str) -> str:
-    """The id of the request that made a response."""
-    return "req-" + response_id.removeprefix(ID_PREFIX)
+    return fields.conversation_id if fields and not fields.is_kept_elsewhere else ""
 
 
 def find_open(recovery: Recovery, response_id: str, tenant: str) -> RequestState | None:

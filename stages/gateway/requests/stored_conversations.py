@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from pipeline.api.requests.conversations import ENTRY_BYTES, ConversationItem
+
 if TYPE_CHECKING:
     import sqlite3
 
 MAX_ITEMS = 4096  # of a conversation
-ENTRY_BYTES = 256  # of an item beside its texts
 CONVERSATION_BYTES = 4096  # of a conversation without items: bounds how many a tenant has
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (tenant TEXT NOT NULL, id TEXT NOT NULL, created INTEGER NOT NULL,
@@ -32,19 +33,6 @@ TRIGGERS = """
 CREATE TRIGGER IF NOT EXISTS conversation_items AFTER DELETE ON conversations BEGIN
   DELETE FROM items WHERE tenant = OLD.tenant AND conversation = OLD.id; END;
 """
-
-
-class ConversationItem(msgspec.Struct, array_like=True, frozen=True):
-    """An item, and the message or part of one that it becomes."""
-
-    id: str
-    item: bytes  # JSON, as clients see it
-    message: dict[str, Any]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return len(self.item) + len(msgspec.msgpack.encode(self.message)) + ENTRY_BYTES
 
 
 class Conversation(NamedTuple):

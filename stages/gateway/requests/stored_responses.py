@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from pipeline.api.requests.conversations import ConversationItem
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as conversations
-from stages.gateway.requests.stored_conversations import ConversationItem, TooLargeError
+from stages.gateway.requests.stored_conversations import TooLargeError
 
 if TYPE_CHECKING:
     import sqlite3

@@ -4,5 +4,4 @@ fallback_prompt.py  tools as text, for templates that have no place for them
 call_object.py      one call as a JSON object
 call_grammar.py     the constraint of answers that must be calls
 call_parser.py      calls in a text, while it is being generated
-json_prefix.py      JSON, while it is being generated
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 
-from stages.gateway.tool_calls.json_prefix import JsonValue
+from pipeline.api.json_prefix import JsonValue
 
 MAX_HEAD = 4096  # characters before a call is certain
 SPACE = " \t\n\r"

@@ -17,9 +17,9 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from pipeline.api.json_prefix import JsonValue
 from pipeline.api.requests.tool_formats import ARGS, CALL_ID, CLOSERS, TOOL_CALLS, CallFormat
 from stages.gateway.tool_calls.call_object import MAX_HEAD, SPACE, CallObject
-from stages.gateway.tool_calls.json_prefix import JsonValue
 
 MAX_SPACE = 256  # characters of white space that wait for what follows them
 MAX_NAME = 128  # characters of a tool's name, and between the name and the arguments

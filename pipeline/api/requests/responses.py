@@ -37,6 +37,7 @@ from pipeline.api.generation_fields import (
 )
 from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described
+from pipeline.api.requests.conversations import read_conversation, text_item
 from pipeline.api.requests.generation_request import (
     GenerationRequest,
     ResponseFields,
@@ -44,6 +45,7 @@ from pipeline.api.requests.generation_request import (
     check_combination,
 )
 from pipeline.api.requests.reasoning_fields import read_reasoning
+from pipeline.api.requests.response_items import read_input
 from pipeline.api.requests.tool_fields import (
     ANY_TOOL,
     MAX_DESCRIPTION,
@@ -57,8 +59,6 @@ from pipeline.api.requests.tool_fields import (
 )
 from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
-from stages.gateway.endpoints.conversations import read_conversation, text_item
-from stages.gateway.endpoints.response_items import read_input
 
 MAX_RESPONSE_ID = 256
 _FORMAT_SCHEMA = any_of(

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pipeline.api.fields import FieldTable, Reader, invalid_value, object_schema, read_fields, text
 from pipeline.api.generation_fields import read_metadata
 from pipeline.api.json_body import to_json
 from pipeline.api.json_schema import any_of, array_of, described, schema_of
+from pipeline.api.requests.response_items import ITEM_SCHEMA, read_item
 from pipeline.errors import InvalidRequest
-from stages.gateway.endpoints.response_items import ITEM_SCHEMA, read_item
-from stages.gateway.requests.stored_conversations import ConversationItem
 
 MAX_NEW_ITEMS = 20  # of one request; as in OpenAI's API
 MAX_ID = 256
+ENTRY_BYTES = 256  # of an item beside its texts
 ID_PREFIX = "conv_"
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "function_call_output": "fco_"}
+
+
+class ConversationItem(msgspec.Struct, array_like=True, frozen=True):
+    """An item, and the message or part of one that it becomes."""
+
+    id: str
+    item: bytes  # JSON, as clients see it
+    message: dict[str, Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.item) + len(msgspec.msgpack.encode(self.message)) + ENTRY_BYTES
 
 
 class NewItem(NamedTuple):
