@@ -13,6 +13,7 @@ from pipeline.blobs.http import HttpStore
 from pipeline.blobs.interface import BlobStore
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.coordination.address import SERVERS
 
 
 def open_store(config: Config, env: paths.Env = os.environ) -> BlobStore:
@@ -25,6 +26,17 @@ def open_all(config: Config, env: paths.Env = os.environ) -> list[BlobStore]:
     return [_open(address, config, env) for address in (config.fleet.blobs, *config.fleet.mirrors)]
 
 
+def open_responses(config: Config, env: paths.Env = os.environ) -> BlobStore | None:
+    """The store of a fleet's responses; None: there is none that all orchestrators share. Raises `ConfigError`."""
+    address = config.fleet.orchestrator.responses
+    if address:
+        return _open(address, config, env, is_private=True)
+    # Without an address all orchestrators are on one machine, and share its directories.
+    return (
+        None if config.fleet.store.startswith(SERVERS) else FolderStore(paths.home(env) / "responses", is_private=True)
+    )
+
+
 def open_without_credentials(config: Config, addresses: Iterable[str], env: paths.Env = os.environ) -> list[BlobStore]:
     """The stores of those addresses that need no credentials: directories and web servers."""
     return [_open(address, config, env) for address in addresses if not needs_credentials(address)]
@@ -35,13 +47,14 @@ def needs_credentials(address: str) -> bool:
     return urlsplit(address).scheme in SCHEMES
 
 
-def _open(address: str, config: Config, env: paths.Env) -> BlobStore:
+def _open(address: str, config: Config, env: paths.Env, *, is_private: bool = False) -> BlobStore:
     scheme = urlsplit(address).scheme if "://" in address else ""
     if scheme in ("http", "https"):
         return HttpStore(address)
     if scheme in SCHEMES:
-        is_own = address == config.fleet.blobs
+        is_own = address in (config.fleet.blobs, config.fleet.orchestrator.responses)
         endpoint = config.fleet.blobs_endpoint if is_own else ""
         return CloudStore(address, endpoint, config.fleet.blobs_region if is_own else "")
     given = unquote(urlsplit(address).path) if scheme == "file" else address
-    return FolderStore(Path(os.path.abspath(Path(given).expanduser())) if given else paths.home(env) / "blobs")
+    root = Path(os.path.abspath(Path(given).expanduser())) if given else paths.home(env) / "blobs"
+    return FolderStore(root, is_private=is_private)

@@ -107,7 +107,9 @@ class CloudStore(BlobStore):
         found: list[BlobInfo] = []
         with self._errors(folder):
             async for batch in self._api.list(self._store, prefix=check_key(folder)):
-                found += [BlobInfo(str(one["path"]), int(one["size"])) for one in batch]
+                found += [
+                    BlobInfo(str(one["path"]), int(one["size"]), one["last_modified"].timestamp()) for one in batch
+                ]
                 if len(found) > MAX_LISTED:
                     raise ResourceError(f"{self.address}/{folder} has more than {MAX_LISTED:,} blobs; remove some")
         return sorted(found)

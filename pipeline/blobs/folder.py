@@ -34,8 +34,9 @@ _TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINT
 class FolderStore(BlobStore):
     """The store below `root`, which is created by the first `put`."""
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: s since 1970, as file times."""
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time, *, is_private: bool = False) -> None:
+        """`clock`: s since 1970, as file times. `is_private`: for this user alone."""
+        self._modes = (0o700, 0o600) if is_private else (0o777, 0o666)  # of directories and files
         self.address = str(root)
         self._root = root
         self._clock = clock
@@ -81,11 +82,12 @@ class FolderStore(BlobStore):
 
     def _put(self, path: Path, data: Data, replace: bool) -> None:
         incoming = self._root / INCOMING
+        self._root.mkdir(self._modes[0], parents=True, exist_ok=True)
         for directory in (path.parent, incoming):
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(self._modes[0], parents=True, exist_ok=True)
         self._sweep(incoming)
         temporary = incoming / secrets.token_hex(16)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._modes[1])
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             write_all(fd, data, 0)
@@ -129,7 +131,8 @@ class FolderStore(BlobStore):
                     count += 1
                     if count > MAX_LISTED:
                         raise ResourceError(f"{path} has more than {MAX_LISTED:,} files; remove some")
-                    yield BlobInfo(file.relative_to(self._root).as_posix(), file.stat().st_size)
+                    found = file.stat()
+                    yield BlobInfo(file.relative_to(self._root).as_posix(), found.st_size, found.st_mtime)
 
     @contextlib.contextmanager
     def _errors(self, path: Path) -> Iterator[None]:

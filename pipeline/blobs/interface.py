@@ -34,6 +34,7 @@ class BlobInfo(NamedTuple):
 
     key: str
     nbytes: int
+    modified: float = 0.0  # s since 1970, by the store's clock
 
 
 class BlobStore(ABC):

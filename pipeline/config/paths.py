@@ -5,6 +5,7 @@ STARLING_HOME (~/.starling)
 ├── run/       sockets, status records, locks; 0700  (server.run_dir)
 ├── state/     journal, saved pages, sessions        (server.state_dir)
 ├── blobs/     published models                       (fleet.blobs)
+├── responses/ stored by orchestrators                (fleet.orchestrator.responses)
 ├── agent/     state of the agent, and a home for each of its engines (agents/ID with fleet.agent.id)
 ├── engines/   run directories of the agents' engines
 ├── fleet/     what `starling fleet up` runs on this machine

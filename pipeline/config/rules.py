@@ -379,6 +379,14 @@ def _fleet(config: Config) -> Iterator[Rule]:
             yield Rule(key, repr(address), f"expected a directory or a URL of one of {known}")
         elif scheme and (reason := _url_problem(address, needs_host=scheme != "file")):
             yield Rule(key, "", reason)
+    responses = fleet.orchestrator.responses
+    scheme = responses.partition("://")[0] if "://" in responses else ""
+    if scheme not in _BLOB_SCHEMES or scheme in ("http", "https"):
+        yield Rule(
+            "fleet.orchestrator.responses", repr(responses), "expected a directory, file://, s3://, gs:// or az://"
+        )
+    elif scheme and (reason := _url_problem(responses, needs_host=scheme != "file")):
+        yield Rule("fleet.orchestrator.responses", "", reason)
     is_bucket = fleet.blobs.startswith("s3://")
     if fleet.blobs_endpoint and not fleet.blobs.startswith(("s3://", "az://")):
         yield Rule(

@@ -327,9 +327,8 @@ class OrchestratorConfig(Section, frozen=True, kw_only=True):
     move_timeout_ms: MillisecondsOrNone = 60_000  # that a request whose engine died waits for another one
     load_timeout_ms: Milliseconds = 600_000  # of a model
     url_valid_s: Annotated[int, Meta(ge=60, le=86_400)] = 600  # of the URLs that it signs for agents (signed_urls)
-    unload_idle_ms: MillisecondsOrNone = (
-        0  # models without a placement leave after this time without requests; 0: never
-    )
+    unload_idle_ms: MillisecondsOrNone = 0  # models without a placement leave after this time idle; 0: never
+    responses: str = ""  # where responses are stored; "": STARLING_HOME/responses, or nowhere (docs/fleet.md)
     # A stream of another engine that dies: another one goes on from the text so far, or the stream ends with an error
     lost_text: Literal["replay", "error"] = "replay"
     # Which of the agents that have a model ready gets a request; all but the score are for comparison

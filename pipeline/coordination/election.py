@@ -85,7 +85,7 @@ class Election:
         """Wait until this process leads."""
         while True:
             try:
-                term = await self._try()
+                term = await self.attempt()
                 if term is not None:
                     return term
                 await self._wait_for_end()
@@ -112,7 +112,8 @@ class Election:
             term.end()
             await self._resign(term)
 
-    async def _try(self) -> Term | None:
+    async def attempt(self) -> Term | None:
+        """Lead now; None if another process does. Raises `StorageUnavailable`."""
         begun = self._clock()
         lease = await self._store.grant(self._ttl_s)
         fence = await self._store.swap(self._key, 0, self._identity, lease)

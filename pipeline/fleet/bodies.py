@@ -353,6 +353,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 0  # of a KV page; 0: not known
     continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
     moves_sessions: bool = False  # its sessions can move to another engine of its digest, and those of one to it
+    takes_conversations: bool = False  # it answers /v1/responses for orchestrators, which keep the conversations
     sessions_moving: int = 0  # whose move from or to another agent is not complete
     moves_prefixes: bool = False  # it gives pages of its most used prefixes to engines of its version, and takes theirs
     prefixes_left: int = 0  # that an orchestrator is sending to other agents

@@ -167,6 +167,7 @@ class Reporter:
             can_continue=promises.can_continue,
             page_tokens=promises.page_tokens,
             continues_text=promises.continues_text,
+            takes_conversations=promises.takes_conversations,
             running=placement.queue.running,
             vllm_queue_length=placement.queue.waiting,
             kv_cache_hit_rate=placement.queue.hit_rate,

@@ -30,10 +30,12 @@ placement.py    the loads that placements need
 idle_models.py  models that have had no requests for a while
 model_changes.py  loads and unloads on agents
 store_follower.py  agents, cordons, placements and quotas as the store has them
+responses/      responses that all orchestrators share
 quotas/         quotas that hold for all orchestrators together
 upstream.py     the interface of the HTTP client
 http_client.py  that client, by aiohttp, with TLS where it is configured
 http_app.py     the routes
+response_routes.py  those of stored responses
 fleet_api.py    the fleet for operators
 stage.py        the process
 """

@@ -7,7 +7,8 @@ dropped, choice by choice; while the engine is behind with one, the ids that it 
 has.
 
 An event is a block of lines that ends with an empty line.  A block without data is a comment or a reconnection delay:
-it is forwarded, but not counted.  Comments that name output tokens are for the orchestrator alone.
+it is forwarded, but not counted.  Comments that name output tokens or the code of an error are for the orchestrator
+alone.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ import math
 import re
 
 from pipeline.api.output_tokens import COMMENT
+from pipeline.api.response_context import FAILED, read_failed
 from stages.orchestrator.output_record import OutputRecord
 
 END = b"\n\n"
 DONE = b"data: [DONE]"  # the last event of OpenAI's API
-MESSAGE_STOP = b'data: {"type":"message_stop"'  # and of Anthropic's
-ERRORS = (b'data: {"error":', b'data: {"type":"error"')
+# And of Anthropic's, and of OpenAI's Responses API.
+MESSAGE_STOP = b'data: {"type":"message_stop"'
+RESPONSE_ENDS = (b'data: {"type":"response.completed"', b'data: {"type":"response.incomplete"')
+ERRORS = (b'data: {"error":', b'data: {"type":"error"', b'data: {"type":"response.failed"')
 RETRY = b"retry: "  # the reconnection delay, before the first event of a stream, also of a resumed one
 MAX_EVENT_BYTES = 16 << 20  # of one event that is not complete
 
@@ -47,6 +51,7 @@ class EventCutter:
         self.n_events = 0  # forwarded
         self.is_over = False  # the last event was forwarded
         self.error = b""  # an error event, which was not forwarded
+        self.error_code = ""  # of it, as a comment before it says
         self._rest = b""
         # Events before the first one that has a place. A client with an id has received them all.
         self._n_opening: float = math.inf if last_id else 0
@@ -60,7 +65,7 @@ class EventCutter:
 
     def restart(self, *, is_replay: bool) -> None:
         """Another connection continues the stream, from its first event on (`is_replay`) or after `last_id`."""
-        self._rest, self.error = b"", b""
+        self._rest, self.error, self.error_code = b"", b"", ""
         self._replay = _Replay(self.last_id, self._n_opening) if is_replay and self.has_begun else None
 
     def feed(self, data: bytes) -> bytes:
@@ -89,6 +94,9 @@ class EventCutter:
         if block.startswith(COMMENT):
             self.output.read(block)
             return b""
+        if block.startswith(FAILED):
+            self.error_code = read_failed(block)
+            return b""
         if at < 0 or (at and block[at - 1] != 10):
             return block if block.startswith(b":") or not self.has_begun else b""
         if self.has_begun and block.startswith(RETRY):
@@ -113,7 +121,7 @@ class EventCutter:
             self._is_opening = not _has_place(identity)
             self._n_opening += self._is_opening
         self.n_events += 1
-        self.is_over = block.startswith((DONE, MESSAGE_STOP), block.find(b"data: "))
+        self.is_over = block.startswith((DONE, MESSAGE_STOP, *RESPONSE_ENDS), block.find(b"data: "))
         return block
 
 

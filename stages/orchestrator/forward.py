@@ -36,6 +36,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False  # to a session, also a new one: no other agent can go on with it
     last_id: str = ""  # the client's Last-Event-ID
     was_sent: bool = False  # before, for a client that reads the answer again
+    in_background: bool = False  # a response that goes on without its client
 
     @property
     def id(self) -> str:
@@ -48,9 +49,14 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
         return self.method == "POST" and not self.is_bound
 
     @property
+    def may_be_response(self) -> bool:
+        """Whether the answer may be one of /v1/responses: what is read again does not say."""
+        return self.path == "/v1/responses" or self.method == "GET"
+
+    @property
     def outlives_client(self) -> bool:
         """Whether an engine finishes it although its client has left, because the client will repeat it."""
-        return "Idempotency-Key" in self.headers
+        return "Idempotency-Key" in self.headers or self.in_background
 
 
 class Refusal(Exception):
@@ -95,7 +101,10 @@ class Out(Protocol):
         """Send the head."""
 
     async def write(self, data: bytes) -> None:
-        """Send a part of the body."""
+        """Send a part of the body: whole events."""
+
+    async def fail(self, error: StarlingError) -> None:
+        """Send the event of an error, the last one."""
 
 
 class Bounds(NamedTuple):

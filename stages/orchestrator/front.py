@@ -11,11 +11,13 @@ import hashlib
 import re
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api import response_context
 from pipeline.api.body_names import names_of
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
@@ -24,7 +26,7 @@ from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.config.schema import Config
-from pipeline.errors import InvalidRequest, NotFound, Overloaded, StarlingError, Unauthenticated
+from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError, Unauthenticated
 from pipeline.fleet import token as fleet_token
 from pipeline.fleet.bodies import LoadedModel
 from pipeline.observe.metrics import Metrics
@@ -34,8 +36,12 @@ from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.read_body import ReadBody, read_body
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds
+from stages.orchestrator.responses.jobs import Job
+from stages.orchestrator.responses.keeping import KeepingOut
+from stages.orchestrator.responses.service import PATH, Responses
+from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.upstream import Answer, Client, Unreachable
+from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 # Bodies that are larger or have more values are read on a thread.
 INLINE_BYTES = 64 << 10
@@ -56,6 +62,8 @@ class Ticket(NamedTuple):
     tenant: str
     session: str | None = None
     key_id: str = ""  # of a key of the key file
+    job: Job | None = None  # of a response in the background
+    is_charged: bool = True  # its output counts
 
 
 @contextmanager
@@ -86,8 +94,12 @@ class Front:
         quotas: Quotas,
         publisher: QuotaPublisher,
         has_emptied: Callable[[str], bool] = lambda agent: False,
+        stored: ResponseStore | None = None,
     ) -> None:
-        """`learn(model)`: look whether an unknown model has been published. `has_emptied`: see registry.py."""
+        """`learn(model)`: look whether an unknown model has been published. `has_emptied`: see registry.py.
+
+        `stored`: the fleet's stored responses; None: it has no place for them.
+        """
         self.config = config
         self._learn = learn
         self.keys = keys
@@ -96,6 +108,8 @@ class Front:
         self.metrics = metrics
         self.clock = clock
         self._ids = RequestIds(secret, wall)
+        self._wall = wall
+        self.responses = Responses(stored, self._ids)
         self._secret = secret
         self._relay = relay
         self._router = router
@@ -191,6 +205,11 @@ class Front:
         key: str | None,
         last_id: str,
     ) -> Ticket:
+        context, joined = None, None
+        if read.generation is not None:
+            joined = await self.responses.join(read.generation, caller.tenant, caller.salt)
+            read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
+            context = joined.context
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
         await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
         self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
@@ -206,6 +225,8 @@ class Front:
             agent = await self.move_session(request_id, caller.tenant, read.session, read.model, agent)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
         sent = {**headers, "X-Starling-Request": name, RELAY: relay_header(caller.tenant, caller.priority)}
+        if context is not None:
+            sent[response_context.HEADER] = str(len(context))
         if key:
             sent["Idempotency-Key"] = hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()
         routed = RoutedRequest(
@@ -216,17 +237,25 @@ class Front:
             pinned=agent,
             is_held=bool(read.session) and not read.begins_session,
             begins=f"{caller.tenant}\0{read.session}" if read.begins_session else "",
+            has_context=context is not None,
         )
         forward = Forward(
             routed=routed,
             path=path,
-            body=body,
+            body=body + (context or b""),
             headers=sent,
             is_stream=read.is_stream,
             is_bound=is_bound,
             last_id=last_id,
         )
-        return Ticket(forward, caller.tenant, read.session, caller.key_id)
+        job = None
+        if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
+            with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
+                self._router.choose(routed)
+            digest = hashlib.sha256(body).digest()
+            whose = caller.tenant, caller.key_id
+            job = self.responses.job_of(forward, joined, read.generation, *whose, digest, self._wall())
+        return Ticket(forward, caller.tenant, read.session, caller.key_id, job)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
@@ -305,6 +334,10 @@ class Front:
         answers = await asyncio.gather(*heads)
         return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
 
+    async def locate_job(self, job: Job) -> str:
+        """The agent that has a request in the background, which another orchestrator has sent; "" if none has."""
+        return await self._locate(job.request_id, job.model, Caller(job.tenant), is_certain=False)
+
     async def cancel(self, caller: Caller, request_id: str) -> None:
         """End a request of the tenant at every engine that has it. Raises `NotFound`."""
         self._ids.check(request_id, caller.tenant)
@@ -320,6 +353,26 @@ class Front:
         return [
             (view.agent_id, one) for view in self._router.table for one in view.details.loaded_models if one.engine_url
         ]
+
+    async def running_response(self, caller: Caller, name: str) -> bytes | None:
+        """A response that an engine generates, as it is now; None: none does."""
+        relay = relay_header(caller.tenant, caller.priority)
+        asked = (self._get(f"{PATH}/{name}", agent_id, one, relay) for agent_id, one in self._engines())
+        return next((body for body in await asyncio.gather(*asked) if body is not None), None)
+
+    async def _get(self, path: str, agent_id: str, one: LoadedModel, relay: str) -> bytes | None:
+        """The body of an engine's answer; None if it does not answer, or with an error."""
+        headers = {RELAY: relay, **({"Authorization": f"Bearer {one.engine_key}"} if one.engine_key else {})}
+        try:
+            async with asyncio.timeout(LOCATE_S):
+                answer = await self._client.open("GET", one.engine_url + path, headers, b"", agent_id=agent_id)
+                try:
+                    body = await read_whole(answer)
+                finally:
+                    answer.close()
+        except (Unreachable, TimeoutError):
+            return None
+        return body if answer.status == 200 else None
 
     async def _head(self, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> str | None:
         """The content type of the engine's answer to a request that it has; None if it has none."""
@@ -342,19 +395,30 @@ class Front:
     async def stream(self, ticket: Ticket, out: Out) -> None:
         """Forward a streamed request. Raises `StarlingError`, `Refusal`, `Unreachable` before it has begun."""
         reader = _SessionReader(out) if ticket.session is not None else None
-        events = await self._relay.stream(ticket.forward, reader or out)
-        self.quotas.charge_output(ticket.tenant, events, ticket.key_id)
+        if ticket.forward.may_be_response:
+            is_response = ticket.forward.path == PATH
+            keeping = KeepingOut(out, partial(self.responses.keep, ticket.tenant), is_response=is_response)
+            events = await self._relay.stream(ticket.forward, keeping)
+            events = keeping.usage.get("output_tokens", events)
+        else:
+            events = await self._relay.stream(ticket.forward, reader or out)
+        if ticket.is_charged:
+            self.quotas.charge_output(ticket.tenant, events, ticket.key_id)
         if reader is not None:
             self._remember(ticket, reader.session)
 
     async def whole(self, ticket: Ticket) -> tuple[int, dict[str, str], bytes]:
         """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
         status, headers, body = await self._relay.whole(ticket.forward)
+        body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
+        if kept is not None:
+            await self.responses.keep(ticket.tenant, body, kept)
         if ticket.session is not None and ticket.forward.path == CLOSE_PATH:
             self._sessions.pop((ticket.tenant, ticket.session), None)
         elif ticket.session is not None and (match := _SESSION.search(body)):
             self._remember(ticket, match[1].decode())
-        if ticket.forward.id and (used := _COMPLETION_TOKENS.search(body[-512:])):
+        end = body if ticket.forward.path == PATH else body[-512:]
+        if ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
             self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)
         return status, headers, body
 
@@ -395,6 +459,9 @@ class _SessionReader:
         if not self.session and (match := _SESSION.search(data)):
             self.session = match[1].decode()
         await self._out.write(data)
+
+    async def fail(self, error: StarlingError) -> None:
+        await self._out.fail(error)
 
 
 def _request_of(last_id: str) -> str:

@@ -17,7 +17,7 @@ from aiohttp import HttpVersion11, web
 
 from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
-from pipeline.api.error_response import error_response
+from pipeline.api.error_response import error_event, error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
@@ -29,6 +29,8 @@ from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
 from stages.orchestrator.pages import Pages
 from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
+from stages.orchestrator.responses.jobs import Job
+from stages.orchestrator.responses.keeping import AfterOut
 from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
@@ -264,6 +266,9 @@ class _Response:
             transport.abort()
             raise ConnectionResetError("the client does not read") from None
 
+    async def fail(self, error: StarlingError) -> None:
+        await self.write(sse.event(error_event(error, [0])))
+
     async def end(self) -> web.StreamResponse:
         async with asyncio.timeout(WRITE_TIMEOUT_S):
             await self._response.write_eof()
@@ -284,17 +289,33 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             request.headers.get("Idempotency-Key"),
             request.headers.get("Last-Event-ID", ""),
         )
-        return await _answer(request, front, ticket)
+        if ticket.job is not None:
+            return await _in_background(request, front, ticket.job)
+        return await answer(request, front, ticket)
 
 
-async def _answer(request: web.Request, front: Front, ticket: Ticket) -> web.StreamResponse:
+async def _in_background(request: web.Request, front: Front, job: Job) -> web.StreamResponse:
+    """Begin a response in the background, and send it as it is now, or its stream."""
+    background = front.responses.background
+    assert background is not None
+    shown = await background.begin(job)
+    if job.is_stream:
+        await background.begun(job.request_id)
+        ticket = await front.ticket_of(request[CALLER], job.request_id, "")
+        return await answer(request, front, ticket._replace(is_charged=False))
+    headers = {"X-Starling-Request": job.request_id}
+    return web.Response(body=shown, headers=headers, content_type=CONTENT_TYPE)
+
+
+async def answer(request: web.Request, front: Front, ticket: Ticket, after: int = -1) -> web.StreamResponse:
+    """Forward a request, and answer it. `after`: the sequence number of the last event that is left out."""
     request[FORWARD] = ticket.forward
     request[NAMES] = names_of({"model": ticket.forward.routed.model, "session_id": ticket.session})
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:
             response = _Response(request, ticket)
-            await front.stream(ticket, response)
+            await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
             return await response.end()
         status, headers, body = await front.whole(ticket)
     except Refusal as refusal:
@@ -318,7 +339,7 @@ async def _convert(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         await front.take_request(request[CALLER])
         ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
-        return await _answer(request, front, ticket)
+        return await answer(request, front, ticket)
 
 
 async def _get_request(request: web.Request) -> web.StreamResponse:
@@ -327,7 +348,7 @@ async def _get_request(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         last_id = request.headers.get("Last-Event-ID", "")
         ticket = await front.ticket_of(request[CALLER], request.match_info["id"], last_id)
-        return await _answer(request, front, ticket)
+        return await answer(request, front, ticket)
 
 
 async def _cancel_request(request: web.Request) -> web.StreamResponse:

@@ -22,6 +22,7 @@ TEXT_PATHS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/messages": "messages",
+    "/v1/responses": "responses",
     "/v1/generate": "generate",
 }
 OTHER_PATHS = {
@@ -45,6 +46,7 @@ class ReadBody(NamedTuple):
     blocks: tuple[int, ...]
     prompt_bytes: int
     begins_session: bool = False  # one with that id, if there is none
+    generation: GenerationRequest | None = None  # of a request for /v1/responses, whose prompt is not complete here
 
 
 def read_body(
@@ -68,6 +70,8 @@ def read_body(
         model = request.model
     if not model:
         raise InvalidRequest("model is missing; it is required: GET /v1/models lists the models of the fleet", "model")
+    if reader == "responses":
+        return ReadBody(model, is_stream, None, (), 0, generation=request)
     prompt = prompt_text(fields)
     blocks = block_hashes(prompt, f"{model}\0{tenant_salt}\0{salt}")
     return ReadBody(model, is_stream, session, blocks, len(prompt), begins and bool(session))

@@ -23,8 +23,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from pipeline.api import sse
-from pipeline.api.error_response import error_event
 from pipeline.api.output_text import REPLAYED, TEXT
 from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
@@ -121,7 +119,7 @@ class Relay:
                 raise
             shown = error if isinstance(error, StarlingError) else error.to_error()
             log.warning("a stream ends with an error", extra={"request_id": forward.id, "reason": shown.message})
-            await out.write(sse.event(error_event(shown, [0])))
+            await out.fail(shown)
             return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
             self.kept.left(forward.id, cutter.output)
@@ -153,7 +151,7 @@ class Relay:
                             tries.hold(route.agent_id)
                         await out.write(events)
                     if cutter.error:
-                        await self._on_error_event(cutter.error, out)
+                        await self._on_error_event(cutter.error, out, cutter.error_code)
                         return
                 if not cutter.is_over:
                     raise Unreachable("the stream ended before its last event")
@@ -219,9 +217,11 @@ class Relay:
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 
-    async def _on_error_event(self, event: bytes, out: Out) -> None:
+    async def _on_error_event(self, event: bytes, out: Out, named: str = "") -> None:
+        """`named`: the error's code, where the event has another one. Raises `Unreachable`."""
         data = event[event.find(b"data: ") + 6 :].strip()
         code, message = read_error(data)
+        code = named or code
         if code in MOVABLE_IN_STREAM:
             raise Unreachable(message or code)
         await out.write(event)

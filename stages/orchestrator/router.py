@@ -128,6 +128,8 @@ class ScoreRouter(RequestRouter):
 
     def choose(self, request: RoutedRequest, cause: str = "new") -> Route:
         """Choose an agent, and record why. Raises `ModelNotFound`, `ModelUnavailable`, `Overloaded`."""
+        if request.has_context:
+            self._check_engine(request.model)
         scored = [self._score(request, view) for view in self._table.values()]
         ready = [one for one in scored if one.is_candidate and one.state == "READY"]
         candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
@@ -165,6 +167,18 @@ class ScoreRouter(RequestRouter):
             must_hold=request.is_held and bool(request.begins),
         )
 
+    def _check_engine(self, model: str) -> None:
+        """Raises `StarlingError` if another kind of engine computes the model, which takes no conversations."""
+        for view in self._table.values():
+            running = loaded(view.details, model)
+            if running is not None and running.continues_text:
+                raise StarlingError(
+                    "NOT_IMPLEMENTED",
+                    f"{model} is computed by {running.engine}, which does not serve /v1/responses; use "
+                    "/v1/chat/completions, or another model",
+                    "model",
+                )
+
     def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
         model, details = request.model, view.details
         running = loaded(details, model)
@@ -198,6 +212,8 @@ class ScoreRouter(RequestRouter):
             return view.reason
         if request.version and (running is None or not is_ready or not _serves(running, request.version)):
             return "it does not serve the version that began the answer"
+        if request.has_context and is_ready and running is not None and not running.takes_conversations:
+            return "its engine takes no conversations of /v1/responses"
         if is_ready:
             if self._under_way[view.agent_id, request.model] >= self._max_per_agent:
                 return f"{self._max_per_agent} requests are under way there"

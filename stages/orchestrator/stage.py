@@ -47,6 +47,7 @@ from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
+from stages.orchestrator import response_routes
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds
@@ -65,6 +66,7 @@ from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
+from stages.orchestrator.responses.works import ResponseWorks
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.score import Weights
 from stages.orchestrator.session_moves import SessionMoves, keeps_models
@@ -144,6 +146,7 @@ class OrchestratorStage:
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)
         self.quotas = QuotaPublisher(self._store, use, time.monotonic)
+        self.responses = ResponseWorks(config, self._store, time.time, time.monotonic)
         keys = Keys(config, KeyFile(key_path(paths.state_dir(config))))
         self.front = Front(
             config,
@@ -159,7 +162,9 @@ class OrchestratorStage:
             Quotas(config.rate_limits, time.monotonic, None, steady, keys.limits, use),
             self.quotas,
             self.registry.has_emptied,
+            self.responses.store,
         )
+        self.responses.attach(self.front, self.relay, self.identity)
         self.session_moves = SessionMoves(
             self._calls,
             self.registry,
@@ -206,6 +211,7 @@ class OrchestratorStage:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         app = make_app(self.front, self.fleet, self._pages)
+        response_routes.add_routes(app)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_S
         )
@@ -214,7 +220,7 @@ class OrchestratorStage:
             await runner.setup()
             server = await self._listen(runner)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
-            tasks = [loop.create_task(work) for work in (*works, self.quotas.run())]
+            tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self.responses.run())]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             # Objects that live until the end are not traversed by later collections, which would delay streams.
             gc.collect()
@@ -230,6 +236,7 @@ class OrchestratorStage:
             for task in (*tasks, *self._polls.values(), *self._placing.values()):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.responses.close()
             await self.cold.close()
             await self.signer.close()
             await self.session_moves.close()
@@ -240,6 +247,7 @@ class OrchestratorStage:
             await self.client.close()
             await self._store.close()
             await self._blobs.close()
+            await self.responses.close_store()
 
     async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
         bounds = self.config.fleet.orchestrator
@@ -410,6 +418,7 @@ class OrchestratorStage:
             due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
+            self.responses.sweep_if_due(is_store_up=self.fleet.is_store_up)
             self.session_moves.begin_round()
             self.prefix_moves.begin_round()
             self.idle.observe(self.router.table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -100,8 +101,10 @@ async def test_listing_and_deletion(place: Place) -> None:
     keys = ["catalog/a.json", "models/a/1.bin", "models/a/2.idx", "models/ab/1.bin"]
     for number, key in enumerate(keys):
         await place.writer.put(key, b"x" * (number + 1))
-    assert await place.reader.scan("models") == [(keys[1], 2), (keys[2], 3), (keys[3], 4)]
-    assert await place.reader.scan("models/a") == [(keys[1], 2), (keys[2], 3)]  # a folder, not a prefix
+    assert [blob[:2] for blob in await place.reader.scan("models")] == [(keys[1], 2), (keys[2], 3), (keys[3], 4)]
+    below = await place.reader.scan("models/a")  # a folder, not a prefix
+    assert [blob[:2] for blob in below] == [(keys[1], 2), (keys[2], 3)]
+    assert all(abs(time.time() - blob.modified) < 3600 for blob in below)
     assert await place.reader.scan("nothing") == []
     await place.writer.delete(keys[1])
     await place.writer.delete(keys[1])

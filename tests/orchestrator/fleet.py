@@ -129,6 +129,7 @@ class TestAgent:
                 kv_type="f16",
                 numerics=NUMERICS,
                 can_continue=True,
+                takes_conversations=True,
                 running=self.running.get(model, 0),
                 sessions=self.sessions,
                 sessions_moving=self.moving,

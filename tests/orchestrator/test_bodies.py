@@ -21,6 +21,7 @@ from tests.orchestrator.streams import MINE
 
 TALK = [{"role": "user", "content": "x"}]
 VALID: dict[str, dict[str, Any]] = {
+    "/v1/responses": {"input": "x"},
     "/v1/chat/completions": {"messages": TALK},
     "/v1/completions": {"prompt": "x"},
     "/v1/messages": {"messages": TALK, "max_tokens": 5},
@@ -70,6 +71,9 @@ BAD: list[tuple[str, dict[str, Any] | bytes]] = [
     ("/v1/generate", {"max_tokens": 2, "min_tokens": 3}),
     ("/v1/generate", {"regex": "a", "choice": ["a"]}),
     ("/v1/messages", {"system": 7}),
+    ("/v1/responses", {"input": [{"type": "image_generation_call"}]}),
+    ("/v1/responses", {"background": True, "store": False}),
+    ("/v1/responses", {"conversation": "conv_1", "previous_response_id": "resp_1"}),
     ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 4096}}),
     ("/v1/embeddings", {"dimensions": 0}),
     ("/v1/score", {"text_1": ["x"] * 2, "text_2": ["y"] * 3}),

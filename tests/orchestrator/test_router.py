@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import Progress
 from stages.orchestrator.decisions import Choice, DecisionLog
 from stages.orchestrator.forward import Bounds, Forward, Refusal, Tries
@@ -320,3 +320,15 @@ def test_other_policies_do_not_see_estimates() -> None:
 def test_a_model_that_must_be_loaded_is_routed_by_the_score() -> None:
     routing = router(view("a0"), view("a1", cached_models=[cached()]), order=order_of("round-robin"))
     assert routing.choose(request()).agent_id == "a1"
+
+
+def test_a_conversation_goes_to_an_engine_that_takes_it() -> None:
+    found = router(view("old", engine()), view("new", engine(takes_conversations=True)))
+    route = found.choose(request(has_context=True))
+    assert route.agent_id == "new"
+    assert "takes no conversations" in str(found.decisions.find("req-1"))
+    with pytest.raises(ModelUnavailable, match="takes no conversations"):
+        router(view("old", engine(), max_models=1)).choose(request(has_context=True))
+    with pytest.raises(StarlingError, match="llama-server, which does not serve /v1/responses") as refused:
+        router(view("a", engine(engine="llama-server", continues_text=True))).choose(request(has_context=True))
+    assert refused.value.code == "NOT_IMPLEMENTED"

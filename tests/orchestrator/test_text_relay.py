@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pipeline.api import sse
+from pipeline.api.error_response import error_event
 from pipeline.api.output_text import TEXT, comment
-from pipeline.errors import NotFound
+from pipeline.errors import NotFound, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Refusal
@@ -75,6 +76,9 @@ class Received:
 
     async def write(self, data: bytes) -> None:
         self.data += data
+
+    async def fail(self, error: StarlingError) -> None:
+        self.data += sse.event(error_event(error, [0]))
 
 
 class Clock:

@@ -27,6 +27,7 @@ class Capabilities(NamedTuple):
     numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
     can_continue: bool = False  # from the output tokens of another engine of the same version
     page_tokens: int = 0  # of a KV page; 0: it exchanges none
+    takes_conversations: bool = False  # of orchestrators, before requests for /v1/responses
     continues_text: bool = False  # from the text of another engine of the same kind and model: not the same bytes
 
 

@@ -82,7 +82,9 @@ class StarlingEngine(Engine):
         free_port: a port that no process listens on now. `standby`: processes that become the engine sooner.
         kernels: a compilation that would take the cores from its start.
         """
-        self.capabilities = Capabilities(model.kv_type, NUMERICS, can_continue=True, page_tokens=model.page_tokens)
+        self.capabilities = Capabilities(
+            model.kv_type, NUMERICS, can_continue=True, page_tokens=model.page_tokens, takes_conversations=True
+        )
         self._config = config
         self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
         self._home = home

@@ -1,0 +1,268 @@
+"""Responses in the background: what runs them, whichever orchestrator dies.
+
+    begin    the request is written where all orchestrators find it, and then answered
+    look     each orchestrator looks for requests that none runs, and takes them; a lease says that it does
+    run      as for a client, with its id: an engine that has the request already goes on with it
+    end      the response is stored, complete, failed or cancelled, and then the request is removed
+
+Two orchestrators may run one request for a moment, after a lease has ended: both get the same bytes from its engine,
+and the response is stored once.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pipeline.api.json_body import to_json
+from pipeline.api.response_context import KeptResponse
+from pipeline.api.response_object import failed_response, request_id_of
+from pipeline.coordination.election import Election
+from pipeline.coordination.interface import CoordinationStore
+from pipeline.errors import Conflict, Overloaded, StarlingError, StorageUnavailable
+from stages.orchestrator.responses.jobs import Job, Jobs
+from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.use import PREFIX
+
+log = logging.getLogger("starling.orchestrator")
+
+RUN = f"{PREFIX}run/"
+LEASE_S = 5.0
+LOOK_S = 1.0  # between two looks for requests that none runs
+RETRY_S = 1.0  # after the store has not answered
+MAX_RUNNING = 256  # of one orchestrator; others wait
+MAX_OF_TENANT = 16  # that have not ended; as in a server
+
+KeepJob = Callable[[Job, bytes, KeptResponse], Awaitable[None]]  # stores what an engine has completed
+
+
+class Begun:
+    """The `Out` of a stream that no client reads here: engines have it for those who do."""
+
+    def __init__(self, *, is_new: bool) -> None:
+        """`is_new`: no engine has it, because it was sent here now."""
+        self.is_new = is_new
+        self.is_begun = False
+        self.event = asyncio.Event()  # an engine has it, or it has ended
+        self.error: StarlingError | None = None
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """See `Out`."""
+        self.is_begun = True
+        self.event.set()
+
+    async def write(self, data: bytes) -> None:
+        """See `Out`."""
+
+    async def fail(self, error: StarlingError) -> None:
+        """See `Out`."""
+
+
+# Runs a request to its end; JSON of the response if it has failed, else b"". Raises `StarlingError`.
+Run = Callable[[Job, Begun, KeepJob], Awaitable[bytes]]
+
+
+class Background:
+    """One per orchestrator. `wall`: s since 1970."""
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        jobs: Jobs,
+        responses: ResponseStore,
+        run: Run,
+        identity: str,
+        wall: Callable[[], float],
+        *,
+        timeout_s: float,
+        max_open: int,
+    ) -> None:
+        """`timeout_s`: for a response. `max_open`: of all tenants and orchestrators."""
+        self._store = store
+        self._jobs = jobs
+        self._responses = responses
+        self._run_job = run
+        self._identity = identity.encode()
+        self._wall = wall
+        self._timeout_s = timeout_s
+        self._max_open = max_open
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._begun: dict[str, Begun] = {}
+        self._adding = asyncio.Lock()
+        self._wake = asyncio.Event()
+
+    # ---------------------------------------------------------------- for clients
+
+    async def begin(self, job: Job) -> bytes:
+        """Add a request; JSON of its response as it is now. Raises `StarlingError`."""
+        async with self._adding:
+            known = await self._jobs.find(job.request_id, job.tenant)
+            if known is None:
+                stored = await self._responses.get(job.tenant, job.name)
+                if stored is not None:  # an earlier attempt with this Idempotency-Key
+                    _check_same(stored.digest, job)
+                    return stored.body
+                await self._check_open(job.tenant)
+                if await self._jobs.add(job):
+                    self._take(job.request_id, job.tenant, is_new=True)
+                    return job.shown
+                known = await self._jobs.find(job.request_id, job.tenant)
+        if known is not None:
+            _check_same(known.digest, job)
+        return job.shown
+
+    async def _check_open(self, tenant: str) -> None:
+        counts = Counter(opened.tenant for opened in await self._jobs.all())
+        reserve = self._max_open // 8 if counts[tenant] else 0  # for tenants that have none
+        if counts.total() >= self._max_open - reserve:
+            raise Overloaded(
+                f"{counts.total()} requests in the background have not ended, the most of all tenants "
+                "(fleet.orchestrator.max_concurrent_requests); try again later",
+                "background",
+                retry_after_s=1.0,
+            )
+        if counts[tenant] >= MAX_OF_TENANT:
+            raise Overloaded(
+                f"{MAX_OF_TENANT} requests in the background have not ended, the most of a tenant; wait for one",
+                "background",
+                retry_after_s=1.0,
+            )
+
+    async def find(self, tenant: str, name: str) -> Job | None:
+        """The request of a response that has not ended. Raises `StorageUnavailable`."""
+        return await self._jobs.find(request_id_of(name), tenant)
+
+    async def begun(self, request_id: str) -> None:
+        """Wait until an engine has a request that runs here. Raises `StarlingError` if it has failed before."""
+        out = self._begun.get(request_id)
+        if out is not None:
+            await out.event.wait()
+            if out.error is not None and not out.is_begun:
+                raise out.error
+
+    async def cancel(self, job: Job, running: bytes | None) -> None:
+        """End a request whose response has not been stored. `running`: the response as an engine shows it."""
+        shown: dict[str, Any] = msgspec.json.decode(running or job.shown)
+        ended = {**shown, "status": "cancelled", "usage": None, "incomplete_details": None}
+        await self._responses.put(job.tenant, job.name, to_json(ended), job.conversation, job.inputs, job.digest)
+        await self._jobs.end(job.request_id)
+        if (task := self._tasks.get(job.request_id)) is not None:
+            task.cancel()
+
+    # ---------------------------------------------------------------- running them
+
+    async def run(self) -> None:
+        """Look for requests that none runs, without end."""
+        while True:
+            try:
+                for opened in await self._jobs.all():
+                    if opened.request_id not in self._tasks and len(self._tasks) < MAX_RUNNING:
+                        self._take(opened.request_id, opened.tenant)
+            except StarlingError as error:
+                log.warning("requests in the background are not looked for", extra={"reason": error.message})
+            await asyncio.sleep(LOOK_S)
+
+    async def close(self) -> None:
+        """Leave what runs here to the others."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _take(self, request_id: str, tenant: str, *, is_new: bool = False) -> None:
+        if request_id not in self._tasks:
+            self._begun[request_id] = Begun(is_new=is_new)
+            task = asyncio.get_running_loop().create_task(self._hold(request_id, tenant))
+            self._tasks[request_id] = task
+            task.add_done_callback(lambda done: self._dropped(request_id))
+
+    def _dropped(self, request_id: str) -> None:
+        self._tasks.pop(request_id, None)
+        out = self._begun.pop(request_id, None)
+        if out is not None:
+            out.event.set()
+
+    async def _hold(self, request_id: str, tenant: str) -> None:
+        """Run a request while this orchestrator has its lease, if no other one has it."""
+        election = Election(self._store, RUN + request_id, self._identity, LEASE_S)
+        try:
+            term = await election.attempt()
+            if term is None:
+                return
+            holding = asyncio.ensure_future(election.hold(term))
+            try:
+                job = await self._jobs.find(request_id, tenant)
+                if job is not None:
+                    await self._while_held(job, holding)
+            finally:
+                holding.cancel()
+                await asyncio.gather(holding, return_exceptions=True)
+        except StarlingError as error:  # it will be found again
+            log.warning("a request in the background waits", extra={"request_id": request_id, "reason": error.message})
+        except Exception:
+            log.exception("internal error of a request in the background", extra={"request_id": request_id})
+            await asyncio.sleep(RETRY_S)
+
+    async def _while_held(self, job: Job, holding: asyncio.Future[None]) -> None:
+        running = asyncio.ensure_future(self._finish(job))
+        try:
+            await asyncio.wait({running, holding}, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _finish(self, job: Job) -> None:
+        """Run a request to its end. Raises `StorageUnavailable`: its end is not known."""
+        out = self._begun[job.request_id]
+        left_s = job.at + self._timeout_s - self._wall()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                failed = await self._run_job(job, out, self._keep)
+        except StorageUnavailable:
+            raise
+        except StarlingError as error:
+            failed = self._failed(job, out, error)
+        except TimeoutError:
+            message = f"the response did not end within {self._timeout_s:g} s (server.request_timeout_ms)"
+            failed = self._failed(job, out, StarlingError("TIMEOUT", message))
+        if failed:
+            await self._put_failed(job, failed)
+        await self._jobs.end(job.request_id)
+
+    @staticmethod
+    def _failed(job: Job, out: Begun, error: StarlingError) -> bytes:
+        log.warning("a response has failed", extra={"request_id": job.request_id, "reason": error.message})
+        out.error = error
+        return to_json(failed_response(msgspec.json.decode(job.shown), error))
+
+    async def _put_failed(self, job: Job, body: bytes) -> None:
+        """Store a response that has failed, unless it was stored, or was cancelled and maybe deleted since."""
+        if not await self._jobs.is_open(job.request_id):
+            return
+        try:
+            await self._responses.put(job.tenant, job.name, body, job.conversation, job.inputs, job.digest)
+        except StarlingError as problem:
+            if problem.code != "INSUFFICIENT_RESOURCES":
+                raise
+            await self._responses.put(job.tenant, job.name, body, b"\x90", b"[]", job.digest)  # it can be read
+
+    async def _keep(self, job: Job, body: bytes, kept: KeptResponse) -> None:
+        """Store what an engine has completed. Raises `StarlingError`."""
+        if not await self._jobs.is_open(job.request_id):
+            return
+        await self._responses.put(job.tenant, job.name, body, kept.conversation, kept.inputs, job.digest)
+
+
+def _check_same(digest: bytes, job: Job) -> None:
+    if digest != job.digest:
+        raise Conflict(
+            "Idempotency-Key was sent with another body before; send the same bytes again, or use a new key",
+            "Idempotency-Key",
+        )

@@ -1,0 +1,152 @@
+"""Requests for responses in the background, as orchestrators share them until they have ended.
+
+    responses/open/ID   in the coordination store: whose it is, since when, and the name of its blob
+    jobs/ID-DIGEST      in the blob store: the request as engines get it
+
+The record comes after the blob, and goes before it: a record without a blob is one that has just ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from pipeline.api.request_name import HEADER as NAME
+from pipeline.api.request_name import RequestName, read_request_name
+from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.response_object import make_response, response_id_of
+from pipeline.blobs.interface import BlobStore
+from pipeline.coordination.interface import CoordinationStore
+from pipeline.errors import Conflict, NotFound, ResourceError, StorageUnavailable
+from shm.decoding import DECODE_ERRORS
+from stages.orchestrator.responses.use import PREFIX
+
+OPEN = f"{PREFIX}open/"
+FOLDER = "jobs"
+MAX_JOB_BYTES = 128 << 20
+ABANDONED_S = 3600.0  # age of a blob without a record after which it is removed
+
+
+class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of a record. Tenants' names are no secret of the store: quotas and agents have them, too."""
+
+    tenant: str
+    at: float  # s since 1970
+    blob: str
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """A request, the same at each attempt."""
+
+    request_id: str
+    tenant: str
+    key_id: str
+    model: str
+    body: bytes  # as engines get it, with the conversation before it
+    headers: dict[str, str]
+    is_stream: bool
+    prompt_bytes: int
+    blocks: tuple[int, ...]
+    at: float  # s since 1970 when it was sent
+    digest: bytes  # of the client's body
+    shown: bytes  # JSON, the response before it begins
+    conversation: bytes  # MessagePack, the messages with those of the input
+    inputs: bytes  # JSON, the items of the input
+
+    @property
+    def name(self) -> str:
+        """The id of its response."""
+        return response_id_of(self.request_id)
+
+
+def queued_response(generation: GenerationRequest, headers: dict[str, str]) -> bytes:
+    """JSON of the response to a request that has not begun. `headers`: as engines get them."""
+    named = read_request_name(headers[NAME]) or RequestName("")
+    shown = make_response(
+        generation.response or ResponseFields(),
+        request_id=named.id,
+        created=named.created,
+        status="queued",
+        model=generation.model,
+        seed=generation.seed if generation.seed is not None else named.seed or 0,
+    )
+    return msgspec.json.encode(shown)
+
+
+class Opened(NamedTuple):
+    """A record with its id."""
+
+    request_id: str
+    tenant: str
+    at: float
+    blob: str
+
+
+class Jobs:
+    """One per orchestrator. `wall`: s since 1970."""
+
+    def __init__(self, store: CoordinationStore, blobs: BlobStore, wall: Callable[[], float]) -> None:
+        self._store = store
+        self._blobs = blobs
+        self._wall = wall
+
+    async def add(self, job: Job) -> bool:
+        """Add a job. False: there is one of this id. Raises `StorageUnavailable`."""
+        data = msgspec.msgpack.encode(job)
+        if len(data) > MAX_JOB_BYTES:
+            raise ResourceError(f"the request has {len(data)} bytes, over {MAX_JOB_BYTES}; send less", "background")
+        blob = f"{FOLDER}/{job.request_id}-{hashlib.sha256(data).hexdigest()[:16]}"
+        with contextlib.suppress(Conflict):
+            await self._blobs.put(blob, data)
+        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=blob)
+        return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
+
+    async def all(self) -> list[Opened]:
+        """The records of jobs that have not ended. Raises `StorageUnavailable`."""
+        items, _ = await self._store.scan(OPEN)
+        return [opened for item in items if (opened := _opened(item.key, item.value)) is not None]
+
+    async def is_open(self, request_id: str) -> bool:
+        """Whether a job has not ended. Raises `StorageUnavailable`."""
+        return await self._store.get(OPEN + request_id) is not None
+
+    async def find(self, request_id: str, tenant: str) -> Job | None:
+        """A job of the tenant that has not ended. Raises `StorageUnavailable`."""
+        item = await self._store.get(OPEN + request_id)
+        opened = _opened(item.key, item.value) if item is not None else None
+        if opened is None or opened.tenant != tenant:
+            return None
+        try:
+            data = await self._blobs.read(opened.blob, MAX_JOB_BYTES)
+            return msgspec.msgpack.decode(data, type=Job)
+        except NotFound:
+            return None
+        except DECODE_ERRORS as error:
+            raise StorageUnavailable(f"the request {request_id} cannot be read: {error}") from None
+
+    async def end(self, request_id: str) -> None:
+        """It has ended. Idempotent. Raises `StorageUnavailable`."""
+        item = await self._store.get(OPEN + request_id)
+        if item is not None:
+            await self._store.swap(item.key, item.revision, None)
+            if (opened := _opened(item.key, item.value)) is not None:
+                await self._blobs.delete(opened.blob)
+
+    async def sweep(self) -> None:
+        """Remove blobs whose orchestrator died beside their record. One orchestrator does it now and then."""
+        known = {opened.blob for opened in await self.all()}
+        for blob in await self._blobs.scan(FOLDER):
+            if blob.key not in known and blob.modified + ABANDONED_S < self._wall():
+                await self._blobs.delete(blob.key)
+
+
+def _opened(key: str, value: bytes) -> Opened | None:
+    try:
+        record = msgspec.json.decode(value, type=OpenRecord)
+    except DECODE_ERRORS:
+        return None
+    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob)

@@ -1,0 +1,159 @@
+"""The answer to a request for /v1/responses on its way to the client: it is stored before its last event is sent.
+
+The engine names what is stored with it in a comment before that event (pipeline/api/response_context.py), so that any
+orchestrator that forwards the end of the stream can store it, also one that has not seen its beginning.  A response
+that cannot be stored fails, as in a server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from pipeline.api import response_context, sse
+from pipeline.api.json_body import to_json
+from pipeline.api.response_context import KeptResponse
+from pipeline.api.response_object import failed_response
+from pipeline.errors import InternalError, StarlingError
+from shm.decoding import DECODE_ERRORS
+from stages.orchestrator.forward import Out
+
+END = b"\n\n"
+_RESPONSE = b'data: {"type":"response.'
+_CREATED = b'data: {"type":"response.created"'
+_LAST = (b'data: {"type":"response.completed"', b'data: {"type":"response.incomplete"')
+_FAILED = b'data: {"type":"response.failed"'
+_NUMBER = re.compile(rb'"sequence_number":([0-9]{1,12})')
+
+Keep = Callable[[bytes, KeptResponse], Awaitable[None]]  # the response's JSON, and what is stored with it
+
+
+class KeepingOut:
+    """An `Out` that stores a response before its last event. `keep` raises `StarlingError`."""
+
+    def __init__(self, out: Out, keep: Keep, *, is_response: bool = True) -> None:
+        """`is_response`: false if the stream, which is read again, may be another endpoint's."""
+        self.is_begun = False
+        self.usage: dict[str, Any] = {}  # of the response, when it is complete
+        self.failed = b""  # JSON of the response, if the engine says that it has failed
+        self.error: StarlingError | None = None  # with which the stream has ended here
+        self._out = out
+        self._keep = keep
+        self._is_response = is_response
+        self._kept: KeptResponse | None = None
+        self._created = b""  # data of the first event
+        self._number = -1  # of the last event
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """See `Out`."""
+        self.is_begun = True
+        await self._out.begin(status, headers)
+
+    async def write(self, data: bytes) -> None:
+        """Pass whole events on."""
+        passed: list[bytes] = []
+        for block in data.split(END)[:-1]:
+            if block.startswith(response_context.KEPT):
+                self._kept = response_context.read_kept(block)
+                continue
+            event = block[max(0, block.find(b"data: {")) :]
+            if event.startswith(_LAST):
+                await self._pass(passed)
+                passed = []
+                block = await self._last(block, event[6:])
+            elif event.startswith(_CREATED):
+                self._created = event[6:]
+            elif event.startswith(_FAILED):
+                self.failed = bytes(msgspec.json.decode(event[6:], type=dict[str, msgspec.Raw])["response"])
+            if event.startswith(_RESPONSE) and (found := _NUMBER.search(block)):
+                self._number, self._is_response = int(found[1]), True
+            passed.append(block)
+        await self._pass(passed)
+
+    async def _pass(self, blocks: list[bytes]) -> None:
+        if blocks:
+            await self._out.write(END.join([*blocks, b""]))
+
+    async def _last(self, block: bytes, data: bytes) -> bytes:
+        """Store the response; the event to send."""
+        try:
+            event = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+            body = bytes(event["response"])
+            self.usage = msgspec.json.decode(body, type=dict[str, Any]).get("usage") or {}
+        except (*DECODE_ERRORS, KeyError):
+            raise InternalError("the engine's last event is no event of a response") from None
+        if self._kept is None:
+            return block
+        try:
+            await self._keep(body, self._kept)
+        except StarlingError as error:
+            self.error = error
+            found = _NUMBER.search(block)
+            return _failed_event(msgspec.json.decode(body), error, int(found[1]) if found else self._number + 1)
+        return block
+
+    async def fail(self, error: StarlingError) -> None:
+        """End the stream with an error."""
+        self.error = error
+        if not self._is_response:
+            await self._out.fail(error)
+            return
+        if self._created:
+            response = msgspec.json.decode(self._created)["response"]
+            event = _failed_event(response, error, self._number + 1) + END
+        else:
+            shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
+            event = sse.event(to_json({**shown, "sequence_number": self._number + 1}), name=b"error")
+        await self._out.write(event)
+
+
+def _failed_event(response: dict[str, Any], error: StarlingError, number: int) -> bytes:
+    data = {"type": "response.failed", "sequence_number": number, "response": failed_response(response, error)}
+    return sse.event(to_json(data), name=b"response.failed").removesuffix(END)
+
+
+class AfterOut:
+    """An `Out` that passes on what follows an event, given by its sequence number. Deltas are cut at a character."""
+
+    def __init__(self, out: Out, after: int) -> None:
+        """`after`: -1: all events."""
+        self.is_begun = False
+        self._out = out
+        self._after = after
+
+    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+        """See `Out`."""
+        self.is_begun = True
+        await self._out.begin(status, headers)
+
+    async def write(self, data: bytes) -> None:
+        """Pass whole events on."""
+        if self._after >= 0:
+            blocks = [cut for block in data.split(END)[:-1] if (cut := after_number(block, self._after))]
+            data = END.join([*blocks, b""]) if blocks else b""
+        if data:
+            await self._out.write(data)
+
+    async def fail(self, error: StarlingError) -> None:
+        """End the stream with an error."""
+        await self._out.fail(error)
+
+
+def after_number(block: bytes, after: int) -> bytes:
+    """The part of an event after the one with the sequence number `after`; b"" if there is none."""
+    found = _NUMBER.search(block)
+    if found is None:
+        return block
+    number = int(found[1])
+    if number <= after:
+        return b""
+    at = block.find(b"data: {")
+    head, event = block[: at + 6], msgspec.json.decode(block[at + 6 :], type=dict[str, Any])
+    delta = event.get("delta")
+    if isinstance(delta, str) and number - len(delta) < after:  # a delta has a number for each character
+        event["delta"] = delta[after - number :]
+        return head + to_json(event)
+    return block

@@ -1,0 +1,180 @@
+"""Responses for clients: what precedes a request for one, how it is stored, and what is asked about it afterwards.
+
+The id of a response follows from that of its request, which belongs to a tenant (request_ids.py): of another tenant's
+response nothing is found.  Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pipeline.api import response_context
+from pipeline.api.json_body import to_json
+from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.response_context import KeptResponse
+from pipeline.api.response_object import input_items, request_id_of, with_conversation
+from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError
+from stages.orchestrator.forward import Forward
+from stages.orchestrator.prefixes import block_hashes
+from stages.orchestrator.request_ids import RequestIds
+from stages.orchestrator.responses.background import Background
+from stages.orchestrator.responses.jobs import Job, queued_response
+from stages.orchestrator.responses.store import ResponseStore, Stored
+
+PATH = "/v1/responses"
+INLINE_MESSAGES = 64  # a longer conversation is read on a thread
+
+
+class Joined(NamedTuple):
+    """A request with the conversation before it."""
+
+    context: bytes  # what follows its body, for the engine
+    blocks: tuple[int, ...]
+    prompt_bytes: int
+    conversation: bytes  # MessagePack, the messages with those of the input; b"" unless it is in the background
+
+
+class Responses:
+    """One per orchestrator."""
+
+    def __init__(self, store: ResponseStore | None, ids: RequestIds) -> None:
+        """`store` None: the fleet has no place for responses that all orchestrators share."""
+        self.background: Background | None = None  # set if there is a store
+        self._store = store
+        self._ids = ids
+
+    # ---------------------------------------------------------------- before a request
+
+    async def join(self, generation: GenerationRequest, tenant: str, salt: str) -> Joined:
+        """What a request continues. `salt`: of the tenant's cached pages. Raises `StarlingError`."""
+        fields = generation.response or ResponseFields()
+        if fields.conversation_id:
+            raise _unsupported("conversation", "continue a response with previous_response_id")
+        if fields.is_stored:
+            self._required()
+        previous: list[dict[str, Any]] = []
+        if fields.previous:
+            stored = await self.find(tenant, fields.previous, "previous_response_id")
+            previous = stored.messages
+        if len(previous) <= INLINE_MESSAGES:
+            return self._joined(generation, fields, previous, salt)
+        return await asyncio.to_thread(self._joined, generation, fields, previous, salt)
+
+    def _joined(
+        self, generation: GenerationRequest, fields: ResponseFields, previous: Sequence[dict[str, Any]], salt: str
+    ) -> Joined:
+        whole = with_conversation(generation, previous)
+        context = response_context.encode(previous)
+        size = len(context) + len(fields.inputs) + len(fields.repeated)
+        if size > response_context.MAX_BYTES:
+            raise ResourceError(
+                f"the conversation has {size} bytes; at most {response_context.MAX_BYTES} are allowed: begin another "
+                "one",
+                "previous_response_id" if previous else "input",
+            )
+        if fields.is_stored:
+            self._required().check_fits(size)
+        tools = generation.template.tools if generation.template else None
+        text = (to_json(tools) if tools else b"") + to_json(whole.messages).removesuffix(b"]")
+        blocks = block_hashes(text, f"{generation.model}\0{salt}\0{generation.cache_salt}")
+        conversation = b""
+        if fields.in_background:
+            conversation = msgspec.msgpack.encode(whole.response.conversation if whole.response else [])
+        return Joined(context, blocks, len(text), conversation)
+
+    @staticmethod
+    def job_of(
+        forward: Forward,
+        joined: Joined,
+        generation: GenerationRequest,
+        tenant: str,
+        key_id: str,
+        digest: bytes,
+        at: float,
+    ) -> Job:
+        """A request that is to run in the background. `digest`: of its body; `at`: s since 1970."""
+        fields = generation.response or ResponseFields()
+        items = input_items(fields, forward.id)
+        return Job(
+            request_id=forward.id,
+            tenant=tenant,
+            key_id=key_id,
+            model=forward.routed.model,
+            body=forward.body,
+            headers=forward.headers,
+            is_stream=forward.is_stream,
+            prompt_bytes=joined.prompt_bytes,
+            blocks=joined.blocks,
+            at=at,
+            digest=digest,
+            shown=queued_response(generation, forward.headers),
+            conversation=joined.conversation,
+            inputs=to_json([msgspec.Raw(item.item) for item in items]),
+        )
+
+    # ---------------------------------------------------------------- after it
+
+    async def job(self, tenant: str, name: str) -> Job | None:
+        """The request in the background of a response that has not ended. Raises `StorageUnavailable`."""
+        return await self.background.find(tenant, name) if self.background is not None else None
+
+    async def keep(self, tenant: str, body: bytes, kept: KeptResponse) -> None:
+        """Store a response, also if its client leaves meanwhile. Raises `StarlingError`."""
+        name = msgspec.json.decode(body, type=dict[str, Any])["id"]
+        self._check(tenant, name)
+        put = asyncio.ensure_future(self._required().put(tenant, name, body, kept.conversation, kept.inputs))
+        put.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(put)
+
+    async def find(self, tenant: str, name: str, field: str = "") -> Stored:
+        """A stored response. `field`: of the request that names it. Raises `NotFound`, `StorageUnavailable`."""
+        try:
+            self._check(tenant, name)
+        except NotFound:
+            raise _missing(name, field) from None
+        stored = await self._required().get(tenant, name)
+        if stored is None:
+            raise _missing(name, field)
+        return stored
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
+        await self.find(tenant, name)
+        if not await self._required().delete(tenant, name):
+            raise _missing(name)
+
+    def request_of(self, tenant: str, name: str) -> str:
+        """The id of the request that makes or has made a response. Raises `NotFound`."""
+        try:
+            return self._check(tenant, name)
+        except NotFound:
+            raise _missing(name) from None
+
+    def check_delete(self, name: str, *, is_running: bool) -> None:
+        """Raises `Conflict` for a response that is being generated."""
+        if is_running:
+            raise Conflict(f"response {name[:80]!r} is being generated; cancel its request first, or wait for its end")
+
+    def _check(self, tenant: str, name: str) -> str:
+        return self._ids.check(request_id_of(name), tenant)
+
+    def _required(self) -> ResponseStore:
+        if self._store is None:
+            raise _unsupported(
+                "store",
+                "set fleet.orchestrator.responses to a directory or bucket that all orchestrators share, "
+                'or send "store": false',
+            )
+        return self._store
+
+
+def _missing(name: str, field: str = "") -> NotFound:
+    return NotFound(f"there is no response {name[:80]!r}; it was not stored, or was deleted, or has expired", field)
+
+
+def _unsupported(field: str, remedy: str) -> StarlingError:
+    return StarlingError("NOT_IMPLEMENTED", f"this orchestrator does not support {field}: {remedy}", field)

@@ -1,0 +1,231 @@
+"""Requests in the background, as orchestrators share them: who runs them, and what is left when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from pipeline.api.response_context import KeptResponse
+from pipeline.api.response_object import response_id_of
+from pipeline.blobs.folder import FolderStore
+from pipeline.config.schema import StoredResponsesConfig
+from pipeline.coordination.sqlite_store import SqliteStore
+from pipeline.errors import Conflict, InvalidRequest, Overloaded, StarlingError, StorageUnavailable
+from stages.orchestrator.responses.background import MAX_OF_TENANT, Background, Begun, KeepJob
+from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
+from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.use import ResponseUse
+
+MIB = 1 << 20
+KEPT = KeptResponse(msgspec.msgpack.encode([{"role": "user", "content": "x"}]), b"[]")
+
+
+class Wall:
+    now = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(number: int = 1, tenant: str = "a", **fields: Any) -> Job:
+    name = f"req-{number:024x}"
+    shown = {"id": response_id_of(name), "status": "queued", "output": [], "usage": None}
+    given: dict[str, Any] = {
+        "request_id": name,
+        "tenant": tenant,
+        "key_id": "",
+        "model": "m",
+        "body": b"{}",
+        "headers": {},
+        "is_stream": False,
+        "prompt_bytes": 1,
+        "blocks": (),
+        "at": 1_000_000.0,
+        "digest": b"d",
+        "shown": msgspec.json.encode(shown),
+        "conversation": b"\x90",
+        "inputs": b"[]",
+        **fields,
+    }
+    return Job(**given)
+
+
+class Orchestrator:
+    """What one has; several share a path. `answers` decides what the engines do."""
+
+    def __init__(self, path: Path, name: str, wall: Wall, max_open: int = 100) -> None:
+        self.store = SqliteStore(path / "fleet.db")
+        self.blobs = FolderStore(path / "responses")
+        config = StoredResponsesConfig()
+        self.responses = ResponseStore(self.blobs, ResponseUse(self.store, 64 * MIB, 256 * MIB, wall), config, wall)
+        self.jobs = Jobs(self.store, self.blobs, wall)
+        self.began: list[str] = []
+        self.may_end = asyncio.Event()
+        self.failure: StarlingError | None = None
+        self.background = Background(
+            self.store, self.jobs, self.responses, self.answer, name, wall, timeout_s=60.0, max_open=max_open
+        )
+
+    async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
+        self.began.append(job.request_id)
+        await out.begin(200, {})
+        await self.may_end.wait()
+        if self.failure is not None:
+            raise self.failure
+        await keep(job, msgspec.json.encode({"id": job.name, "status": "completed"}), KEPT)
+        return b""
+
+    async def status(self, one: Job) -> str:
+        found = await self.responses.get(one.tenant, one.name)
+        return msgspec.json.decode(found.body)["status"] if found is not None else ""
+
+    async def ended(self, one: Job) -> str:
+        """The status with which a response has ended."""
+        while not (status := await self.status(one)) or await self.jobs.find(one.request_id, one.tenant) is not None:
+            await asyncio.sleep(0)
+        return status
+
+    async def close(self) -> None:
+        await self.background.close()
+        await self.store.close()
+
+
+@pytest.fixture
+async def both(tmp_path: Path) -> AsyncIterator[tuple[Orchestrator, Orchestrator]]:
+    wall = Wall()
+    made = Orchestrator(tmp_path, "one", wall), Orchestrator(tmp_path, "two", wall)
+    yield made
+    for one in made:
+        await one.close()
+
+
+async def test_a_request_is_run_once_and_its_response_stored(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    looking = [asyncio.ensure_future(one.background.run()) for one in both]
+    one = job()
+    assert msgspec.json.decode(await first.background.begin(one))["status"] == "queued"
+    await first.background.begun(one.request_id)
+    assert await second.background.find("a", one.name) == one
+    assert await second.background.find("b", one.name) is None
+    first.may_end.set()
+    assert await second.ended(one) == "completed"
+    assert first.began == [one.request_id] and second.began == []
+    assert await first.blobs.scan("jobs") == []
+    for task in looking:
+        task.cancel()
+
+
+async def test_the_other_one_runs_what_a_closed_one_leaves(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    one = job()
+    await first.background.begin(one)
+    await first.background.begun(one.request_id)
+    await first.background.close()
+    second.may_end.set()
+    looking = asyncio.ensure_future(second.background.run())
+    assert await second.ended(one) == "completed" and second.began == [one.request_id]
+    looking.cancel()
+
+
+async def test_a_request_that_fails_has_a_response_that_says_so(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    first.failure = InvalidRequest("too long", "input")
+    first.may_end.set()
+    one = job()
+    await first.background.begin(one)
+    assert await second.ended(one) == "failed"
+    found = await second.responses.get("a", one.name)
+    assert found is not None and msgspec.json.decode(found.body)["error"]["code"] == "invalid_prompt"
+
+
+async def test_a_request_whose_response_was_not_stored_is_run_again(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    first.failure = StorageUnavailable("the disk is full")
+    first.may_end.set()
+    one = job()
+    await first.background.begin(one)
+    second.may_end.set()
+    looking = asyncio.ensure_future(second.background.run())
+    assert await second.ended(one) == "completed"
+    looking.cancel()
+
+
+async def test_a_request_whose_time_is_over_fails(tmp_path: Path) -> None:
+    wall = Wall()
+    only = Orchestrator(tmp_path, "one", wall)
+    wall.now += 61
+    one = job()
+    await only.background.begin(one)
+    assert await only.ended(one) == "failed"
+    await only.close()
+
+
+async def test_a_cancelled_request_keeps_its_status(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    one = job()
+    await first.background.begin(one)
+    await first.background.begun(one.request_id)
+    running = msgspec.json.encode({"id": one.name, "status": "in_progress", "output": [1]})
+    await second.background.cancel(one, running)
+    first.may_end.set()
+    assert await first.ended(one) == "cancelled"
+    await first.background.close()
+    assert await second.status(one) == "cancelled"
+
+
+async def test_a_repeated_key_is_one_request(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, second = both
+    one = job()
+    for orchestrator in (first, second, first):
+        await orchestrator.background.begin(one)
+    with pytest.raises(Conflict, match="another body"):
+        await second.background.begin(job(digest=b"e"))
+    first.may_end.set()
+    second.may_end.set()
+    await first.ended(one)
+    assert msgspec.json.decode(await second.background.begin(one))["status"] == "completed"
+    with pytest.raises(Conflict, match="another body"):
+        await second.background.begin(job(digest=b"e"))
+    assert len(first.began) + len(second.began) == 1
+
+
+async def test_requests_are_bounded_for_each_tenant_and_in_all(tmp_path: Path) -> None:
+    only = Orchestrator(tmp_path, "one", Wall(), max_open=24)
+    for number in range(MAX_OF_TENANT):
+        await only.background.begin(job(number))
+    with pytest.raises(Overloaded, match="16 requests in the background"):
+        await only.background.begin(job(99))
+    for number in range(5):
+        await only.background.begin(job(100 + number, "b"))
+    with pytest.raises(Overloaded, match="the most of all tenants"):
+        await only.background.begin(job(200, "b"))
+    await only.background.begin(job(201, "c"))  # a reserve for those that have none
+    await only.close()
+
+
+async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> None:
+    wall = Wall()
+    only = Orchestrator(tmp_path, "one", wall)
+    await only.jobs.add(job(1))
+    await only.jobs.add(job(2))
+    (lost,) = [blob.key for blob in await only.blobs.scan("jobs") if f"{2:024x}" in blob.key]
+    for blob in await only.blobs.scan("jobs"):
+        os.utime(only.blobs.path(blob.key), (wall.now, wall.now))
+    await only.store.swap(*_record_of(await only.store.scan("responses/open/"), 2), None)
+    await only.jobs.sweep()
+    assert lost in [blob.key for blob in await only.blobs.scan("jobs")]
+    wall.now += ABANDONED_S + 1
+    await only.jobs.sweep()
+    assert [f"{1:024x}" in blob.key for blob in await only.blobs.scan("jobs")] == [True]
+    await only.close()
+
+
+def _record_of(found: Any, number: int) -> tuple[str, int]:
+    (item,) = [item for item in found[0] if item.key.endswith(f"{number:024x}")]
+    return item.key, item.revision
