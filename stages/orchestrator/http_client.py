@@ -1,105 +1,209 @@
-"""Connections to agents and engines, by aiohttp. stage.py opens the session."""
+"""HTTP/1.1 requests to agents and engines, over connections that are kept for the next request.
+
+A connection is used for one host, port and TLS context, so for one agent; stage.py makes the sockets.  Bounded: those
+that wait for a request, in number and in time; those with a request are as many as the requests that are admitted.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
-import aiohttp
+from yarl import URL
 
 from pipeline.fleet.peer_tls import PeerTls
+from stages.orchestrator.engine_connection import Connection
 from stages.orchestrator.upstream import Answer, Unreachable
 
+CONNECT_S = 2.0  # for a connection, with the handshake of TLS
+IDLE_S = 30.0  # a connection is kept: servers close it later
+MAX_IDLE = 1024  # connections without a request; then those are closed that were used longest ago
+_TARGET = re.compile(r"/[!-~]*")
+_LINE = re.compile(rb"[^\r\n\0]+(?:\r\n[^\r\n\0]+)*\r\n\r\n")  # a head: each line ends, and none is empty
 
-class _Answer:
-    """An `Answer` of aiohttp's client."""
-
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self.status = response.status
-        self.headers: Mapping[str, str] = response.headers
-        self._response = response
-        self._aborted = ""
-
-    async def read(self) -> bytes:
-        if self._aborted:
-            raise Unreachable(self._aborted)
-        try:
-            data = await self._response.content.readany()
-        except Unreachable:
-            raise
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(self._aborted or str(error) or type(error).__name__) from None
-        if self._aborted:
-            raise Unreachable(self._aborted)
-        return data
-
-    def abort(self, reason: str) -> None:
-        self._aborted = reason
-        self._response.content.set_exception(Unreachable(reason))
-        self._response.close()
-
-    def close(self) -> None:
-        # A connection whose answer was not read to its end is closed, which cancels the engine's work.
-        if self._response.content.at_eof() and not self._aborted:
-            self._response.release()
-        else:
-            self._response.close()
+Factory = Callable[[], asyncio.Protocol]
+Connect = Callable[[Factory, str, int, ssl.SSLContext | None], Awaitable[object]]
 
 
-class Session(Protocol):
-    """What is needed of aiohttp's session, with its pool of connections."""
+class _Origin(NamedTuple):
+    is_tls: bool
+    host: str
+    port: int
+    authority: str  # for the field `Host`
 
-    @property
-    def request(self) -> Any:
-        """`request(method, url, headers=, data=, ssl=, ...)`: the response."""
 
-    async def close(self) -> None:
-        """Close all connections."""
+class _Peer(NamedTuple):
+    """Connections to one peer can stand in for each other."""
+
+    host: str
+    port: int
+    context: ssl.SSLContext | None
 
 
 class HttpClient:
-    """A `Client` on aiohttp's."""
+    """A `Client`. Used in one event loop. `clock`: monotonic, s."""
 
-    def __init__(self, open_session: Callable[[], Session], tls: PeerTls | None = None) -> None:
-        """`open_session`: is called once, in the event loop."""
+    def __init__(self, connect: Connect, clock: Callable[[], float], tls: PeerTls | None = None) -> None:
+        """`connect(factory, host, port, context)`: open a connection. Raises `OSError`, `TimeoutError`."""
         self.tls = tls
-        self._open_session = open_session
-        self._session: Session | None = None
+        self._connect = connect
+        self._clock = clock
+        self._peers: dict[Connection, _Peer] = {}  # all connections
+        self._idle: OrderedDict[Connection, None] = OrderedDict()  # least recently used first
+        self._idle_of: dict[_Peer, list[Connection]] = {}
+        self._expiry: asyncio.TimerHandle | None = None
+
+    @property
+    def n_idle(self) -> int:
+        """Connections without a request."""
+        return len(self._idle)
 
     async def open(
         self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
     ) -> Answer:
         """The response to a request. Raises `Unreachable`."""
-        if self._session is None:
-            self._session = self._open_session()
+        if not timeout_s:
+            return await self._open(method, url, headers, body, agent_id)
         try:
-            context = self._context(url, agent_id)
-            async with asyncio.timeout(timeout_s or None):
-                response = await self._session.request(
-                    method,
-                    url,
-                    headers=headers,
-                    data=body if method == "POST" else None,
-                    allow_redirects=False,
-                    ssl=context,
-                )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Unreachable(str(error) or type(error).__name__) from None
-        return _Answer(response)
+            async with asyncio.timeout(timeout_s):
+                return await self._open(method, url, headers, body, agent_id)
+        except TimeoutError:
+            raise Unreachable(f"no answer within {timeout_s:g} s") from None
 
-    def _context(self, url: str, agent_id: str) -> ssl.SSLContext | bool:
+    async def _open(self, method: str, url: str, headers: Mapping[str, str], body: bytes, agent_id: str) -> Answer:
+        scheme, _, rest = url.partition("://")
+        authority, slash, path = rest.partition("/")
+        origin = _origin(scheme, authority)
+        peer = _Peer(origin.host, origin.port, self._context(origin, agent_id))
+        head = request_head(method, slash + path or "/", origin.authority, headers, len(body))
+        connection = self._take(peer) or await self._make(peer)
+        exchange = connection.send(method, head, body)
+        try:
+            await exchange.head()
+        except BaseException:  # also a caller that no longer waits
+            exchange.close()
+            raise
+        return exchange
+
+    def _context(self, origin: _Origin, agent_id: str) -> ssl.SSLContext | None:
         """That of a connection to an agent's host. Connections of one context are not used for another one."""
-        if url.startswith("https://"):
+        if origin.is_tls:
             if self.tls is None:
                 raise Unreachable("it needs TLS: set fleet.tls on this orchestrator, too")
             return self.tls.client_context(agent_id)
         if self.tls is not None and self.tls.is_required:
             raise Unreachable("it offers no TLS, and fleet.tls.required is set here: set fleet.tls there, too")
-        return True
+        return None
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        if self._expiry is not None:
+            self._expiry.cancel()
+        for connection in list(self._peers):
+            connection.abort()
+        await asyncio.sleep(0)  # their sockets are closed in the next round of the loop
+
+    # ---------------------------------------------------------------- connections
+
+    async def _make(self, peer: _Peer) -> Connection:
+        connection = Connection(self._keep, self._forget)
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._connect(lambda: connection, *peer)
+        except TimeoutError:
+            raise Unreachable(f"no connection to {peer.host}:{peer.port} within {CONNECT_S:g} s") from None
+        except OSError as error:  # and ssl.SSLError
+            raise Unreachable(f"cannot connect to {peer.host}:{peer.port}: {error}") from None
+        except asyncio.CancelledError:
+            connection.abort()
+            raise
+        if not connection.is_open:
+            raise Unreachable(f"{peer.host}:{peer.port} closed the connection")
+        self._peers[connection] = peer
+        return connection
+
+    def _take(self, peer: _Peer) -> Connection | None:
+        """A connection that is kept: the one that was used last."""
+        kept = self._idle_of.get(peer)
+        while kept:
+            connection = kept[-1]
+            self._remove(connection)
+            if connection.is_open:
+                return connection
+            connection.abort()
+        return None
+
+    def _keep(self, connection: Connection) -> None:
+        connection.idle_since = self._clock()
+        self._idle[connection] = None
+        self._idle_of.setdefault(self._peers[connection], []).append(connection)
+        if len(self._idle) > MAX_IDLE:
+            self._end_idle()
+        if self._expiry is None:
+            self._expiry = asyncio.get_running_loop().call_later(IDLE_S, self._expire)
+
+    def _expire(self) -> None:
+        """End the connections that no request has used for `IDLE_S`."""
+        self._expiry = None
+        least = self._clock() - IDLE_S
+        while self._idle:
+            left_s = next(iter(self._idle)).idle_since - least
+            if left_s > 0:
+                self._expiry = asyncio.get_running_loop().call_later(left_s, self._expire)
+                return
+            self._end_idle()
+
+    def _end_idle(self) -> None:
+        """End the connection that was used longest ago."""
+        connection = next(iter(self._idle))
+        self._remove(connection)
+        connection.abort()
+
+    def _remove(self, connection: Connection) -> None:
+        """It is not kept any longer."""
+        del self._idle[connection]
+        peer = self._peers[connection]
+        kept = self._idle_of[peer]
+        if kept[-1] is connection:
+            kept.pop()
+        else:
+            kept.remove(connection)
+        if not kept:
+            del self._idle_of[peer]
+
+    def _forget(self, connection: Connection) -> None:
+        """It has ended."""
+        if connection in self._idle:
+            self._remove(connection)
+        self._peers.pop(connection, None)
+
+
+@lru_cache(maxsize=2048)
+def _origin(scheme: str, authority: str) -> _Origin:
+    """Raises `Unreachable` unless it is one of HTTP."""
+    try:
+        url = URL(f"{scheme}://{authority}")
+        host, port = url.host, url.port
+    except ValueError:
+        raise Unreachable(f"{scheme}://{authority} is no URL") from None
+    if scheme not in ("http", "https") or not host or not port or "@" in authority:
+        raise Unreachable(f"{scheme}://{authority} is no URL of HTTP")
+    return _Origin(scheme == "https", host, port, authority)
+
+
+def request_head(method: str, target: str, authority: str, headers: Mapping[str, str], n_body: int) -> bytes:
+    """The head of a request. Raises `ValueError` if a part of it would be read as another line."""
+    if not _TARGET.fullmatch(target):
+        raise ValueError(f"{target[:80]!r} is no path of a request")
+    fields = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+    length = f"Content-Length: {n_body}\r\n" if n_body or method == "POST" else ""
+    head = f"{method} {target} HTTP/1.1\r\nHost: {authority}\r\n{fields}{length}\r\n"
+    encoded = head.encode("utf-8", "surrogateescape")
+    if not _LINE.fullmatch(encoded) or encoded.count(b"\n") != len(headers) + (4 if length else 3):
+        raise ValueError("a field of a request has a line break")
+    return encoded

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Generic, Protocol, TypeVar
 
+from stages.orchestrator.forward import Forward
+from stages.orchestrator.releases import Releases
+from stages.orchestrator.router import Route
 from stages.orchestrator.upstream import Answer, Unreachable
 
 
@@ -18,21 +22,68 @@ class Abortable(Protocol):
 class Opening:
     """A request whose answer has not begun."""
 
-    def __init__(self, task: asyncio.Task[Answer]) -> None:
-        self._task = task
+    def __init__(self, opened: Awaitable[Answer]) -> None:
+        self._opened = opened
+        self._task: asyncio.Task[Any] | None = None
         self._reason = ""
 
     def abort(self, reason: str) -> None:
         """See `Abortable`."""
-        self._reason = reason
-        self._task.cancel()
+        if not self._reason:
+            self._reason = reason
+            if self._task is not None:
+                self._task.cancel()
 
     async def answer(self) -> Answer:
         """The answer's head. Raises `Unreachable`."""
+        # Not a task of its own, which would delay the request: the caller's is cancelled, as by `asyncio.timeout`.
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        before = task.cancelling()
         try:
-            return await self._task
+            return await self._opened
         except asyncio.CancelledError:
-            current = asyncio.current_task()
-            if self._reason and current is not None and not current.cancelling():
+            if self._reason and task.uncancel() <= before:
                 raise Unreachable(self._reason) from None
             raise
+        finally:
+            self._task = None
+
+
+E = TypeVar("E", bound=Abortable)
+
+
+class Registered(Generic[E]):
+    """A context manager: the exchange is among those of its agent. Entered twice for each request, so no generator."""
+
+    __slots__ = ("_agents", "_end", "_exchange", "_exchanges", "_forward", "_releases", "_route")
+
+    def __init__(
+        self,
+        agents: dict[str, dict[Abortable, Forward]],
+        releases: Releases,
+        route: Route,
+        forward: Forward,
+        exchange: E,
+        end: Callable[[E], object],
+    ) -> None:
+        """`agents`: the exchanges under way by agent. `end(exchange)` is called at last."""
+        self._agents = agents
+        self._releases = releases
+        self._route = route
+        self._forward = forward
+        self._exchange = exchange
+        self._end = end
+
+    def __enter__(self) -> None:
+        self._exchanges = self._agents.setdefault(self._route.agent_id, {})
+        self._exchanges[self._exchange] = self._forward
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        is_unread = isinstance(error, asyncio.CancelledError | ConnectionError)  # the client has left
+        if isinstance(error, Unreachable) or (is_unread and not self._forward.outlives_client):
+            self._releases.begin(self._route, self._forward)
+        del self._exchanges[self._exchange]
+        if not self._exchanges and self._agents.get(self._route.agent_id) is self._exchanges:
+            del self._agents[self._route.agent_id]
+        self._end(self._exchange)

@@ -19,8 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from pipeline.api.output_text import REPLAYED, TEXT
@@ -42,7 +41,7 @@ from stages.orchestrator.forward import (
     read_error,
 )
 from stages.orchestrator.handover import BringPages, Handovers
-from stages.orchestrator.opening import Abortable, Opening
+from stages.orchestrator.opening import Abortable, E, Opening, Registered
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
@@ -127,9 +126,10 @@ class Relay:
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
         begun = self._clock()
-        with self._under_way(route, forward):
+        self._router.begin(route, forward.routed)
+        try:
             answer = await self._open(route, forward, cutter, tries)
-            with self._watched(route, forward, answer):
+            with self._registered(route, forward, answer, self._end):
                 await self._check(answer)
                 tries.n_accepted += 1
                 self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
@@ -155,17 +155,20 @@ class Relay:
                         return
                 if not cutter.is_over:
                     raise Unreachable("the stream ended before its last event")
+        finally:
+            self._router.end(route, forward.routed)
 
     async def _text_from(self, route: Route, forward: Forward, kind: str, tries: Tries, out: Out) -> int:
         """Forward the text of an engine that promises no equal bytes; the output tokens. Raises as `_stream_from`."""
         text = tries.text = tries.text or TextStream()
         begun, is_first = self._clock(), tries.count == 1
-        with self._under_way(route, forward):
+        self._router.begin(route, forward.routed)
+        try:
             rest = text.restart()
             # Its door refuses a request to go on after an event, with the name of the header.
             extra = {"Last-Event-ID": forward.last_id} if forward.last_id else {}
             answer = await self._send(route, forward, extra, output=rest, header=TEXT)
-            with self._watched(route, forward, answer):
+            with self._registered(route, forward, answer, self._end):
                 await self._check(answer)
                 tries.n_accepted += 1
                 if text.accepted():
@@ -192,6 +195,8 @@ class Relay:
                 if not text.is_over:
                     raise Unreachable("the stream ended before its last event")
                 return text.tokens
+        finally:
+            self._router.end(route, forward.routed)
 
     async def _open(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries) -> Answer:
         """Send the request, or continue it where the engine may have it already."""
@@ -244,17 +249,20 @@ class Relay:
             self.kept.left(forward.id)
 
     async def _whole_from(self, route: Route, forward: Forward, tries: Tries) -> tuple[int, dict[str, str], bytes]:
-        with self._under_way(route, forward):
+        self._router.begin(route, forward.routed)
+        try:
             answer = await self._send(route, forward, {})
             if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
                 await discard(answer)
                 answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
-            with self._watched(route, forward, answer):
+            with self._registered(route, forward, answer, self._end):
                 await self._check(answer)
                 tries.n_accepted += 1
                 self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
                 body = await read_whole(answer)
                 return answer.status, dict(answer.headers), body
+        finally:
+            self._router.end(route, forward.routed)
 
     # ---------------------------------------------------------------- agents
 
@@ -387,10 +395,16 @@ class Relay:
         if forward.id and is_kept:
             self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)
-        task = asyncio.ensure_future(self._client.open(method, url, headers, body + output, agent_id=route.agent_id))
-        opening = Opening(task)
+        body = body + output if output else body
+        opening = Opening(self._client.open(method, url, headers, body, agent_id=route.agent_id))
         with self._registered(route, forward, opening):
             return await opening.answer()
+
+    def _registered(
+        self, route: Route, forward: Forward, exchange: E, end: Callable[[E], object] = lambda exchange: None
+    ) -> Registered[E]:
+        """The exchange ends early if its agent is lost. `end`: is called after it."""
+        return Registered(self._answers, self._releases, route, forward, exchange, end)
 
     @staticmethod
     async def _check(answer: Answer) -> None:
@@ -398,43 +412,12 @@ class Relay:
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
 
-    @contextmanager
-    def _under_way(self, route: Route, forward: Forward) -> Iterator[None]:
-        self._router.begin(route, forward.routed)
-        try:
-            yield
-        finally:
-            self._router.end(route, forward.routed)
-
-    @contextmanager
-    def _watched(self, route: Route, forward: Forward, answer: Answer) -> Iterator[None]:
-        """The answer ends early if its agent is lost."""
-        try:
-            with self._registered(route, forward, answer):
-                yield
-        finally:
-            self._streams.pop(answer, None)
-            self._fixed.discard(answer)
-            self._handovers.ended(answer)
-            answer.close()
-
-    @contextmanager
-    def _registered(self, route: Route, forward: Forward, exchange: Abortable) -> Iterator[None]:
-        answers = self._answers.setdefault(route.agent_id, {})
-        answers[exchange] = forward
-        try:
-            yield
-        except (asyncio.CancelledError, ConnectionError):  # the client has left
-            if not forward.outlives_client:
-                self._releases.begin(route, forward)
-            raise
-        except Unreachable:
-            self._releases.begin(route, forward)
-            raise
-        finally:
-            del answers[exchange]
-            if not answers and self._answers.get(route.agent_id) is answers:
-                del self._answers[route.agent_id]
+    def _end(self, answer: Answer) -> None:
+        """An exchange has ended, or is given up."""
+        self._streams.pop(answer, None)
+        self._fixed.discard(answer)
+        self._handovers.ended(answer)
+        answer.close()
 
     async def close(self) -> None:
         """Cancel what is still being sent."""

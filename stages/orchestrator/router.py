@@ -109,6 +109,10 @@ class ScoreRouter(RequestRouter):
                     found.setdefault(one.model_id, []).append(view.agent_id)
         return found
 
+    def has(self, model: str) -> bool:
+        """Whether an agent has the model loaded, or is loading it."""
+        return any(loaded(view.details, model) is not None for view in self._table.values())
+
     def has_other(self, model: str, agent_id: str) -> bool:
         """Whether another agent has the model ready and may get requests."""
         return any(

@@ -17,12 +17,12 @@ import logging
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import aiohttp
 import msgspec
 import uvloop
 from aiohttp import web
@@ -53,7 +53,7 @@ from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
-from stages.orchestrator.http_client import HttpClient
+from stages.orchestrator.http_client import CONNECT_S, Factory, HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
@@ -77,7 +77,6 @@ from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
 log = logging.getLogger("starling.orchestrator")
 
 BACKLOG = 1024
-CONNECT_S = 2.0  # to an engine or agent
 HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
@@ -101,7 +100,7 @@ class OrchestratorStage:
         self._blobs: BlobStore = open_blobs(config)
         self.identity = f"{socket.gethostname()}-{bounds.port}"
         self._tls = open_tls(config.fleet.tls, "orchestrator")
-        self.client = HttpClient(_open_session, self._tls)
+        self.client = HttpClient(_connect, time.monotonic, self._tls)
         self.metrics = Metrics("orchestrator", None)
         self.events = EventLog(time.time)
         self.registry = Registry(self._heartbeat, time.monotonic)
@@ -381,7 +380,9 @@ class OrchestratorStage:
 
     async def _learn(self, model: str) -> None:
         """A request names a model that is not known: it may have been published lately."""
-        if model not in self._published and time.monotonic() - self._catalog_read > CATALOG_MISS_S:
+        if model in self._published or self.router.has(model):
+            return
+        if time.monotonic() - self._catalog_read > CATALOG_MISS_S:
             await self._read_catalog()
 
     # ---------------------------------------------------------------- leading
@@ -446,14 +447,20 @@ class OrchestratorStage:
         self._placing.pop(agent_id, None)
 
 
-def _open_session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-        auto_decompress=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        skip_auto_headers=("User-Agent", "Accept-Encoding"),
-    )
+async def _connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
+    """Connect to the first address of a host that answers. Raises `OSError`, `TimeoutError`."""
+    loop = asyncio.get_running_loop()
+    addresses = list(dict.fromkeys(info[4][0] for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    for number, address in enumerate(addresses, 1):
+        try:
+            async with asyncio.timeout(CONNECT_S / len(addresses)):
+                await loop.create_connection(
+                    factory, str(address), port, ssl=context, server_hostname=host if context is not None else None
+                )
+            return
+        except (OSError, TimeoutError):
+            if number == len(addresses):
+                raise
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:

@@ -1,0 +1,191 @@
+"""A connection to an engine or agent: one request at a time, and its response as it arrives.
+
+    Connection   the protocol of the event loop; it is kept for the next request if a response has ended as it should
+    Exchange     one request and its response, an `Answer` once its head has arrived
+
+The bytes of a body are passed on as they come.  While more than `MAX_UNREAD_BYTES` wait for their reader, nothing more
+is read from the socket, so that a client that reads slowly holds its engine back.  No timers: http_client.py has them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from stages.orchestrator.http_response import ResponseError, ResponseReader
+from stages.orchestrator.upstream import Unreachable
+
+MAX_UNREAD_BYTES = 128 << 10  # of a body
+MAX_JOINED_BYTES = 64 << 10  # of the body of a request: a larger one is not copied behind its head
+
+
+class Connection(asyncio.Protocol):
+    """One connection. `on_free(connection)`: it can take another request; `on_lost`: it has ended."""
+
+    def __init__(self, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
+        self.idle_since = 0.0  # set by who keeps it
+        self._on_free = on_free
+        self._on_lost = on_lost
+        self._exchange: Exchange | None = None
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def send(self, method: str, head: bytes, body: bytes) -> Exchange:
+        """Send a request."""
+        assert self._transport is not None and self._exchange is None
+        exchange = self._exchange = Exchange(self, method)
+        if len(body) <= MAX_JOINED_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        return exchange
+
+    def abort(self) -> None:
+        """Close it at once, whatever was sent on it."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def hold(self, is_held: bool) -> None:
+        """Whether nothing is read."""
+        if self._transport is not None and not self._transport.is_closing():
+            if is_held:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def ended(self, *, keeps: bool) -> None:
+        """The response is complete. `keeps`: another request may follow."""
+        self._exchange = None
+        # A peer that answers before it has read the request does not read the rest as a request.
+        if keeps and self.is_open and self._transport is not None and not self._transport.get_write_buffer_size():
+            self._on_free(self)
+        else:
+            self.abort()
+
+    # ---------------------------------------------------------------- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """It is open."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        """A part of the response has come."""
+        if self._exchange is None:  # nothing was asked
+            self.abort()
+        else:
+            self._exchange.received(data)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """It has ended."""
+        exchange, self._exchange, self._transport = self._exchange, None, None
+        self._on_lost(self)
+        if exchange is not None:
+            exchange.lost(f"the connection was closed{f': {error}' if error else ''}")
+
+
+class Exchange:
+    """A request that was sent, and its response."""
+
+    def __init__(self, connection: Connection, method: str) -> None:
+        self.status = 0  # 0: the head has not arrived
+        self.headers: Mapping[str, str] = {}
+        self._connection: Connection | None = connection  # until the response has ended
+        self._reader = ResponseReader(method)
+        self._parts: list[bytes] = []
+        self._n_unread = 0  # bytes of them
+        self._is_held = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure = ""  # why nothing more comes
+        self._aborted = ""
+
+    # ---------------------------------------------------------------- an answer
+
+    async def head(self) -> None:
+        """Wait for the status and the headers. Raises `Unreachable`."""
+        while not self.status:
+            if self._failure:
+                raise Unreachable(self._failure)
+            await self._wait()
+
+    async def read(self) -> bytes:
+        """See `Answer`. What has come before a failure is read before it."""
+        while not self._parts and not self._failure and not self._aborted and not self._reader.has_ended:
+            await self._wait()
+        if self._aborted:
+            raise Unreachable(self._aborted)
+        if not self._parts:
+            if self._failure:
+                raise Unreachable(self._failure)
+            return b""
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._n_unread = 0
+        if self._is_held and self._connection is not None:
+            self._is_held = False
+            self._connection.hold(False)
+        return data
+
+    def abort(self, reason: str) -> None:
+        """See `Answer`."""
+        self._aborted = reason
+        self.close()
+        self._wake()
+
+    def close(self) -> None:
+        """See `Answer`. A response that has not ended takes its connection with it, which ends the engine's work."""
+        if self._connection is not None:
+            self.lost("the answer was closed")
+
+    # ---------------------------------------------------------------- called by the connection
+
+    def received(self, data: bytes) -> None:
+        """The next bytes of the response."""
+        assert self._connection is not None
+        reader = self._reader
+        try:
+            body = reader.feed(data)
+        except ResponseError as error:
+            self.lost(str(error))
+            return
+        if not self.status:
+            self.status, self.headers = reader.status, reader.fields
+        if body:
+            self._parts.append(body)
+            self._n_unread += len(body)
+        if reader.has_ended:
+            connection, self._connection = self._connection, None
+            if self._is_held:
+                connection.hold(False)
+            connection.ended(keeps=reader.keeps_connection)
+        elif self._n_unread > MAX_UNREAD_BYTES and not self._is_held:
+            self._is_held = True
+            self._connection.hold(True)
+        if self.status:
+            self._wake()
+
+    def lost(self, reason: str) -> None:
+        """Nothing more comes."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._failure = reason
+            connection.abort()
+        self._wake()
+
+    # ---------------------------------------------------------------- parts
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
