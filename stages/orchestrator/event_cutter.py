@@ -90,16 +90,18 @@ class EventCutter:
 
     def _take(self, block: bytes) -> bytes:
         """The block as it is to be forwarded; b"" if it is not."""
-        at = block.find(b"data: ") if not block.startswith(b":") else -1
-        if block.startswith(COMMENT):
-            self.output.read(block)
-            return b""
-        if block.startswith(FAILED):
-            self.error_code = read_failed(block)
-            return b""
+        if block.startswith(b":"):
+            if block.startswith(COMMENT):
+                self.output.read(block)
+                return b""
+            if block.startswith(FAILED):
+                self.error_code = read_failed(block)
+                return b""
+            return block
+        at = block.find(b"data: ")
         if at < 0 or (at and block[at - 1] != 10):
-            return block if block.startswith(b":") or not self.has_begun else b""
-        if self.has_begun and block.startswith(RETRY):
+            return block if not self.has_begun else b""
+        if block.startswith(RETRY) and self.has_begun:
             line, _, block = block.partition(b"\n")
             at -= len(line) + 1
         if block.startswith(ERRORS, at):
@@ -184,8 +186,8 @@ def _has_place(identity: bytes) -> bool:
 
 def _id_of(block: bytes) -> bytes:
     """The value of the `id` field, which this project's servers write before the data; b"" without one."""
-    at = 0 if block.startswith(b"id: ") else block.find(b"\nid: ") + 1
-    if not at and not block.startswith(b"id: "):
+    at = 0 if block.startswith(b"id: ") else block.find(b"\nid: ") + 1 or -1
+    if at < 0:
         return b""
     end = block.find(b"\n", at)
     return block[at + 4 : end if end >= 0 else len(block)]

@@ -66,14 +66,9 @@ class Ticket(NamedTuple):
     is_charged: bool = True  # its output counts
 
 
-@contextmanager
-def _named(read: ReadBody) -> Iterator[None]:
-    """Errors have the names in the body, for the log."""
-    try:
-        yield
-    except StarlingError as error:
-        error.names = names_of({"model": read.model, "session_id": read.session})
-        raise
+def _name(error: StarlingError, read: ReadBody) -> None:
+    """Give an error the names in the body, for the log."""
+    error.names = names_of({"model": read.model, "session_id": read.session})
 
 
 class Front:
@@ -192,8 +187,11 @@ class Front:
                 "Idempotency-Key",
             )
         read = await self._read(caller, path, body, headers)
-        with _named(read):
+        try:
             return await self._ticket(read, caller, path, body, headers, key, last_id)
+        except StarlingError as error:
+            _name(error, read)
+            raise
 
     async def _ticket(
         self,
@@ -310,8 +308,11 @@ class Front:
             read = read_body(*arguments)
         else:
             read = await asyncio.to_thread(read_body, *arguments)
-        with _named(read):
+        try:
             await self._learn(read.model)
+        except StarlingError as error:
+            _name(error, read)
+            raise
         return read
 
     # ---------------------------------------------------------------- where a request was

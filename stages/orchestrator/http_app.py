@@ -7,6 +7,7 @@ form.  Bodies are forwarded as they were sent.  aiohttp's types are used here, a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.abc import AbstractStreamWriter
 
 from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
@@ -48,6 +50,7 @@ FORWARD = web.RequestKey("forward", Forward)
 BODY_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
 BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
+UNDRAINED_BYTES = 16 << 10  # that follow the head at once: after 64 KiB aiohttp would wait for the client
 CLIENT_CLOSED = 499
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _PASSED_ON = (
@@ -233,6 +236,12 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
 # ------------------------------------------------------------------ text
 
 
+class _EventStream(web.StreamResponse):
+    """Its head waits for the first events: often both have come at once, and make one packet."""
+
+    _send_headers_immediately = False
+
+
 class _Response:
     """The `Out` of one request for a stream."""
 
@@ -240,28 +249,43 @@ class _Response:
         self.is_begun = False
         self._request = request
         self._ticket = ticket
-        self._response = web.StreamResponse()
+        self._response = _EventStream()
+        self._is_chunked = request.version >= HttpVersion11
+        self._writer: AbstractStreamWriter | None = None
+        self._is_head_sent = False
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         response = self._response
         response.set_status(status)
         response.headers.update(sse.HEADERS)
         response.headers["X-Starling-Request"] = self._ticket.forward.id
-        if self._request.version < HttpVersion11:
+        if not self._is_chunked:
             response.force_close()
         self.is_begun = self._request[BEGUN] = True
-        await response.prepare(self._request)
+        self._writer = await response.prepare(self._request)
+        asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits
+
+    def _send_head(self) -> None:
+        if self._writer is not None and not self._is_head_sent:
+            self._is_head_sent = True
+            with contextlib.suppress(ConnectionError):  # `write` reports it
+                self._writer.send_headers()
 
     async def write(self, data: bytes) -> None:
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
+        transport, writer = self._request.transport, self._writer
+        if transport is None or writer is None or transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
+        if not self._is_head_sent:
+            self._is_head_sent = True
+            await writer.write(data[:UNDRAINED_BYTES])
+            data = data[UNDRAINED_BYTES:]
+        if data:  # what came from the engine at once is one chunk
+            transport.write(sse.http_chunk(data) if self._is_chunked else data)
         if transport.get_write_buffer_size() < BUFFERED_BYTES:
-            await self._response.write(data)
             return
         try:
             async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await self._response.write(data)
+                await writer.drain()
         except TimeoutError:
             transport.abort()
             raise ConnectionResetError("the client does not read") from None
