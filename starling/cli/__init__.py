@@ -18,6 +18,7 @@ interrupts.end_silently()  # before the imports that take time
 
 import click  # noqa: E402
 
+from pipeline.runtime.paused_collector import paused_collector  # noqa: E402
 from starling.cli.options import exit_codes  # noqa: E402
 from starling.cli.run_command import run_command  # noqa: E402
 
@@ -246,7 +247,8 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return load_command(cmd_name)
+        with paused_collector():
+            return load_command(cmd_name)
 
 
 @click.command(

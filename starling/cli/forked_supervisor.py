@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -12,31 +13,48 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.runtime.paused_collector import paused_collector
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.run_command import run_command
 
+GATEWAY = "gateway"
 _LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
 
 
 def preload() -> None:
     """Import what every supervisor and stage needs, and keep its pages shared after a fork."""
-    from pipeline.ipc import poll_loop  # noqa: F401
-    from shm import arena  # noqa: F401
-    from starling.cli import stage  # noqa: F401
+    with paused_collector():
+        from pipeline.ipc import poll_loop  # noqa: F401
+        from shm import arena  # noqa: F401
+        from starling.cli import stage  # noqa: F401
 
-    gc.collect()
     gc.freeze()
 
 
 def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Any:
-    """Start a line of a Procfile: an object with `pid`, `stdout`, `wait` and `returncode`, as subprocess.Popen has."""
+    """Start a line of a Procfile: an object with `pid`, `stdout`, `wait` and `returncode`, as subprocess.Popen has.
+
+    The supervisor of the gateway, which the Procfile names first, imports its stage while this process imports the
+    other stages, one after the other: at the start both take as long.
+    """
     from honcho.process import Popen
 
     found = _LINE.fullmatch(command.strip())
     if found is None or not can_fork(shown := command_of(found[1])):
         return Popen(command, env=env, cwd=cwd)
     stage, env = found[1], os.environ if env is None else env
+    if stage != GATEWAY:
+        _import(stage)
     return ForkedProgram(shown, lambda: _main(stage), env, cwd=cwd, is_piped=True, leads_session=True)
+
+
+def _import(stage: str) -> None:
+    """Import a stage's modules, which the forks share. Its supervisor, which imports them too, reports an error."""
+    from starling.cli.stage import import_stage
+
+    with paused_collector(), contextlib.suppress(Exception):
+        import_stage(stage)
+    gc.freeze()
 
 
 def command_of(stage: str) -> list[str]:

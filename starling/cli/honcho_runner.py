@@ -8,6 +8,7 @@ It is a fork of this process, and the supervisors are forks of it: all share the
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -19,12 +20,12 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.runtime.malloc_trim import trim
-from pipeline.runtime.process import EXIT_FATAL, die_with_parent
+from pipeline.runtime.process import EXIT_FATAL, die_with_parent, open_rename_watch
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.forked_supervisor import command_of, preload
 from starling.cli.stage import STAGES
 
-CHECK_S = 0.1  # between two calls of `check`
+CHECK_S = 0.1  # between two calls of `check` when no stage reports a change
 STARTED_S = 1.0  # no signal earlier: honcho fails at one that comes before it has recorded all processes
 KILL_S = 7.0  # from SIGTERM to SIGKILL; honcho itself kills its processes after 5 s
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -33,7 +34,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class HonchoRunner:
     """One run of honcho. Handles the signals of this process until it ends."""
 
-    def __init__(self, procfile: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, procfile: Path, env: Mapping[str, str], run_dir: Path) -> None:
+        """`run_dir`: where stages place their status records."""
         self._signals = 0  # received: each asks for the end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -47,13 +49,22 @@ class HonchoRunner:
         self._poll = select.poll()
         for fd in (self._wake, self._pidfd):
             self._poll.register(fd, select.POLLIN)
+        self._renames = -1  # readable when a record has been replaced; -1: not watched
+        with contextlib.suppress(OSError):  # the number of inotify watches per user is limited
+            self._renames = open_rename_watch(run_dir)
+            self._poll.register(self._renames, select.POLLIN)
 
     def run(self, check: Callable[[], bool]) -> int:
-        """Wait for honcho's end. Calls `check` every 100 ms until it returns True. Returns 0 if a signal ended it."""
+        """Wait for honcho's end. Returns 0 if a signal ended it.
+
+        Calls `check` whenever a stage has replaced its status record, and every 100 ms, until it returns True.
+        """
         try:
             is_checked = False
             while not self._signals and not self._is_over(None if is_checked else CHECK_S):
-                is_checked = is_checked or check()
+                if not is_checked and check():
+                    is_checked = True
+                    self._end_watch()
             if self._signals:
                 self._end()
             code = self._honcho.wait()
@@ -61,8 +72,15 @@ class HonchoRunner:
         finally:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
+            self._end_watch()
             os.close(self._pidfd)
             os.close(self._wake)
+
+    def _end_watch(self) -> None:
+        if self._renames >= 0:
+            self._poll.unregister(self._renames)
+            os.close(self._renames)
+            self._renames = -1
 
     def _end(self) -> None:
         """SIGTERM, then SIGKILL after `KILL_S` or at a second signal."""
@@ -84,6 +102,8 @@ class HonchoRunner:
         ready = {fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000)}
         if self._wake in ready:
             os.eventfd_read(self._wake)
+        if self._renames in ready:
+            os.read(self._renames, 65536)
         return self._pidfd in ready
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -22,7 +22,7 @@ from pipeline.supervise.supervisor import supervise as keep_alive
 from pipeline.tls.skipped_trust import without_certificates
 from starling.cli.options import exit_codes
 
-STAGES = ("tokenizer", "scheduler", "kv", "worker", "gateway")
+STAGES = ("gateway", "tokenizer", "scheduler", "kv", "worker")
 
 _COMMAND = (sys.executable, "-m", "starling", "stage")  # starts a stage as a new program
 _STAGE = click.Choice(STAGES)

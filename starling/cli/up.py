@@ -93,7 +93,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         arena_dir.prepare(load(env=env))
         held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
-        code = HonchoRunner(write_procfile(run_dir), env).run(watcher.check)
+        code = HonchoRunner(write_procfile(run_dir), env, run_dir).run(watcher.check)
     finally:
         if held is not None:
             held.release()

@@ -94,3 +94,46 @@ def test_processes_that_do_not_end_are_killed_after_one_has_ended(tmp_path: Path
     for i in range(2):
         assert f"stuck{i}.1 stopped (rc=-9)" in done.stdout
         assert done.stdout.count(f"sending SIGKILL to stuck{i}.1") == 1
+
+
+IMPORTED = """
+import os, sys
+from starling.cli import forked_supervisor
+forked_supervisor.preload()
+for stage in ("gateway", "kv"):
+    child = forked_supervisor.child_of(f"exec starling supervise {stage}", {**os.environ, "STARLING_CONFIG": "/none"})
+    child.stdout.read()
+    print(stage, child.wait(), f"stages.{stage}.stage" in sys.modules)
+"""
+
+
+def test_stages_but_the_gateway_are_imported_before_their_supervisors_are_forked() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "gateway 78 False\nkv 78 True\n"
+
+
+def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> None:
+    """Those of `.env` in the working directory, a name and a port for each."""
+    lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $GREETING"' for name in ("one", "two")]
+    (tmp_path / "Procfile").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "starling.cli.honcho_patch"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "GREETING": "of the caller", "PORT": "7000"}
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    done = start("start", "-f", "Procfile")
+    assert done.returncode == 0, done.stderr
+    assert "one.1 7000 of the caller" in done.stdout
+    assert "two.1 7100 of the caller" in done.stdout
+    (tmp_path / ".env").write_text("GREETING=hello\nPORT=7200\n")
+    done = start("start", "-f", "Procfile")
+    assert "one.1 7200 hello" in done.stdout
+    assert "two.1 7300 hello" in done.stdout
+    assert "expected start -f PROCFILE" in start("run", "-f", "Procfile").stderr

@@ -23,11 +23,13 @@ WAIT_S = 60.0
 
 # `up` with the Procfile of the test and nothing to prepare.
 UP = """
+import os
 import sys
 from pathlib import Path
-from starling.cli import main, up
+from starling.cli import honcho_runner, main, up
 up.PROCFILE = Path(sys.argv.pop(1))
 up.prepare_all = lambda config: None
+honcho_runner.CHECK_S = float(os.environ.get("CHECK_S", honcho_runner.CHECK_S))
 main()
 """
 
@@ -58,6 +60,16 @@ class Ready(http.server.BaseHTTPRequestHandler):
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 http.server.HTTPServer(("127.0.0.1", config.server.port), Ready).serve_forever()
 """
+
+# It accepts connections before its record says that it is ready.
+LISTENS_FIRST = READY.replace(
+    'StatusFile(paths.run_dir(config), "gateway").write(Heartbeat("gateway", 0, 0, False, True))\n', ""
+).replace(
+    'http.server.HTTPServer(("127.0.0.1", config.server.port), Ready).serve_forever()',
+    """server = http.server.HTTPServer(("127.0.0.1", config.server.port), Ready)
+StatusFile(paths.run_dir(config), "gateway").write(Heartbeat("gateway", 0, 0, False, True))
+server.serve_forever()""",
+)
 
 
 class Up:
@@ -150,6 +162,15 @@ def test_from_start_to_ctrl_c(start: Start, tmp_path: Path, number: signal.Signa
     assert not list((tmp_path / "shm").iterdir())
     assert not list((tmp_path / "home" / "run").glob("*.sock"))
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_the_record_of_a_stage_is_seen_without_a_check_in_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHECK_S", str(10 * WAIT_S))
+    up = start(LISTENS_FIRST)
+    up.wait_for("ready at")
+    up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0, "".join(up.seen)
 
 
 @pytest.mark.slow

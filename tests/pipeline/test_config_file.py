@@ -1,0 +1,37 @@
+"""The values of the last configuration file are kept: it is parsed once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config.file import read_file
+from pipeline.errors import ConfigError
+
+
+def test_a_file_read_again_gives_values_of_its_own_and_never_old_ones(tmp_path: Path) -> None:
+    """The last file's values are kept: neither a caller that changes them nor another file is seen by the next one."""
+    first, second = tmp_path / "first.yaml", tmp_path / "second.toml"
+    first.write_text("server: {port: 1}\n")
+    second.write_text("server: {port: 1}\n")  # no TOML
+    for _ in range(3):
+        values = read_file(first)
+        assert values == {"server": {"port": 1}}
+        values["server"]["port"] = 2
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_file(second)
+    first.write_text("server: {port: 3}\n")
+    assert read_file(first) == {"server": {"port": 3}}
+
+
+def test_a_file_that_has_not_changed_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "starling.yaml"
+    path.write_text("server: {port: 4711}\n")
+    values = read_file(path)
+    monkeypatch.setattr(yaml, "load", None)
+    assert read_file(path) == values
+    path.write_text("server: {port: 4712}\n")
+    with pytest.raises(ConfigError, match="not YAML"):
+        read_file(path)
