@@ -21,7 +21,6 @@ models is in the run directory.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from stages.gateway.versions.loader import new_change_id
 log = logging.getLogger("starling.gateway.admin")
 
 MAX_TIMEOUT_S = 86_400.0
-POLL_S = 0.05  # how often to check whether a change has ended
+POLL_S = 0.05  # between two checks whether a change has ended, if no event comes
 LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
@@ -121,7 +120,7 @@ class Admin:
                 )
             self._loader.load(target, path, change, timeout_s, megabytes)
         while not (report := self._loader.report(change))["done"] and waits:
-            await asyncio.sleep(POLL_S)
+            await self._service.readiness.wait_for_change(POLL_S)
         return {"id": change, **report}
 
     def _drain(self, request: dict[str, Any]) -> None:

@@ -76,7 +76,9 @@ class LoadedVersion:
         self.warming = Warming(pages, pages.config.cache.warm_mb << 20 if pages.config.cache.enabled else 0)
         self.reserving: Future[ReservedArena] | None = None  # the thread creates its arena
         self.error = "not prepared yet"  # why there is no manager
-        self.is_opening = False  # being loaded without an error so far: `error` is only progress
+        # Being loaded without an error so far: `error` is only progress. A scheduler that attaches before the first
+        # attempt to open the arena waits for that, too: it would ask again only after a while.
+        self.is_opening = version.state == "loading"
         self.peer: bytes | None = None  # the scheduler
         self.frame: m.KvAttach | None = None
         self.is_answered = False  # this incarnation of the scheduler has received its KvReady

@@ -14,13 +14,14 @@ import msgspec
 import pytest
 
 from pipeline.config.load import resolve
+from pipeline.config.schema import ModelConfig
 from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable
-from pipeline.models import versions
+from pipeline.models import digests, versions
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 from stages.gateway.versions import load_steps
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.load_settings import adapter_settings
+from stages.gateway.versions.load_settings import adapter_settings, known_digest
 from stages.gateway.versions.loader import Loader
 
 NAME = "model"
@@ -167,6 +168,38 @@ def test_a_load_goes_on_when_a_stage_reports(tmp_path: Path, file: Path, monkeyp
         await reached(lambda: loader.report("change")["phase"] == "self-test")
 
     asyncio.run(load())
+
+
+def test_a_load_of_a_prepared_file_has_its_digest_from_the_start(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that no stage waits for the worker; not after a change of the file, or if another digest is expected."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    models_dir = tmp_path / "models"
+    models_dir.mkdir()
+    stamp = digests.compute(file, lambda phase, done, total: None)
+    digests.remember("other", file, stamp, models_dir)
+    digest = stamp.sha256
+    (models_dir / f"{digest}.idx").write_bytes(b"its index")
+    settings = ModelConfig(name="other", path=str(file))
+    assert known_digest(settings) == digest
+    assert known_digest(msgspec.structs.replace(settings, sha256=digest.upper())) == digest
+    assert known_digest(msgspec.structs.replace(settings, sha256="e" * 64)) == ""
+
+    async def begun(name: str) -> str:
+        loader = make_loader(tmp_path / name, str(file))
+        loader.load("other", str(file), "change", SECONDS)
+        async with asyncio.timeout(SECONDS):
+            while not (loading := loader._catalog.loading("other")):
+                await asyncio.sleep(0)
+        return loading[0].digest
+
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    monkeypatch.setattr(load_steps.LoadSteps, "check_memory", lambda self, settings: None)  # there is no real index
+    assert asyncio.run(begun("one")) == digest
+    file.write_bytes(b"GGUF and something else")
+    assert asyncio.run(begun("two")) == ""
 
 
 # ------------------------------------------------------------------ adapters

@@ -9,8 +9,10 @@ import signal
 from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pipeline.models import versions
 from pipeline.protocol import messages as m
 from stages.kv.stage import KvStage
 from stages.kv.storage.page_file import PageFile
@@ -80,6 +82,21 @@ def test_grows_and_denies_when_full(home: Path) -> None:
         s.release("b")
         s.link.send(m.Extend(901, s.ready.model, "a", total * PAGE_TOKENS))  # type: ignore[union-attr]
         assert len(s.take(m.Granted, id=901).pages) == total
+
+
+def test_a_scheduler_that_attaches_before_the_arena_of_a_load_is_open_is_not_refused(home: Path) -> None:
+    """It would report the refusal, and ask again only after a while."""
+    digest = write_model(home)
+    config = load_config(home)
+    table = versions.initial(config)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        for serial in range(1, 6):
+            serving = table.versions[0]
+            loading = msgspec.structs.replace(serving, serial=serial, state="loading", digest=digest)
+            versions.write(config, msgspec.structs.replace(table, serial=serial, versions=(serving, loading)))
+            s.link.send(m.KvAttach(loading.id, digest, str(s.steps_path)))
+            assert s.take(m.KvReady, model=loading.id).error == ""
 
 
 def test_a_successor_continues_the_leases(home: Path) -> None:

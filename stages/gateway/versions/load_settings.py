@@ -102,9 +102,15 @@ def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
 
 
 def known_digest(settings: ModelConfig) -> str:
-    """Return the digest of a file that has been prepared; "" otherwise."""
-    index = store.find_index(settings, paths.models_dir())
-    return index.stem if index is not None else ""
+    """Return the digest of a file that has been prepared and has not changed since; "" otherwise.
+
+    With it every stage opens its part at once; without it they wait for the worker, which also refuses a file that is
+    not the expected one.
+    """
+    folder = paths.models_dir()
+    index = store.find_index(settings, folder)
+    expected = store.expected_digest(settings, folder)
+    return index.stem if index is not None and expected in ("", index.stem) else ""
 
 
 def check_slug(catalog: VersionCatalog, settings: ModelConfig) -> None:

@@ -282,7 +282,7 @@ class Loader:
                 await self._make_room(change, settings)
             else:
                 await self._steps.wait_for_memory(change, settings, until)
-            digest = known_digest(settings) if op == "demand" else ""
+            digest = known_digest(settings)
             like = self._catalog.serving(settings.name) if of_adapter is not None else None
             renewed = of_adapter.name if of_adapter is not None else ""
             new = self._catalog.begin(settings, change, op, until, like, renewed, digest)
