@@ -11,6 +11,7 @@ from stages.worker.kernels.simd import (
     absolute,
     address,
     exp,
+    f32_tile,
     f32_to_half,
     fma,
     get_f32,
@@ -30,6 +31,9 @@ from stages.worker.kernels.simd import (
     store_f32_part,
     store_i32,
     store_low8,
+    tile_exp,
+    tile_load,
+    tile_store,
     to_i32,
 )
 from tools.reference import arithmetic
@@ -63,6 +67,26 @@ def test_unary_operations() -> None:
     assert y[2].tobytes() == np.rint(x).tobytes()
     with np.errstate(over="ignore"):
         assert y[3].tobytes() == x.astype(np.float16).astype(np.float32).tobytes()
+
+
+@njit(**JIT)
+def exps_of_tiles(x, y, n):
+    for i in range(0, 64 * n, 192):
+        tile = tile_load(f32_tile(3), address(x) + i, 0, 64, 3)
+        tile_store(tile_exp(tile), address(y) + i, 0, 64, 3)
+
+
+def test_the_exponential_of_tiles_is_that_of_vectors_below_0() -> None:
+    """Also where 2^k is the least normal number, and the result is subnormal or 0."""
+    rng = np.random.default_rng(3)
+    low = np.float32(-87.3)
+    near = [np.nextafter(low, np.float32(-100)), low, np.nextafter(low, np.float32(0)), -87.0, -86.9, -86.5, -1e-40]
+    special = np.array([0, -0.0, np.nan, -np.inf, -3e38, *near], np.float32)
+    x = np.concatenate([special, rng.uniform(-90, 0, 4800 - special.size)]).astype(np.float32)
+    y, numbers = np.empty_like(x), ~np.isnan(x)
+    exps_of_tiles(x, y, x.size // 16)
+    assert y[numbers].tobytes() == arithmetic.exp(x[numbers]).tobytes()
+    assert np.isnan(y[~numbers]).all()
 
 
 @njit(**JIT)

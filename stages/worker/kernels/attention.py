@@ -1,19 +1,22 @@
 """Attention over KV pages: one block of queries against one kv head, KV split by KV split.
 
-A *block* is some queries of one sequence, times the heads that share a kv head: its *rows*.  K and V are read once for
-all of them.  Every row's arithmetic is that of docs/numerics.md, whatever shares its block; splits of 256 positions are
-combined in ascending order.
+A *block* is some queries of one sequence, times the heads that share a kv head: its *rows*.  K and V are read and
+converted to f32 once for all of them (attention_blocks.py); a block of few rows, such as those of a single query, reads
+them from their pages for each tile of rows, and prefetches (attention_tiles.py).  Every row's arithmetic is that of
+docs/numerics.md, whatever shares its block; splits of 256 positions are combined in ascending order.
 
-Scratch of one rank, in f32 words from `scratch` (`attention_words`):
+Scratch of one rank, in f32 words from `scratch` (`attention_words`); rows R = BUFFER_ROWS:
 
-    Q       (ROWS, head_dim)     the block's queries, packed
-    S       (ROWS, 256)          scores, then weights, of the current split
-    O       (ROWS, head_dim)     weighted values of the current split
-    ACC     (ROWS, head_dim)     combined so far
-    STATE   (ROWS, 4)            M, L so far; m, l of the split
+    Q       (R, head_dim)        the block's queries, packed
+    S       (R, 256)             scores, then weights, of the current split
+    O       (R, head_dim)        weighted values of the current split
+    ACC     (R, head_dim)        combined so far
+    STATE   (6, R)               M, L so far; m, l of the split; factors of O and of the split's O
+    LIMITS  (2, R) i32           the first position of the split that a row sees, and the end of its positions
     TABLE   (4, 16) addresses    of each 16 positions of the split: K, K scales, V, V scales
     NEXT    (4) addresses        of K of the first 64 positions that are read after the split, or 0
     AFTER   (4) addresses        the same of what is read after the call; written by the caller (`set_next_prefetch`)
+    KV_F32                       K, then V, as f32: see attention_blocks.py
 
 `ENTRIES` has the entry (entries.py) for each type of cache.
 """
@@ -26,30 +29,68 @@ import numba
 import numpy as np
 
 from shm.pages import KV_SPLIT
+from stages.worker.kernels.attention_blocks import (
+    ENDS,
+    WIDTH,
+    block_scores,
+    block_values,
+    convert_keys,
+    convert_values,
+    set_limits,
+)
 from stages.worker.kernels.attention_tiles import (
     AFTER,
     F16,
     F32,
     INT8,
     NEXT,
-    TILE_ROWS,
     VECTORS,
     all_scores,
     all_values,
     code_bytes,
     scale_bytes,
 )
-from stages.worker.kernels.buffer_sizes import ROWS
+from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, ROWS, TILE_ROWS
 from stages.worker.kernels.elementwise import soft_cap
 from stages.worker.kernels.entries import INNER, MERGED
-from stages.worker.kernels.simd import JIT, LANES, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
-from stages.worker.kernels.split_combine import combine, finish, hide, softmax_weights
+from stages.worker.kernels.simd import JIT, LANES, VNNI, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
+from stages.worker.kernels.split_combine import (
+    STATE_L,
+    STATE_M,
+    combine_rows,
+    finish_rows,
+    greatest_score,
+    hide,
+    softmax_weights,
+)
+
+# Rows up to which a block reads K and V from their pages: converting them takes more time (without AVX-512 always).
+DIRECT_ROWS = 8 if VNNI else ROWS
+BLOCK_ROWS = ROWS if VNNI else 24  # bound of the rows of a block
+
+
+@numba.njit(**MERGED)
+def output_at(scratch, head_dim):
+    """Address of O."""
+    return scratch + 4 * BUFFER_ROWS * (head_dim + KV_SPLIT)
+
+
+@numba.njit(**MERGED)
+def state_at(scratch, head_dim):
+    """Address of STATE."""
+    return scratch + 4 * BUFFER_ROWS * (3 * head_dim + KV_SPLIT)
+
+
+@numba.njit(**MERGED)
+def limits_at(scratch, head_dim):
+    """Address of LIMITS."""
+    return state_at(scratch, head_dim) + 24 * BUFFER_ROWS
 
 
 @numba.njit(**MERGED)
 def table_at(scratch, head_dim):
     """Address of TABLE."""
-    return scratch + 4 * ROWS * (3 * head_dim + KV_SPLIT + 4)
+    return scratch + 4 * BUFFER_ROWS * (3 * head_dim + KV_SPLIT + 8)
 
 
 @numba.njit(**INNER)
@@ -108,6 +149,35 @@ def lowest_split(position, window):
     return max(0, position + 1 - window) // KV_SPLIT
 
 
+@numba.njit(**INNER)
+def _direct_values(kv, s, o, table, limits, rows, group_size, head_dim, page_tokens):
+    """Weighted values of few rows: together where all of them see a position, query by query before and after that."""
+    zero = splat_f32(np.float32(0.0))
+    for i in range(0, 4 * rows * head_dim, 64):
+        store_f32(o + i, zero)
+    shared, common = get_i32(limits + 4 * (rows - 1)), get_i32(limits + ENDS)
+    for r in range(0, rows, group_size):
+        start, end = get_i32(limits + 4 * r), get_i32(limits + 4 * r + ENDS)
+        stop = shared if shared < common else end
+        if start < stop:
+            at_s, at_o = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
+            all_values(kv, at_s, at_o, table, group_size, start, stop, head_dim, page_tokens)
+    if shared < common:
+        all_values(kv, s, o, table, rows, shared, common, head_dim, page_tokens)
+        # Neighbouring queries share the positions that the first of them sees: tiles of several rows take less time.
+        at_once = max(1, TILE_ROWS // group_size) * group_size
+        for of in range(group_size, rows, at_once):
+            together, seen = min(at_once, rows - of), get_i32(limits + 4 * of + ENDS)
+            for r in range(of, of + together, group_size):
+                begin, n_rows = seen, group_size
+                if r == of:
+                    begin, n_rows = common, together
+                end = get_i32(limits + 4 * r + ENDS)
+                if begin < end:
+                    at_s, at_o = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
+                    all_values(kv, at_s, at_o, table, n_rows, begin, end, head_dim, page_tokens)
+
+
 @numba.njit(**MERGED)
 def attend_split(
     kv,
@@ -131,63 +201,62 @@ def attend_split(
     Row r attends to positions up to its own, with a window to so many.  The last one has positions in the split.
     Leaves m and l in STATE and the weighted values in O.  Returns the first row that has positions in the split.
     """
-    s = scratch + 4 * ROWS * head_dim
-    o = s + 4 * ROWS * KV_SPLIT
-    state = o + 8 * ROWS * head_dim
-    table = table_at(scratch, head_dim)
+    s = scratch + 4 * BUFFER_ROWS * head_dim
+    o, state, table = output_at(scratch, head_dim), state_at(scratch, head_dim), table_at(scratch, head_dim)
     begin = index * KV_SPLIT
     skipped = max(0, begin - first) * group_size
-    last = first + (rows - 1) // group_size
-    n = min(KV_SPLIT, last + 1 - begin)
+    todo = rows - skipped
+    at_q, at_s, at_o = scratch + 4 * skipped * head_dim, s + 4 * skipped * KV_SPLIT, o + 4 * skipped * head_dim
+    limits = limits_at(scratch, head_dim)
+    set_limits(limits, begin, first, skipped, rows, group_size, window)
+    limits += 4 * skipped
+    low, n = get_i32(limits), get_i32(limits + 4 * (todo - 1) + ENDS)
     _fill_table(
         table, pages, head_at, page_bytes, tables, index, n, page_tokens, code_bytes(kv), scale_bytes(kv), head_dim
     )
-    todo = rows - skipped
-    at_q, at_s = scratch + 4 * skipped * head_dim, s + 4 * skipped * KV_SPLIT
-    at_o = o + 4 * skipped * head_dim
-    low = np.int64(0)  # the first position of the split that a row sees
-    if window:
-        low = max(low, first + skipped // group_size + 1 - window - begin)
     groups = (n + LANES - 1) // LANES
-    for group in range(low // (VECTORS * LANES) * VECTORS, groups, VECTORS):
-        all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)
-    zero = splat_f32(np.float32(0.0))
-    for i in range(0, 4 * todo * head_dim, 64):
-        store_f32(at_o + i, zero)
-    for r in range(skipped, rows):
-        seen = min(KV_SPLIT, first + r // group_size + 1 - begin)
+    is_direct = todo <= DIRECT_ROWS
+    converted = table + AFTER + 32
+    for group in range(low // WIDTH * VECTORS, groups, VECTORS):
+        if is_direct:
+            all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)
+        else:
+            convert_keys(kv, table, group, converted, head_dim, page_tokens)
+            keys = table + NEXT
+            if group + VECTORS < KV_SPLIT // LANES:
+                keys = table + 8 * (group + VECTORS)
+            width = code_bytes(kv)
+            block_scores(
+                at_q,
+                at_s + 64 * group,
+                converted,
+                todo,
+                head_dim,
+                scale,
+                keys,
+                width * page_tokens,
+                table + 256 + 8 * group,
+                width * LANES,
+            )
+    if not is_direct:
+        convert_values(kv, table, low, n, converted, head_dim)
+    at_m = state + STATE_M + 4 * skipped
+    for r in range(todo):
+        start, end = get_i32(limits + 4 * r), get_i32(limits + 4 * r + ENDS)
+        at = at_s + 4 * r * KV_SPLIT
         if cap != np.float32(0.0):
-            soft_cap(s + 4 * (r * KV_SPLIT + low), cap, seen - low)
+            soft_cap(at + 4 * low, cap, end - low)
         if window:
-            hide(s + 4 * r * KV_SPLIT, first + r // group_size + 1 - window - begin)
-        softmax_weights(s + 4 * r * KV_SPLIT, seen, state + 16 * r)
-    # All rows see positions shared .. common - 1; before and after them the rows of each query go on by themselves.
-    common, shared = min(KV_SPLIT, first + skipped // group_size + 1 - begin), np.int64(0)
-    if window:
-        shared = max(shared, last + 1 - window - begin)
-        for query in range(skipped // group_size, (rows - 1) // group_size + 1):
-            own = max(np.int64(0), first + query + 1 - window - begin)
-            stop = shared if shared < common else min(KV_SPLIT, first + query + 1 - begin)
-            if own < stop:
-                r = query * group_size
-                at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
-                all_values(kv, at_sr, at_or, table, group_size, own, stop, head_dim, page_tokens)
-    if shared < common:
-        all_values(kv, at_s, at_o, table, todo, shared, common, head_dim, page_tokens)
-        # Neighbouring queries share the positions that the first of them sees: tiles of several rows take less time.
-        at_once, queries = max(1, TILE_ROWS // group_size), rows // group_size
-        for query in range(skipped // group_size + 1, queries, at_once):
-            together = min(at_once, queries - query)
-            seen = min(KV_SPLIT, first + query + 1 - begin)
-            for other in range(query, query + together):
-                r = other * group_size
-                at_sr, at_or = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim
-                if other == query:
-                    begun, stop, n_rows = common, seen, together * group_size
-                else:
-                    begun, stop, n_rows = seen, min(KV_SPLIT, first + other + 1 - begin), group_size
-                if begun < stop:
-                    all_values(kv, at_sr, at_or, table, n_rows, begun, stop, head_dim, page_tokens)
+            hide(at, start)
+        greatest_score(at, end, at_m + 4 * r)
+    # A row's maximum takes long to compute, but those of several rows overlap.
+    for r in range(todo):
+        at = at_m + 4 * r
+        softmax_weights(at_s + 4 * r * KV_SPLIT, get_i32(limits + 4 * r + ENDS), at, at + STATE_L - STATE_M)
+    if is_direct:
+        _direct_values(kv, at_s, at_o, table, limits, todo, group_size, head_dim, page_tokens)
+    else:
+        block_values(at_s, at_o, converted, limits, todo, head_dim)
     return skipped
 
 
@@ -218,9 +287,8 @@ def attend(
     window: positions that a query attends to, itself included; 0: all.
     """
     rows = queries * group_size
-    o = scratch + 4 * ROWS * (head_dim + KV_SPLIT)
-    acc = o + 4 * ROWS * head_dim
-    state = acc + 4 * ROWS * head_dim
+    o, state = output_at(scratch, head_dim), state_at(scratch, head_dim)
+    acc = o + 4 * BUFFER_ROWS * head_dim
     scale, cap = get_f32(scale_at), get_f32(scale_at + 8)
     begin, end = lowest_split(first, window), (first + queries - 1) // KV_SPLIT + 1
     if only >= 0:
@@ -263,15 +331,12 @@ def attend(
             window,
         )
         if only < 0:
-            for r in range(begun, reached):
-                at = state + 16 * r
-                o_r, m, l = o + 4 * r * head_dim, get_f32(at + 8), get_f32(at + 12)  # noqa: E741
-                is_first = index == lowest_split(first + r // group_size, window)
-                combine(acc + 4 * r * head_dim, at, o_r, m, l, head_dim, is_first)
+            started = begun  # rows from there on start with this split
+            while started < reached and lowest_split(first + started // group_size, window) != index:
+                started += group_size
+            combine_rows(acc, o, state, begun, started, reached, head_dim)
     if only < 0:
-        for r in range(rows):
-            place = out + r // group_size * out_stride + r % group_size * 4 * head_dim
-            finish(acc + 4 * r * head_dim, state + 16 * r, place, head_dim)
+        finish_rows(acc, state, out, out_stride, rows, group_size, head_dim)
 
 
 def _entry(name: str, cache: Any) -> Any:

@@ -3,8 +3,9 @@
 K and V are read as f32 from pages of f16, f32 or int8.  Scores are chains over ascending d (16 positions side by
 side), values chains over ascending j (16 dims side by side), as docs/numerics.md orders them.
 
-A single query is bound by memory: while K or V of 64 positions is multiplied, the next 64 positions are prefetched line
-by line, evenly, so that computing and fetching overlap.  TABLE and NEXT are in the scratch that attention.py draws.
+Blocks of few rows are computed here, others in attention_blocks.py.  A single query is bound by memory: while K or V of
+64 positions is multiplied, the next 64 positions are prefetched line by line, evenly, so that computing and fetching
+overlap.  TABLE and NEXT are in the scratch that attention.py draws.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ VECTORS = 4  # of 16 positions whose K is fetched together
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
 NEXT, AFTER = 512, 544  # bytes from TABLE
-TILE_ROWS = 6  # of the largest tile
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 
 
@@ -96,20 +96,32 @@ def scale_bytes(typingctx: Any, kv: Any) -> Any:
     return types.int64(kv), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), width)
 
 
+def emit_factor(builder: Any, kv: Any, over_keys: bool, at: Any) -> Any:
+    """What 16 values of this type of cache are multiplied with; of no meaning in a cache without scales.
+
+    at: address of their scales: of 16 positions, or one of a position's 32 dims.
+    """
+    if kv != types.int8:
+        return ir.Constant(f32x16.ir, ir.Undefined)
+    if over_keys:
+        return builder.fpext(load(builder, at, f16x16.ir), f32x16.ir)
+    return splat(builder, builder.fpext(load(builder, at, ir.HalfType()), FLOAT))
+
+
+def emit_converted(builder: Any, kv: Any, at: Any, factor: Any) -> Any:
+    """16 values at an address as f32."""
+    if kv == types.float32:
+        return load(builder, at, f32x16.ir)
+    if kv == types.uint16:
+        return builder.fpext(load(builder, at, f16x16.ir), f32x16.ir)
+    codes = builder.sext(load(builder, at, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
+    return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
+
+
 def _reader(over_keys: bool) -> Any:
     def implementation(typingctx: Any, kv: Any, at: Any, scales: Any) -> Any:
         def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            _, place, factors = args
-            if kv == types.float32:
-                return load(builder, place, f32x16.ir)
-            if kv == types.uint16:
-                return builder.fpext(load(builder, place, f16x16.ir), f32x16.ir)
-            codes = builder.sext(load(builder, place, ir.VectorType(ir.IntType(8), LANES)), i32x16.ir)
-            if over_keys:
-                factor = builder.fpext(load(builder, factors, f16x16.ir), f32x16.ir)
-            else:
-                factor = splat(builder, builder.fpext(load(builder, factors, ir.HalfType()), FLOAT))
-            return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
+            return emit_converted(builder, kv, args[1], emit_factor(builder, kv, over_keys, args[2]))
 
         return f32x16(kv, types.int64, types.int64), codegen
 

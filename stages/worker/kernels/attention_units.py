@@ -181,13 +181,12 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
             param(layer, pb.WINDOW),
         ),
     )
-    o = scratch + 4 * attention.ROWS * (dim + KV_SPLIT)
-    state = o + 8 * attention.ROWS * dim
+    o, state = attention.output_at(scratch, dim), attention.state_at(scratch, dim)
     for g in range(group):
         at = param(entry, p.P_SPLIT) + index * heads + kv_head * group + g
         at = param(params, pb.SPLIT_RESULTS) + 4 * (dim + GROUP) * at
-        put_f32(at, get_f32(state + 16 * g + 8))
-        put_f32(at + 4, get_f32(state + 16 * g + 12))
+        put_f32(at, get_f32(state + split_combine.STATE_M + 4 * g))
+        put_f32(at + 4, get_f32(state + split_combine.STATE_L + 4 * g))
         split_combine.copy(o + 4 * g * dim, at + 64, dim)
     if atomic_add(splits_done, 1) == splits - lowest - 1:
         store_release(splits_done, 0)
@@ -266,7 +265,7 @@ def attend(params, layer, number):
     """This rank's units of a layer, which is row `number` of LAYERS."""
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
     kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
-    block = attention.ROWS // (param(params, pb.N_HEADS) // kv_heads)
+    block = attention.BLOCK_ROWS // (param(params, pb.N_HEADS) // kv_heads)
     unit, entries = 0, param(param(params, pb.PLAN), p.ENTRIES_KEPT)
     for e in range(entries):
         entry = p.entry_at(params, e)

@@ -68,12 +68,16 @@ MATMUL_BYTES = CHUNKS_BYTES + SPILL_BYTES  # scratch of `matmul`, 64-byte aligne
 
 # ------------------------------------------------------------------ attention.py
 
-ROWS = 24  # bound of the rows of a block of queries
+ROWS = 48  # bound of the rows of a block of queries: K and V are converted to f32 once for all of them
+TILE_ROWS = 6  # of a tile of a block
+BUFFER_ROWS = ROWS + 16  # vectors of the state of rows, and tiles, reach past the last row
+V_DIMS = 64  # V that is converted takes up whole runs of so many dims
 
 
 def attention_words(head_dim: int) -> int:
     """f32 words of one rank's scratch."""
-    return ROWS * (3 * head_dim + KV_SPLIT + 4) + 4 * 16 * 2 + 64
+    converted = KV_SPLIT * -(-head_dim // V_DIMS) * V_DIMS
+    return BUFFER_ROWS * (3 * head_dim + KV_SPLIT + 8) + 2 * (4 * 16 + 2 * 4) + converted
 
 
 # ------------------------------------------------------------------ projections.py, rank_sync.py

@@ -45,6 +45,7 @@ from stages.worker.kernels.simd.arithmetic import (
 )
 from stages.worker.kernels.simd.exponential import (
     exp,
+    tile_exp,
 )
 from stages.worker.kernels.simd.memory import (
     first_lanes,
@@ -66,6 +67,7 @@ from stages.worker.kernels.simd.memory import (
     load_s8,
     load_u8,
     prefetch,
+    prefetch_l2,
     put_8,
     put_16,
     put_f32,
@@ -80,6 +82,7 @@ from stages.worker.kernels.simd.memory import (
 )
 from stages.worker.kernels.simd.register_tiles import (
     f32_tile,
+    fold,
     i32_tile,
     tile_get,
     tile_load,
@@ -127,6 +130,7 @@ __all__ = [
     "f64x16",
     "first_lanes",
     "fma",
+    "fold",
     "from_bits",
     "get_bf16",
     "get_f16",
@@ -153,6 +157,7 @@ __all__ = [
     "maximum",
     "minimum",
     "prefetch",
+    "prefetch_l2",
     "put_8",
     "put_16",
     "put_f32",
@@ -177,6 +182,7 @@ __all__ = [
     "store_i32",
     "store_low8",
     "store_low16",
+    "tile_exp",
     "tile_get",
     "tile_load",
     "tile_operation",

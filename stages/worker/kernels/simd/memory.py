@@ -122,12 +122,16 @@ put_8 = operation(
 )
 
 
-def _emit_prefetch(builder: Builder, addr: Any) -> None:
-    flags = [ir.Constant(I32, n) for n in (0, 3, 1)]  # read, into all levels, data
-    call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, addr, I8), *flags])
+def _emit_prefetch(locality: int) -> Callable[[Builder, Any], None]:
+    def emit(builder: Builder, addr: Any) -> None:
+        flags = [ir.Constant(I32, n) for n in (0, locality, 1)]  # read, into which levels, data
+        call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer(builder, addr, I8), *flags])
+
+    return emit
 
 
-prefetch = operation("prefetch", types.void, (ADDRESS,), _emit_prefetch, "Prefetch a cache line into L1.")
+prefetch = operation("prefetch", types.void, (ADDRESS,), _emit_prefetch(3), "Prefetch a cache line into L1.")
+prefetch_l2 = operation("prefetch_l2", types.void, (ADDRESS,), _emit_prefetch(2), "Prefetch a cache line into L2.")
 
 
 def _emit_first(builder: Builder, count: Any) -> Any:

@@ -143,3 +143,21 @@ def tile_operation(name: str, arguments: tuple[Any, ...], emit: Any, doc: str) -
         return tile(tile, *typed), codegen
 
     return named_intrinsic(name, 1 + len(arguments), implementation, doc)
+
+
+def fold(name: str, combine: Any, doc: str) -> Any:
+    """An intrinsic `name(tile, start) -> vector`: `combine(builder, vector, so far)` of one vector after the other."""
+
+    def implementation(typingctx: Any, tile: Any, start: Any) -> Any:
+        if not (isinstance(tile, Tile) and start is tile.vector):
+            return None
+
+        def codegen(context: Any, builder: Builder, sig: Any, values: Any) -> Any:
+            so_far = values[1]
+            for i in range(tile.n):
+                so_far = combine(builder, builder.extract_value(values[0], i), so_far)
+            return so_far
+
+        return tile.vector(tile, start), codegen
+
+    return named_intrinsic(name, 2, implementation, doc)
