@@ -41,7 +41,7 @@ class Server:
     where each supervisor is a new program (`PlainServer`).
     """
 
-    honcho = "starling.cli.honcho_patch"  # the module that runs the Procfile
+    honcho = ("starling.cli.honcho_patch", "start", "-f", str(ROOT / "Procfile"))  # the module that runs the Procfile
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Server:
 
     def start(self) -> Server:
         self.process = subprocess.Popen(
-            [*self.launcher, sys.executable, "-m", self.honcho, "--no-colour", "start"],
+            [*self.launcher, sys.executable, "-m", *self.honcho],
             cwd=ROOT,
             env=self.environment,
             stdout=subprocess.PIPE,
@@ -261,7 +261,7 @@ class Server:
 class PlainServer(Server):
     """A server that `honcho start` starts, without anything of the project around it."""
 
-    honcho = "honcho"
+    honcho = ("honcho", "--no-colour", "start")
 
 
 def wait_gone(pid: int, timeout_s: float = STOP_S) -> bool:
