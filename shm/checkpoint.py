@@ -35,6 +35,7 @@ import numpy as np
 import xxhash
 
 from shm.decoding import DECODE_ERRORS
+from shm.layer_groups import LayerGroups, divide_layers
 from shm.packed_arrays import pack, unpack
 from shm.tensor_checksum import has_checksum
 
@@ -100,8 +101,19 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def kv_window(self) -> int:
-        """Positions that a query reads of any layer, itself included; 0: some layer attends to all positions."""
-        return 0 if 0 in self.windows else max(self.windows, default=0)
+        """Positions, the query's included, behind which KV pages of layers with a window are not read; 0: all are."""
+        return 0 if 0 in self.windows and not self.n_windowed else max(self.windows, default=0)
+
+    @property
+    def n_windowed(self) -> int:
+        """Layers with a window whose KV pages are apart from those of the others (shm/layer_groups.py); 0: none."""
+        n_windowed = sum(1 for window in self.windows if window)
+        return n_windowed if divide_layers(self.n_layers, n_windowed)[1].full else 0
+
+    @property
+    def page_groups(self) -> LayerGroups:
+        """The layer groups, each of which has KV pages of its own."""
+        return divide_layers(self.n_layers, self.n_windowed)[1]
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):

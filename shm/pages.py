@@ -1,7 +1,8 @@
 """Layout of the KV arena: page headers, and the bytes of each position within a page.
 
-A page holds `page_tokens` positions of all layers, contiguous, so that it is spilled, checked and moved as one run of
-bytes.  For each layer and kv head, in this order (kv_type f16 or f32):
+A page holds `page_tokens` positions of all layers, or of the layers of one group where only some layers have a window
+(shm/layer_groups.py), contiguous, so that it is spilled, checked and moved as one run of bytes.  For each layer and kv
+head, in this order (kv_type f16 or f32):
 
     K  [head_dim][page_tokens]   tokens innermost: a score needs no horizontal sum
     V  [page_tokens][head_dim]   head_dim innermost: the weighted sum needs none either
@@ -18,7 +19,8 @@ page, only while the page is leased to a sequence of a published step.  A header
     16      16    parent      hash of the previous page; `root` for the first page of a prefix
     32      16    hash        hash of all tokens up to the end of this page
     48      8     checksum    XXH3-64 of the page's bytes
-    56      4     ordinal     index of the page in its prefix: its first position is ordinal * page_tokens
+    56      4     ordinal     place of the page in its prefix: its first position is place * page_tokens; and in the
+                              highest 8 bits the layer group
     60      4     tokens      filled positions: page_tokens
     64      8     check       XXH3-64 of bytes 0..64
     72      4     state       0 free, 1 leased (the worker writes the contents), 2 full (contents are final)
@@ -42,11 +44,13 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from shm.arena import Arena, ArenaError, align
+from shm.checkpoint import Hyper
+from shm.layer_groups import LayerGroups, divide_layers
 
 KIND = "kv"
 LAYOUT = 1
@@ -55,6 +59,7 @@ PAGE_HEADER = 256
 KV_TYPES = {"f16": 2, "f32": 4, "int8": 1}
 PAGE_FREE, PAGE_LEASED, PAGE_FULL = range(3)
 PAGE_RECORD = 128  # bytes of a header that the kv stage writes, and of a page's record on disk
+MAX_LAYERS = 4096
 KV_SPLIT = 256  # positions of a KV split: attention combines splits in order; page_tokens divides it
 
 # The fields of a header, as strided views over all headers: `headers.view(HEADER)[:, 0]["state"]`.
@@ -97,6 +102,8 @@ HEADER = np.dtype(
     }
 )
 IDENTITY = struct.Struct("<16s16s16sQII")  # root, parent, hash, checksum, ordinal, tokens
+_GROUP_SHIFT = 24
+_Ordinal = TypeVar("_Ordinal", int, np.ndarray)
 assert HEADER.itemsize == PAGE_HEADER == 256
 assert IDENTITY.size == HEADER.fields["check"][1] == 64  # type: ignore[index]
 assert HEADER.fields["state"][1] == 72  # type: ignore[index]
@@ -111,6 +118,17 @@ class KvGeometry(NamedTuple):
     head_dim: int  # multiple of 32
     page_tokens: int  # 16, 32, 64, 128 or 256
     kv_type: str
+    n_windowed: int = 0  # layers with a window, in groups of their own; 0: all layers are in one group
+
+    @classmethod
+    def of(cls, hyper: Hyper, page_tokens: int, kv_type: str) -> KvGeometry:
+        """The geometry of a model's arena."""
+        return cls(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, page_tokens, kv_type, hyper.n_windowed)
+
+    def as_meta(self) -> dict[str, int | str]:
+        """The fields by name; without `n_windowed` where it is 0, as before there were groups."""
+        fields = self._asdict()
+        return fields if self.n_windowed else {name: value for name, value in fields.items() if name != "n_windowed"}
 
     def check(self) -> None:
         """Raises `ArenaError` naming the field that the kernels do not support."""
@@ -118,6 +136,8 @@ class KvGeometry(NamedTuple):
             raise ArenaError(f"kv_type is {self.kv_type!r}, expected one of {sorted(KV_TYPES)}")
         if self.page_tokens not in (16, 32, 64, 128, 256):
             raise ArenaError(f"page_tokens is {self.page_tokens}, expected 16, 32, 64, 128 or 256")
+        if self.n_windowed and not (0 < self.n_windowed < self.n_layers <= MAX_LAYERS and self.groups.full):
+            raise ArenaError(f"n_windowed is {self.n_windowed} of {self.n_layers} layers, expected 0")
         if self.head_dim % 16 or (self.kv_type == "int8" and self.head_dim % 32):
             raise ArenaError(f"head_dim is {self.head_dim}, expected a multiple of 16 (int8: 32)")
 
@@ -131,9 +151,29 @@ class KvGeometry(NamedTuple):
         return size
 
     @property
+    def groups(self) -> LayerGroups:
+        """The layer groups, each of which has pages of its own."""
+        return divide_layers(self.n_layers, self.n_windowed)[1]
+
+    @property
+    def page_layers(self) -> int:
+        """Layers in a page."""
+        return divide_layers(self.n_layers, self.n_windowed)[0]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of a page, a multiple of 4096."""
-        return align(self.n_layers * self.n_kv_heads * self.head_bytes, 4096)
+        return align(self.page_layers * self.n_kv_heads * self.head_bytes, 4096)
+
+
+def pack_ordinal(place: int, group: int) -> int:
+    """A header's `ordinal`."""
+    return group << _GROUP_SHIFT | place
+
+
+def unpack_ordinal(ordinal: _Ordinal) -> tuple[_Ordinal, _Ordinal]:
+    """(place, layer group) of a header's `ordinal`, or of each one in an array."""
+    return ordinal & (1 << _GROUP_SHIFT) - 1, ordinal >> _GROUP_SHIFT
 
 
 class KvArena(NamedTuple):
@@ -183,7 +223,7 @@ def create_kv(
     `grows`: only the headers get memory now (stages/kv/pool/extents.py).
     """
     g.check()
-    meta = {**g._asdict(), "pages": n_pages, "numerics": NUMERICS}
+    meta = {**g.as_meta(), "pages": n_pages, "numerics": NUMERICS}
     reserved = pages_offset(n_pages) if grows else None
     arena = Arena.create(path, KIND, LAYOUT, kv_arena_bytes(g, n_pages), meta, digest, generation, reserved)
     return arena, kv_views(arena, g, n_pages)
@@ -193,7 +233,8 @@ def attach_kv(path: Path, digest: bytes | None = None, own: bool = False) -> tup
     """Attach to the arena; for all other stages and, with `own`, a restarted kv stage. Raises as `Arena.attach`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
     try:
-        g = KvGeometry(*(arena.meta[name] for name in KvGeometry._fields))
+        known = {name: arena.meta[name] for name in KvGeometry._fields if name != "n_windowed"}
+        g = KvGeometry(**known, n_windowed=arena.meta.get("n_windowed", 0))
         g.check()
         if arena.meta["numerics"] != NUMERICS:
             raise ValueError(f"numerics {arena.meta['numerics']}, expected {NUMERICS}")

@@ -4,6 +4,9 @@
     hash(0)   = SHA-256(root + tokens of page 0)[:16]
     hash(i)   = SHA-256(hash(i - 1) + tokens of page i)[:16]
 
+Where only some layers have a window, the page of layer group g at place i (shm/layer_groups.py) is named by hash(i)
+with its last byte XOR g: group 0 has the hashes above, and the hash of one group gives those of the others.
+
 Two pages have the same hash only if the model, the layout and all tokens up to their end are the same, so the hash
 alone decides whether a page can be shared.  It is SHA-256 and not a fast hash because clients choose the tokens: no
 client must be able to construct a prompt with the hash of another one.  It costs 0.4 us a page, and is the same in
@@ -31,7 +34,7 @@ _VERSION = b"starling kv chain 1"
 
 def root_hash(model_digest: bytes, geometry: KvGeometry, salt: str) -> PageHash:
     """Return the start of a chain. `model_digest`: raw SHA-256 of the model; `salt`: separates tenants."""
-    identity = "/".join(str(field) for field in (NUMERICS, *geometry)).encode()
+    identity = "/".join(str(field) for field in (NUMERICS, *geometry.as_meta().values())).encode()
     hasher = hashlib.sha256()
     for part in (_VERSION, model_digest, identity, salt.encode("utf-8", "surrogatepass")):
         hasher.update(len(part).to_bytes(8, "little"))
@@ -55,3 +58,8 @@ def page_hashes(parent: PageHash, tokens: np.ndarray, page_tokens: int) -> list[
         previous = sha256(previous + text[begin : begin + step]).digest()[:HASH_BYTES]
         hashes.append(previous)
     return cast("list[PageHash]", hashes)
+
+
+def group_hash(page_hash: PageHash, group: int) -> PageHash:
+    """The hash of the page of layer group `group` beside the page `page_hash` of group 0; and the reverse."""
+    return PageHash(page_hash[:-1] + bytes((page_hash[-1] ^ group,))) if group else page_hash

@@ -63,7 +63,7 @@ class SentHead(NamedTuple):
 
 def version_of(digest: str, geometry: KvGeometry) -> dict[str, Any]:
     """What pages must have in common to be exchanged. `digest`: of the model, hex."""
-    return {"digest": digest, "numerics": NUMERICS, **geometry._asdict()}
+    return {"digest": digest, "numerics": NUMERICS, **geometry.as_meta()}
 
 
 def decode_head(head: bytes) -> SentHead:

@@ -87,8 +87,9 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         run_ahead=False,  # nothing computes while the next step is composed
         prefix_cache=config.cache.enabled,
     )
-    steps_geometry = settings.steps_geometry(context, model.page_tokens, hyper.vocab_size, hyper.width)
-    kv_geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+    kv_geometry = KvGeometry.of(hyper, model.page_tokens, model.kv_type)
+    groups = kv_geometry.groups
+    steps_geometry = settings.steps_geometry(context, model.page_tokens, hyper.vocab_size, hyper.width, groups.n_groups)
     ranks = model.ranks or len(os.sched_getaffinity(0))
     geometry = act.geometry_for(steps_geometry, hyper, scheduling.max_step_tokens, ranks)
     act.check_size(geometry, hyper, config.performance.memory_pool_size_mb, model.name)
@@ -121,6 +122,6 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         ring = scheduler.worker.ring = Ring(steps, steps_geometry, time.time_ns())
         ring.start(1)
         scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
-        scheduler.attach(context, hyper.vocab_size, window=hyper.kv_window)
+        scheduler.attach(context, hyper.vocab_size, window=hyper.kv_window, groups=groups)
         bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
         return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)

@@ -12,7 +12,8 @@ from pathlib import Path
 from pipeline.protocol import messages as m
 from shm.pages import KvGeometry
 from shm.prefix_hash import root_hasher
-from stages.kv.manager import Grant, Manager
+from stages.kv.lease import Grant
+from stages.kv.manager import Manager
 from stages.kv.pool.arena import open_arena
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.pool.token_rows import TokenRows
@@ -38,7 +39,9 @@ class LocalKv:
         self._arena = opened.arena
         self._rows = TokenRows()
         root_hash_of = root_hasher(digest, geometry)
-        self._manager = Manager(self.pool, geometry.page_tokens, root_hash_of, self._rows.read, caching=caching)
+        self._manager = Manager(
+            self.pool, geometry.page_tokens, root_hash_of, self._rows.read, caching=caching, groups=geometry.groups
+        )
 
     def attach_rows(self, steps_path: Path, digest: bytes) -> None:
         """Read the tokens of running sequences from the scheduler's steps arena at `steps_path`."""

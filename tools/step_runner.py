@@ -92,12 +92,12 @@ class StepRunner:
         h = self.model.hyper
         build.build(kv_type, extra=stored_code.extra_entries(h, memory is not None))
         max_tokens = max_tokens or h.context_length
-        row_pages = -(-max_tokens // page_tokens)
+        kv_geometry = KvGeometry.of(h, page_tokens, kv_type)
+        row_pages = kv_geometry.groups.n_pages(-(-max_tokens // page_tokens))
         n_pages = max_rows * row_pages
         steps_geometry = sh.StepsGeometry(
             max_rows, max_rows, max_samples, max_tokens, row_pages, sh.mask_words(h.vocab_size), h.width
         )
-        kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
         self.geometry = act.ActivationsGeometry(
             step_tokens,
             max_samples,

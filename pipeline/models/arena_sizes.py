@@ -6,11 +6,13 @@ The scheduler creates the step arena with the geometry given here.  kv and worke
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 from pipeline.config.schema import Config, ModelConfig
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
+from shm.layer_groups import LayerGroups
 from shm.pages import KV_SPLIT, KvGeometry, kv_arena_bytes, pages_that_fit
 from shm.step_ring import MAX_RANKS, StepsGeometry, mask_words, steps_bytes
 
@@ -49,21 +51,27 @@ def max_draft_sequences(config: Config, name: str) -> int:
 
 
 def steps_geometry(
-    max_batch_size: int, draft_sequences: int, context: int, page_tokens: int, vocab_size: int, width: int
+    max_batch_size: int,
+    draft_sequences: int,
+    context: int,
+    page_tokens: int,
+    vocab_size: int,
+    width: int,
+    n_groups: int = 1,
 ) -> StepsGeometry:
-    """Geometry of the step arena for sequences of up to `context` positions; a page table has one entry to spare.
+    """Geometry of the step arena for sequences of up to `context` positions; a page table has one place to spare.
 
-    `width`: values of a hidden state.
+    `width`: values of a hidden state.  `n_groups`: pages of a place (shm/layer_groups.py).
     """
-    rows, pages = n_rows(max_batch_size, draft_sequences), -(-context // page_tokens) + 1
+    rows, pages = n_rows(max_batch_size, draft_sequences), (-(-context // page_tokens) + 1) * n_groups
     samples, masks = max_samples(max_batch_size), mask_words(vocab_size)
     return StepsGeometry(rows, max_batch_size, samples, context, pages, masks, width)
 
 
 def most_positions(end: int, window: int, step_tokens: int, page_tokens: int) -> int:
-    """Positions for which a sequence of `end` positions holds KV pages at once, at most.
+    """Positions for which a sequence of `end` positions holds KV pages of layers with a window at once, at most.
 
-    window: positions that attention reads in every layer; 0: all.  step_tokens: of a step, at most.  With a window the
+    window: positions that attention reads in these layers; 0: all.  step_tokens: of a step, at most.  With a window the
     sequence holds what its next step reads, two steps that are not acknowledged, and what is leased ahead.
     """
     if not window:
@@ -71,17 +79,29 @@ def most_positions(end: int, window: int, step_tokens: int, page_tokens: int) ->
     return min(end, window + KV_SPLIT + 3 * step_tokens + LEASED_AHEAD + 3 * page_tokens)
 
 
-def max_positions(config: Config, model: ModelConfig, shape: tuple[int, int, int, int], context: int) -> int:
+def most_pages(end: int, window: int, step_tokens: int, page_tokens: int, groups: LayerGroups) -> int:
+    """KV pages that a sequence of `end` positions holds at once, at most. As `most_positions`."""
+    places = -(-most_positions(end, window, step_tokens, page_tokens) // page_tokens)
+    return groups.full * -(-end // page_tokens) + groups.windowed * places
+
+
+def max_positions(config: Config, model: ModelConfig, shape: tuple[int, int, int, int, int], context: int) -> int:
     """Most tokens of a prompt and its output that an empty KV arena has room for; 0: of the whole context.
 
-    shape: layers, KV heads, head dim, and the window of attention, 0 if it reads all positions.
+    shape: layers, KV heads, head dim, the window of attention, 0 if it reads all positions, and the number of layers
+    that have it, 0 if all have.
     """
-    layers, heads, head_dim, window = shape
-    kv = KvGeometry(layers, heads, head_dim, model.page_tokens, model.kv_type)
-    positions = pages_that_fit(kv, config.kv_cache_bytes(model)) * model.page_tokens
-    if most_positions(context, window, config.scheduler.max_step_tokens, model.page_tokens) <= positions:
+    layers, heads, head_dim, window, windowed = shape
+    kv = KvGeometry(layers, heads, head_dim, model.page_tokens, model.kv_type, windowed)
+    step_tokens = config.scheduler.max_step_tokens
+
+    def pages_of(end: int) -> int:
+        return most_pages(end, window, step_tokens, model.page_tokens, kv.groups)
+
+    n_pages = pages_that_fit(kv, config.kv_cache_bytes(model))
+    if pages_of(context) <= n_pages:
         return 0
-    return positions + 1  # the last token is never computed
+    return bisect_right(range(1, context), n_pages, key=pages_of) + 1  # the last token is never computed
 
 
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
@@ -89,8 +109,8 @@ def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
     drafts = max_draft_sequences(config, model.name)
     batch = config.max_batch_size(model)
-    steps = steps_geometry(batch, drafts, context, model.page_tokens, hyper.vocab_size, hyper.width)
-    kv = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+    kv = KvGeometry.of(hyper, model.page_tokens, model.kv_type)
+    steps = steps_geometry(batch, drafts, context, model.page_tokens, hyper.vocab_size, hyper.width, kv.groups.n_groups)
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
         _file_bytes(steps_bytes(steps)),

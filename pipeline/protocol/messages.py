@@ -221,6 +221,7 @@ class Described(Frame, tag="M"):
     pair_separator: tuple[int, ...] = ()  # with pooling "rank": tokens between the two texts of a pair
     quantization: str = ""  # format of most bytes of the weights; "": not known
     kv_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # layers, KV heads, head dim, window (0: all positions)
+    kv_windowed: int = 0  # layers with that window where others have none; 0: all layers have it, or none
 
 
 class TokenizerFailed(Frame, tag="X"):
@@ -406,7 +407,9 @@ class Acquire(Frame, tag="a"):
     want_tokens: int
     salt: str = ""
     sharable: int = -1  # leading positions that may be shared; -1: as many as match
-    window: int = 0  # positions that attention reads, the query's included; 0: all. Older pages are not needed
+    # Positions that attention reads in layers with a window, the query's included; 0: all. Older pages of their groups
+    # are not needed (shm/layer_groups.py).
+    window: int = 0
     ahead: int = 0  # with `window`: at most so many positions beyond the cached ones are leased
     tenant: str = ""  # for log lines
     session: str = ""  # likewise, as in `Submit`
@@ -427,7 +430,7 @@ class Commit(Frame, tag="c"):
     model: str
     sequence: str
     n_tokens: int
-    unread: int = 0  # leading positions that no step reads any more: their pages are released
+    unread: int = 0  # leading positions that no step reads any more in layers with a window: those pages are released
 
 
 class Release(Frame, tag="l"):
@@ -457,7 +460,8 @@ class Reconcile(Frame, tag="y"):
 class Granted(Frame, tag="G"):
     """`pages` is the sequence's whole page table so far; the first `cached_tokens` positions are computed.
 
-    -1 stands for each leading page that the sequence does not hold, because no step reads it (`Commit.unread`).
+    -1 stands for each page of the first places that the sequence does not hold, because no step reads it
+    (`Commit.unread`).
     `id` is the request's and is unique for each model only.
     """
 
@@ -635,7 +639,8 @@ class WorkerReady(Frame, tag="w"):
     width: int = 0  # values of a hidden state
     is_causal: bool = True  # False: prompts are pooled alone, each in one step
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest (hex) of each LoRA adapter that it has in memory
-    window: int = 0  # positions that attention reads in every layer; 0: all
+    window: int = 0  # positions that attention reads in layers with a window; 0: pages behind it are not released
+    page_groups: tuple[int, int] = (1, 0)  # as `shm.layer_groups.LayerGroups`
 
 
 class Attach(Frame, tag="A"):

@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.fleet.bodies import PrefixUpdate
 from shm.arena import ArenaError
-from shm.pages import HEADER, PAGE_FULL, attach_kv
+from shm.pages import HEADER, PAGE_FULL, attach_kv, unpack_ordinal
 
 MAX_PUBLISHED = 16_384  # pages of an engine, the most recently used ones: 128 KiB
 MAX_REMOVED = 16_384  # removals that are remembered; who has missed more gets all names
@@ -37,7 +37,8 @@ def read_names(folder: Path) -> set[int]:
 def _names_in(headers: np.ndarray) -> list[int]:
     """`headers`: (n_pages, PAGE_HEADER) u8."""
     fields = headers.view(HEADER)[:, 0]
-    rows = np.flatnonzero(fields["state"] == PAGE_FULL)
+    # Of a model with layer groups, those of the first group: the others have the same names.
+    rows = np.flatnonzero((fields["state"] == PAGE_FULL) & (unpack_ordinal(fields["ordinal"])[1] == 0))
     if len(rows) > MAX_PUBLISHED:
         rows = rows[np.argpartition(fields["last_use"][rows], -MAX_PUBLISHED)[-MAX_PUBLISHED:]]
     halves = np.frombuffer(fields["hash"][rows].tobytes(), "<u8").reshape(-1, 2)

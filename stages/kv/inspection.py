@@ -24,8 +24,9 @@ from pipeline.observe.status import read_all
 from pipeline.runtime.steady_clock import clock_path, read_ns
 from shm.arena import ArenaError
 from shm.decoding import DECODE_ERRORS
-from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv
-from shm.prefix_hash import PageHash
+from shm.layer_groups import LayerGroups
+from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv, unpack_ordinal
+from shm.prefix_hash import PageHash, group_hash
 from stages.kv.audit import PageAudit
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum, count_states
 from stages.kv.report import DiskReport, ModelReport, Report, Run, SessionReport
@@ -91,7 +92,7 @@ def _read_model(config: Config, version: ModelVersion, check: bool, now_ns: int)
         report.fragmentation = _read_fragmentation(config, model.name)
         report.generation = arena.generation
         report.page_bytes, report.page_tokens = geometry.page_bytes, geometry.page_tokens
-        identities = _read_arena(report, views, check, now_ns)
+        identities = _read_arena(report, views, geometry.groups, check, now_ns)
         arena.close()
     if version.state != "serving":  # the serving version has the files
         return report
@@ -106,8 +107,10 @@ def _read_model(config: Config, version: ModelVersion, check: bool, now_ns: int)
     return report
 
 
-def _read_arena(report: ModelReport, views: KvArena, check: bool, now_ns: int) -> dict[PageHash, PageIdentity]:
-    """Add counts, runs and problems of one arena; returns its full pages by their hashes."""
+def _read_arena(
+    report: ModelReport, views: KvArena, groups: LayerGroups, check: bool, now_ns: int
+) -> dict[PageHash, PageIdentity]:
+    """Add counts, runs and problems of one arena; returns the full pages of its first layer group by their hashes."""
     headers = PageHeaders(views.headers)
     report.total = len(views.pages)
     states, refs = headers.states_and_refs()
@@ -128,8 +131,11 @@ def _read_arena(report: ModelReport, views: KvArena, check: bool, now_ns: int) -
         problem = _find_damage(headers, views, int(page), check)
         if problem:
             report.problems.append(f"{report.model}: page {page} {problem}")
-    report.runs = _find_runs(identities, pages, headers, refs, now_ns)
-    return identities
+    first_group = {
+        page_hash: identity for page_hash, identity in identities.items() if not unpack_ordinal(identity.ordinal)[1]
+    }
+    report.runs = _find_runs(first_group, pages, groups, headers, refs, now_ns)
+    return first_group
 
 
 def _find_damage(headers: PageHeaders, views: KvArena, page: int, check: bool) -> str:
@@ -163,6 +169,7 @@ def _read_fragmentation(config: Config, model: str) -> float | None:
 def _find_runs(
     identities: dict[PageHash, PageIdentity],
     pages: dict[PageHash, int],
+    groups: LayerGroups,
     headers: PageHeaders,
     refs: np.ndarray,
     now_ns: int,
@@ -180,6 +187,7 @@ def _find_runs(
         while len(following := children.get(members[-1], [])) == 1:
             members.append(following[0])
         ids = [pages[member] for member in members]
+        others = (group_hash(member, group) for member in members for group in range(1, groups.n_groups))
         runs.append(
             Run(
                 members[-1].hex(),
@@ -189,6 +197,7 @@ def _find_runs(
                 sum(int(refs[page]) > 0 for page in ids),
                 max(headers.uses(page) for page in ids),
                 max(0, now_ns - max(headers.last_use_ns(page) for page in ids)) / 1e9,
+                sum(other in pages for other in others),
             )
         )
     return sorted(runs, key=lambda run: (-run.pages, run.first, run.digest))

@@ -313,7 +313,7 @@ class LoadedVersions:
             for result in sessions.poll():
                 for loaded in self._versions_of(name) if result.freed else ():
                     if loaded.manager is not None:
-                        loaded.manager.pool.remove(result.freed)
+                        loaded.manager.remove(result.freed)
                 yield result
 
     @property

@@ -15,10 +15,13 @@ Invariants (`check`):
     a hash finds at most one page, which is full; a page has at most one hash
     a page that two leases hold has a hash
     no page is granted between a restart and the reconciliation
-    the pages that a lease does not hold (NO_PAGE) are its first ones, and computed
+    the pages that a lease does not hold (NO_PAGE) are those of its first places, and computed
 
 A sequence whose layers all have a sliding window holds the pages that its next position reads, and those behind them:
-older ones are released when they are committed, and not acquired when their successors are found in the cache.
+older ones are released when they are committed, and not acquired when their successors are found in the cache.  Where
+only some layers have a window, this holds for the pages of their groups (shm/layer_groups.py), and a sequence has the
+pages of the other groups from its first place on.  A prompt's pages are granted as it is computed, but a sequence is
+granted its first ones only when all that its prompt takes find room.
 
 A page with the hash of another page stays private to its sequence and is free afterwards.  A page is shared only if
 its checksum is right, and the tokens of a row are used only while its serial shows that they are the sequence's: in
@@ -30,76 +33,20 @@ Independent of sockets, files and the scheduler.  Times and tokens are arguments
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from shm.pages import first_read
-from shm.prefix_hash import PageHash, RootHasher, page_hashes
+from shm.layer_groups import NO_PAGE, ONE_GROUP, LayerGroups
+from shm.pages import KV_SPLIT, first_read, pack_ordinal, unpack_ordinal
+from shm.prefix_hash import PageHash, RootHasher, group_hash, page_hashes
+from stages.kv.lease import Denial, Grant, Lease, LeaseClaim, expected_pages
 from stages.kv.pool.page_headers import PageCounts, PageIdentity, checksum
-from stages.kv.pool.page_pool import NO_PAGE, Hit, PagePool
+from stages.kv.pool.page_pool import Hit, PagePool
 from stages.kv.pool.page_table import UNCLAIMED
 from stages.kv.pool.root_owners import RootOwners
 
 # (row, serial, begin, end) -> tokens (end - begin,) int32; None when the row belongs to another sequence.
 ReadTokens = Callable[[int, int, int, int], np.ndarray | None]
-
-
-class Grant(NamedTuple):
-    """The whole page table of a sequence; its first `cached_tokens` positions are computed.
-
-    NO_PAGE stands for a page that the sequence does not hold, because it does not read it.
-    """
-
-    pages: tuple[int, ...]
-    cached_tokens: int = 0
-
-
-class Denial(NamedTuple):
-    """Too few pages.
-
-    `fits`: an empty arena would be large enough.  `needed`: pages beyond those that the sequence holds or shares;
-    `free`: pages that are free or can be evicted.
-    """
-
-    fits: bool
-    needed: int
-    free: int
-    total: int
-
-
-class LeaseClaim(NamedTuple):
-    """A lease that the scheduler holds; `pages` is the sequence's page table."""
-
-    sequence: str
-    row: int
-    n_tokens: int
-    pages: tuple[int, ...]
-
-
-@dataclass(slots=True)
-class Lease:
-    """The pages that a sequence holds."""
-
-    sequence: str
-    row: int
-    serial: int  # of the row; 0: unknown, its tokens are not read
-    root: PageHash
-    pages: list[int]
-    hashes: list[PageHash]  # of the sequence's full pages, as far as its tokens are known
-    n_shared: int  # pages shared when the lease began
-    n_final: int  # leading pages that are shared, cached, or duplicates of cached ones
-    born_ns: int  # admission of the sequence
-    n_tokens: int  # positions with a known token: of the prompt, then as far as is committed
-    n_unread: int = 0  # leading places without a page, because no step reads it
-    n_released: int = 0  # of these, pages that the sequence had
-    is_suspect: bool = False  # refused by `reconcile`: holds its pages until its release and caches none
-
-    @property
-    def held(self) -> list[int]:
-        """The pages that the sequence holds."""
-        return self.pages[self.n_unread :]
 
 
 class Manager:
@@ -113,22 +60,24 @@ class Manager:
         read_tokens: ReadTokens,
         caching: bool = True,
         is_reconciled: bool = True,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         """Without `caching` no page is shared; `is_reconciled` False: no page is granted before `reconcile`."""
         self.pool = pool
+        self.groups = groups
         self.page_tokens = page_tokens
         self.is_reconciled = is_reconciled
         self.leases: dict[str, Lease] = {}
-        # Pages that are held for a sequence until it has its grant, by place, by sequence (page_import.py); all full.
-        self.imports: dict[str, dict[int, int]] = {}
+        # Pages that are held for a sequence until it has its grant, by hash, by sequence (page_import.py); all full.
+        self.imports: dict[str, dict[PageHash, int]] = {}
         self._table = pool.table
         self.root_hash_of = root_hash_of
         self.owners = RootOwners()
         self._read_tokens = read_tokens
         self._caching = caching
 
-    def pages_for(self, tokens: int) -> int:
-        """Number of pages that hold `tokens` positions."""
+    def places_for(self, tokens: int) -> int:
+        """Number of places that hold `tokens` positions."""
         return -(-tokens // self.page_tokens)
 
     # -------------------------------------------------------------- the five requests
@@ -172,41 +121,55 @@ class Manager:
                     return extended
                 return Grant(extended.pages, known.n_shared * self.page_tokens)
             self._end(known)
+        groups, n_tokens = self.groups, len(tokens)
         if not self.is_reconciled:
-            return self._denial(self.pages_for(want_tokens))
+            return self._denial(groups.n_pages(self.places_for(want_tokens)))
 
         now = pool.clock_ns()
         hit = self._find(hashes[:n_sharable], window)
         found, outside = hit.in_arena, hit.outside
-        needed = max(self.pages_for(self._wanted(want_tokens, hit.end, window, ahead)), hit.end) - hit.first
+        n_places = max(self.places_for(self._wanted(want_tokens, hit.end, window, ahead)), hit.end)
+        n_prompt = self.places_for(n_tokens) if groups.full and window else 0
+        n_window = min(n_prompt, self.places_for(window + KV_SPLIT + ahead))
+        needed = groups.n_pages(n_places, hit.first)
+        later = expected_pages(groups, n_places, hit.first, n_prompt, n_window)
         table.acquire_ref(found)  # before make_room, which could evict them
-        if not pool.make_room(needed - len(found)):
-            denial = self._denial(needed, held=len(found))
+        if not (self._has_room(needed - len(found) + later) and pool.make_room(needed - len(found))):
+            denial = self._denial(needed + later, held=len(found))
             table.release_ref(found, pool.clock_ns())
             return denial
         new = table.get_new_pages(needed - len(found), root, serial, now, now)
-        n_restored = pool.restore([hashes[place] for place in outside], new)
-        if window and n_restored < len(outside):  # what is behind the gap may need pages before it
+        n_restored = pool.restore(outside, new)
+        if n_restored < len(outside) and (window or groups.full):  # what is behind the gap may need pages before it
             table.release_ref(found + new, pool.clock_ns())
             return self.acquire(sequence, tokens, want_tokens, row, serial, salt, 0, window, ahead)
-        n_shared = hit.end - len(outside) + n_restored
-        pool.count_warm_hits(hashes[hit.first : hit.end])
+        n_shared = hit.end - len(outside) + n_restored if n_restored < len(outside) else hit.end
+        pool.count_warm_hits(hit.hashes)
         table.record_use(found, now)
         pool.counters.hits += n_shared
         pool.counters.misses += n_sharable - n_shared
         rest = iter(new)
-        pages = [NO_PAGE] * hit.first + [next(rest) if page == NO_PAGE else page for page in hit.pages] + list(rest)
-        n_tokens = len(tokens)
-        self.leases[sequence] = Lease(
-            sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, n_tokens, hit.first
-        )
+        held = [next(rest) if page == NO_PAGE else page for page in hit.pages] + list(rest)
+        pages = groups.table(held, hit.first)
+        lease = Lease(sequence, row, serial, root, pages, hashes, n_shared, n_shared, now, n_tokens, hit.first)
+        lease.groups, lease.n_prompt, lease.n_window = groups, n_prompt, n_window
+        self.leases[sequence] = lease
         return Grant(tuple(pages), n_shared * self.page_tokens)
 
+    def _has_room(self, count: int) -> bool:
+        """Whether `count` pages can become free beside those that the prompts of other sequences will take."""
+        if not self.groups.full:
+            return True
+        expected = sum(lease.n_expected for lease in self.leases.values())
+        return count + expected <= self.pool.free + self.pool.cached
+
     def _find(self, hashes: list[PageHash], window: int, sent: Container[PageHash] = ()) -> Hit:
-        if not window:
+        if not window and not self.groups.full:
             return self.pool.find(hashes)
         each = self.page_tokens
-        return self.pool.find_last(hashes, lambda n_places: first_read(n_places * each, window) // each, sent)
+        return self.pool.find_last(
+            hashes, lambda n_places: first_read(n_places * each, window) // each, sent, self.groups
+        )
 
     def _wanted(self, want_tokens: int, n_shared: int, window: int, ahead: int) -> int:
         """Positions that a new lease holds, or has held."""
@@ -222,31 +185,29 @@ class Manager:
         hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
         return hashes[: self._n_sharable(tokens, hashes, sharable)]
 
-    def places_with(self, hashes: list[PageHash], window: int, sent: Container[PageHash]) -> range:
-        """The places that `acquire` would share if the pages of `sent` were in the arena, and sources contained none.
+    def pages_with(self, hashes: list[PageHash], window: int, sent: Container[PageHash]) -> Sequence[PageHash]:
+        """The pages that `acquire` would share if those of `sent` were in the arena, and sources contained none.
 
         With a window sources count as well, because each of its pages is fetched by itself.
         """
-        if window:
-            hit = self._find(hashes, window, sent)
-            return range(hit.first, hit.end)
+        if window or self.groups.full:
+            return self._find(hashes, window, sent).hashes
         table = self._table
         missing = (
             place
             for place, page_hash in enumerate(hashes)
             if table.get_cached_page(page_hash) is None and page_hash not in sent
         )
-        return range(next(missing, len(hashes)))
+        return hashes[: next(missing, len(hashes))]
 
     def pages_outside(self, tokens: np.ndarray, salt: str = "", sharable: int = -1, window: int = 0) -> list[PageHash]:
         """The pages that `acquire` would fetch from a source for these tokens (n,) int32."""
-        hashes = self.sharable_hashes(tokens, salt, sharable)
-        return [hashes[place] for place in self._find(hashes, window).outside]
+        return self._find(self.sharable_hashes(tokens, salt, sharable), window).outside
 
     def extend(self, sequence: str, want_tokens: int) -> Grant | Denial:
         """Add new pages at the end of a lease. Denies an unknown or suspect one: it must acquire again."""
         lease = self.leases.get(sequence)
-        needed = self.pages_for(want_tokens)
+        needed = self.groups.n_pages(self.places_for(want_tokens))
         if lease is None or lease.is_suspect or not self.is_reconciled:
             return self._denial(needed)
         missing = max(0, needed - len(lease.pages))
@@ -257,6 +218,10 @@ class Manager:
             now = self.pool.clock_ns()
             lease.pages += self._table.get_new_pages(missing, lease.root, lease.serial, now, lease.born_ns)
         return Grant(tuple(lease.pages), lease.n_shared * self.page_tokens)
+
+    def remove(self, hashes: Sequence[PageHash]) -> None:
+        """Drop the pages of these places, in the arena and in page files, unless sequences hold them."""
+        self.pool.remove(group_hash(page_hash, group) for page_hash in hashes for group in range(self.groups.n_groups))
 
     def is_suspect(self, sequence: str) -> bool:
         """Whether the sequence's lease was refused, and the scheduler has not released it yet."""
@@ -275,12 +240,16 @@ class Manager:
                 self._release_unread(lease, unread // self.page_tokens)
 
     def _release_unread(self, lease: Lease, n_unread: int) -> None:
-        """Release the first `n_unread` pages of a lease, except its last one, by which it is recognised."""
-        n_unread = min(n_unread, len(lease.pages) - 1)
+        """Release the first `n_unread` places of a lease, except its last one, by which it is recognised."""
+        groups = self.groups
+        n_unread = min(n_unread, lease.n_places - 1)
         if n_unread <= lease.n_unread:
             return
-        pages = lease.pages[lease.n_unread : n_unread]
-        lease.pages[lease.n_unread : n_unread] = [NO_PAGE] * len(pages)
+        pages = []
+        for at in range(lease.n_unread * groups.n_groups, n_unread * groups.n_groups):
+            if at % groups.n_groups >= groups.full:
+                pages.append(lease.pages[at])
+                lease.pages[at] = NO_PAGE
         lease.n_released += len(pages)
         lease.n_unread = n_unread
         self._table.release_ref(pages, self.pool.clock_ns())
@@ -321,10 +290,11 @@ class Manager:
 
         The frame that granted the last pages may be lost: no step has them then.
         """
-        n_unread, n_pages = _leading_gap(claim.pages), len(claim.pages)
-        if n_pages < max(lease.n_final, lease.n_unread + 1):
+        groups, n_pages = self.groups, len(claim.pages)
+        n_unread = groups.n_unread(claim.pages)
+        if n_pages % groups.n_groups or n_pages // groups.n_groups < max(lease.n_final, lease.n_unread + 1):
             return False
-        if tuple(lease.pages[n_unread:n_pages]) != tuple(claim.pages[n_unread:]):
+        if groups.held(lease.pages[:n_pages], n_unread) != groups.held(claim.pages, n_unread):
             return False
         if surplus := lease.pages[n_pages:]:
             del lease.pages[n_pages:]
@@ -358,7 +328,8 @@ class Manager:
         """
         each = self.page_tokens
         # A page that several leases hold is full, so an unused position belongs to one lease only.
-        unused = sum(max(0, len(lease.pages) * each - lease.n_tokens) for lease in self.leases.values())
+        count = self.groups.n_groups
+        unused = sum(max(0, len(lease.pages) * each - lease.n_tokens * count) for lease in self.leases.values())
         return unused / (self.pool.leased * each) if self.pool.leased else 0.0
 
     # -------------------------------------------------------------- caching full pages
@@ -366,22 +337,24 @@ class Manager:
     def _cache_full_pages(self, lease: Lease, n_tokens: int) -> None:
         """Cache the lease's full pages within the first `n_tokens` positions."""
         lease.n_tokens = max(lease.n_tokens, n_tokens)
-        n_full = min(n_tokens // self.page_tokens, len(lease.pages))
+        n_full = min(n_tokens // self.page_tokens, lease.n_places)
         if n_full <= lease.n_final or lease.is_suspect or not self._caching:
             return
         if len(lease.hashes) < n_full and not self._extend_hashes(lease, n_full):
             n_full = len(lease.hashes)
-        for i in range(lease.n_final, n_full):
-            page_hash, page = lease.hashes[i], lease.pages[i]
-            if page == NO_PAGE or self._table.get_cached_page(page_hash) is not None:
-                continue
-            parent = lease.hashes[i - 1] if i else lease.root
-            content = checksum(self.pool.arena.pages[page])
-            self.pool.cache_full_page(page, PageIdentity(lease.root, parent, page_hash, content, i, self.page_tokens))
+        count = self.groups.n_groups
+        for at in range(lease.n_final * count, n_full * count):
+            (i, group), page = divmod(at, count), lease.pages[at]
+            page_hash = group_hash(lease.hashes[i], group)
+            if page != NO_PAGE and self._table.get_cached_page(page_hash) is None:
+                parent = group_hash(lease.hashes[i - 1], group) if i else lease.root
+                content, ordinal = checksum(self.pool.arena.pages[page]), pack_ordinal(i, group)
+                identity = PageIdentity(lease.root, parent, page_hash, content, ordinal, self.page_tokens)
+                self.pool.cache_full_page(page, identity)
         lease.n_final = max(lease.n_final, n_full)
 
     def _extend_hashes(self, lease: Lease, n_full: int) -> bool:
-        """Hash the pages up to `n_full` from the row's tokens; False if the row's tokens are not the sequence's."""
+        """Hash the places up to `n_full` from the row's tokens; False if the row's tokens are not the sequence's."""
         begin, tokens = len(lease.hashes), None
         if lease.serial:
             tokens = self._read_tokens(lease.row, lease.serial, begin * self.page_tokens, n_full * self.page_tokens)
@@ -407,6 +380,7 @@ class Manager:
             own = [page for page in dict.fromkeys(claim.pages) if self._may_hold(page, last)]
             root = self.root_hash_of("")
             lease = Lease(claim.sequence, claim.row, 0, root, own, [], 0, 0, 0, claim.n_tokens, is_suspect=True)
+            lease.groups = self.groups
         for page in lease.held:
             self._table.claim(page)
         self.leases[claim.sequence] = lease
@@ -414,10 +388,12 @@ class Manager:
 
     def _recognise(self, claim: LeaseClaim) -> Lease | None:
         """Rebuild a lease from the headers; None when they contradict the claim, or a page is damaged."""
-        table, headers, pages = self._table, self._table.headers, list(claim.pages)
-        n_unread = _leading_gap(pages)
-        held = pages[n_unread:]
-        if not held or len(set(held)) != len(held) or claim.n_tokens > len(pages) * self.page_tokens:
+        table, headers, pages, groups = self._table, self._table.headers, list(claim.pages), self.groups
+        n_unread = groups.n_unread(pages)
+        held = groups.held(pages, n_unread)
+        if not held or len(set(held)) != len(held) or len(pages) % groups.n_groups:
+            return None
+        if claim.n_tokens > len(pages) // groups.n_groups * self.page_tokens:
             return None
         if not all(0 <= page < table.total for page in held) or n_unread * self.page_tokens > claim.n_tokens:
             return None
@@ -427,24 +403,32 @@ class Manager:
         lease = Lease(
             claim.sequence, claim.row, serial, root, pages, [], 0, 0, born_ns, claim.n_tokens, n_unread, n_unread
         )
-        knows_tokens = self._caching and (not n_unread or self._extend_hashes(lease, n_unread))
-        for i, page in enumerate(held, n_unread):
+        lease.groups = groups
+        # Without a page of any group at the first places, these are hashed from the row's tokens.
+        knows_tokens = self._caching and (groups.full > 0 or not n_unread or self._extend_hashes(lease, n_unread))
+        for at, page in enumerate(pages):
+            i, group = divmod(at, groups.n_groups)
+            if i < n_unread and group >= groups.full:
+                continue
             if table.state(page) == UNCLAIMED:
                 if headers.lease_of(page) != (root, serial):
                     return None
                 is_computed = (i + 1) * self.page_tokens <= claim.n_tokens
-                knows_tokens = knows_tokens and is_computed and self._extend_hashes(lease, i + 1)
+                knows_tokens = knows_tokens and is_computed and (group > 0 or self._extend_hashes(lease, i + 1))
                 continue
             identity = headers.identity(page) if table.hash_of(page) is not None else None
-            if identity is None or identity.ordinal != i or identity.root != root:
+            if identity is None or unpack_ordinal(identity.ordinal) != (i, group) or identity.root != root:
                 return None
             if table.is_damaged(page):
                 self.pool.invalidate(page)
                 return None
             if knows_tokens:
-                if identity.parent != (lease.hashes[-1] if i else root):
+                if identity.parent != (group_hash(lease.hashes[i - 1], group) if i else root):
                     return None
-                lease.hashes.append(identity.page_hash)
+                if not group:
+                    lease.hashes.append(identity.page_hash)
+                elif identity.page_hash != group_hash(lease.hashes[i], group):
+                    return None
         return lease
 
     def _may_hold(self, page: int, last: int) -> bool:
@@ -470,7 +454,9 @@ class Manager:
         """Raises `AssertionError` when an invariant does not hold. O(total), for tests and `starling kv check`."""
         held: dict[int, int] = {}
         for lease in self.leases.values():
-            assert NO_PAGE not in lease.held, f"{lease.sequence} lacks a page behind the first that it holds"
+            assert NO_PAGE not in lease.held, f"{lease.sequence} lacks a page that it reads"
+            gap = lease.groups.without_unread(lease.pages, lease.n_unread)
+            assert gap == tuple(lease.pages), f"{lease.sequence} holds a page that it does not read"
             for page in lease.held:
                 held[page] = held.get(page, 0) + 1
         for pages in self.imports.values():
@@ -485,8 +471,3 @@ class Manager:
         if self.is_reconciled:  # until then the reference counts in the headers are not valid
             in_headers = self._table.headers.count()
             assert in_headers == count, f"the headers say {in_headers}, not {count}"
-
-
-def _leading_gap(pages: Sequence[int]) -> int:
-    """Number of places without a page at the beginning of a table."""
-    return next((i for i, page in enumerate(pages) if page != NO_PAGE), len(pages))

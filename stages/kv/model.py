@@ -104,8 +104,8 @@ class ModelPages:
         Raises `ArenaError`, `CheckpointError`, `OSError`.
         """
         index = load_index(index_path)
-        model, hyper = self.model, index.hyper
-        geometry = KvGeometry(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, model.page_tokens, model.kv_type)
+        model = self.model
+        geometry = KvGeometry.of(index.hyper, model.page_tokens, model.kv_type)
         path = paths.arena_dir(self.config) / f"{model.slug}.kv"
         # A generation from the clock: no earlier arena at this path has had it.
         opened = open_arena(
@@ -143,6 +143,7 @@ class ModelPages:
             self.rows.read,
             caching=config.cache.enabled,
             is_reconciled=False,
+            groups=geometry.groups,
         )
         self.manager = manager
         if is_alone:

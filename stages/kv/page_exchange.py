@@ -1,7 +1,8 @@
 """Pages that go to other engines of the same version, and pages that come from them; both by the control socket.
 
     {"op": "tails", "model", "request"}           where the pages of a running request are: the arena's file, and the
-                                                  hash of the last computed page of each of its sequences
+                                                  hashes of the last computed pages of each of its sequences, one for
+                                                  each layer group, with the first place that is needed of it
     {"op": "take", "model", "request", "path", "tenant"}
                                                   a file of pages (shm/sent_pages.py) for a request that will come
 
@@ -26,7 +27,8 @@ import numpy as np
 from pipeline.errors import InvalidRequest, NotFound, Overloaded
 from pipeline.protocol import messages as m
 from pipeline.protocol.messages import request_of
-from shm.prefix_hash import PageHash
+from shm.pages import KV_SPLIT
+from shm.prefix_hash import PageHash, group_hash
 from shm.sent_pages import (
     HEAD_BYTES,
     IDENTITY_BYTES,
@@ -139,10 +141,23 @@ class PageExchange:
         loaded, manager = self._version(request)
         arena, name = loaded.pages.arena, str(request.get("request", ""))
         leases = [one for one in manager.leases.values() if request_of(one.sequence) == name and not one.is_suspect]
-        ends = [one.hashes[one.n_final - 1].hex() for one in leases if 0 < one.n_final <= len(one.hashes)]
+        # A window may begin up to a KV split before the last released page.
+        split = KV_SPLIT // manager.page_tokens
+        ends = {
+            one.hashes[one.n_final - 1]: max(0, one.n_unread - split)
+            for one in leases
+            if 0 < one.n_final <= len(one.hashes)
+        }
         if arena is None or not ends:
             raise NotFound(f"request {name[:80]!r} has no computed pages here")
-        return {"arena": arena.path.name, "digest": loaded.pages.digest, "tails": sorted(set(ends))[:MAX_TAILS]}
+        groups = range(manager.groups.n_groups)
+        pairs = [(end, group) for end in sorted(ends) for group in groups][:MAX_TAILS]
+        return {
+            "arena": arena.path.name,
+            "digest": loaded.pages.digest,
+            "tails": [group_hash(end, group).hex() for end, group in pairs],
+            "lowest": [ends[end] if group >= manager.groups.full > 0 else 0 for end, group in pairs],
+        }
 
     # -------------------------------------------------------------- pages that come
 

@@ -17,7 +17,8 @@ from typing import Protocol
 import numpy as np
 
 from pipeline.protocol import messages as m
-from shm.prefix_hash import PageHash
+from shm.pages import pack_ordinal
+from shm.prefix_hash import PageHash, group_hash
 from stages.kv.manager import Manager
 from stages.kv.pool.page_headers import PageIdentity
 
@@ -43,37 +44,42 @@ class PageImport:
         self.n_imported = self.n_damaged = 0
         self._manager = manager
         self._root = manager.root_hash_of(frame.salt)
-        self._hashes = manager.sharable_hashes(tokens, frame.salt, frame.sharable)
+        self._hashes = manager.sharable_hashes(tokens, frame.salt, frame.sharable)  # of each place
         manager.owners.learn(self._root, frame.salt)
         self._held = manager.imports[frame.sequence] = {}
-        self._places = deque(manager.places_with(self._hashes, frame.window, sent))
-        for place in self._places:
-            self._hold(place)  # before an import makes room, which could evict it
-        self._places = deque(place for place in self._places if place not in self._held)
+        self._needed = manager.pages_with(self._hashes, frame.window, sent)
+        for page_hash in self._needed:
+            self._hold(page_hash)  # before an import makes room, which could evict it
+        self._missing = deque(page_hash for page_hash in self._needed if page_hash not in self._held)
+        self._place_of = {
+            group_hash(page_hash, group): (place, group)
+            for place, page_hash in enumerate(self._hashes if self._missing else ())
+            for group in range(manager.groups.n_groups)
+        }
 
     @property
     def is_done(self) -> bool:
         """Whether there is nothing to copy."""
-        return not self._places
+        return not self._missing
 
     def step(self, max_bytes: int) -> int:
         """Copy pages until there are `max_bytes` or more, or there is nothing to copy. Returns the bytes copied."""
         n_bytes = 0
-        while self._places and n_bytes < max_bytes:
-            place = self._places.popleft()
-            if self._hold(place):
+        while self._missing and n_bytes < max_bytes:
+            page_hash = self._missing.popleft()
+            if self._hold(page_hash):
                 continue
-            if self.frame.window and self._hashes[place] not in self.sent:
+            if (self.frame.window or self._manager.groups.full) and page_hash not in self.sent:
                 continue  # a source contains it
-            if not self._import(place):
-                self._places.clear()
+            if not self._import(page_hash):
+                self._missing.clear()
             n_bytes += self._manager.pool.arena.pages.shape[1]
         return n_bytes
 
-    def _hold(self, place: int) -> bool:
+    def _hold(self, page_hash: PageHash) -> bool:
         """Hold the page of the arena, verified. False: there is none."""
         pool = self._manager.pool
-        page = pool.table.get_cached_page(self._hashes[place])
+        page = pool.table.get_cached_page(page_hash)
         if page is None:
             return False
         if pool.table.is_damaged(page):
@@ -81,12 +87,12 @@ class PageImport:
             pool.table.evict(page)
             return False
         pool.table.acquire_ref((page,))
-        self._held[place] = page
+        self._held[page_hash] = page
         return True
 
-    def _import(self, place: int) -> bool:
+    def _import(self, page_hash: PageHash) -> bool:
         """Copy a page. False: it is missing or damaged, or there is no room."""
-        pool, table, page_hash = self._manager.pool, self._manager.pool.table, self._hashes[place]
+        pool, table = self._manager.pool, self._manager.pool.table
         if not self.sent.is_open or page_hash not in self.sent or not pool.make_room(1):
             return False
         now = pool.clock_ns()
@@ -97,10 +103,11 @@ class PageImport:
             self.n_damaged += 1
             pool.counters.checksum_failures += 1
             return False
-        parent = self._hashes[place - 1] if place else self._root
-        each = self._manager.page_tokens
-        pool.cache_full_page(page, PageIdentity(self._root, parent, page_hash, content, place, each))
-        self._held[place] = page
+        place, group = self._place_of[page_hash]
+        parent = group_hash(self._hashes[place - 1], group) if place else self._root
+        ordinal, each = pack_ordinal(place, group), self._manager.page_tokens
+        pool.cache_full_page(page, PageIdentity(self._root, parent, page_hash, content, ordinal, each))
+        self._held[page_hash] = page
         self.n_imported += 1
         pool.counters.imported += 1
         pool.on_moved()
@@ -108,10 +115,10 @@ class PageImport:
 
     def close(self) -> None:
         """Release what is held. Idempotent."""
-        self._places.clear()
+        self._missing.clear()
         if self._manager.imports.get(self.frame.sequence) is self._held:
             del self._manager.imports[self.frame.sequence]
-            pages = [self._held[place] for place in sorted(self._held)]
+            pages = [self._held[page_hash] for page_hash in self._needed if page_hash in self._held]
             self._manager.pool.table.release_ref(pages, self._manager.pool.clock_ns())
 
 

@@ -100,7 +100,8 @@ class PrefixExchange:
             raise NotFound(f"model {loaded.name!r} has no pages here")
         limit = max(0, min(MAX_CANDIDATES, int(request.get("limit", 0))))
         answer = {"arena": arena.path.name, "digest": loaded.pages.digest, "page_bytes": geometry.page_bytes}
-        if not limit:  # asked for where the pages are
+        # Where the pages are is all that was asked for, or prefixes are not of pages of one layer group.
+        if not limit or manager.groups.n_groups > 1:
             return {**answer, "prefixes": []}
         records = manager.pool.headers.snapshot()
         records = records[(records["state"] == PAGE_FULL) & (records["uses"] >= MIN_USES)]

@@ -12,11 +12,12 @@ class Run(msgspec.Struct):
 
     digest: str  # hash of the last page, hex
     parent: str  # hash of the page before the first one, hex; "": the run starts a prefix
-    first: int  # ordinal of the first page
+    first: int  # place of the first page
     pages: int
     held: int  # number of these pages that sequences hold
     uses: int  # number of sequences that have held a page, the highest of these pages
     idle_s: float  # since the last use
+    others: int = 0  # pages of further layer groups at the same places
 
 
 class DiskReport(msgspec.Struct):

@@ -34,8 +34,9 @@ from stages.kv.audit import audit
 from stages.kv.cache_metrics import measure
 from stages.kv.clearing import Clearing
 from stages.kv.frame_names import frame_names, sequence_names
+from stages.kv.lease import Denial, Grant, LeaseClaim
 from stages.kv.loaded_versions import MAX_STALL_S, LoadedVersion, LoadedVersions
-from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
+from stages.kv.manager import Manager
 from stages.kv.page_exchange import PageExchange
 from stages.kv.prefix_exchange import PrefixExchange
 from stages.kv.session_exchange import SessionExchange

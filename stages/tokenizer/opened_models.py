@@ -151,6 +151,7 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         pair_separator=_pair_separator(t) if index.hyper.scores_pairs else (),
         quantization=index.quantization,
         kv_shape=(index.hyper.n_layers, index.hyper.n_kv_heads, index.hyper.head_dim, index.hyper.kv_window),
+        kv_windowed=index.hyper.n_windowed,
     )
     return TokenizerModel(vocabulary, template, described)
 

@@ -13,6 +13,7 @@ import numpy as np
 from pipeline.errors import ModelUnavailable
 from shm.arena import Arena
 from shm.checkpoint import Checkpoint, Hyper
+from shm.layer_groups import places_of_layers
 from shm.pages import KV_TYPES, KvArena, KvGeometry
 from shm.step_ring import PROGRESS, Steps, StepsGeometry
 from stages.worker import activations_arena as act
@@ -135,7 +136,6 @@ class Model:
             c.EMBEDDING_NORM_BIAS: self._address("token_embd_norm.bias"),
             c.TOKEN_TYPE: self._address("token_types.weight"),
             c.ATTENDS_ALL: int(not h.is_causal),
-            c.LAYERS: self.layers.ctypes.data,
             c.FINAL_NORM: self._address("output_norm.weight"),
             c.FINAL_NORM_BIAS: self._address("output_norm.bias"),
             c.COS_LO: self._address("rope.cos_lo"),
@@ -178,14 +178,26 @@ def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
     kv, s, g = arenas.kv_geometry, arenas.steps_geometry, arenas.geometry
     for name, value, expected in (
         ("KV layers", kv.n_layers, hyper.n_layers),
+        ("KV layers with a window", kv.n_windowed, hyper.n_windowed),
         ("KV heads", kv.n_kv_heads, hyper.n_kv_heads),
         ("KV head_dim", kv.head_dim, hyper.head_dim),
         ("max_entries", g.max_entries, s.max_entries),
         ("max_samples", g.step_samples, s.max_samples),
         ("max_pages", g.max_pages, s.max_pages),
+        ("pages beyond whole places of a row", s.max_pages % kv.groups.n_groups, 0),
     ):
         if value != expected:
             raise ValueError(f"{name} is {value}, expected {expected}")
+
+
+def _layers_with_pages(model: Model, kv: KvGeometry, max_pages: int) -> np.ndarray:
+    """The rows of the model's layers, with the places of their K and V: (n_layers, LAYER_WORDS) i64."""
+    layers = model.layers.copy()
+    windows = model.hyper.windows or (0,) * kv.n_layers
+    for row, (group, place) in zip(layers, places_of_layers(windows, kv.page_layers, kv.groups), strict=True):
+        row[c.KV_AT] = place * kv.n_kv_heads * kv.head_bytes
+        row[c.TABLE_AT] = 4 * group * (max_pages // kv.groups.n_groups)
+    return layers
 
 
 class RankTable:
@@ -199,11 +211,14 @@ class RankTable:
         words = dict(model.words)
         words |= self._steps_words(arenas.steps, arenas.steps_geometry)
         kv, g = arenas.kv_geometry, arenas.geometry
+        self.layers = _layers_with_pages(model, kv, g.max_pages)
         words |= {
+            c.LAYERS: self.layers.ctypes.data,
             c.PAGES: arenas.kv.pages.ctypes.data,
             c.PAGE_BYTES: kv.page_bytes,
             c.N_PAGES: arenas.kv.pages.shape[0],
             c.PAGE_TOKENS: kv.page_tokens,
+            c.PAGE_GROUPS: kv.groups.n_groups,
             c.HEAD_BYTES: kv.head_bytes,
             c.KV_WIDTH: KV_TYPES[kv.kv_type],
         }

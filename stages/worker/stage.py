@@ -182,6 +182,7 @@ class WorkerStage:
                 h.is_causal,
                 tuple(self.adapters.items()),
                 h.kv_window,
+                h.page_groups,
             )
         )
 

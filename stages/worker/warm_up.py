@@ -36,9 +36,9 @@ def warm_up(
     """
     h, n_ranks = model.hyper, 1 + len(ranks)
     prompt = max(1, min(PROMPT_TOKENS, h.context_length - 1))
-    pages = -(-(prompt + 1) // page_tokens) + 1
-    steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, pages, pooled_width=0 if h.is_causal else h.width)
-    kv_geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, page_tokens, kv_type)
+    kv_geometry = KvGeometry.of(h, page_tokens, kv_type)
+    n_pages = kv_geometry.groups.n_pages(-(-(prompt + 1) // page_tokens) + 1)
+    steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, n_pages, pooled_width=0 if h.is_causal else h.width)
     # Named as `Arena.create` names what it has not completed: a group that is killed here leaves them to its successor.
     paths = ArenaPaths(*(str(base.with_name(f".{base.name}.warm-{kind}")) for kind in ("steps", "kv", "act")))
     arenas: list[Arena] = []

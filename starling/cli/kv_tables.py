@@ -87,11 +87,12 @@ def _prefix_tree(model: ModelReport) -> Tree:
     shown = {run.digest: run for run in model.runs[:MAX_RUNS]}
     branches: dict[str, Tree] = {}
     for run in sorted(shown.values(), key=lambda run: run.first):
-        size = _bytes(run.pages * model.page_bytes)
+        n_pages = run.pages + run.others
+        size = _bytes(n_pages * model.page_bytes)
         held = f", {run.held} in use" if run.held else ""
         label = (
             f"{run.digest[:8]} tokens {run.first * model.page_tokens}.."
-            f"{(run.first + run.pages) * model.page_tokens}, {run.pages} pages, {size}, "
+            f"{(run.first + run.pages) * model.page_tokens}, {n_pages} pages, {size}, "
             f"{run.uses} uses, idle {_age(run.idle_s)}{held}"
         )
         branches[run.digest] = branches.get(run.parent, tree).add(label)

@@ -17,7 +17,7 @@ import numpy as np
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
-from pipeline.models.arena_sizes import arena_sizes, most_positions
+from pipeline.models.arena_sizes import arena_sizes, most_pages, most_positions
 from shm.checkpoint import Checkpoint, Hyper, piece_checksum
 from shm.pages import KvGeometry, pages_that_fit
 from stages.worker.adapters.memory import used_bytes
@@ -35,9 +35,11 @@ class Plan(msgspec.Struct, frozen=True):
     weights: int  # the `.bin`
     weights_per_token: int  # of them that a step reads
     kv_arena: int
-    kv_positions: int  # number of positions that fit in it
+    kv_positions: int  # number of positions, of all layers, that fit in it
     kv_per_position: int
-    kv_sequence: int  # positions that a sequence at its full context holds
+    kv_behind_window: int  # of each position behind the window of a sequence
+    kv_sequence: int  # positions that a sequence at its full context holds; of layers with a window, if there are any
+    kv_sequences: int  # sequences at full context that fit in it
     step_arena: int
     activations: int
     adapters: int  # those that are configured, and their table
@@ -63,7 +65,8 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
     checkpoint = Checkpoint(index_path)
     index, h = checkpoint.index, checkpoint.index.hyper
     sizes = arena_sizes(config, model, h)
-    geometry = KvGeometry(h.n_layers, h.n_kv_heads, h.head_dim, model.page_tokens, model.kv_type)
+    geometry = KvGeometry.of(h, model.page_tokens, model.kv_type)
+    groups, n_pages = geometry.groups, pages_that_fit(geometry, config.kv_cache_bytes(model))
     context = min(h.context_length, model.max_sequence_length or h.context_length)
     step_tokens = max(config.scheduler.max_step_tokens, config.max_batch_size(model))
     adapters = prepare_adapters(model, index, models_dir).values()
@@ -75,9 +78,11 @@ def plan(config: Config, model: ModelConfig, models_dir: Path) -> Plan | None:
         weights=index.bin_bytes,
         weights_per_token=index.decode_bytes,
         kv_arena=sizes.kv,
-        kv_positions=pages_that_fit(geometry, config.kv_cache_bytes(model)) * model.page_tokens,
-        kv_per_position=round(per_layer * h.n_layers),
+        kv_positions=n_pages // groups.n_groups * model.page_tokens,
+        kv_per_position=round(per_layer * geometry.page_layers * groups.n_groups),
+        kv_behind_window=round(per_layer * geometry.page_layers * (groups.full if h.kv_window else groups.n_groups)),
         kv_sequence=most_positions(context, h.kv_window, step_tokens, model.page_tokens),
+        kv_sequences=n_pages // most_pages(context, h.kv_window, step_tokens, model.page_tokens, groups),
         step_arena=sizes.steps,
         activations=sizes.activations,
         adapters=used_bytes(index, adapters) if adapters else 0,
@@ -120,8 +125,12 @@ def lines(p: Plan) -> list[str]:
     def mb(n: float) -> str:
         return f"{n / 1e6:,.1f} MB"
 
-    most = min(p.kv_sequence, p.kv_positions)
-    positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; a sequence holds up to {most:,}"
+    positions = f"{p.kv_positions:,} positions of {p.kv_per_position:,} bytes; "
+    if 0 < p.kv_behind_window < p.kv_per_position:
+        positions += f"{p.kv_behind_window:,} behind the last {p.kv_sequence:,} of a sequence: "
+        positions += f"{p.kv_sequences:,} of {p.context_length:,} fit"
+    else:
+        positions += f"a sequence holds up to {min(p.kv_sequence, p.kv_positions):,}"
     adapters = [f"  adapters     {mb(p.adapters)}"] if p.adapters else []
     return [
         f"{p.name}  {mb(p.memory)} of memory",

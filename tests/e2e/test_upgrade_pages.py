@@ -61,7 +61,7 @@ store.close()
 print(json.dumps(found))
 """
 for name in ("GEOMETRY", "MODEL", "MAX_BYTES", "FIRST", "SECOND"):
-    OLD = OLD.replace(name, repr(tuple(globals()[name]) if name == "GEOMETRY" else globals()[name]))
+    OLD = OLD.replace(name, repr(tuple(globals()[name])[:5] if name == "GEOMETRY" else globals()[name]))
 
 
 def open_store(home: Path) -> DiskPageStore:

@@ -11,7 +11,8 @@ import numpy as np
 from pipeline.protocol import messages as m
 from shm.pages import KvGeometry, create_kv
 from stages.agent.kv_pages.arena_pages import FoundPages, find_pages
-from stages.kv.manager import Grant, Manager
+from stages.kv.lease import Grant
+from stages.kv.manager import Manager
 from stages.kv.page_exchange import PageExchange
 from stages.kv.page_import import PageImports
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, FakeRows, contents, manager
@@ -56,7 +57,7 @@ class Side:
     def found(self, request: str = REQUEST) -> FoundPages:
         """The pages of a request, as its agent finds them."""
         answer = self.exchange.tails({"model": "tiny", "request": request})
-        return find_pages(self.path, answer["digest"], answer["tails"], 1 << 30)
+        return find_pages(self.path, answer["digest"], answer["tails"], 1 << 30, answer["lowest"])
 
     def begin(self, sequence: str = f"{REQUEST}/0~1", salt: str = "", window: int = 0) -> bool:
         """A sequence is about to acquire its pages; whether it has to wait for some."""

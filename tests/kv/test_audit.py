@@ -18,7 +18,7 @@ from pipeline.protocol import messages as m
 from shm.pages import HEADER, PAGE_FULL
 from stages.kv import inspection
 from stages.kv.audit import audit
-from stages.kv.manager import Grant
+from stages.kv.lease import Grant
 from stages.kv.model import ModelPages
 from stages.kv.pool.page_headers import PageCounts
 from starling.cli import cli

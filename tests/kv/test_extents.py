@@ -16,7 +16,8 @@ from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.models import capacity
 from shm.arena import HEADER_BYTES, Arena, ArenaError, unreserved_bytes
 from shm.pages import kv_arena_bytes, pages_offset
-from stages.kv.manager import Denial, Grant, Manager
+from stages.kv.lease import Denial, Grant
+from stages.kv.manager import Manager
 from stages.kv.pool.arena import OpenedArena, open_arena
 from stages.kv.pool.extents import EXTENT_BYTES
 from stages.kv.pool.page_pool import PagePool

@@ -17,7 +17,8 @@ from shm import prefix_hash
 from shm.pages import KvGeometry, create_kv
 from stages.kv.cache_metrics import measure
 from stages.kv.inspection import inspect
-from stages.kv.manager import Grant, Manager
+from stages.kv.lease import Grant
+from stages.kv.manager import Manager
 from stages.kv.model import ModelPages
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.report import Report

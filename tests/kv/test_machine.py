@@ -16,7 +16,8 @@ from shm import prefix_hash
 from shm.arena import HEADER_BYTES
 from shm.pages import KvArena, attach_kv, create_kv, kv_arena_bytes, pages_offset
 from shm.prefix_hash import PageHash
-from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
+from stages.kv.lease import Denial, Grant, LeaseClaim
+from stages.kv.manager import Manager
 from stages.kv.pool.arena import scan
 from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders

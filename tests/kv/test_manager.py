@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from shm.pages import PAGE_FREE
-from stages.kv.manager import Denial, Grant, LeaseClaim, Manager
+from stages.kv.lease import Denial, Grant, LeaseClaim
+from stages.kv.manager import Manager
 from stages.kv.pool.arena import scan
 from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.storage.disk_store import DiskPageStore

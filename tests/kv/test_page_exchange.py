@@ -18,7 +18,7 @@ from shm.pages import KV_SPLIT
 from shm.sent_pages import HEAD_BYTES, IDENTITY_BYTES, decode_head
 from stages.agent.kv_pages.arena_pages import find_pages
 from stages.kv import page_exchange
-from stages.kv.manager import Grant
+from stages.kv.lease import Grant
 from stages.kv.page_exchange import MAX_OFFERS, OFFER_S, TENANT_SHARE, USED_S, Offer
 from starling.cli.kv_clear import cleared
 from tests.kv.engine_side import N_PAGES, REQUEST, TOKENS, Side

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.errors import Conflict, InvalidRequest, NotFound, Overloaded, StorageUnavailable
 from shm import prefix_hash
-from stages.kv.manager import Grant
+from stages.kv.lease import Grant
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SUFFIX, SessionFiles, parse
 from stages.kv.sessions.session_store import EMPTY_S, SessionStore

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from shm import prefix_hash
 from shm.pages import HEADER, PAGE_FULL
 from shm.prefix_hash import PageHash
-from stages.kv.manager import Grant, Manager
+from stages.kv.lease import Grant
+from stages.kv.manager import Manager
 from stages.kv.pool.older_version import OlderVersion
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shm.pages import KV_SPLIT
-from stages.kv.manager import Denial, Grant, LeaseClaim
+from stages.kv.lease import Denial, Grant, LeaseClaim
 from stages.kv.pool.page_pool import NO_PAGE
 from stages.kv.storage.disk_store import DiskPageStore
 from tests.kv.test_manager import World

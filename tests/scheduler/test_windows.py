@@ -1,132 +1,23 @@
-"""Models whose layers all have a sliding window: no page behind it is held, and no answer changes.
-
-The engine works with the kv stage's own manager, and a worker that compares every position that attention reads.
-"""
+"""Models whose layers all have a sliding window: no page behind it is held, and no answer changes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.protocol import messages as m
-from shm import prefix_hash
-from shm.pages import KV_SPLIT, PAGE_HEADER, KvArena, first_read
-from shm.step_ring import SERIAL, Steps
-from stages.kv.manager import Denial, LeaseClaim, Manager
-from stages.kv.pool.arena import scan
-from stages.kv.pool.page_headers import PageHeaders
-from stages.kv.pool.page_pool import PagePool
-from tests.kv.world import DIGEST, GEOMETRY
+from shm.pages import KV_SPLIT, first_read
 
-from .peers import Pages, Worker, mix, submission
+from .peers import submission
+from .windowed import CONTEXT, PAGE_TOKENS, windowed
 from .world import World
-
-WINDOW = 40
-PAGE_TOKENS = 16
-CONTEXT = 1400
-
-
-class ManagerKv:
-    """The kv stage without its sockets. Its arena is that of the worker; it outlives a restart."""
-
-    def __init__(self, steps: Steps, pages: Pages) -> None:
-        self.steps = steps
-        self.arena = KvArena(
-            np.zeros((pages.total, PAGE_HEADER), np.uint8), pages.states.view(np.uint8).reshape(pages.total, -1)
-        )
-        self.refused: list[str] = []
-        self.now = 0
-        self.fresh()
-
-    def clock_ns(self) -> int:
-        self.now += 1
-        return self.now
-
-    def fresh(self) -> None:
-        """As after a restart: only the arena is left."""
-        pool = PagePool(self.arena, clock_ns=self.clock_ns)
-        found = scan(PageHeaders(self.arena.headers), len(self.arena.pages))
-        pool.table.adopt(found.full, found.unclaimed)
-        root_hash_of = prefix_hash.root_hasher(DIGEST, GEOMETRY)
-        self.manager = Manager(pool, PAGE_TOKENS, root_hash_of, self._read, is_reconciled=False)
-
-    def _read(self, row: int, serial: int, begin: int, end: int) -> np.ndarray | None:
-        same = int(self.steps.row_ints[row, SERIAL]) == serial
-        return self.steps.tokens[row, begin:end].copy() if same else None
-
-    @property
-    def leases(self) -> dict[str, Any]:
-        return dict(self.manager.leases)
-
-    def ready(self) -> m.KvReady:
-        total = len(self.arena.pages)
-        return m.KvReady("m", "", "", total, PAGE_TOKENS, 1, self.manager.is_reconciled, generation=1)
-
-    def handle(self, frame: m.Frame) -> m.Frame | None:
-        answer = self._handle(frame)
-        self.manager.check()
-        return answer
-
-    def _handle(self, frame: Any) -> m.Frame | None:
-        manager = self.manager
-        if isinstance(frame, m.Reconcile):
-            self.refused += manager.reconcile(LeaseClaim(*lease) for lease in frame.leases)
-            return self.ready()
-        if isinstance(frame, m.Commit):
-            manager.commit(frame.sequence, frame.n_tokens, frame.unread)
-            return None
-        if isinstance(frame, m.Release):
-            manager.release(frame.sequence, frame.n_tokens)
-            return None
-        if isinstance(frame, m.Acquire):
-            tokens = self.steps.tokens[frame.row, : frame.n_tokens].copy()
-            serial = int(self.steps.row_ints[frame.row, SERIAL])
-            how = frame.row, serial, frame.salt, frame.sharable, frame.window, frame.ahead
-            found = manager.acquire(frame.sequence, tokens, frame.want_tokens, *how)
-        else:
-            found = manager.extend(frame.sequence, frame.want_tokens)
-        if isinstance(found, Denial):
-            return m.Denied(frame.id, frame.sequence, *found, frame.model)
-        return m.Granted(frame.id, frame.sequence, found.pages, found.cached_tokens, frame.model)
-
-
-class WindowWorker(Worker):
-    """Reads what attention reads: every position from `first_read` on must hold its own state."""
-
-    def _entry(self, slot: int, row: int, start: int, *rest: int) -> None:
-        states, tokens, table, size = self.pages.states, self.s.tokens[row], self.s.tables[row], self.pages.page_tokens
-        state, low = 0, first_read(start, WINDOW)
-        for p in range(start):
-            state = mix(state, int(tokens[p]))
-            if p >= low:
-                assert int(states[table[p // size], p % size]) == state, f"position {p} of a step from {start}"
-        super()._entry(slot, row, start, *rest)
-
-
-def windowed(pages: int, **options: Any) -> World:
-    """A world with a window in all layers."""
-    world = World(
-        pages=pages, page_tokens=PAGE_TOKENS, context=CONTEXT, batch=2, max_step_tokens=32, speculate=4, **options
-    )
-    world.kv = ManagerKv(world.steps, world.pages)  # type: ignore[assignment]
-    world.engine.leases.frames.clear()
-    world.engine.leases.is_up = False
-    period, world.worker = world.period, WindowWorker(world.steps, world.geometry, world.pages)
-    world.worker.period = period
-    world.window = WINDOW
-    world.attach()
-    world.kv_up()
-    return world
 
 
 def bound(world: World) -> int:
     """The most pages of one sequence."""
-    return world.engine.leases.most_positions(CONTEXT) // PAGE_TOKENS
+    return world.engine.leases.most_pages(CONTEXT)
 
 
 def test_a_long_sequence_holds_the_pages_of_its_window() -> None:

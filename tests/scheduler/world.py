@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 
 from pipeline.protocol.messages import Cancel, Denied, Frame, Granted, KvReady, Submit
+from shm.layer_groups import ONE_GROUP, LayerGroups
 from shm.step_ring import StepsGeometry, blank_steps
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
@@ -39,6 +40,7 @@ class World:
         vetting: Vetting | None = None,
         mask_words: int = 0,
         is_causal: bool = True,
+        groups: LayerGroups = ONE_GROUP,
         **settings,
     ) -> None:
         self.now = 0.0
@@ -47,7 +49,13 @@ class World:
         # Expected to be short, steps are published at once: time rarely passes here.
         self.set_cost(100.0, 1.0, 0.001)
         self.geometry = StepsGeometry(
-            self.settings.n_rows, batch, self.settings.max_samples, context, -(-context // 16) + 1, mask_words, WIDTH
+            self.settings.n_rows,
+            batch,
+            self.settings.max_samples,
+            context,
+            groups.n_pages(-(-context // 16) + 1),
+            mask_words,
+            WIDTH,
         )
         self.steps = blank_steps(self.geometry)
         self.ring = self.engine.worker.ring = Ring(self.steps, self.geometry, serial=1)
@@ -58,6 +66,7 @@ class World:
         self.worker.is_causal = is_causal
         self.context = context
         self.window = 0
+        self.groups = groups
         self.generation = 0
         self.to_kv: deque[Frame] = deque()
         self.to_engine: deque[Frame] = deque()
@@ -86,7 +95,7 @@ class World:
         self.generation += 1
         self.ring.start(self.generation)
         self.worker.attach(self.generation)
-        self.engine.attach(self.context, VOCAB, self.worker.is_causal, window=self.window)
+        self.engine.attach(self.context, VOCAB, self.worker.is_causal, window=self.window, groups=self.groups)
 
     def kv_up(self) -> None:
         """kv reports its arena."""

@@ -17,7 +17,7 @@ from shm.checkpoint import Hyper, load_index
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.checkpoint.prepare import prepare_adapters, prepare_checkpoint
 from starling.cli import cli
-from starling.cli.plan import attended, lines, plan, read_rate
+from starling.cli.plan import Plan, attended, lines, plan, read_rate
 from tools.tiny_adapter import write_adapter
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -46,7 +46,9 @@ def test_sizes_are_those_of_the_files(config: Config, home: Path) -> None:
     assert row["weights"] == index_path.with_suffix(".bin").stat().st_size
     assert (row["kv_arena"], row["step_arena"], row["activations"]) == tuple(sizes)
     assert row["kv_per_position"] == 6 * 2 * 2 * 32 * 2, "6 layers, K and V of 2 heads of 32 values of 2 bytes"
-    assert row["kv_sequence"] == 512, "some layers attend to all positions"
+    assert row["kv_behind_window"] == 2 * 2 * 32 * 2, "one layer attends to all positions"
+    assert row["kv_sequence"] == 512, "steps are longer than what is behind the window"
+    assert row["kv_sequences"] == row["kv_positions"] // 512
     assert 0 < row["kv_positions"] * row["kv_per_position"] <= 8 << 20
     assert row["weights_per_token"] < row["weights"], "RoPE tables are not read"
     rate = row["read_bytes_per_s"]
@@ -101,6 +103,15 @@ def test_a_window_in_every_layer_bounds_what_a_sequence_holds() -> None:
     assert most_positions(500, 300, 512, 32) == 500
     assert most_positions(1 << 20, 300, 512, 32) == 300 + 256 + 3 * 512 + 160 + 96
     assert most_positions(1 << 20, 0, 512, 32) == 1 << 20
+
+
+def test_the_plan_of_a_window_in_some_layers_says_what_a_position_behind_it_takes() -> None:
+    fields = dict.fromkeys(Plan.__struct_fields__, 1000)
+    of_some = Plan(**{**fields, "name": "m", "kv_per_position": 600, "kv_behind_window": 100})  # type: ignore[arg-type]
+    assert "600 bytes; 100 behind the last 1,000 of a sequence: 1,000 of 1,000 fit" in lines(of_some)[2]
+    for behind in (0, 600):  # of every layer, of none
+        shown = lines(Plan(**{**fields, "name": "m", "kv_per_position": 600, "kv_behind_window": behind}))[2]  # type: ignore[arg-type]
+        assert "600 bytes; a sequence holds up to 1,000" in shown
 
 
 def test_the_rate_is_bytes_by_time() -> None:

@@ -12,6 +12,7 @@ from pipeline.config.load import resolve
 from pipeline.models import arena_sizes, capacity
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
+from shm.layer_groups import LayerGroups
 from shm.pages import KvGeometry, create_kv, pages_that_fit
 from shm.step_ring import create_steps
 from stages.scheduler.core.settings import Settings
@@ -33,9 +34,29 @@ def test_a_sequence_has_at_most_the_positions_of_the_arena_unless_a_window_bound
     positions = pages_that_fit(geometry, 1 << 20) * settings.page_tokens
     assert positions > 0
     for context, expected in ((positions, 0), (positions + 1, positions + 1), (1 << 20, positions + 1)):
-        assert arena_sizes.max_positions(config, settings, (2, 4, 64, 0), context) == expected
+        assert arena_sizes.max_positions(config, settings, (2, 4, 64, 0, 0), context) == expected
     wide = resolve({"models": [{**model, "kv_cache_mb": 64}]}, {})
-    assert arena_sizes.max_positions(wide, wide.models[0], (2, 4, 64, 128), 1 << 30) == 0
+    assert arena_sizes.max_positions(wide, wide.models[0], (2, 4, 64, 128, 0), 1 << 30) == 0
+
+
+def test_a_window_in_some_layers_bounds_the_pages_of_their_groups_alone() -> None:
+    model = {"name": "m", "path": "/m.gguf", "kv_cache_mb": 8}
+    config = resolve({"models": [model]}, {})
+    (settings,) = config.models
+    window, each, step_tokens = 128, settings.page_tokens, config.scheduler.max_step_tokens
+    kv = KvGeometry(6, 1, 64, each, settings.kv_type, 5)
+    assert kv.groups == LayerGroups(6, 1)
+    n_pages = pages_that_fit(kv, 8 << 20)
+    n_window = -(-arena_sizes.most_positions(1 << 30, window, step_tokens, each) // each)
+    positions = (n_pages - 5 * n_window) * each
+    assert positions > n_pages // 6 * each, "more than with pages of all layers"
+    for context, expected in ((positions, 0), (positions + 1, positions + 1), (1 << 20, positions + 1)):
+        assert arena_sizes.max_positions(config, settings, (6, 1, 64, window, 5), context) == expected
+    assert arena_sizes.most_pages(positions, window, step_tokens, each, kv.groups) == n_pages
+    small = resolve({"models": [{**model, "kv_cache_mb": 1}]}, {})
+    n_small = pages_that_fit(kv, 1 << 20)
+    assert n_small < 6 * n_window
+    assert arena_sizes.max_positions(small, small.models[0], (6, 1, 64, window, 5), 1 << 20) == n_small // 6 * each + 1
 
 
 @settings(deadline=None)

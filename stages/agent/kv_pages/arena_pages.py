@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from shm.arena import HEADER_BYTES
-from shm.pages import HEADER, PAGE_FULL, attach_kv, pages_offset
+from shm.pages import HEADER, PAGE_FULL, attach_kv, pages_offset, unpack_ordinal
 from shm.prefix_hash import PageHash
 from shm.sent_pages import HEAD_BYTES, IDENTITY_BYTES, MAX_PAGES, SentHead, read_identity, version_of
 
@@ -55,10 +55,11 @@ def _read(fd: int, place: _Place, nbytes: int) -> bytes:
     return page
 
 
-def find_pages(path: Path, digest: str, tails: Sequence[str], max_bytes: int) -> FoundPages:
+def find_pages(path: Path, digest: str, tails: Sequence[str], max_bytes: int, lowest: Sequence[int] = ()) -> FoundPages:
     """The pages that end in `tails` (hashes, hex), those of a prefix in order, as many as `max_bytes` hold with a head.
 
-    `digest`: of the model, hex.  Raises `OSError`, `ArenaError`, `ValueError`.
+    `digest`: of the model, hex.  `lowest`: for each tail the first place whose page is needed; empty: all are.
+    Raises `OSError`, `ArenaError`, `ValueError`.
     """
     arena, views, geometry = attach_kv(path, bytes.fromhex(digest))
     try:
@@ -74,7 +75,7 @@ def find_pages(path: Path, digest: str, tails: Sequence[str], max_bytes: int) ->
     seen: set[bytes] = set()
     identities: list[bytes] = []
     places: list[_Place] = []
-    for tail in tails:
+    for tail, low in zip(tails, lowest or (0,) * len(tails), strict=True):
         chain: list[tuple[bytes, _Place]] = []
         name: bytes = bytes.fromhex(tail)
         while (row := row_of.get(name)) is not None and name not in seen:
@@ -83,6 +84,8 @@ def find_pages(path: Path, digest: str, tails: Sequence[str], max_bytes: int) ->
             page = read_identity(raw)
             if page is None or page.page_hash != PageHash(name):
                 break  # it is being written
+            if unpack_ordinal(int(fields["ordinal"][row]))[0] < low:
+                break
             chain.append((raw, _Place(first + row * page_bytes, page.checksum)))
             name = page.parent
         for raw, place in chain[::-1][: most - len(places)]:

@@ -60,7 +60,7 @@ class Giver:
             raise NotFound("this agent gives no KV pages (fleet.agent.page_mb)")
         most = min(self._max_bytes, asked.max_bytes or self._max_bytes)
         found, folder = await self._ask(asked.model_id, {"op": "tails", "request": asked.request_id})
-        pages = await self._find(asked.model_id, found, folder, found["tails"], most)
+        pages = await self._find(asked.model_id, found, folder, found["tails"], most, found.get("lowest", ()))
         if not pages.n_known:
             raise NotFound(f"request {asked.request_id!r} has no KV pages here any more")
         return self._ticket_for(asked.request_id, asked.agent_id, pages, most)
@@ -101,11 +101,11 @@ class Giver:
 
     @staticmethod
     async def _find(
-        model: str, found: dict[str, Any], folder: Path, tails: Sequence[str], max_bytes: int
+        model: str, found: dict[str, Any], folder: Path, tails: Sequence[str], max_bytes: int, lowest: Sequence[int] = ()
     ) -> FoundPages:
         path = folder / Path(str(found["arena"])).name
         try:
-            return await asyncio.to_thread(find_pages, path, found["digest"], tails, max_bytes)
+            return await asyncio.to_thread(find_pages, path, found["digest"], tails, max_bytes, lowest)
         except (OSError, ArenaError, ValueError) as error:
             raise InternalError(f"the KV pages of {model!r} cannot be read: {error}") from None
 

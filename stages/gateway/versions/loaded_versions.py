@@ -64,7 +64,8 @@ class LoadedVersions:
         context = min(context, limit) if limit else context
         positions = 0
         if described.generates and described.kv_shape[0]:
-            positions = max_positions(self._config, version.settings, described.kv_shape, context)
+            shape = (*described.kv_shape, described.kv_windowed)
+            positions = max_positions(self._config, version.settings, shape, context)
         return Bounds(context, scheduler.max_prompt_tokens, scheduler.max_output_tokens, positions)
 
     def adapter_digest(self, version: ModelVersion, adapter: str) -> str:

@@ -20,6 +20,7 @@ from shm.pages import (
     attach_kv,
     create_kv,
     pages_that_fit,
+    unpack_ordinal,
 )
 from stages.kv.pool.extents import Extents
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity
@@ -47,15 +48,16 @@ class OpenedArena(NamedTuple):
 def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: int, new_generation: int) -> OpenedArena:
     """Adopt the arena at `path` or replace it. `digest`: raw SHA-256 of the model.
 
-    Raises `ArenaError`, with the numbers, when the budget is below one page, when the file system is too small, and
-    when another running process writes to the arena.
+    Raises `ArenaError`, with the numbers, when the budget is below the pages of one place, when the file system is too
+    small, and when another running process writes to the arena.
     """
     geometry.check()
     n_pages = pages_that_fit(geometry, budget_bytes)
-    if n_pages < 1:
+    n_groups = geometry.groups.n_groups
+    if n_pages < n_groups:
         raise ArenaError(
-            f"{path}: kv_cache_mb allows {budget_bytes:,} bytes, and one page of {geometry.page_tokens} "
-            f"tokens has {geometry.page_bytes:,}; raise it or make page_tokens smaller"
+            f"{path}: kv_cache_mb allows {budget_bytes:,} bytes, and {geometry.page_tokens} tokens take {n_groups} "
+            f"page{'s' * (n_groups > 1)} of {geometry.page_bytes:,}; raise it or make page_tokens smaller"
         )
     mismatch = _mismatch(path, geometry, digest, n_pages)
     if not mismatch:
@@ -99,5 +101,5 @@ def scan(headers: PageHeaders, n_pages: int) -> AdoptedPages:
         else:
             full.append((page, identity))
     # The predecessor's order of eviction: longest unused first, and the end of a prefix before its start.
-    full.sort(key=lambda entry: (headers.last_use_ns(entry[0]), -entry[1].ordinal))
+    full.sort(key=lambda entry: (-headers.last_use_ns(entry[0]), *unpack_ordinal(entry[1].ordinal)), reverse=True)
     return AdoptedPages(full, unclaimed, n_torn)

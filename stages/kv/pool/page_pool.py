@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeline.faults.points import FaultPoint
+from shm.layer_groups import NO_PAGE, ONE_GROUP, LayerGroups
 from shm.pages import KvArena
-from shm.prefix_hash import PageHash
+from shm.prefix_hash import PageHash, group_hash
 from stages.kv.pool.extents import PageMemory
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.page_source import PageSource, PageStore
@@ -48,22 +49,17 @@ class PoolCounters:
     unread: int = 0  # times that pages stayed without a hash because their tokens could not be read
 
 
-NO_PAGE = -1
-
-
 class Hit(NamedTuple):
-    """The pages of a prefix that need not be computed: those of places first .. first + len(pages) - 1 of a sequence.
+    """The first `end` places of a sequence, which need not be computed, and the pages that the sequence needs of them.
 
-    NO_PAGE stands for one that a source contains.  The places before `first` are not needed.
+    `pages`: in the order of a page table; NO_PAGE stands for one that a source contains.  `hashes`: of the same pages.
+    Of the places before `first` those of groups with a window are not needed.
     """
 
     first: int
+    end: int
+    hashes: Sequence[PageHash]
     pages: list[int]
-
-    @property
-    def end(self) -> int:
-        """Number of places."""
-        return self.first + len(self.pages)
 
     @property
     def in_arena(self) -> list[int]:
@@ -71,9 +67,15 @@ class Hit(NamedTuple):
         return [page for page in self.pages if page != NO_PAGE]
 
     @property
-    def outside(self) -> list[int]:
-        """The places whose pages have to be fetched, in ascending order."""
-        return [self.first + i for i, page in enumerate(self.pages) if page == NO_PAGE]
+    def outside(self) -> list[PageHash]:
+        """The pages that have to be fetched, in the order of a page table."""
+        return [page_hash for page_hash, page in zip(self.hashes, self.pages, strict=True) if page == NO_PAGE]
+
+
+def needed_hashes(hashes: Sequence[PageHash], first: int, groups: LayerGroups) -> list[PageHash]:
+    """The pages of the places that `hashes` name, without those of groups with a window before the place `first`."""
+    kept = [group_hash(page_hash, group) for page_hash in hashes[:first] for group in range(groups.full)]
+    return kept + [group_hash(page_hash, group) for page_hash in hashes[first:] for group in range(groups.n_groups)]
 
 
 @dataclass
@@ -131,29 +133,41 @@ class PagePool:
                 if not self._is_outside(page_hash):
                     break
                 found.append(NO_PAGE)
-        return Hit(0, found)
+        return Hit(0, len(found), hashes[: len(found)], found)
 
     def find_last(
-        self, hashes: Sequence[PageHash], first_needed: Callable[[int], int], sent: Container[PageHash] = ()
+        self,
+        hashes: Sequence[PageHash],
+        first_needed: Callable[[int], int],
+        sent: Container[PageHash] = (),
+        groups: LayerGroups = ONE_GROUP,
     ) -> Hit:
         """The longest prefix of `hashes` that a sequence with a window can continue.
 
-        first_needed: (number of places) -> the first place that is read by the position behind them.  `sent`: pages
-        that count as those of a source.
+        first_needed: (number of places) -> the first place that is read by the position behind them, in groups with a
+        window.  `sent`: pages that count as those of a source.
         """
         table = self.table
+        full, windowed = range(groups.full), range(groups.full, groups.n_groups)
+
+        def is_known(page_hash: PageHash) -> bool:
+            return table.get_cached_page(page_hash) is not None or page_hash in sent or self._is_outside(page_hash)
+
         while True:
-            end = gap = 0  # `gap`: the place behind the last unknown page
+            end = gap = 0  # `gap`: the place behind the last unknown page of a group with a window
             for place, page_hash in enumerate(hashes):
-                if table.get_cached_page(page_hash) is None and not (page_hash in sent or self._is_outside(page_hash)):
+                if not all(is_known(group_hash(page_hash, group)) for group in full):
+                    break
+                if not all(is_known(group_hash(page_hash, group)) for group in windowed):
                     gap = place + 1
                 elif gap <= first_needed(place + 1):
                     end = place + 1
             first = first_needed(end)
-            pages = [table.get_cached_page(page_hash) for page_hash in hashes[first:end]]
+            needed = needed_hashes(hashes[:end], first, groups)
+            pages = [table.get_cached_page(page_hash) for page_hash in needed]
             damaged = next((page for page in pages if page is not None and table.is_damaged(page)), None)
             if damaged is None:
-                return Hit(first, [NO_PAGE if page is None else page for page in pages])
+                return Hit(first, end, needed, [NO_PAGE if page is None else page for page in pages])
             self.counters.checksum_failures += 1
             table.evict(damaged)
 

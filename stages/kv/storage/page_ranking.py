@@ -2,7 +2,8 @@
 
 A page's rank is the logarithm of its uses, minus one for each day since the last one: what was used a thousand times a
 month ago comes after what was used twice yesterday.  A page is of use only behind all pages before it, so it is chosen
-together with those that are missing, and not at all if one of them is lost.
+together with those that are missing, and not at all if one of them is lost.  One of a layer group other than the first
+is chosen together with the first group's pages up to its place.
 
 Pages name no tokens: a root (model and tenant) and hashes are all that is known of a prefix.  Pure.
 """
@@ -15,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shm.pages import PAGE_FULL
-from shm.prefix_hash import PageHash
+from shm.pages import PAGE_FULL, unpack_ordinal
+from shm.prefix_hash import PageHash, group_hash
 from stages.kv.pool.page_pool import PageUse
 
 DAY_NS = 86_400 * 10**9
@@ -46,7 +47,8 @@ def most_used(
     share = limit if len(roots) < 2 else -(-limit // 2)
     left_over: list[int] = []
     chosen: list[int] = []
-    for row in np.lexsort((records["ordinal"], -rank)).tolist():
+    places, groups = unpack_ordinal(records["ordinal"])
+    for row in np.lexsort((groups, places, -rank)).tolist():
         chain = chains.missing(row)
         root = records["root"][row].tobytes()
         if chain and len(chosen) + len(chain) <= limit:
@@ -74,7 +76,12 @@ class _Chains:
 
     def __init__(self, records: np.ndarray, is_present: Callable[[PageHash], bool]) -> None:
         self._hashes = [hash.tobytes() for hash in records["hash"]]
-        self._parents = [parent.tobytes() for parent in records["parent"]]
+        self._parents = [
+            group_hash(PageHash(page_hash), group) if group else parent.tobytes()
+            for page_hash, parent, group in zip(
+                self._hashes, records["parent"], unpack_ordinal(records["ordinal"])[1].tolist(), strict=True
+            )
+        ]
         self._roots = [root.tobytes() for root in records["root"]]
         self._row_of = {page_hash: row for row, page_hash in enumerate(self._hashes)}
         self._is_present = is_present

@@ -55,7 +55,7 @@ def remove_old_versions(directory: Path, slug: str, current: Path) -> list[Path]
 
 def file_identity(digest: str, geometry: KvGeometry) -> dict[str, object]:
     """The identity that a page file must have to be used."""
-    return {"digest": digest, "numerics": NUMERICS, **geometry._asdict()}
+    return {"digest": digest, "numerics": NUMERICS, **geometry.as_meta()}
 
 
 def mark_copies(pool: PagePool, store: ThreadedPageStore) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeline.protocol.messages import KvReady, ModelState
+from shm.layer_groups import ONE_GROUP, LayerGroups
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.completion import StepCompletion
@@ -59,7 +60,7 @@ class Engine:
         worker = self.worker = WorkerLink(now)
         outbox = self.outbox = Outbox()
         leases = self.leases = Leases(s.model)
-        limits.most_positions = leases.most_positions
+        limits.most_pages = leases.most_pages
         queues = self.queues = TenantQueues(s.max_queue_depth, s.max_tenant_depth, weight_of)
         constraints = self.constraints = Constraints(s.model, worker, vetting)
         table = self.table = SequenceTable(queues, leases, outbox, stats, s.n_rows, constraints)
@@ -102,12 +103,13 @@ class Engine:
         is_causal: bool = True,
         adapters: tuple[tuple[str, str], ...] = (),
         window: int = 0,
+        groups: LayerGroups = ONE_GROUP,
     ) -> None:
         """The worker has let go of everything before and reads the ring from now on. `adapters`: name and digest.
 
-        `window`: positions that attention reads, in every layer; 0: all.
+        `window`: positions that attention reads in layers with a window; 0: all.
         """
-        self.leases.set_window(window if window < context_length else 0, self.steps.budget.max_tokens)
+        self.leases.set_window(window if window < context_length else 0, self.steps.budget.max_tokens, groups)
         self._adapters = adapters
         self._limits.adapters = frozenset(digest for _, digest in adapters)
         for sequence in list(self.table.scheduled):

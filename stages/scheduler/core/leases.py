@@ -7,8 +7,9 @@ Answers to forgotten requests (the sequence was released, kv has restarted) are 
 Every granted table is checked before a worker may use it: bounds, no page twice, the pages in use unchanged and in
 front, enough pages for the cached tokens.  A table that fails a check is never written to the row.
 
-Where every layer has a sliding window, pages that no step reads any more are released with a `Commit`, and pages for
-a prompt are requested as it is computed: a sequence of any length holds `most_positions` at most.
+Where layers have a sliding window, their pages that no step reads any more are released with a `Commit`, and pages for
+a prompt are requested as it is computed: if every layer has one, a sequence of any length holds `most_pages` at most.
+A page table has the pages of all layer groups (shm/layer_groups.py).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from pipeline.models.arena_sizes import LEASED_AHEAD, most_positions
+from pipeline.models.arena_sizes import LEASED_AHEAD, most_pages
 from pipeline.protocol.messages import Acquire, Commit, Extend, Frame, Granted, KvReady, Reconcile, Release
+from shm.layer_groups import ONE_GROUP, LayerGroups
 from shm.pages import first_read
 from stages.scheduler.core.run_state import NEVER, RunState
 
@@ -52,7 +54,8 @@ class Leases:
         self.page_tokens = 0
         self.total_pages = 0
         self.stride = 1  # pages that a request takes beyond the current need: fewer requests if many are free
-        self.window = 0  # positions that attention reads, in every layer; 0: all
+        self.window = 0  # positions that attention reads in layers with a window; 0: all
+        self.groups = ONE_GROUP
         self._step_tokens = 0  # with a window: positions of a step, at most
         self._last_id = 0
         self._pending: dict[int, PendingRequest] = {}  # by id
@@ -65,11 +68,15 @@ class Leases:
     def set_free_pages(self, free_pages: int, sequences: int) -> None:
         """Adapt the stride to the pages that are free or evictable, and the sequences that grow into them."""
         most = max(1, MAX_STRIDE // max(1, self.page_tokens))
-        self.stride = max(1, min(most, free_pages // (8 * max(1, sequences))))
+        self.stride = max(1, min(most, free_pages // (8 * self.groups.n_groups * max(1, sequences))))
 
-    def set_window(self, window: int, step_tokens: int) -> None:
-        """`window`: positions that attention reads in every layer, 0: all. `step_tokens`: of a step, at most."""
+    def set_window(self, window: int, step_tokens: int, groups: LayerGroups = ONE_GROUP) -> None:
+        """`window`: positions that attention reads in layers with a window, 0: all. `step_tokens`: of a step, at most.
+
+        `groups`: with several ones only those with a window are released behind it.
+        """
         self.window = window
+        self.groups = groups
         self._step_tokens = step_tokens if window else 0
 
     @property
@@ -77,9 +84,9 @@ class Leases:
         """With a window: positions of a prompt for which pages are requested at once. A step, and what follows it."""
         return self._step_tokens + 2 * EXTEND_AHEAD
 
-    def most_positions(self, end: int) -> int:
-        """Positions for which a sequence of `end` positions holds pages at once, at most."""
-        return most_positions(end, self.window, self._step_tokens, self.page_tokens)
+    def most_pages(self, end: int) -> int:
+        """Pages that a sequence of `end` positions holds at once, at most."""
+        return most_pages(end, self.window, self._step_tokens, self.page_tokens, self.groups)
 
     # -------------------------------------------------------------- requests
 
@@ -128,7 +135,7 @@ class Leases:
         if not run.pages:  # a sequence that is being preempted may have lost them already
             return
         unread = first_read(run.computed, self.window)
-        run.n_unread = max(run.n_unread, min(unread // self.page_tokens, len(run.pages) - 1))
+        run.n_unread = max(run.n_unread, min(unread // self.page_tokens, self._n_places(run.pages) - 1))
         if self.is_up:
             self.frames.append(Commit(self.model, run.lease_id, min(run.computed, run.valid_end), unread))
 
@@ -155,23 +162,30 @@ class Leases:
 
     def store_table(self, run: RunState, frame: Granted) -> None:
         """Store the granted table in `run`. Raises `BadTableError`; then nothing is changed."""
-        pages, total = frame.pages, self.total_pages
-        if not 0 <= frame.cached_tokens <= min(run.length - 1, len(pages) * self.page_tokens):
+        pages, total, groups = frame.pages, self.total_pages, self.groups
+        n_leased = self._n_places(pages) * self.page_tokens
+        if len(pages) % groups.n_groups:
+            raise BadTableError(f"{run.lease_id}: {len(pages)} pages are no whole places of {groups.n_groups}")
+        if not 0 <= frame.cached_tokens <= min(run.length - 1, n_leased):
             raise BadTableError(f"{run.lease_id}: {frame.cached_tokens} of {run.length} tokens cached")
         n_unread = run.n_unread if run.pages else first_read(frame.cached_tokens, self.window) // self.page_tokens
         # The request may be older than the last `Commit`, and the answer have pages that are released by now.
-        in_use = pages[n_unread:]
+        in_use = groups.held(pages, n_unread)
         if len(set(in_use)) != len(in_use):
             raise BadTableError(f"{run.lease_id}: a page is granted twice")
         if any(not 0 <= page < total for page in in_use):
             raise BadTableError(f"{run.lease_id}: a page outside 0..{total - 1} is granted")
-        if in_use[: len(run.pages) - n_unread] != run.pages[n_unread:] and run.pages:
+        known = groups.held(run.pages, n_unread)
+        if in_use[: len(known)] != known:
             raise BadTableError(f"{run.lease_id}: pages in use were replaced")
         run.n_unread = n_unread
         run.pages = pages
-        run.leased = min(len(pages) * self.page_tokens, NEVER)
+        run.leased = min(n_leased, NEVER)
         run.is_starved = False
         run.extend_at = run.leased - self._margin(run) if run.leased < run.end - 1 else NEVER
+
+    def _n_places(self, pages: tuple[int, ...]) -> int:
+        return len(pages) // self.groups.n_groups
 
     def _margin(self, run: RunState) -> int:
         """Positions before the end of the lease at which more pages are requested."""
@@ -199,15 +213,13 @@ class Leases:
         self.total_pages = frame.pages
         if not frame.reconciled:
             held = [run for run in runs if run.pages]
-            leases = [(run.lease_id, run.row, run.computed, _held(run)) for run in held]
+            leases = [
+                (run.lease_id, run.row, run.computed, self.groups.without_unread(run.pages, run.n_unread))
+                for run in held
+            ]
             self.frames.append(Reconcile(self.model, leases, tuple(run.owner for run in held)))
         elif self.is_up:
             return
         # Frames keep their order: kv reads what follows after `Reconcile`.
         self.is_up = True
         self.frames.extend(pending.frame for pending in self._pending.values())
-
-
-def _held(run: RunState) -> tuple[int, ...]:
-    """Its page table, with -1 for the pages that are released."""
-    return (-1,) * run.n_unread + run.pages[run.n_unread :]

@@ -152,7 +152,7 @@ class PageSupply:
             for sequence in list(self._table.scheduled):
                 self._drop_pages(sequence)
             self._drafts.drop_pages()
-        self._limits.kv_positions = frame.pages * frame.page_tokens
+        self._limits.kv_pages = frame.pages
         self._limits.page_tokens = frame.page_tokens
         runs = [sequence.run for sequence in self._table.scheduled]
         self._leases.kv_ready(frame, [*runs, *(draft.run for draft in self._drafts.sequences)])

@@ -56,7 +56,7 @@ class RunState:
     def reset(self) -> None:
         """No pages and nothing computed: a new or a preempted sequence."""
         self.pages: tuple[int, ...] = ()
-        self.n_unread = 0  # leading pages that no step reads any more; they are released
+        self.n_unread = 0  # leading places whose pages of groups with a window no step reads any more; released
         self.leased = 0  # positions that `pages` hold, or held
         self.extend_at = NEVER  # more pages are requested when `planned` passes this position
         self.is_starved = False  # the last Extend was denied

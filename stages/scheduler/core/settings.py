@@ -34,8 +34,10 @@ class Settings(NamedTuple):
         """Samples of one step."""
         return arena_sizes.max_samples(self.max_batch_size)
 
-    def steps_geometry(self, context: int, page_tokens: int, vocab_size: int, width: int) -> StepsGeometry:
-        """Size of the step arena for sequences of up to `context` positions."""
+    def steps_geometry(
+        self, context: int, page_tokens: int, vocab_size: int, width: int, n_groups: int = 1
+    ) -> StepsGeometry:
+        """Size of the step arena for sequences of up to `context` positions, with `n_groups` pages of each place."""
         return arena_sizes.steps_geometry(
-            self.max_batch_size, self.max_draft_sequences, context, page_tokens, vocab_size, width
+            self.max_batch_size, self.max_draft_sequences, context, page_tokens, vocab_size, width, n_groups
         )

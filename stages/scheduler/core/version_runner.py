@@ -19,6 +19,7 @@ from pathlib import Path
 from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
 from shm.arena import Arena, ArenaError
+from shm.layer_groups import LayerGroups
 from shm.step_ring import StepsGeometry, create_steps
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
@@ -192,7 +193,8 @@ class VersionRunner:
         self.engine.outbox.worker_pid = self._pids[0][0] if self._pids else 0
         self.engine.record_worker("started", now)
         context = self._context(ready)
-        self.engine.attach(context, ready.vocab_size, ready.is_causal, ready.adapters, ready.window)
+        groups = LayerGroups(*ready.page_groups)
+        self.engine.attach(context, ready.vocab_size, ready.is_causal, ready.adapters, ready.window, groups)
         log.info("worker attached", extra={"model": self.name, "ranks": ready.ranks, "next_step": next_step})
 
     def _context(self, ready: m.WorkerReady) -> int:
@@ -200,7 +202,10 @@ class VersionRunner:
 
     def _ensure_arena(self, ready: m.WorkerReady, now: float) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
-        geometry = self._settings.steps_geometry(self._context(ready), self._page_tokens, ready.vocab_size, ready.width)
+        groups = LayerGroups(*ready.page_groups)
+        geometry = self._settings.steps_geometry(
+            self._context(ready), self._page_tokens, ready.vocab_size, ready.width, groups.n_groups
+        )
         if self._arena is not None and geometry == self._geometry and ready.digest == self.digest:
             return True
         self.close()

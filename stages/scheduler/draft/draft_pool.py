@@ -66,7 +66,8 @@ class DraftPool:
     ) -> DraftSequence | None:
         """A draft sequence that starts to catch up with `target`; None if there is no place or no use for one."""
         limits, rows, ring = self._limits, self._table.free_rows, self._worker.ring
-        bounds = (target.end, limits.context_length, limits.kv_positions + 1 if limits.kv_positions else 0)
+        positions = limits.kv_pages // self._leases.groups.n_groups * limits.page_tokens
+        bounds = (target.end, limits.context_length, positions + 1 if positions else 0)
         end = min(bound for bound in bounds if bound)
         is_full = len(self.sequences) >= self._settings.max_draft_sequences or not rows
         if is_full or ring is None or not self.is_available or len(target.tokens) + 1 >= end:

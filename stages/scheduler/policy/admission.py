@@ -41,9 +41,9 @@ class Limits:
     max_output_tokens: int = 0
     context_length: int = 0  # positions
     vocab_size: int = 0
-    kv_positions: int = 0  # of the whole KV arena
+    kv_pages: int = 0  # of the whole KV arena
+    most_pages: Callable[[int], int] = int  # (positions of a sequence) -> pages that it holds at once
     page_tokens: int = 0
-    most_positions: Callable[[int], int] = int  # (positions of a sequence) -> for how many it holds pages at once
     adapters: frozenset[str] | None = None  # digests of the LoRA adapters that the worker has; None: not known yet
     whole_prompt_tokens: int = 0  # above 0 prompts are only pooled, each in one step of so many; 0: a causal model
 
@@ -153,10 +153,10 @@ def check_limits(sequence: SequenceState, limits: Limits) -> Refusal | None:
         n = len(sequence.breakers)
         return Refusal("INVALID_REQUEST", f"breakers has {n} bytes, not one bit for each token", "breakers")
     # The last token is sampled and never computed, so it needs no position.
-    computed = limits.most_positions(prompt + max(0, output - 1))
-    if limits.kv_positions and computed > limits.kv_positions:
-        need = -(-computed // limits.page_tokens)
-        have = limits.kv_positions // limits.page_tokens
+    need, have = 0, limits.kv_pages
+    if have:
+        need = limits.most_pages(prompt + max(0, output - 1))
+    if need > have:
         return Refusal(
             "INSUFFICIENT_RESOURCES",
             f"prompt of {prompt} and max_tokens of {output} need {need} KV pages of {limits.page_tokens} "

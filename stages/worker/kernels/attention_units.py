@@ -60,8 +60,8 @@ def _pack_queries(params, layer, token, queries, kv_head, scratch):
 
 
 @njit(**INNER)
-def _table(params, entry):
-    return param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE)
+def _table(params, layer, entry):
+    return param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE) + param(layer, pb.TABLE_AT)
 
 
 @njit(**INNER)
@@ -79,7 +79,7 @@ def write_kv(params, layer, entry, token, kv_head, head_at, scratch):
     """K and V of one token and kv head into its page."""
     dim, page_tokens = param(params, pb.HEAD_DIM), param(params, pb.PAGE_TOKENS)
     position = get_i64(p.token_at(params, token))
-    number = get_i32(_table(params, entry) + 4 * (position // page_tokens))
+    number = get_i32(_table(params, layer, entry) + 4 * (position // page_tokens))
     at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
     kv_heads = param(params, pb.N_KV_HEADS)
     k = param(params, pb.QKV) + token * param(params, pb.QKV_STRIDE) + 4 * param(params, pb.N_HEADS) * dim
@@ -96,10 +96,10 @@ def write_kv(params, layer, entry, token, kv_head, head_at, scratch):
 
 
 @njit(**INNER)
-def prefetch_page(params, entry, head_at):
+def prefetch_page(params, layer, entry, head_at):
     """Prefetch the cache lines of the page that a single query's K is written to, and read from."""
     position, page_tokens = param(entry, p.P_START), param(params, pb.PAGE_TOKENS)
-    number = get_i32(_table(params, entry) + 4 * (position // page_tokens))
+    number = get_i32(_table(params, layer, entry) + 4 * (position // page_tokens))
     at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
     step = param(params, pb.KV_WIDTH) * page_tokens
     at += position % page_tokens * param(params, pb.KV_WIDTH)
@@ -108,13 +108,13 @@ def prefetch_page(params, entry, head_at):
 
 
 @njit(**MERGED)
-def write_kv_of_chunks(params, layer, index):
-    """K and V of this rank's share of the tokens of entries with several tokens; `layer` is row `index` of LAYERS."""
+def write_kv_of_chunks(params, layer):
+    """K and V of this rank's share of the tokens of entries with several tokens."""
     heads = param(params, pb.N_KV_HEADS)
     first, end = share(params, param(param(params, pb.PLAN), p.TOKENS))
     for begin in range(first, end, KEYS_AT_ONCE):
         for head in range(heads):
-            at = (index * heads + head) * param(params, pb.HEAD_BYTES)
+            at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
             for t in range(begin, min(end, begin + KEYS_AT_ONCE)):
                 entry = p.entry_at(params, get_i64(p.token_at(params, t) + 16))
                 if param(entry, p.P_COUNT) > 1:
@@ -137,16 +137,15 @@ def combine_splits(params, entry, token, kv_head, lowest, splits, scratch):
 
 
 @njit(**INNER)
-def set_next_unit(params, index, entry, head, split):
+def set_next_unit(params, layer, entry, head, split):
     """Set what attention prefetches at the end of a unit: K of a split of a single query, or nothing (split -1)."""
-    dim, kv_heads = param(params, pb.HEAD_DIM), param(params, pb.N_KV_HEADS)
-    head_at = (index * kv_heads + head) * param(params, pb.HEAD_BYTES)
+    dim, head_at = param(params, pb.HEAD_DIM), param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
     attention.set_next_prefetch(
         attention.table_at(param(params, pb.ATTENTION), dim) + attention_tiles.AFTER,
         param(params, pb.PAGES),
         head_at,
         param(params, pb.PAGE_BYTES),
-        _table(params, entry),
+        _table(params, layer, entry),
         split,
         param(entry, p.P_START),
         param(params, pb.PAGE_TOKENS),
@@ -168,7 +167,7 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, entry),
+            _table(params, layer, entry),
             param(entry, p.P_START),
             1,
             group,
@@ -208,7 +207,7 @@ def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, entry),
+            _table(params, layer, entry),
             first,
             queries,
             group,
@@ -241,7 +240,7 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, entry),
+            _table(params, layer, entry),
             last,
             1,
             queries * group,
@@ -261,8 +260,8 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
 
 
 @njit(**MERGED)
-def attend(params, layer, number):
-    """This rank's units of a layer, which is row `number` of LAYERS."""
+def attend(params, layer):
+    """This rank's units of a layer."""
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
     kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
     block = attention.BLOCK_ROWS // (param(params, pb.N_HEADS) // kv_heads)
@@ -272,18 +271,18 @@ def attend(params, layer, number):
         start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
         splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, window)
         for head in range(kv_heads):
-            head_at = (number * kv_heads + head) * param(params, pb.HEAD_BYTES)
+            head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
             if param(entry, p.P_SPLIT) >= 0:
                 for index in range(lowest, splits):
                     if unit % ranks == rank:
                         if index == splits - 1:
-                            prefetch_page(params, entry, head_at)
+                            prefetch_page(params, layer, entry, head_at)
                             write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
                         after, of = index - lowest + ranks, splits - lowest
                         if head + after // of < kv_heads:
-                            set_next_unit(params, number, entry, head + after // of, lowest + after % of)
+                            set_next_unit(params, layer, entry, head + after // of, lowest + after % of)
                         else:
-                            set_next_unit(params, number, entry, head, -1)
+                            set_next_unit(params, layer, entry, head, -1)
                         splits_done = param(params, pb.SPLITS_DONE) + 64 * (e * kv_heads + head)
                         attend_split(params, layer, entry, token, head, head_at, index, lowest, splits, splits_done)
                     unit += 1
@@ -291,16 +290,16 @@ def attend(params, layer, number):
             for begin in range(0, count, block):
                 if unit % ranks == rank:
                     if count == 1:
-                        prefetch_page(params, entry, head_at)
+                        prefetch_page(params, layer, entry, head_at)
                         write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
                         after, following = head + ranks, entry
                         if after >= kv_heads and e + 1 < entries:
                             after, following = after - kv_heads, p.entry_at(params, e + 1)
                         if after < kv_heads and param(following, p.P_COUNT) == 1:
                             first = attention.lowest_split(param(following, p.P_START), window)
-                            set_next_unit(params, number, following, after, first)
+                            set_next_unit(params, layer, following, after, first)
                         else:
-                            set_next_unit(params, number, entry, head, -1)
+                            set_next_unit(params, layer, entry, head, -1)
                     queries = min(block, count - begin)
                     if param(params, pb.ATTENDS_ALL):
                         attend_all(params, layer, entry, token + begin, start + count - 1, queries, head, head_at)

@@ -187,7 +187,7 @@ def _attend_and_feed(params, layer, index, tokens):
     """A layer from its attention on, for tokens whose Q is in QKV and whose K and V are in their pages or in QKV."""
     width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
     now = phase_begin(params)
-    attend(params, layer, index)
+    attend(params, layer)
     phase_end(params, ATTENTION, now)
     wait_before_output(params, layer, PREFETCH_BYTES)
     quantize_straddling(params, tokens)
@@ -219,9 +219,9 @@ def _attend_and_feed(params, layer, index, tokens):
 
 
 @njit(**INNER)
-def _write_kv_of_chunks(params, layer, index):
+def _write_kv_of_chunks(params, layer):
     now = phase_begin(params)
-    write_kv_of_chunks(params, layer, index)
+    write_kv_of_chunks(params, layer)
     phase_end(params, KEYS, now)
 
 
@@ -235,7 +235,7 @@ def _run_layer(params, index, tokens, chunks):
     phase_end(params, QKV, now)
     wait_before_output(params, layer, 0)
     if chunks:
-        _write_kv_of_chunks(params, layer, index)
+        _write_kv_of_chunks(params, layer)
         wait_for_ranks(params)
     _attend_and_feed(params, layer, index, tokens)
 
@@ -251,7 +251,7 @@ def _run_last_layer(params, index, tokens):
     project_kv(params, layer, tokens)
     phase_end(params, QKV, now)
     wait_before_q(params, layer)
-    _write_kv_of_chunks(params, layer, index)
+    _write_kv_of_chunks(params, layer)
     if rows == 0:
         return
     gather_stream(params, tokens)

@@ -197,11 +197,14 @@ NEEDED_PLAN, NEEDED_BLOCK = range(160, 162)
 # Address of the clusters of the ranks' barrier; 0: it has none
 CLUSTERS = 162
 
+PAGE_GROUPS = 163  # pages of a place (shm/layer_groups.py)
+
 WORDS = 164
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at
-# ROPE to the angles of this layer.
+# ROPE to the angles of this layer.  KV_AT: bytes from a page's begin to the layer's K and V.  TABLE_AT: bytes from an
+# entry's page tables at PLAN_TABLES to the one of the layer's group.
 (
     ATTN_NORM,
     Q,
@@ -255,7 +258,9 @@ WORDS = 164
     ATTN_OUTPUT_NORM_BIAS,
     LAYER_OUTPUT_NORM,
     LAYER_OUTPUT_NORM_BIAS,
-) = range(52)
+    KV_AT,
+    TABLE_AT,
+) = range(54)
 LAYER_WORDS = 56
 
 FEW = 4  # up to so many tokens every rank norms and quantizes all of them itself, which saves a barrier

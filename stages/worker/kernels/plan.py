@@ -1,7 +1,8 @@
 """The plan of a step: rank 0 reads the step's slot, checks every number in it, and writes the plan that all ranks use.
 
 Rows, positions, counts, sample places, page numbers and token ids are compared with their bounds, and the page tables
-are copied, so that a number that the scheduler changes later has no effect.  An entry with a number out of bounds gets
+are copied, so that a number that the scheduler changes later has no effect.  The copy has a table for each layer group
+(shm/layer_groups.py), one after the other.  An entry with a number out of bounds gets
 `BAD_ENTRY` as its tokens and is left out.  One that follows a token that was not sampled gets `NO_MASK`.
 
 In i64 words at PLAN:
@@ -127,18 +128,19 @@ def _is_poolable(params, count, samples, base, first, pooled):
 @njit(**INNER)
 def _copy_table(params, row, entry, positions):
     """Copy the page table that `positions` positions need; False when a page does not exist."""
-    page_tokens = param(params, pb.PAGE_TOKENS)
-    n = (positions + page_tokens - 1) // page_tokens
-    if n > param(params, pb.MAX_PAGES):
+    page_tokens, groups = param(params, pb.PAGE_TOKENS), param(params, pb.PAGE_GROUPS)
+    n, places = (positions + page_tokens - 1) // page_tokens, param(params, pb.MAX_PAGES) // groups
+    if n > places:
         return False
     source = param(params, pb.TABLES) + row * param(params, pb.TABLES_STRIDE)
     target = param(params, pb.PLAN_TABLES) + entry * param(params, pb.TABLES_STRIDE)
     n_pages = param(params, pb.N_PAGES)
     for i in range(n):
-        page = get_i32(source + 4 * i)
-        if page < 0 or page >= n_pages:
-            return False
-        put_i32(target + 4 * i, page)
+        for group in range(groups):
+            page = get_i32(source + 4 * (i * groups + group))
+            if page < 0 or page >= n_pages:
+                return False
+            put_i32(target + 4 * (group * places + i), page)
     return True
 
 

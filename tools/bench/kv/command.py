@@ -26,7 +26,8 @@ import numpy as np
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from shm import prefix_hash
 from shm.pages import PAGE_HEADER, KvArena, KvGeometry
-from stages.kv.manager import Grant, Manager
+from stages.kv.lease import Grant
+from stages.kv.manager import Manager
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.storage import persist
 from stages.kv.storage.disk_store import DiskPageStore
