@@ -101,7 +101,12 @@ class Giver:
 
     @staticmethod
     async def _find(
-        model: str, found: dict[str, Any], folder: Path, tails: Sequence[str], max_bytes: int, lowest: Sequence[int] = ()
+        model: str,
+        found: dict[str, Any],
+        folder: Path,
+        tails: Sequence[str],
+        max_bytes: int,
+        lowest: Sequence[int] = (),
     ) -> FoundPages:
         path = folder / Path(str(found["arena"])).name
         try:
