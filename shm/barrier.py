@@ -17,8 +17,13 @@ clusters one cache line moves in each direction, not one for every rank.
 
     word of a rank's cluster line   field     writer
     0                               release   a leader: n after all ranks have arrived n times
-    1                               leader    rank 0, before any rank waits: the first rank of its cluster
-    2                               end       rank 0, before any rank waits: the rank behind the last of its cluster
+
+Behind the `MAX_RANKS` cluster lines is a table with two words for each rank.  Rank 0 writes it before any rank waits,
+and no rank writes these lines later, so that each core keeps a copy of them:
+
+    word of a rank in the table     field
+    0                               leader    the first rank of its cluster
+    1                               end       the rank behind the last of its cluster
 """
 
 from __future__ import annotations
@@ -35,13 +40,16 @@ from shm.atomics import (
     prefetch_line,
     store_release,
 )
+from shm.step_ring import MAX_RANKS
 
 SPIN_NS = 50_000
 SLICE_NS = 20_000_000
 EPOCH = 0  # word offsets from the barrier's address
 _ARRIVALS, _SLEEPING = 0, 8  # byte offsets in a rank's line
-_LEADER, _END = 8, 16  # in its cluster line
 _LINE_BYTES = 64
+_LEADERS = _LINE_BYTES * MAX_RANKS  # byte offset of the table from the first cluster line
+_ENDS = _LEADERS + 8
+_TABLE_BYTES = 16  # of each rank
 _CALM_SPINS = 2000  # before the first look at the clock: most waits end here
 
 
@@ -109,12 +117,12 @@ def wait_in_clusters(barrier, lines, clusters, rank, n_ranks, prefetch=0, prefet
     """`wait` of ranks in clusters, whose lines begin at `clusters`. All ranks call this one, or all call `wait`."""
     own = lines + _LINE_BYTES * rank
     count = load_acquire(own) + 1
-    leader = load_acquire(clusters + _LINE_BYTES * rank + _LEADER)
+    leader = load_acquire(clusters + _LEADERS + _TABLE_BYTES * rank)
     if rank != leader:
         _store_and_wake(own, count, lines + _LINE_BYTES * leader, 1)
         _wait_until_at_least(clusters + _LINE_BYTES * leader, count, own, prefetch, prefetch_end)
         return
-    end = load_acquire(clusters + _LINE_BYTES * rank + _END)
+    end = load_acquire(clusters + _ENDS + _TABLE_BYTES * rank)
     for other in range(rank + 1, end):
         _wait_until_at_least(lines + _LINE_BYTES * other, count, own, prefetch, prefetch_end)
     if rank != 0:
@@ -124,13 +132,14 @@ def wait_in_clusters(barrier, lines, clusters, rank, n_ranks, prefetch=0, prefet
         other = end
         while other < n_ranks:  # the leaders of the other clusters
             _wait_until_at_least(lines + _LINE_BYTES * other, count, own, prefetch, prefetch_end)
-            other = load_acquire(clusters + _LINE_BYTES * other + _END)
+            other = load_acquire(clusters + _ENDS + _TABLE_BYTES * other)
         store_release(own, count)
         exchange(barrier + 8 * EPOCH, count)
+    _store_and_wake(clusters + _LINE_BYTES * rank, count, own + _LINE_BYTES, end - rank - 1)
+    if rank == 0:  # only now, because to wake a leader is a system call
         other = end
         while other < n_ranks:
             if load_acquire(lines + _LINE_BYTES * other + _SLEEPING) != 0:
                 futex_wake(barrier + 8 * EPOCH)
-                break
-            other = load_acquire(clusters + _LINE_BYTES * other + _END)
-    _store_and_wake(clusters + _LINE_BYTES * rank, count, own + _LINE_BYTES, end - rank - 1)
+                return
+            other = load_acquire(clusters + _ENDS + _TABLE_BYTES * other)

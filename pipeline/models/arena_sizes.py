@@ -159,7 +159,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         *(experts if h.n_experts else ()),
         *((tokens * 3 * align(4 * adapter_rank),) if adapter_rank else ()),
     )
-    at = align(8 * (64 + 2 * 8 * MAX_RANKS))
+    at = align(8 * (64 + 18 * MAX_RANKS))
     for size in buffers:
         at = align(at + size) + 64
     return at

@@ -3,10 +3,11 @@
 Rank 0 creates it when it attaches to the other arenas, the other ranks map it, and it has no use after the group's
 end.  It begins with `CONTROL_WORDS` control words; each cache line has one writer:
 
-    word 0          rank 0: barrier epoch (shm/barrier.py)
-    word 16         rank 0: STEP, the number announced last: even for a step, odd to return to Python
-    word 64 + 8 r   rank r: barrier line; its third word is set while the rank sleeps on STEP
-    word 576 + 8 r  rank r: cluster line of the barrier
+    word 0           rank 0: barrier epoch (shm/barrier.py)
+    word 16          rank 0: STEP, the number announced last: even for a step, odd to return to Python
+    word 64 + 8 r    rank r: barrier line; its third word is set while the rank sleeps on STEP
+    word 576 + 8 r   rank r: cluster line of the barrier
+    word 1088 + 2 r  rank 0, before the others are attached: leader and end of the cluster of rank r
 
 The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
 writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
@@ -38,11 +39,12 @@ from stages.worker.kernels.buffer_sizes import (
 )
 
 KIND = "activations"
-LAYOUT = 2
+LAYOUT = 3
 BARRIER, STEP, LINES = 0, 16, 64  # words
 CLUSTERS = LINES + 8 * MAX_RANKS
+_CLUSTER_TABLE = CLUSTERS + 8 * MAX_RANKS
 SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
-CONTROL_WORDS = CLUSTERS + 8 * MAX_RANKS
+CONTROL_WORDS = _CLUSTER_TABLE + 2 * MAX_RANKS
 MIN_SPLIT_RESULTS = 2048
 
 
@@ -194,20 +196,21 @@ def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = ())
     for rank in range(ranks):
         words.store(control, LINES + 8 * rank, 0)
         words.store(control, LINES + 8 * rank + 1, 0)
-        for word in range(3):
-            words.store(control, CLUSTERS + 8 * rank + word, 0)
+        words.store(control, CLUSTERS + 8 * rank, 0)
+        words.store(control, _CLUSTER_TABLE + 2 * rank, 0)
+        words.store(control, _CLUSTER_TABLE + 2 * rank + 1, 0)
     leader = 0
     for size in clusters:
         for rank in range(leader, leader + size):
-            words.store(control, CLUSTERS + 8 * rank + 1, leader)
-            words.store(control, CLUSTERS + 8 * rank + 2, leader + size)
+            words.store(control, _CLUSTER_TABLE + 2 * rank, leader)
+            words.store(control, _CLUSTER_TABLE + 2 * rank + 1, leader + size)
         leader += size
     words.store(control, BARRIER, 0)
 
 
 def has_clusters(control: np.ndarray) -> bool:
     """Whether the barrier was set up with clusters."""
-    return words.load(control, CLUSTERS + 2) != 0
+    return words.load(control, _CLUSTER_TABLE + 1) != 0
 
 
 def announce(control: np.ndarray, number: int, ranks: int) -> None:
