@@ -2,16 +2,20 @@
 
 A barrier with clusters has one step more in each direction, so that it is for many ranks on cores that are far from
 each other.  Ranks that are not pinned to cores, because there are more ranks than cores, have no clusters.
+
+More than MAX_CLUSTER ranks for which neither caches nor sockets make clusters, or that share one, are divided in the
+order of their CPUs' numbers.  Such a cluster may have ranks of two caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 MIN_RANKS = 8  # with fewer, rank 0 collects all arrivals in the time that another level would take
+MIN_MEAN = 4  # ranks of a cluster, on average: smaller ones leave rank 0 many leaders to wait for
 MAX_CLUSTER = 16  # ranks whose arrivals one leader collects
 
 
@@ -49,13 +53,26 @@ def arrange(cpus: list[int], ranks: int, root: Path = CPUS) -> tuple[list[int], 
     used = cpus[:ranks]
     for read in (_last_level_cache, _socket):
         places = _places(used, read, root)
-        n = len(set(places))
-        if 1 < n <= ranks // 2:  # virtual machines may show a cache, or a socket, for every core
-            order = list(dict.fromkeys(places))
+        order = list(dict.fromkeys(places))
+        if _are_worth_it(len(order), ranks):
             together = sorted(zip(places, used, strict=True), key=lambda one: order.index(one[0]))
-            sizes = [len(list(group)) for _, group in groupby(place for place, _ in together)]
-            return [cpu for _, cpu in together] + cpus[ranks:], tuple(part for n in sizes for part in _parts(n))
-    return cpus, _parts(ranks) if ranks > MAX_CLUSTER else ()
+            shared = [len(list(group)) for _, group in groupby(place for place, _ in together)]
+            return [cpu for _, cpu in together] + cpus[ranks:], sizes(shared)
+    return cpus, sizes([ranks])
+
+
+def _are_worth_it(clusters: int, ranks: int) -> bool:
+    return 1 < clusters <= ranks // MIN_MEAN  # virtual machines may show a cache, or a socket, for every core
+
+
+def sizes(shared: Sequence[int]) -> tuple[int, ...]:
+    """The number of ranks of each cluster, () for none; `shared`: how many ranks share each cache, or socket."""
+    ranks = sum(shared)
+    if ranks < MIN_RANKS:
+        return ()
+    if _are_worth_it(len(shared), ranks):
+        return tuple(part for n in shared for part in _parts(n))
+    return _parts(ranks) if ranks > MAX_CLUSTER else ()
 
 
 def _parts(ranks: int) -> tuple[int, ...]:

@@ -30,8 +30,10 @@ def machine(root: Path, caches: list[int], sockets: list[int]) -> Path:
 def test_ranks_that_share_a_cache_are_a_cluster(tmp_path: Path) -> None:
     root = machine(tmp_path, [n // 4 for n in range(16)], [n // 8 for n in range(16)])
     assert arrange(list(range(16)), 16, root) == (list(range(16)), (4, 4, 4, 4))
-    assert arrange(list(range(16)), 10, root) == (list(range(16)), (4, 4, 2))
-    assert arrange([1, 2, 3, 5, 6, 8, 9, 10, 11], 9, root) == ([1, 2, 3, 5, 6, 8, 9, 10, 11], (3, 2, 4))
+    assert arrange(list(range(16)), 12, root) == (list(range(16)), (4, 4, 4))
+    six = machine(tmp_path / "six", [n // 6 for n in range(16)], [0] * 16)
+    cpus = [0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13]
+    assert arrange(cpus, 12, six) == (cpus, (6, 4, 2))
 
 
 def test_cores_of_two_sockets_that_are_numbered_in_turns_are_put_together(tmp_path: Path) -> None:
@@ -44,6 +46,18 @@ def test_sockets_count_where_the_kernel_shows_a_cache_for_every_core_or_none(tmp
     for name, caches in (("each", list(range(16))), ("none", [-1] * 16)):
         root = machine(tmp_path / name, caches, [n // 8 for n in range(16)])
         assert arrange(list(range(16)), 16, root) == (list(range(16)), (8, 8))
+
+
+def test_caches_of_few_cores_make_no_clusters(tmp_path: Path) -> None:
+    cpus = list(range(20))
+    two = machine(tmp_path / "two", [n // 2 for n in cpus], [n // 10 for n in cpus])
+    assert arrange(cpus, 8, two) == (cpus, ())
+    assert arrange(cpus, 20, two) == (cpus, (10, 10))
+    one = machine(tmp_path / "one", [n // 2 for n in cpus], [0] * 20)
+    assert arrange(cpus, 16, one) == (cpus, ())
+    assert arrange(cpus, 18, one) == (cpus, (9, 9))  # the first one has a core of the fifth cache
+    three = machine(tmp_path / "three", [n // 3 for n in cpus], [0] * 20)
+    assert arrange(cpus, 12, three) == (cpus, ())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, MIN_RANKS - 1, MIN_RANKS, MAX_CLUSTER])
