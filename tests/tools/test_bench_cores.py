@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shm.checkpoint import Hyper, Tensor
+from stages.worker.rank_clusters import MIN_RANKS
 from tools.bench.cores.model import Machine, Phase, Step, phases, predict, share
 
 HYPER = Hyper(2, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, 64, "neighbours", "silu")
@@ -56,7 +57,34 @@ def test_without_barriers_more_cores_are_never_slower(alone: float, units: int, 
     assert predict({"down": alone}, made_of, 0, FAST, n + 1) <= predict({"down": alone}, made_of, 0, FAST, n) + 1e-12
 
 
-@given(st.integers(2, 127))
+@pytest.mark.parametrize("n", range(2, MIN_RANKS - 1))
 def test_lines_of_another_socket_take_longer(n: int) -> None:
-    more = FAST.wait_s(n + 1) - FAST.wait_s(n)
-    assert more == pytest.approx(FAST.line_s if n < FAST.socket_cores else FAST.remote_line_s)
+    machine = FAST._replace(socket_cores=4)
+    more = machine.wait_s(n + 1) - machine.wait_s(n)
+    assert more == pytest.approx(machine.line_s if n < machine.socket_cores else machine.remote_line_s)
+
+
+@pytest.mark.parametrize(
+    ("socket_cores", "n", "barriers", "lines", "remote"),
+    [
+        (16, 16, 1, 14, 0),  # one socket, no clusters
+        (4, 8, 2, 2 - 1, 1),  # two clusters of 4: rank 0 reads 3 lines, then one of the other socket
+        (8, 12, 2, 6 - 1, 1),  # of 8 and 4: the larger one decides
+        (16, 64, 2, 14 - 1, 3),
+        (64, 64, 2, 14 + 2, 0),  # one socket, four clusters of 16
+        (64, 128, 2, 14 + 2, 4),  # and four of another one
+        (2, 16, 1, 0, 14),  # sockets are too small for clusters
+    ],
+)
+def test_ranks_wait_in_the_clusters_that_the_worker_makes(
+    socket_cores: int, n: int, barriers: int, lines: int, remote: int
+) -> None:
+    machine = Machine(1.0, 1.0, 1.0, 1e6, 1e3, 1.0, socket_cores)
+    assert machine.wait_s(n) == pytest.approx(barriers * 1e6 + lines * 1e3 + remote, abs=0.5)
+
+
+@given(st.integers(1, 128), st.integers(1, 64))
+def test_a_barrier_takes_longer_where_the_lines_are_remote(n: int, socket_cores: int) -> None:
+    machine = FAST._replace(socket_cores=socket_cores)
+    assert 0 <= machine._replace(remote_line_s=machine.line_s).wait_s(n) <= machine.wait_s(n)
+    assert (machine.wait_s(n) == 0) == (n == 1)

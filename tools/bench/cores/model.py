@@ -7,7 +7,8 @@
     share(n)     part of the work of the rank that has most: ceil(units / n) / units
     nbytes       of weights, K and V that the phase reads
     bandwidth(n) of n cores: n times that of one, at most that of the machine
-    barrier(n)   between two ranks, and a cache line of each further one, which rank 0 reads one after the other
+    barrier(n)   between two ranks, and a cache line of each further one, which rank 0 reads one after the other; in
+                 clusters, as many ranks have, leaders read those of their clusters at the same time, then rank 0 theirs
 
 Ranks share groups of rows of a matrix, tokens, samples, or the KV heads of a stretch of positions, and nothing smaller:
 a phase has so many units.  A phase that every rank computes in full has one.  Bytes and seconds.
@@ -15,6 +16,8 @@ a phase has so many units.  A phase that every rank computes in full has one.  B
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from shm.checkpoint import Hyper, Tensor
@@ -22,6 +25,7 @@ from shm.pages import KV_SPLIT
 from stages.worker.kernels.buffer_sizes import MIN_CHUNK
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_block import FEW
+from stages.worker.rank_clusters import sizes
 
 MATRICES = {
     "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
@@ -59,7 +63,7 @@ class Machine(NamedTuple):
     bandwidth: float  # bytes/s that all cores read
     slow: float  # a core's time for the same work while the others work, beside alone
     barrier_s: float  # between two ranks
-    line_s: float  # rank 0 reads a line of the cache that another rank has written
+    line_s: float  # a rank reads a line of the cache that another rank has written
     remote_line_s: float  # the same from another socket
     socket_cores: int  # cores of a socket
 
@@ -68,11 +72,19 @@ class Machine(NamedTuple):
         return nbytes / min(n * self.core_bandwidth, self.bandwidth)
 
     def wait_s(self, n: int) -> float:
-        """Seconds of a barrier of n ranks."""
-        if n == 1:
+        """Seconds of a barrier of n ranks, with clusters where the worker would have them, which fill the sockets."""
+        sockets = [min(self.socket_cores, n - first) for first in range(0, n, self.socket_cores)]
+        ends = list(accumulate(sizes(sockets) or (n,)))
+        leaders = [0, *ends[:-1]]
+        inside = max(self._collect_s(first, range(first + 1, end)) for first, end in zip(leaders, ends, strict=True))
+        return inside + self._collect_s(0, leaders[1:])
+
+    def _collect_s(self, rank: int, others: Sequence[int]) -> float:
+        """Seconds in which a rank collects the arrivals of others, one after the other, and releases them."""
+        if not others:
             return 0.0
-        near = min(n, self.socket_cores)
-        return self.barrier_s + (near - 2) * self.line_s + (n - near) * self.remote_line_s
+        near = sum(other // self.socket_cores == rank // self.socket_cores for other in others)
+        return self.barrier_s + (near - 1) * self.line_s + (len(others) - near) * self.remote_line_s
 
 
 def phases(step: Step, hyper: Hyper, tensors: list[Tensor]) -> dict[str, Phase]:
