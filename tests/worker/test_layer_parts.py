@@ -91,6 +91,12 @@ def test_parts_give_the_bytes_of_the_whole(
             for first in compute_parts(parts, entries, cuts):
                 arrive(first + 1 if first < cuts[-1] else len(ends) + 1)
             assert results(parts, entries) == results(whole, entries)
+            # Once more what is behind the layers, as a part that has none.
+            words = parts.group.tables[0].table
+            words[pb.FIRST_LAYER] = index.hyper.n_layers
+            parts.compute()
+            words[pb.FIRST_LAYER] = 0
+            assert results(parts, entries) == results(whole, entries)
         # A whole step after parts.
         for runner in (whole, parts):
             runner.run([(0, 42, 1, 1)])

@@ -254,7 +254,9 @@ def _run_last_layer(params, index, tokens):
     _write_kv_of_chunks(params, layer)
     if rows == 0:
         return
+    now = phase_begin(params)
     gather_stream(params, tokens)
+    phase_end(params, QKV, now)
     wait_for_ranks(params)
     now = phase_begin(params)
     gather_kv_and_angles(params)
@@ -284,9 +286,10 @@ def run_step(params):
                 _run_layer(params, index, tokens, chunks)
             else:
                 _run_last_layer(params, index, tokens)
-                params = param(params, pb.NEEDED_BLOCK)
             if rank == 0:
                 store_release(progress, get_i64(progress) + 1)
+        if end == n_layers and param(plan, p.NEEDED) != tokens:
+            params = param(params, pb.NEEDED_BLOCK)  # also of a part that has no layers, only the samples
     if end < n_layers:
         wait_for_ranks(params)
         return
