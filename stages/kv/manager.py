@@ -142,7 +142,9 @@ class Manager:
         n_restored = pool.restore(outside, new)
         if n_restored < len(outside) and (window or groups.full):  # what is behind the gap may need pages before it
             table.release_ref(found + new, pool.clock_ns())
-            return self.acquire(sequence, tokens, want_tokens, row, serial, salt, 0, window, ahead)
+            # Before the gap there may be a run that is complete; what has been restored is cached by now.
+            before = self._place_of(outside[n_restored], hashes[:n_sharable]) * self.page_tokens
+            return self.acquire(sequence, tokens, want_tokens, row, serial, salt, before, window, ahead)
         n_shared = hit.end - len(outside) + n_restored if n_restored < len(outside) else hit.end
         pool.count_warm_hits(hit.hashes)
         table.record_use(found, now)
@@ -162,6 +164,11 @@ class Manager:
             return True
         expected = sum(lease.n_expected for lease in self.leases.values())
         return count + expected <= self.pool.free + self.pool.cached
+
+    def _place_of(self, page_hash: PageHash, hashes: list[PageHash]) -> int:
+        """The place of a page of any group; 0 for one of none."""
+        names = range(self.groups.n_groups)
+        return next((i for i, one in enumerate(hashes) if any(group_hash(one, g) == page_hash for g in names)), 0)
 
     def _find(self, hashes: list[PageHash], window: int, sent: Container[PageHash] = ()) -> Hit:
         if not window and not self.groups.full:
@@ -392,6 +399,8 @@ class Manager:
         n_unread = groups.n_unread(pages)
         held = groups.held(pages, n_unread)
         if not held or len(set(held)) != len(held) or len(pages) % groups.n_groups:
+            return None
+        if n_unread >= len(pages) // groups.n_groups:  # every lease has its last place
             return None
         if claim.n_tokens > len(pages) // groups.n_groups * self.page_tokens:
             return None

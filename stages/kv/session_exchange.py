@@ -183,8 +183,11 @@ def _export(
 
 
 def _tails(sent: SentSession, geometry: KvGeometry | None) -> list[str]:
-    """The hashes of a session's last pages, the last one first: which of them are in the arena, its headers say."""
-    if geometry is None:
+    """The hashes of a session's last pages, the last one first: which of them are in the arena, its headers say.
+
+    None of a model with several layer groups, whose pages `prefix_exchange.py` cannot keep.
+    """
+    if geometry is None or geometry.groups.n_groups > 1:
         return []
     root = root_hash(bytes.fromhex(sent.digest), geometry, sent.salt)
     tokens = np.frombuffer(sent.tokens, "<i4")[:-1]  # the last one is not computed before the next turn

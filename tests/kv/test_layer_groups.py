@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -137,6 +138,28 @@ def test_pages_of_all_groups_come_back_from_a_page_file(tmp_path: Path) -> None:
     hashes = prefix_hash.page_hashes(w.m.root_hash_of(""), np.array(TOKENS, np.int32), PAGE_TOKENS)
     store.remove(group_hash(hashes[39], 1))
     assert w.run("c", [*TOKENS, 7, 7], 2) == 39 * PAGE_TOKENS
+    store.close()
+
+
+def test_what_is_complete_before_a_page_that_cannot_be_read_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskPageStore(tmp_path / "pages", {}, PAGE_BYTES, 200 * PAGE_BYTES, 1)
+    w = GroupWorld(110, store=store)
+    tokens = TOKENS[: 10 * PAGE_TOKENS + 3]
+    w.run("a", tokens)
+    w.release("a")
+    assert w.m.pool.make_room(110)
+    hashes = prefix_hash.page_hashes(w.m.root_hash_of(""), np.array(tokens, np.int32), PAGE_TOKENS)
+    fetch, unread = store.fetch, {group_hash(hashes[8], 2), group_hash(hashes[5], 0)}
+
+    def slow(page_hash: prefix_hash.PageHash, *others: Any, **options: Any) -> Any:
+        return None if page_hash in unread else fetch(page_hash, *others, **options)
+
+    monkeypatch.setattr(store, "fetch", slow)
+    assert w.run("b", tokens, 1) == 5 * PAGE_TOKENS
+    w.release("b")
+    w.m.check()
     store.close()
 
 

@@ -79,17 +79,19 @@ def find_pages(path: Path, digest: str, tails: Sequence[str], max_bytes: int, lo
         chain: list[tuple[bytes, _Place]] = []
         name: bytes = bytes.fromhex(tail)
         while (row := row_of.get(name)) is not None and name not in seen:
+            if unpack_ordinal(int(fields["ordinal"][row]))[0] < low:
+                break
             seen.add(name)
             raw = headers[row, :IDENTITY_BYTES].tobytes()
             page = read_identity(raw)
             if page is None or page.page_hash != PageHash(name):
                 break  # it is being written
-            if unpack_ordinal(int(fields["ordinal"][row]))[0] < low:
-                break
             chain.append((raw, _Place(first + row * page_bytes, page.checksum)))
             name = page.parent
         for raw, place in chain[::-1][: most - len(places)]:
             identities.append(raw)
             places.append(place)
+    if geometry.groups.n_groups > 1 and len(places) < len(seen):
+        identities, places = [], []  # without its last pages of every layer group a run is of no use
     head = SentHead(version_of(digest, geometry), page_bytes, len(places))
     return FoundPages(path, head, b"".join(identities), tuple(places), len(seen))
