@@ -135,6 +135,7 @@ class TakePagesRequest(Request, frozen=True, kw_only=True):
 
 
 MAX_PREFIXES = 64  # of a model in one body
+MAX_IDLE_S = 1e9  # since the last use of a page
 
 
 class ListPrefixesRequest(Request, frozen=True, kw_only=True):
@@ -164,8 +165,8 @@ class TakePrefixesRequest(Request, frozen=True, kw_only=True):
     bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
     timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]
     tenant: Tenant
-    uses: Annotated[int, Meta(ge=1)]  # of the least used one
-    idle_s: Annotated[float, Meta(ge=0)]  # since the last use of that which was used longest ago
+    uses: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # of the least used one
+    idle_s: Annotated[float, Meta(ge=0, le=MAX_IDLE_S)]  # since the last use of that which was used longest ago
 
 
 class ListSessionsRequest(Request, frozen=True, kw_only=True, omit_defaults=True):

@@ -41,9 +41,12 @@ MIN_USES = 2  # sequences that have held a page of a prefix that is worth sendin
 MAX_CANDIDATES = 2048  # pages that are ranked: some ms of the loop
 MAX_PREFIXES = 64  # of one model
 MAX_PREFIX_PAGES = 1024  # of one prefix
+MAX_NAMES = 4096  # of all of them: an answer is one line, of which a control socket takes some 200 KiB at once
 MAX_KEPT = 8  # files that wait, or are being copied
 MAX_KEPT_BYTES = 256 << 20  # of all of them, whose memory this process keeps
 KEEP_S = 30.0  # for which a file may wait for its turn
+MAX_USES = 2**32 - 1  # a page's header has 32 bits for them
+MAX_IDLE_S = 1e9
 ARENA_SHARE = 4  # one file takes at most one n-th of the arena
 
 
@@ -113,14 +116,22 @@ class PrefixExchange:
         parents = {row_of[one]["parent"].tobytes() for one in chosen}
         found: list[dict[str, Any]] = []
         of_owner: Counter[str] = Counter()
+        n_names: Counter[str] = Counter()  # by owner
         for tail in chosen:
+            if len(found) >= MAX_PREFIXES:
+                break
             record = row_of[tail]
+            n_pages = int(record["ordinal"]) + 1
             owner = manager.owners.owner(PageHash(record["root"].tobytes()), manager.root_hash_of)
-            if tail in parents or owner is None or int(record["ordinal"]) >= MAX_PREFIX_PAGES:
+            if tail in parents or owner is None or n_pages > MAX_PREFIX_PAGES:
                 continue
-            if owner and of_owner[owner] >= MAX_PREFIXES // TENANT_SHARE:
+            share = TENANT_SHARE if owner else 1
+            if of_owner[owner] >= MAX_PREFIXES // share or n_names[owner] + n_pages > MAX_NAMES // share:
+                continue
+            if n_names.total() + n_pages > MAX_NAMES:
                 continue
             of_owner[owner] += 1
+            n_names[owner] += n_pages
             found.append(
                 {
                     "tail": tail.hex(),
@@ -130,7 +141,7 @@ class PrefixExchange:
                     "idle_s": round(max(0, now_ns - int(record["last_use"])) / 1e9, 3),
                 }
             )
-        return {**answer, "prefixes": found[:MAX_PREFIXES]}
+        return {**answer, "prefixes": found}
 
     # -------------------------------------------------------------- prefixes that come
 
@@ -139,6 +150,13 @@ class PrefixExchange:
         loaded, manager = self._version(request)
         geometry, tenant = loaded.pages.geometry, str(request.get("tenant", ""))
         assert geometry is not None
+        now_ns = manager.pool.clock_ns()
+        try:
+            uses = max(1, min(MAX_USES, int(request.get("uses", 1))))
+            idle_ns = int(1e9 * max(0.0, min(MAX_IDLE_S, float(request.get("idle_s", 0.0)))))
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"the use of these pages is not given in numbers: {error}", "uses") from None
+        use = PageUse(uses, max(0, now_ns - idle_ns), now_ns)
         try:
             offer = Offer(str(request.get("path", "")))
         except (OSError, ValueError) as error:
@@ -151,8 +169,6 @@ class PrefixExchange:
         except BaseException:
             offer.close()
             raise
-        now_ns, idle_s = manager.pool.clock_ns(), max(0.0, float(request.get("idle_s", 0.0)))
-        use = PageUse(max(1, int(request.get("uses", 1))), now_ns - int(1e9 * idle_s), now_ns)
         room = max(1, manager.pool.total // ARENA_SHARE)
         until, rest = self._clock() + KEEP_S, deque(offer.hashes)
         self._kept.append(_Keeping(loaded, manager, offer, tenant, use, until, rest, room))

@@ -27,6 +27,7 @@ import numpy as np
 
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import (
+    MAX_IDLE_S,
     MAX_PREFIXES,
     GivePagesResponse,
     GivePrefixesRequest,
@@ -310,7 +311,7 @@ class PrefixMoves:
             timeout_ms=max(1, int(1000 * rest_s)),
             tenant=batch.tenant,
             uses=max(1, min(prefix.uses for prefix, _ in batch.prefixes)),
-            idle_s=max(prefix.idle_s for prefix, _ in batch.prefixes),
+            idle_s=min(MAX_IDLE_S, max(prefix.idle_s for prefix, _ in batch.prefixes)),
         )
         await self._call(batch.target, "/take_prefixes", take, TakePagesResponse, rest_s + MARGIN_S)
         return given.bytes

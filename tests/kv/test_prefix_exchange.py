@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,28 @@ def test_a_tenant_gets_half_of_what_is_listed(source: Engine, monkeypatch: pytes
     assert sorted(one["tenant"] for one in source.listed()) == ["mine", "mine", "other"]
 
 
+def test_an_answer_has_a_bounded_number_of_prefixes_and_names(source: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for begin in range(6):
+        for number in range(2):
+            source.run(prompt(number, [50 + begin] * (2 * PAGE_TOKENS)))
+    monkeypatch.setattr(prefix_exchange, "MAX_NAMES", 9)
+    assert [len(one["names"]) for one in source.listed()] == [2] * 4
+    monkeypatch.setattr(prefix_exchange, "MAX_PREFIXES", 3)
+    assert len(source.listed()) == 3
+
+
+def test_the_longest_answer_fits_in_the_buffer_of_a_control_socket() -> None:
+    """A line is sent at once, or not at all (pipeline/ipc/control_poll.py)."""
+    names = [2**64 - 1] * prefix_exchange.MAX_NAMES
+    one = {"tail": "f" * 32, "names": [], "tenant": "\U0001f600" * 64, "uses": 2**32 - 1, "idle_s": 1e9}
+    answer = {"prefixes": [{**one, "names": names}, *[one] * prefix_exchange.MAX_PREFIXES]}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        data = json.dumps(answer).encode()
+        assert ours.send(data) == len(data)
+
+
 def test_a_prefix_whose_tenant_is_not_known_is_not_listed(source: Engine) -> None:
     for number in range(2):
         source.run(prompt(number), MINE)
@@ -231,3 +255,19 @@ def test_what_is_no_file_of_this_version_is_refused(source: Engine, tmp_path: Pa
     for wrong in (tmp_path / "none", tmp_path, tmp_path / "missing"):
         with pytest.raises(InvalidRequest):
             source.keep(wrong)
+
+
+@pytest.mark.parametrize(("uses", "idle_s"), [(2**32, 0.0), (10**30, 1e300), (-1, -1.0)])
+def test_numbers_out_of_bounds_count_as_the_bound(
+    source: Engine, target: Engine, tmp_path: Path, uses: int, idle_s: float
+) -> None:
+    for number in range(2):
+        source.run(prompt(number))
+    target.take(source.file(tmp_path, [source.listed()[0]["tail"]]), uses=uses, idle_s=idle_s)
+    assert target.run(prompt(7)) == len(SYSTEM)
+
+
+def test_what_are_no_numbers_is_refused_before_a_file_is_opened(source: Engine, tmp_path: Path) -> None:
+    for wrong in ({"uses": float("inf")}, {"uses": "many"}, {"idle_s": None}):
+        with pytest.raises(InvalidRequest, match="numbers"):
+            source.prefixes.keep({"model": "tiny", "path": str(tmp_path / "missing"), **wrong})
