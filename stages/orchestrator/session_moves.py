@@ -25,8 +25,9 @@ One orchestrator, the elected one, does this, but for moves for a turn; two that
 the session afterwards: an engine that has a tombstone or a copy names the other agent, and relay.py sends the request
 there.
 
-The KV pages are sent before step 3 if that is expected to be faster than computing them (session_pages.py); else the
-target computes them with the next turn.  Without sockets.
+The KV pages are sent between steps 2 and 3 if that is expected to be faster than computing them (session_pages.py);
+else the target computes them with the next turn.  It takes its time, so step 2 is done again after it: turns that were
+served meanwhile stop no move.  A move that is tried again sends nothing for `SENT_S`.  Without sockets.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ MAX_AT_ONCE = 4  # sessions that move at once, of one agent
 MAX_TARGETS = 4  # that are tried for one session in one round
 PAUSE_S = 10.0  # after a look at a session for a turn: its next turns stay
 MAX_PAUSED = 10_000  # sessions of which that is remembered
+SENT_S = 300.0  # after pages were sent, or could not be, for a session that then did not move: they are not sent again
+MAX_SENT = 10_000  # sessions and targets of which that is remembered
 LEAST_WAIT_S = 1.0  # for which a turn waits for the move of its session, or as long as it would wait for its agent
 
 # (tenant, session, agent): where its requests go from now on.
@@ -116,6 +119,7 @@ class SessionMoves:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # by agent and model
         self._turns: dict[tuple[str, str], asyncio.Task[str]] = {}  # moves for turns, by tenant and session
         self._paused: dict[tuple[str, str], float] = {}  # until when, s of the clock; the oldest first
+        self._sent: dict[tuple[str, str, str], float] = {}  # by tenant, session and target; likewise
 
     def begin_round(self) -> None:
         """Look after all agents that drain or have moves that are not complete. One round at a time for each."""
@@ -199,9 +203,10 @@ class SessionMoves:
         while len(refused) < MAX_TARGETS and (target := self._target(source, model, refused)):
             give = GiveSessionRequest(model_id=model, tenant=entry.tenant, session=entry.session, agent_id=target)
             given = await self.call(source, "/give_session", give, GiveSessionResponse)
+            if self.pages is not None and self._may_send(give):
+                ticket = await self.pages.ticket(source, target, model, given)
+                given = await self._send_pages(source, give, given, ticket)
             moving = msgspec.structs.replace(entry, move=given.move)
-            if self.pages is not None:
-                await self._send_pages(target, model, given, await self.pages.ticket(source, target, model, given))
             try:
                 await self._take(target, model, given)
             except StarlingError as error:
@@ -226,10 +231,25 @@ class SessionMoves:
             raise
         await self._finish(source, target, model, moving)
 
-    async def _send_pages(self, target: str, model: str, given: GiveSessionResponse, ticket: Ticket | None) -> None:
-        if self.pages is not None and ticket is not None:
-            computing_s = len(given.record) * self._router.place(target, model).prefill_s_per_byte
-            await self.pages.send(target, model, ticket, computing_s)
+    async def _send_pages(
+        self, source: str, give: GiveSessionRequest, given: GiveSessionResponse, ticket: Ticket | None
+    ) -> GiveSessionResponse:
+        """The session as it is after its pages were sent, if that is faster than computing. Raises `StarlingError`."""
+        if self.pages is None or ticket is None or not self._may_send(give):
+            return given
+        computing_s = len(given.record) * self._router.place(give.agent_id, give.model_id).prefill_s_per_byte
+        if not await self.pages.send(give.agent_id, give.model_id, ticket, computing_s):
+            return given
+        key = give.tenant, give.session, give.agent_id
+        self._sent.pop(key, None)
+        self._sent[key] = self._clock() + SENT_S
+        while len(self._sent) > MAX_SENT:
+            del self._sent[next(iter(self._sent))]
+        return await self.call(source, "/give_session", give, GiveSessionResponse)
+
+    def _may_send(self, give: GiveSessionRequest) -> bool:
+        """Whether the session's pages were not sent to that agent lately."""
+        return self._clock() >= self._sent.get((give.tenant, give.session, give.agent_id), float("-inf"))
 
     # ---------------------------------------------------------------- for a turn
 
@@ -276,7 +296,7 @@ class SessionMoves:
             self._router.note_turn(request_id, model, chosen, home, [target], size)
             if chosen == source:
                 return source
-            await self._send_pages(chosen, model, given, ticket)
+            given = await self._send_pages(source, give, given, ticket)
             await self._take(chosen, model, given)
             await self._hand_over(source, chosen, model, msgspec.structs.replace(entry, move=given.move))
         except StarlingError as error:
@@ -341,6 +361,7 @@ class SessionMoves:
             # The target had it on its disk before step 4: since then it was closed there, or has moved on.
             log.info("a session that moved is not at its agent any more", extra={"session_id": entry.session})
         self._bind(entry.tenant, entry.session, target)
+        self._sent.pop((entry.tenant, entry.session, target), None)
         self.outcomes["moved"] += 1
         await self._step(source, "settle", model, entry, target)
 

@@ -269,5 +269,5 @@ def test_numbers_out_of_bounds_count_as_the_bound(
 
 def test_what_are_no_numbers_is_refused_before_a_file_is_opened(source: Engine, tmp_path: Path) -> None:
     for wrong in ({"uses": float("inf")}, {"uses": "many"}, {"idle_s": None}):
-        with pytest.raises(InvalidRequest, match="numbers"):
+        with pytest.raises(InvalidRequest, match="not given in numbers"):
             source.prefixes.keep({"model": "tiny", "path": str(tmp_path / "missing"), **wrong})

@@ -13,12 +13,13 @@ from pipeline.errors import Conflict, NotFound, StarlingError
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.interfaces import NodeView
-from stages.orchestrator.session_moves import PAUSE_S, SessionMoves
+from stages.orchestrator.session_moves import PAUSE_S, SENT_S, SessionMoves
 from stages.orchestrator.session_pages import SessionPages
 from tests.orchestrator.agents import MODEL, engine, router, view
 
 TOKENS = b"t" * 1000  # of a session: 0.5 s of computing at the default speed
 KINDS: dict[str, Any] = {
+    "/list_sessions": bodies.ListSessionsRequest,
     "/give_session": bodies.GiveSessionRequest,
     "/take_session": bodies.TakeSessionRequest,
     "/move_session": bodies.MoveSessionRequest,
@@ -36,6 +37,8 @@ class World:
         self.now = 0.0
         self.tokens = tokens
         self.sends = sends
+        self.move = "a" * 40
+        self.given_up: list[str] = []
         self.calls: list[str] = []
         self.bound: list[str] = []
         self.events: list[str] = []
@@ -83,7 +86,12 @@ class World:
         answer: msgspec.Struct = bodies.MoveSessionResponse()
         if path == "/give_session":
             tails = ("ab" * 16,) if self.sends else ()
-            answer = bodies.GiveSessionResponse(record=self.tokens, move="a" * 40, tails=tails, owner="mine")
+            answer = bodies.GiveSessionResponse(record=self.tokens, move=self.move, tails=tails, owner="mine")
+        elif path == "/list_sessions":
+            entry = bodies.SessionEntry(tenant="mine", session="s", state="held")
+            answer = bodies.ListSessionsResponse(sessions=(entry,))
+        elif getattr(asked, "step", "") == "give_up":
+            self.given_up.append(asked.move)
         elif path == "/take_session":
             answer = bodies.TakeSessionResponse(move="a" * 40)
         elif path == "/give_prefixes":
@@ -129,13 +137,40 @@ async def test_pages_are_sent_where_that_is_faster() -> None:
     # 50 MB at 1 GB/s are 0.05 s; 4 s would be computed.
     world = World(tokens=b"t" * 8000, sends=50_000_000)
     assert await world.turn() == "two"
-    assert world.calls == [MOVE[0], "one /give_prefixes", "two /take_prefixes", *MOVE[1:]]
+    assert world.calls == [MOVE[0], "one /give_prefixes", "two /take_prefixes", *MOVE]
     assert world.events[0] == "50000000 bytes one two"
     world = World(tokens=b"t" * 8000)
     assert await world.turn() == "one" and world.calls == MOVE[:1]
     # A short session is computed sooner.
     world = World(tokens=b"t" * 10, sends=50_000_000)
     assert await world.turn() == "two" and world.calls == [MOVE[0], "one /give_prefixes", *MOVE[1:]]
+
+
+async def test_turns_that_are_served_while_pages_are_sent_stop_no_move() -> None:
+    """The source gives up the session only as it was given."""
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+
+    def before(call: str) -> None:
+        if call == "two /take_prefixes":
+            world.move = "b" * 40  # a turn has changed the session
+
+    world.before = before
+    assert await world.turn() == "two" and world.given_up == ["b" * 40]
+
+
+@pytest.mark.parametrize("fails", ["two /take_session", "two /take_prefixes"])
+async def test_pages_of_a_session_that_cannot_move_are_sent_once(fails: str) -> None:
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+    world.before = lambda call: NotFound("no room") if call in (fails, "two /take_session") else None
+    world.views["one"] = msgspec.structs.replace(world.views["one"], is_draining=True)
+    world.router.update_routing_table(list(world.views.values()))
+    for _ in range(3):
+        await world.moves.run("one", MODEL, is_draining=True)
+    assert world.calls.count("two /take_prefixes") == world.calls.count("one /give_prefixes") == 1
+    assert world.calls.count("two /take_session") == 3
+    world.now += SENT_S
+    await world.moves.run("one", MODEL, is_draining=True)
+    assert world.calls.count("two /take_prefixes") == 2
 
 
 @pytest.mark.parametrize("lost", ["one /give_prefixes", "two /take_prefixes"])
