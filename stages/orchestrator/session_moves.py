@@ -66,13 +66,16 @@ from stages.orchestrator.session_pages import SessionPages, Ticket
 log = logging.getLogger("starling.orchestrator")
 
 CALL_S = 15.0  # of one call; an engine may wait for its disk
-MAX_AT_ONCE = 4  # sessions that move at once, of one agent
+MAX_AT_ONCE = 4  # sessions that move at once, of one agent; in all, for turns
+MAX_OF_TENANT = 2  # of those for turns
 MAX_TARGETS = 4  # that are tried for one session in one round
 PAUSE_S = 10.0  # after a look at a session for a turn: its next turns stay
 MAX_PAUSED = 10_000  # sessions of which that is remembered
 SENT_S = 300.0  # after pages were sent, or could not be, for a session that then did not move: they are not sent again
 MAX_SENT = 10_000  # sessions and targets of which that is remembered
 LEAST_WAIT_S = 1.0  # for which a turn waits for the move of its session, or as long as it would wait for its agent
+# A turn has come first, or another orchestrator: no failures.
+ORDINARY = frozenset({"CONFLICT", "SESSION_MOVED"})
 
 # (tenant, session, agent): where its requests go from now on.
 Bind = Callable[[str, str, str], object]
@@ -108,6 +111,7 @@ class SessionMoves:
     ) -> None:
         """`least_gain_s`: for which a session moves for a turn; 0: none does. `clock`: monotonic, s."""
         self.pages: SessionPages | None = None  # None: none are sent
+        self.is_store_up: Callable[[], bool] = lambda: True  # while it is not, no session moves for a turn
         self.outcomes: Counter[str] = Counter()  # "moved", "failed"
         self._calls = calls
         self._nodes = nodes
@@ -183,7 +187,7 @@ class SessionMoves:
                 elif is_draining and not entry.busy:
                     await self._move(agent_id, model, entry)
             except StarlingError as error:
-                self.outcomes["failed"] += 1
+                self.outcomes["failed"] += error.code not in ORDINARY
                 log.info(
                     "a session stays as it is for now",
                     extra={
@@ -259,13 +263,15 @@ class SessionMoves:
         A move that takes longer than the turn would wait at `home` goes on without it: the engines say where it is.
         """
         key, now = (tenant, session), self._clock()
+        if not self._least_gain_s or not self.is_store_up():
+            return home  # without the store no orchestrator would tell others where the session is
         at_home, others = self._places(home, model)
         likely = cheapest(at_home, others, Size(0), self._least_gain_s, self._router.weights)
         if (
-            not self._least_gain_s
-            or likely == home
+            likely == home
             or key in self._turns
             or len(self._turns) >= MAX_AT_ONCE
+            or sum(one[0] == tenant for one in self._turns) >= MAX_OF_TENANT
             or now < self._paused.get(key, float("-inf"))
         ):
             return home
@@ -300,7 +306,7 @@ class SessionMoves:
             await self._take(chosen, model, given)
             await self._hand_over(source, chosen, model, msgspec.structs.replace(entry, move=given.move))
         except StarlingError as error:
-            self.outcomes["failed"] += 1
+            self.outcomes["failed"] += error.code not in ORDINARY
             facts = {"session_id": session, "agent": source, "reason": error.message}
             log.info("a session does not move for its turn", extra=facts)
             return source

@@ -174,6 +174,7 @@ class OrchestratorStage:
         )
         find, answer_of = self.registry.find, self.registry.answer_of
         self.session_moves.pages = SessionPages(self.session_moves.call, self.pages, find, answer_of)
+        self.session_moves.is_store_up = lambda: self.fleet.is_store_up
         self.front.move_session = self.session_moves.for_turn
         self.prefix_moves = PrefixMoves(self._calls, self.registry, self.router, self.events.add, time.monotonic)
         self.follower = StoreFollower(

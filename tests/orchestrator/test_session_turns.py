@@ -180,6 +180,12 @@ async def test_pages_that_do_not_come_stop_no_move(lost: str) -> None:
     assert await world.turn() == "two" and world.bound == ["two"]
 
 
+async def test_an_agent_that_refuses_the_copy_counts_as_a_failure() -> None:
+    world = World()
+    world.before = lambda call: NotFound("the model is not loaded") if call == "two /take_session" else None
+    assert await world.turn() == "one" and world.moves.outcomes == {"failed": 1}
+
+
 async def test_after_a_look_the_next_turns_stay_for_a_while() -> None:
     world = World(30)
     assert await world.turn() == "one" and len(world.calls) == 1
@@ -189,13 +195,33 @@ async def test_after_a_look_the_next_turns_stay_for_a_while() -> None:
     assert await world.turn() == "two"
 
 
+async def test_no_session_moves_for_a_turn_while_the_store_is_down() -> None:
+    world = World()
+    world.moves.is_store_up = lambda: False
+    assert await world.turn() == "one" and world.calls == []
+    world.moves.is_store_up = lambda: True
+    assert await world.turn() == "two"
+
+
+async def test_one_tenant_has_at_most_half_of_the_moves_for_turns() -> None:
+    world = World()
+    world.may_take.clear()
+    turns = [asyncio.create_task(world.turn(f"s{n}")) for n in range(3)]
+    assert await turns[2] == "one" and len(world.calls) <= 4
+    turns.append(asyncio.create_task(world.moves.for_turn("req-2", "other", "s", MODEL, "one")))
+    while world.calls.count("two /take_session") < 3:
+        await asyncio.sleep(0)
+    world.may_take.set()
+    assert [await one for one in turns] == ["two", "two", "one", "two"]
+
+
 @pytest.mark.parametrize("failing", MOVE[:3])
 async def test_a_turn_goes_home_if_the_session_does_not_move(failing: str) -> None:
     """As when another turn has begun: the source refuses."""
     world = World()
     world.before = lambda call: Conflict("a turn is in progress", "session") if call == failing else None
     assert await world.turn() == "one"
-    assert world.bound == [] and world.moves.outcomes["failed"] == 1
+    assert world.bound == [] and not world.moves.outcomes.total()
     assert world.calls[:3] == MOVE[: len(world.calls[:3])]
     if failing == "one give_up":  # the copy is dropped
         assert world.calls[3:] == ["one refuse", "two discard"]
