@@ -24,6 +24,7 @@ HEAD_BYTES = BLOCK_BYTES
 IDENTITY_BYTES = IDENTITY.size + 8  # with its check
 MAX_PAGES = 65_536
 MAX_OF_TENANT = 512 << 20  # bytes of a tenant that a receiver keeps at once
+MAX_KEPT_BYTES = 256 << 20  # of files of prefixes and sessions that an engine keeps until it has cached their pages
 TENANT_SHARE = 2  # a tenant gets at most one n-th of what a receiver takes
 
 _MAGIC = b"STARSENT"

@@ -27,7 +27,7 @@ from pipeline.api.page_names import name_of
 from pipeline.errors import InvalidRequest, NotFound, Overloaded
 from shm.pages import PAGE_FULL
 from shm.prefix_hash import PageHash
-from shm.sent_pages import TENANT_SHARE, version_of
+from shm.sent_pages import MAX_KEPT_BYTES, TENANT_SHARE, version_of
 from stages.kv.loaded_versions import LoadedVersion
 from stages.kv.manager import Manager
 from stages.kv.page_exchange import Offer
@@ -43,7 +43,6 @@ MAX_PREFIXES = 64  # of one model
 MAX_PREFIX_PAGES = 1024  # of one prefix
 MAX_NAMES = 4096  # of all of them: an answer is one line, of which a control socket takes some 200 KiB at once
 MAX_KEPT = 8  # files that wait, or are being copied
-MAX_KEPT_BYTES = 256 << 20  # of all of them, whose memory this process keeps
 KEEP_S = 30.0  # for which a file may wait for its turn
 MAX_USES = 2**32 - 1  # a page's header has 32 bits for them
 MAX_IDLE_S = 1e9

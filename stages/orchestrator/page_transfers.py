@@ -167,8 +167,7 @@ class PageTransfers:
             made.outcome = await self._bring(source, target, work, copy_id, made)
         except StarlingError as error:
             made.reason, made.outcome = error.message[:300], "failed"
-            if error.code not in OF_ONE_TRANSFER and len(self._paused) < MAX_LINKS:
-                self._paused[link] = self._clock() + PAUSE_S
+            self.failed(*link, error)
             log.warning(
                 "KV pages were not sent",
                 extra={"request_id": work.forward.id, "agent": source.agent_id, "reason": error.message},
@@ -213,8 +212,8 @@ class PageTransfers:
             raw = await self._calls.post(target, "/take_pages", msgspec.json.encode(take), limit_s + MARGIN_S)
         except StarlingError:
             took_s = self._clock() - begun
-            if took_s >= limit_s and (speed := self._speed(link)) is not None:
-                speed.value = min(speed.value, given.bytes / took_s)
+            if took_s >= limit_s:
+                self.late(*link, given.bytes, took_s)
             raise
         taken = _decoded(raw, _TAKEN)
         self.measured(*link, given.bytes, taken.seconds)
@@ -232,6 +231,16 @@ class PageTransfers:
         self.nbytes += nbytes
         if seconds > FIXED_S and (speed := self._speed((source_id, target_id))) is not None:
             speed.add(nbytes / (seconds - FIXED_S / 2))
+
+    def late(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
+        """Pages were not sent from one agent to another in `seconds`: the speed is lower than that."""
+        if (speed := self._speed((source_id, target_id))) is not None:
+            speed.value = min(speed.value, nbytes / seconds)
+
+    def failed(self, source_id: str, target_id: str, error: StarlingError) -> None:
+        """Pages were not sent: none are for a while, unless the error is of that transfer alone."""
+        if error.code not in OF_ONE_TRANSFER and len(self._paused) < MAX_LINKS:
+            self._paused[source_id, target_id] = self._clock() + PAUSE_S
 
     def _speed(self, link: tuple[str, str]) -> _Speed | None:
         """The speed to which a sample is added now; None: too many are kept."""

@@ -2,7 +2,8 @@
 
     stay    the queue of its agent, which holds its KV pages
     move    the queue of the other agent, the calls of a move, and the session's pages: computed at the measured speed
-            of that agent, or sent at the measured speed of the link, whichever is expected to be faster
+            of that agent, or sent at the measured speed of the link as far as they can be, and the rest computed,
+            whichever is expected to be faster
 
 All of it is an estimate in seconds, as a score is (score.py), with the same weights: gamma for queues, beta for what
 pages save, delta for transfers.  A session moves only for a gain of `least_gain_s` or more, and the same
@@ -33,7 +34,8 @@ class Size(NamedTuple):
     """Of a session."""
 
     text_bytes: int  # of its tokens, as prompts are counted
-    page_bytes: int = 0  # of its KV pages; 0: not known, or none are there
+    page_bytes: int = 0  # of its KV pages that can be sent; 0: not known, or none are there
+    sent_part: float = 1.0  # of all its pages, 0 to 1, that those are
 
 
 def pages_s(place: Place, size: Size) -> float:
@@ -41,7 +43,7 @@ def pages_s(place: Place, size: Size) -> float:
     computing_s = size.text_bytes * place.prefill_s_per_byte
     if not size.page_bytes or not place.bytes_per_s:
         return computing_s
-    return min(computing_s, size.page_bytes / place.bytes_per_s)
+    return min(computing_s, size.page_bytes / place.bytes_per_s + (1 - size.sent_part) * computing_s)
 
 
 def terms_of(place: Place, size: Size, *, is_home: bool) -> Terms:

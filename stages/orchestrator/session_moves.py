@@ -297,7 +297,9 @@ class SessionMoves:
             ticket = None
             if self.pages is not None:
                 ticket = await self.pages.ticket(source, target.agent_id, model, given)
-            size = Size(len(given.record), ticket.given.bytes if ticket is not None else 0)
+            size = Size(len(given.record))
+            if ticket is not None:
+                size = size._replace(page_bytes=ticket.given.bytes, sent_part=ticket.part)
             chosen = cheapest(home, [target], size, self._least_gain_s, self._router.weights)
             self._router.note_turn(request_id, model, chosen, home, [target], size)
             if chosen == source:

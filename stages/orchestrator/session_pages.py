@@ -7,6 +7,7 @@ computed with the next turn.  Bounded in bytes by both agents (`fleet.agent.page
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from pipeline.fleet.bodies import (
     TakePrefixesRequest,
 )
 from pipeline.fleet.records import AgentRecord
+from shm.sent_pages import MAX_KEPT_BYTES, TENANT_SHARE
 from stages.orchestrator.page_transfers import FIXED_S, LEAST_S, MARGIN_S
 from stages.orchestrator.score import loaded
 
@@ -39,6 +41,12 @@ class Link(Protocol):
     def measured(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
         """Pages were sent."""
 
+    def late(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
+        """Pages were not sent in `seconds`."""
+
+    def failed(self, source_id: str, target_id: str, error: StarlingError) -> None:
+        """Pages were not sent."""
+
 
 class Ticket(NamedTuple):
     """Pages that can be sent to an agent."""
@@ -47,9 +55,14 @@ class Ticket(NamedTuple):
     source: AgentRecord
     owner: str
 
+    @property
+    def part(self) -> float:
+        """Of the session's pages, 0 to 1: the first ones, which both agents have room for."""
+        return min(1.0, self.given.pages / self.given.of_pages) if self.given.of_pages else 1.0
+
 
 class SessionPages:
-    """One per orchestrator. `details(agent)`: its last answer. `find(agent)`: its record."""
+    """One per orchestrator. `details(agent)`: its last answer. `find(agent)`: its record. `clock`: monotonic, s."""
 
     def __init__(
         self,
@@ -57,11 +70,13 @@ class SessionPages:
         link: Link,
         find: Callable[[str], AgentRecord | None],
         details: Callable[[str], HeartbeatResponse | None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._call = call
         self._link = link
         self._find = find
         self._details = details
+        self._clock = clock
 
     def speed(self, source_id: str, target_id: str, model: str) -> float:
         """Of pages of the model between two agents, bytes/s; 0: they exchange none."""
@@ -78,7 +93,8 @@ class SessionPages:
             if details is None or one is None or not one.moves_prefixes:
                 return 0
             most.append((details.kv_page_bytes, one.page_tokens))
-        return min(most[0][0], most[1][0]) if most[0][1] == most[1][1] else 0
+        # A whole tenant's share at most: the target's engine would refuse what is longer after it has come.
+        return min(most[0][0], most[1][0], MAX_KEPT_BYTES // TENANT_SHARE) if most[0][1] == most[1][1] else 0
 
     async def ticket(self, source_id: str, target_id: str, model: str, session: GiveSessionResponse) -> Ticket | None:
         """The pages that the session's agent has of it; None: none can be sent."""
@@ -93,10 +109,13 @@ class SessionPages:
         return Ticket(given, source, session.owner)
 
     async def send(self, target_id: str, model: str, ticket: Ticket, computing_s: float) -> bool:
-        """Send them if that is faster than `computing_s`. Whether that was tried."""
+        """Send them if that is faster than computing as many. Whether that was tried.
+
+        `computing_s`: of all pages of the session.
+        """
         source_id, nbytes = ticket.source.agent_id, ticket.given.bytes
         speed = self._link.speed(source_id, target_id)
-        if not speed or FIXED_S + nbytes / speed >= computing_s:
+        if not speed or FIXED_S + nbytes / speed >= ticket.part * computing_s:
             return False
         limit_s = max(LEAST_S, 2 * nbytes / speed)
         take = TakePrefixesRequest(
@@ -109,9 +128,14 @@ class SessionPages:
             uses=USES,
             idle_s=0.0,
         )
+        begun = self._clock()
         try:
             taken = await self._call(target_id, "/take_prefixes", take, TakePagesResponse, limit_s + MARGIN_S)
-        except StarlingError:
+        except StarlingError as error:
+            took_s = self._clock() - begun
+            self._link.failed(source_id, target_id, error)
+            if took_s >= limit_s:
+                self._link.late(source_id, target_id, nbytes, took_s)
             return True
         self._link.measured(source_id, target_id, nbytes, taken.seconds)
         return True

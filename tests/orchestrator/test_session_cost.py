@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from stages.orchestrator.session_cost import MOVE_S, Place, Size, cheapest, page
 seconds = st.floats(0.0, 1000.0)
 rates = st.floats(0.0, 0.01)
 speeds = st.just(0.0) | st.floats(1e3, 1e10)
-sizes = st.builds(Size, st.integers(0, 32 << 20), st.integers(0, 1 << 40))
+sizes = st.builds(Size, st.integers(0, 32 << 20), st.integers(0, 1 << 40), st.floats(0.0, 1.0))
 gains = st.floats(0.0, 100.0)
 weights = st.builds(Weights, st.just(1.0), *[st.floats(0.1, 10.0)] * 3)
 homes = st.builds(Place, st.just("home"), seconds, rates)
@@ -86,7 +87,9 @@ def test_pages_cost_what_is_faster(place: Place, size: Size) -> None:
     computed = size.text_bytes * place.prefill_s_per_byte
     assert 0 <= pages_s(place, size) <= computed
     if place.bytes_per_s and size.page_bytes:
-        assert pages_s(place, size) <= size.page_bytes / place.bytes_per_s
+        # What cannot be sent is computed.
+        least = (1 - size.sent_part) * computed
+        assert least <= pages_s(place, size) <= size.page_bytes / place.bytes_per_s + least
     else:
         assert pages_s(place, size) == computed
 
@@ -100,4 +103,7 @@ def test_examples() -> None:
     # 100 MB at 1 GB/s are 0.1 s.
     fast = idle._replace(bytes_per_s=1e9)
     assert cheapest(home, [fast], Size(3000, 100_000_000), 1.0) == "idle"
+    # A tenth of them can be sent: 0.1 s, and 2.7 s of computing.
+    assert pages_s(fast, Size(3000, 100_000_000, 0.1)) == pytest.approx(2.8)
+    assert cheapest(home, [fast], Size(3000, 100_000_000, 0.1), 1.0) == "home"
     assert cheapest(home._replace(queue_s=MOVE_S), [idle], Size(0), 0.0) == "home"

@@ -12,6 +12,7 @@ import pytest
 from pipeline.errors import Conflict, NotFound, StarlingError
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
+from shm.sent_pages import MAX_KEPT_BYTES, TENANT_SHARE
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.session_moves import PAUSE_S, SENT_S, SessionMoves
 from stages.orchestrator.session_pages import SessionPages
@@ -37,6 +38,8 @@ class World:
         self.now = 0.0
         self.tokens = tokens
         self.sends = sends
+        self.of_pages = 1  # of the session, of which one can be sent
+        self.most = 0  # bytes that were asked for
         self.move = "a" * 40
         self.given_up: list[str] = []
         self.calls: list[str] = []
@@ -48,9 +51,7 @@ class World:
         self.views = {"one": self.row("one", running=queue), "two": self.row("two")}
         self.router = router(*self.views.values())
         self.moves = SessionMoves(self, self, self.router, self.note, self.bind, gain_s, lambda: self.now)
-        self.moves.pages = SessionPages(
-            self.moves.call, self, self.find, lambda name: self.views[name].details if name in self.views else None
-        )
+        self.moves.pages = SessionPages(self.moves.call, self, self.find, self.details, lambda: self.now)
 
     def row(self, name: str, may_start: bool = True, **fields: Any) -> NodeView:
         given = {"moves_sessions": True, "moves_prefixes": True, "page_tokens": 32, **fields}
@@ -63,6 +64,9 @@ class World:
     def find(self, agent_id: str) -> AgentRecord | None:
         return AgentRecord(agent_id=agent_id, url="", incarnation="1") if agent_id in self.views else None
 
+    def details(self, name: str) -> bodies.HeartbeatResponse | None:
+        return self.views[name].details if name in self.views else None
+
     def note(self, kind: str, **fields: str) -> None:
         self.events.append(f"{kind} {fields['agent']}: {fields['text']}")
 
@@ -74,6 +78,12 @@ class World:
 
     def measured(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
         self.events.append(f"{nbytes} bytes {source_id} {target_id}")
+
+    def late(self, source_id: str, target_id: str, nbytes: int, seconds: float) -> None:
+        self.events.append(f"late {source_id} {target_id} {nbytes} {seconds:g}")
+
+    def failed(self, source_id: str, target_id: str, error: StarlingError) -> None:
+        self.events.append(f"failed {source_id} {target_id}: {error.message}")
 
     async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
         asked: Any = msgspec.json.decode(body, type=KINDS[path])
@@ -95,7 +105,8 @@ class World:
         elif path == "/take_session":
             answer = bodies.TakeSessionResponse(move="a" * 40)
         elif path == "/give_prefixes":
-            answer = bodies.GivePagesResponse(ticket="t" * 32, pages=1, bytes=self.sends, of_pages=1)
+            answer = bodies.GivePagesResponse(ticket="t" * 32, pages=1, bytes=self.sends, of_pages=self.of_pages)
+            self.most = asked.max_bytes
         elif path == "/take_prefixes":
             answer = bodies.TakePagesResponse(pages=1, seconds=0.2)
         return msgspec.json.encode(answer)
@@ -178,6 +189,31 @@ async def test_pages_that_do_not_come_stop_no_move(lost: str) -> None:
     world = World(sends=50_000_000)
     world.before = lambda call: NotFound("they are gone") if call == lost else None
     assert await world.turn() == "two" and world.bound == ["two"]
+
+
+async def test_pages_that_are_a_part_count_as_that_part() -> None:
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+    world.of_pages = 10  # 3.6 s are computed in any case: more than the queue of 2 s
+    assert await world.turn() == "one" and world.calls == [MOVE[0], "one /give_prefixes"]
+    # 0.05 s and the fixed cost, for a tenth of 0.5 s of computing.
+    world = World(sends=50_000_000)
+    world.of_pages = 10
+    assert await world.turn() == "two" and "two /take_prefixes" not in world.calls
+    assert world.most == MAX_KEPT_BYTES // TENANT_SHARE  # the target's engine keeps no more
+
+
+async def test_what_is_not_sent_pauses_the_link_and_lowers_its_speed() -> None:
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+
+    def before(call: str) -> StarlingError | None:
+        if call != "two /take_prefixes":
+            return None
+        world.now += 6.0
+        return NotFound("lost")
+
+    world.before = before
+    assert await world.turn() == "two"
+    assert world.events[:2] == ["failed one two: lost", "late one two 50000000 6"]
 
 
 async def test_an_agent_that_refuses_the_copy_counts_as_a_failure() -> None:
