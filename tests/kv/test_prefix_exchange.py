@@ -199,6 +199,21 @@ def test_pages_that_were_used_later_stay(source: Engine, tmp_path: Path) -> None
     assert full.run(prompt(7)) == len(SYSTEM)
 
 
+def test_what_is_known_of_pages_that_came_is_bounded(source: Engine, tmp_path: Path) -> None:
+    small = Engine(tmp_path, "small", n_pages=12)
+    for begin in range(12):
+        system = [50 + begin] * (3 * PAGE_TOKENS)
+        for number in range(2):
+            source.run(prompt(number, system))
+        tail = next(one["tail"] for one in source.listed() if one["idle_s"] == 0.0)
+        small.take(source.file(tmp_path, [tail]))
+        for number in range(3):  # nothing of it stays
+            small.run([20 + number] * (4 * PAGE_TOKENS))
+        source.now += 1
+    assert small.manager.pool.counters.warmed >= 30
+    assert len(small.manager.pool._warmed) <= 2 * 12
+
+
 def test_a_prefix_that_is_partly_there_is_completed(source: Engine, target: Engine, tmp_path: Path) -> None:
     for number in range(2):
         source.run(prompt(number))

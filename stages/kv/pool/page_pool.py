@@ -223,8 +223,7 @@ class PagePool:
                 self.headers.mark_copy(page, store.residency)
         self.cache_full_page(page, identity)
         table.release_oldest(page, use.uses, use.last_use_ns)
-        self._warmed.add(page_hash)
-        self.counters.warmed += 1
+        self._note_warmed(page_hash)
         self.on_moved()
         return True
 
@@ -254,10 +253,15 @@ class PagePool:
         self.cache_full_page(page, identity)
         headers.set_uses(page, use.uses)
         table.release_ref((page,), now_ns)
-        self._warmed.add(page_hash)
-        self.counters.warmed += 1
+        self._note_warmed(page_hash)
         self.on_moved()
         return True
+
+    def _note_warmed(self, page_hash: PageHash) -> None:
+        self._warmed.add(page_hash)
+        self.counters.warmed += 1
+        if len(self._warmed) > 2 * self.total:  # most of them have left the arena
+            self._warmed &= self.table.hashes()
 
     def count_warm_hits(self, hashes: Sequence[PageHash]) -> None:
         """A sequence has found these pages in the arena."""
