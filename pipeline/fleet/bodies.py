@@ -164,7 +164,7 @@ class TakePrefixesRequest(Request, frozen=True, kw_only=True):
     ticket: Annotated[str, Meta(pattern="^[0-9A-Za-z_-]{16,64}$")]  # of the source's answer
     bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
     timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]
-    tenant: Tenant
+    tenant: Annotated[str, Meta(max_length=130)]  # the salt of its pages; "": everybody's
     uses: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # of the least used one
     idle_s: Annotated[float, Meta(ge=0, le=MAX_IDLE_S)]  # since the last use of that which was used longest ago
 

@@ -40,7 +40,7 @@ from pipeline.fleet.bodies import (
 )
 from pipeline.fleet.records import AgentRecord
 from shm.decoding import DECODE_ERRORS
-from shm.sent_pages import HEAD_BYTES
+from shm.sent_pages import HEAD_BYTES, MAX_KEPT_BYTES
 from stages.orchestrator.held_prefixes import engine_name
 from stages.orchestrator.interfaces import NodeView, RoutedRequest
 from stages.orchestrator.router import ScoreRouter
@@ -94,6 +94,7 @@ class _Batch(NamedTuple):
     tenant: str
     prefixes: list[tuple[HotPrefix, PrefixMove]]
     names: set[int]  # of all their pages; prefixes share some
+    page_bytes: int
 
 
 class PrefixMoves:
@@ -225,23 +226,26 @@ class PrefixMoves:
                 move.outcome, move.reason = "skipped", "no other agent gets requests for the model now"
                 continue
             targets[first] = move.target = target
-            most = min(source_bytes, self._page_bytes_of(target))
-            batch = batches.get((target, prefix.tenant)) or _Batch(target, prefix.tenant, [], set())
-            size = len(batch.names.union(names)) * page_bytes
-            added = size - len(batch.names) * page_bytes
-            share = MAX_BYTES // TENANT_SHARE if prefix.tenant else MAX_BYTES
-            if (
-                HEAD_BYTES + size > most
-                or n_bytes[prefix.tenant] + added > share
-                or n_bytes.total() + added > MAX_BYTES
-            ):
+            batch = batches.get((target, prefix.tenant)) or _Batch(target, prefix.tenant, [], set(), page_bytes)
+            part = TENANT_SHARE if prefix.tenant else 1
+            most = min(source_bytes, self._page_bytes_of(target), MAX_KEPT_BYTES // part)
+            room = min(
+                most - HEAD_BYTES - len(batch.names) * page_bytes,
+                MAX_BYTES // part - n_bytes[prefix.tenant],
+                MAX_BYTES - n_bytes.total(),
+            )
+            new = [name for name in names if name not in batch.names]
+            added = new[: max(0, room) // max(1, page_bytes)]  # the first ones, which are of use without the others
+            if new and not added:
                 move.outcome, move.reason = (
                     "skipped",
                     "the bound of what is sent of its tenant, or at once, is reached",
                 )
                 continue
-            n_bytes[prefix.tenant] += added
-            batch.names.update(names)
+            if len(added) < len(new):
+                move.pages, move.reason = len(names) - len(new) + len(added), f"the first of {len(names)} pages"
+            n_bytes[prefix.tenant] += len(added) * page_bytes
+            batch.names.update(added)
             batch.prefixes.append((prefix, move))
             batches[target, prefix.tenant] = batch
         return list(batches.values())
@@ -291,7 +295,7 @@ class PrefixMoves:
             outcome, reason = "failed", error.message[:300]
             log.warning("prefixes were not sent", extra={"agent": source, "model": model, "reason": error.message})
         for _, move in batch.prefixes:
-            move.outcome, move.reason = outcome, reason
+            move.outcome, move.reason = outcome, reason or move.reason
 
     async def _bring(self, source: str, model: str, batch: _Batch, rest_s: float) -> int:
         """The bytes that were sent. Raises `StarlingError`."""
@@ -300,7 +304,11 @@ class PrefixMoves:
             model_id=model,
             tails=tuple(prefix.tail for prefix, _ in batch.prefixes),
             agent_id=batch.target,
-            max_bytes=min(self._page_bytes_of(source), self._page_bytes_of(batch.target)),
+            max_bytes=min(
+                self._page_bytes_of(source),
+                self._page_bytes_of(batch.target),
+                HEAD_BYTES + len(batch.names) * batch.page_bytes,
+            ),
         )
         given = await self._call(source, "/give_prefixes", asked, GivePagesResponse)
         take = TakePrefixesRequest(
@@ -334,7 +342,10 @@ class PrefixMoves:
 
 def report(moves: list[PrefixMove]) -> list[Any]:
     """As operators see it."""
-    return [msgspec.to_builtins(move) for move in moves]
+    shown: list[dict[str, Any]] = [msgspec.to_builtins(move) for move in moves]
+    for one in shown:
+        del one["tenant"]  # as engines know it: the salt of its pages
+    return shown
 
 
 def _moves(one: LoadedModel) -> bool:

@@ -13,9 +13,10 @@ import pytest
 from pipeline.errors import ModelUnavailable, StarlingError
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
+from shm.sent_pages import HEAD_BYTES
 from stages.orchestrator import prefix_moves
 from stages.orchestrator.interfaces import NodeView
-from stages.orchestrator.prefix_moves import LIMIT_S, MAX_BYTES, WAIT_S, PrefixMove, PrefixMoves
+from stages.orchestrator.prefix_moves import LIMIT_S, MAX_BYTES, WAIT_S, PrefixMove, PrefixMoves, report
 from tests.orchestrator.agents import MODEL, engine, router, view
 
 PAGE = 1000  # bytes, with what names it
@@ -179,18 +180,49 @@ def test_bytes_are_bounded_for_one_agent_and_per_tenant(monkeypatch: pytest.Monk
     del world.views["three"]
     world.set_table()
     long = range(1, 61)
-    # 60 pages, then 60 others: 100 and what names them fit.  The first 59 of the third are the first's.
-    world.prefixes = (prefix(*long), prefix(*range(100, 160)), prefix(*long[:-1], 99))
-    assert [one.outcome for one in world.drain()] == ["sent", "skipped", "sent"]
+    # 60 pages, and what names them: the first 59 of the second are the first's.  Of 60 others the first ones fit.
+    world.prefixes = (prefix(*long), prefix(*long[:-1], 99), prefix(*range(100, 160)), prefix(400))
+    moves = world.drain()
+    n_fit = (ROOM - HEAD_BYTES) // PAGE
+    assert [(one.outcome, one.pages) for one in moves] == [
+        ("sent", 60),
+        ("sent", 60),
+        ("sent", n_fit - 61),
+        ("skipped", 1),
+    ]
+    assert moves[2].reason == "the first of 60 pages"
+    (given,) = [asked for _, path, asked, _ in world.calls if path == "/give_prefixes"]
+    assert given.max_bytes == HEAD_BYTES + n_fit * PAGE <= ROOM
     monkeypatch.setattr(prefix_moves, "MAX_BYTES", 100 * PAGE)
     world = World()
     world.prefixes = tuple(
         prefix(*range(begin, begin + 40), tenant=tenant)
         for begin, tenant in ((1, "mine"), (100, "mine"), (200, "other"), (300, "third"))
     )
-    outcomes = [one.outcome for one in world.drain()]
-    assert outcomes == ["sent", "skipped", "sent", "skipped"]  # half for a tenant, and 100 in all
+    # Half for a tenant, and 100 in all.
+    moves = world.drain()
+    assert [(one.tenant, one.pages) for one in moves if one.outcome == "sent"] == [
+        ("mine", 40),
+        ("mine", 10),
+        ("other", 40),
+        ("third", 10),
+    ]
     assert MAX_BYTES > ROOM
+
+
+def test_a_prefix_that_is_larger_than_the_bound_is_sent_in_part() -> None:
+    world = World()
+    world.prefixes = (prefix(*range(1, 301)),)
+    (move,) = world.drain()
+    assert (move.outcome, move.pages) == ("sent", (ROOM - HEAD_BYTES) // PAGE)
+
+
+def test_the_longest_salt_of_a_tenant_is_taken_and_not_shown() -> None:
+    world = World()
+    world.prefixes = (prefix(1, 2, tenant="\x01" + "t" * 129),)
+    (move,) = world.drain()
+    assert move.outcome == "sent" and world.sent()[0][1] == move.tenant
+    assert "tenant" not in report([move])[0]
 
 
 def test_what_is_late_or_fails_is_left_out_and_nothing_stays_to_be_sent() -> None:
