@@ -107,8 +107,7 @@ class PrefixExchange:
             return {**answer, "prefixes": []}
         records = manager.pool.headers.snapshot()
         records = records[(records["state"] == PAGE_FULL) & (records["uses"] >= MIN_USES)]
-        if len(records) > MAX_CANDIDATES:
-            records = records[np.argsort(-records["uses"].astype(np.int64), kind="stable")[:MAX_CANDIDATES]]
+        records = _candidates(records, MAX_CANDIDATES)
         now_ns = manager.pool.clock_ns()
         chosen = [one.page_hash for one in most_used(records, limit, now_ns)]
         row_of = {record["hash"].tobytes(): record for record in records}
@@ -240,6 +239,25 @@ class PrefixExchange:
         if loaded is None or loaded.manager is None:
             raise NotFound(f"model {str(request.get('model', ''))[:128]!r} has no pages here")
         return loaded, loaded.manager
+
+
+def _candidates(records: np.ndarray, most: int) -> np.ndarray:
+    """At most `most` of the records (n,), the most used ones first, and of equal ones the first in their prefixes.
+
+    Those of one root (a tenant, or a `cache_salt`) are at most half of them while those of others want the rest.
+    """
+    if len(records) <= most:
+        return records
+    order = np.lexsort((records["ordinal"], -records["uses"].astype(np.int64)))
+    # Half of each root's hash tells them apart.
+    roots = np.ascontiguousarray(records["root"]).view(np.uint64)[::2]
+    _, root_of = np.unique(roots[order], return_inverse=True)
+    by_root = np.argsort(root_of, kind="stable")
+    counts = np.bincount(root_of)
+    place = np.empty(len(order), np.int64)  # among those of its root
+    place[by_root] = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    is_within = place < most // TENANT_SHARE
+    return records[np.concatenate((order[is_within], order[~is_within]))[:most]]
 
 
 def _names(tail: bytes, row_of: dict[bytes, np.void]) -> list[int]:

@@ -149,6 +149,28 @@ def test_the_longest_answer_fits_in_the_buffer_of_a_control_socket() -> None:
         assert ours.send(data) == len(data)
 
 
+def test_no_tenant_takes_all_places_of_those_that_are_ranked(source: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_exchange, "MAX_CANDIDATES", 6)
+    for begin in range(3):
+        for number in range(4):
+            source.run(prompt(number, [50 + begin] * (2 * PAGE_TOKENS)), MINE)
+    for number in range(2):
+        source.run(prompt(number), OTHER)
+    found = {one["tenant"]: len(one["names"]) for one in source.listed(6)}
+    assert found == {"mine": 1, "other": 3}
+
+
+def test_of_pages_that_are_used_alike_the_first_ones_of_their_prefixes_are_ranked(
+    source: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_exchange, "MAX_CANDIDATES", 6)
+    for begin in range(4):
+        for number in range(2):
+            source.run(prompt(number, [50 + begin] * (3 * PAGE_TOKENS)))
+    assert sum(len(one["names"]) for one in source.listed(6)) == 6
+    assert len(source.listed(6)) == 4
+
+
 def test_a_prefix_whose_tenant_is_not_known_is_not_listed(source: Engine) -> None:
     for number in range(2):
         source.run(prompt(number), MINE)
@@ -201,15 +223,16 @@ def test_pages_that_were_used_later_stay(source: Engine, tmp_path: Path) -> None
 
 def test_what_is_known_of_pages_that_came_is_bounded(source: Engine, tmp_path: Path) -> None:
     small = Engine(tmp_path, "small", n_pages=12)
+    tails: set[str] = set()
     for begin in range(12):
         system = [50 + begin] * (3 * PAGE_TOKENS)
         for number in range(2):
             source.run(prompt(number, system))
-        tail = next(one["tail"] for one in source.listed() if one["idle_s"] == 0.0)
+        tail = next(one["tail"] for one in source.listed() if one["tail"] not in tails)
+        tails.add(tail)
         small.take(source.file(tmp_path, [tail]))
         for number in range(3):  # nothing of it stays
             small.run([20 + number] * (4 * PAGE_TOKENS))
-        source.now += 1
     assert small.manager.pool.counters.warmed >= 30
     assert len(small.manager.pool._warmed) <= 2 * 12
 
