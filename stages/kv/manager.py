@@ -74,7 +74,7 @@ class Manager:
         self.root_hash_of = root_hash_of
         self.owners = RootOwners()
         self._read_tokens = read_tokens
-        self._caching = caching
+        self.is_caching = caching
 
     def places_for(self, tokens: int) -> int:
         """Number of places that hold `tokens` positions."""
@@ -105,7 +105,7 @@ class Manager:
         known = self.leases.get(sequence)
         root = self.root_hash_of(salt)
         self.owners.learn(root, salt)
-        hashes = page_hashes(root, tokens, self.page_tokens) if self._caching else []
+        hashes = page_hashes(root, tokens, self.page_tokens) if self.is_caching else []
         n_sharable = self._n_sharable(tokens, hashes, sharable)
         if known is not None:
             if (
@@ -189,7 +189,7 @@ class Manager:
 
     def sharable_hashes(self, tokens: np.ndarray, salt: str = "", sharable: int = -1) -> list[PageHash]:
         """The pages that `acquire` may share for these tokens (n,) int32; none without caching."""
-        hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self._caching else []
+        hashes = page_hashes(self.root_hash_of(salt), tokens, self.page_tokens) if self.is_caching else []
         return hashes[: self._n_sharable(tokens, hashes, sharable)]
 
     def pages_with(self, hashes: list[PageHash], window: int, sent: Container[PageHash]) -> Sequence[PageHash]:
@@ -345,7 +345,7 @@ class Manager:
         """Cache the lease's full pages within the first `n_tokens` positions."""
         lease.n_tokens = max(lease.n_tokens, n_tokens)
         n_full = min(n_tokens // self.page_tokens, lease.n_places)
-        if n_full <= lease.n_final or lease.is_suspect or not self._caching:
+        if n_full <= lease.n_final or lease.is_suspect or not self.is_caching:
             return
         if len(lease.hashes) < n_full and not self._extend_hashes(lease, n_full):
             n_full = len(lease.hashes)
@@ -414,7 +414,7 @@ class Manager:
         )
         lease.groups = groups
         # Without a page of any group at the first places, these are hashed from the row's tokens.
-        knows_tokens = self._caching and (groups.full > 0 or not n_unread or self._extend_hashes(lease, n_unread))
+        knows_tokens = self.is_caching and (groups.full > 0 or not n_unread or self._extend_hashes(lease, n_unread))
         for at, page in enumerate(pages):
             i, group = divmod(at, groups.n_groups)
             if i < n_unread and group >= groups.full:

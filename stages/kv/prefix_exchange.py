@@ -148,6 +148,8 @@ class PrefixExchange:
         loaded, manager = self._version(request)
         geometry, tenant = loaded.pages.geometry, str(request.get("tenant", ""))
         assert geometry is not None
+        if not manager.is_caching:
+            raise NotFound(f"model {loaded.name!r} caches no pages (cache.enabled)")
         now_ns = manager.pool.clock_ns()
         try:
             uses = max(1, min(MAX_USES, int(request.get("uses", 1))))

@@ -355,6 +355,8 @@ class KvStage:
         if request.get("op") == "prefixes":
             return self.prefix_exchange.prefixes(request)
         if request.get("op") == "keep":
+            if self.clearing is not None and not self.clearing.is_done:
+                raise Conflict("cached pages are being cleared; what would be cached now is not wanted")
             self.loop.mark_active()
             return self.prefix_exchange.keep(request)
         if request.get("op") == "clear":

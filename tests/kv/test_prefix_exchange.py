@@ -305,6 +305,15 @@ def test_numbers_out_of_bounds_count_as_the_bound(
     assert target.run(prompt(7)) == len(SYSTEM)
 
 
+def test_an_engine_that_caches_nothing_takes_nothing(source: Engine, tmp_path: Path) -> None:
+    for number in range(2):
+        source.run(prompt(number))
+    path = source.file(tmp_path, [source.listed()[0]["tail"]])
+    source.manager.is_caching = False
+    with pytest.raises(NotFound, match=r"cache\.enabled"):
+        source.keep(path)
+
+
 def test_what_are_no_numbers_is_refused_before_a_file_is_opened(source: Engine, tmp_path: Path) -> None:
     for wrong in ({"uses": float("inf")}, {"uses": "many"}, {"idle_s": None}):
         with pytest.raises(InvalidRequest, match="not given in numbers"):
