@@ -272,7 +272,7 @@ class FleetApi:
             return "a drain: its sessions stay (starling fleet drain)"
         counts = {"requests": left["streams"], "sessions": left["sessions"], "prefixes": left["prefixes"]}
         waits_for = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
-        if not waits_for and not self._registry.is_empty(agent_id):
+        if not waits_for and not self._registry.is_idle(agent_id):
             return "another report of its engines, which are up to two seconds old"
         return waits_for
 

@@ -43,6 +43,7 @@ class _Agent:
         self.details: HeartbeatResponse | None = None
         self.answered_at = -math.inf  # s of the clock
         self.empty_since = math.inf  # its answers have named no session since then, s of the clock
+        self.idle_since = math.inf  # nor requests; likewise
         self.problem = "it has not answered yet"
 
     @property
@@ -92,6 +93,11 @@ class Registry(NodeManager):
         agent, since = self._agents.get(agent_id), self._draining_since.get(agent_id, math.inf)
         return agent is not None and agent.answered_at - max(since, agent.empty_since) >= REPORTED_S
 
+    def is_idle(self, agent_id: str) -> bool:
+        """Whether it is empty and, for some time, has had no requests: prefixes are sent after them."""
+        agent, since = self._agents.get(agent_id), self._draining_since.get(agent_id, math.inf)
+        return agent is not None and agent.answered_at - max(since, agent.idle_since) >= REPORTED_S
+
     def awaits_answers(self) -> bool:
         """Whether agents have been registered so lately that their first answers may still come."""
         since = self._clock() - UNANSWERED_S
@@ -134,6 +140,10 @@ class Registry(NodeManager):
             return
         agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
         agent.empty_since = min(agent.empty_since, agent.answered_at) if _has_no_sessions(details) else math.inf
+        is_idle = agent.empty_since < math.inf and not any(
+            one.running or one.vllm_queue_length for one in details.loaded_models
+        )
+        agent.idle_since = min(agent.idle_since, agent.answered_at) if is_idle else math.inf
 
     def answer_of(self, agent_id: str) -> HeartbeatResponse | None:
         """What an agent has answered to the last poll; None if it has not."""

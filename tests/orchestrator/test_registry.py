@@ -128,6 +128,19 @@ async def test_an_agent_that_drains_is_empty_when_it_has_named_no_session_for_so
     assert not fleet.registry.has_emptied("a")
 
 
+async def test_an_agent_that_has_had_requests_lately_is_not_idle() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    fleet.registry.set_cordons({"a": Cordon(is_draining=True)})
+    for fields in ({}, {"running": 1}, {"vllm_queue_length": 1}, {}):
+        fleet.answers["a"] = heartbeat("a", engine(**fields))
+        await fleet.registry.check_node("a")
+        assert not fleet.registry.is_idle("a")
+        fleet.now += registry_module.REPORTED_S
+    await fleet.registry.check_node("a")
+    assert fleet.registry.is_idle("a") and fleet.registry.is_empty("a")
+
+
 async def test_the_first_answer_of_an_agent_is_awaited_for_some_time() -> None:
     fleet = Fleet()
     assert not fleet.registry.awaits_answers()
