@@ -132,8 +132,8 @@ async def test_an_agent_that_has_had_requests_lately_is_not_idle() -> None:
     fleet = Fleet()
     await fleet.add("a")
     fleet.registry.set_cordons({"a": Cordon(is_draining=True)})
-    for fields in ({}, {"running": 1}, {"vllm_queue_length": 1}, {}):
-        fleet.answers["a"] = heartbeat("a", engine(**fields))
+    for answer in (engine(), engine(running=1), engine(vllm_queue_length=1), engine()):
+        fleet.answers["a"] = heartbeat("a", answer)
         await fleet.registry.check_node("a")
         assert not fleet.registry.is_idle("a")
         fleet.now += registry_module.REPORTED_S
