@@ -121,6 +121,7 @@ class Front:
 
         self._bounds = FairShares(total, share, total // 8, share_of=share_of)
         self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()  # agent by tenant and session
+        self._moved: OrderedDict[tuple[str, str], bool] = OrderedDict()  # of those, without a turn since their move
 
     # ---------------------------------------------------------------- bounds and counts
 
@@ -235,6 +236,7 @@ class Front:
             pinned=agent,
             is_held=bool(read.session) and not read.begins_session,
             begins=f"{caller.tenant}\0{read.session}" if read.begins_session else "",
+            has_moved=read.session is not None and self._moved.pop((caller.tenant, read.session), False),
             has_context=context is not None,
         )
         forward = Forward(
@@ -432,6 +434,13 @@ class Front:
         """The agent that has the session, as far as is known; "" if it is not."""
         agent = self._sessions.get((tenant, session), "") if session else ""
         return "" if agent and self._has_emptied(agent) else agent
+
+    def bind_moved(self, tenant: str, session: str, agent_id: str) -> None:
+        """The session has moved to this agent."""
+        self.bind(tenant, session, agent_id)
+        self._moved[tenant, session] = True
+        if len(self._moved) > MAX_SESSIONS:
+            self._moved.popitem(last=False)
 
     def bind(self, tenant: str, session: str, agent_id: str) -> None:
         """The session is at this agent."""

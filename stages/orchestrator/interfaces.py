@@ -51,6 +51,7 @@ class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
     pinned: str = ""  # the agent that has its session or answer, as far as is known; "": any
     is_held: bool = False  # only an agent that has it can serve it, also one that is cordoned; not pinned: any may
     begins: str = ""  # name of the session that it begins: every orchestrator chooses the same agent; "": none
+    has_moved: bool = False  # the first turn after its session's move: more than its prompt may be computed
     has_context: bool = False  # the conversation before it follows its body: an engine must take that
     excluded: frozenset[str] = frozenset()  # agents that have just failed it
     version: str = ""  # the version that has answered already, as `version_of` or `text_kind_of` names it; "": any

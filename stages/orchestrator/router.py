@@ -339,8 +339,8 @@ class ScoreRouter(RequestRouter):
 
     def first_token(self, route: Route, request: RoutedRequest, seconds: float) -> None:
         """Its first byte came after `seconds`."""
-        # While weights arrive it contains the wait for them: that is no speed of the engine.
-        if route.engine is None or route.engine.progress is None:
+        # While weights arrive it contains the wait for them, and after a move the whole session: no speed.
+        if not request.has_moved and (route.engine is None or route.engine.progress is None):
             self.rates.observe(
                 route.agent_id,
                 request.model,

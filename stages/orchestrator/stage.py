@@ -169,7 +169,7 @@ class OrchestratorStage:
             self.registry,
             self.router,
             self.events.add,
-            self.front.bind,
+            self.front.bind_moved,
             bounds.session_gain_ms / 1000,
         )
         find, answer_of = self.registry.find, self.registry.answer_of

@@ -269,6 +269,16 @@ def test_the_wait_for_weights_is_no_speed_of_an_engine() -> None:
     assert routing.rates.of("a", MODEL).prefill_s_per_byte.value != before
 
 
+def test_the_first_turn_after_a_sessions_move_is_no_speed_of_an_engine() -> None:
+    """It may compute the whole session, of which its prompt is the new message alone."""
+    routing = router(view("a", engine()))
+    for has_moved in (True, False):
+        asked = request(prompt_bytes=1000, has_moved=has_moved)
+        before = routing.rates.of("a", MODEL).prefill_s_per_byte.value
+        routing.first_token(routing.choose(asked), asked, 25.0)
+        assert (routing.rates.of("a", MODEL).prefill_s_per_byte.value == before) == has_moved
+
+
 def test_another_agent_is_one_that_is_ready_and_open() -> None:
     routing = router(view("a", engine()), view("b", engine(), may_start=False), view("c", engine("other")))
     assert not routing.has_other(MODEL, "a") and routing.has_other(MODEL, "b")
