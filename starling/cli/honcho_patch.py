@@ -1,4 +1,4 @@
-"""honcho with five changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
+"""honcho with six changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
 
 It knows that one command line. honcho's own reads what every installed package declares, for a command that no server
 uses: that is 30 ms of a start.
@@ -16,6 +16,8 @@ It starts a process again that a signal has killed (SIGKILL, for instance by the
 process is the supervisor of a stage, and the stage has died with it: honcho sees the end of a process only when all
 its descendants have closed their output. A process that exits ends all others, as in honcho.
 
+It obeys a signal that comes while it still starts its processes as soon as all have started. honcho would fail at it.
+
 Supervisors are forks of it, which share its memory (forked_supervisor.py).
 """
 
@@ -28,6 +30,7 @@ import random
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -80,10 +83,18 @@ class Manager(manager.Manager):
         super().__init__(*arguments, **options)
         self.events.close()
         self.events = Events(self)
+        self._procmgr = _Processes()
+        self._is_stopping = False  # a signal has asked for the end
         self._is_killed = False
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all processes; while some have not started, `on_start` does it after the last one."""
+        self._is_stopping = True
+        if self._all_started():
+            super().terminate()
 
     def kill(self) -> None:
         """Kill the remaining processes. honcho asks at every event once its patience is over; once is enough."""
@@ -107,10 +118,14 @@ class Manager(manager.Manager):
     def on_start(self, event: Any) -> None:
         """A process has started; `event` has its pid."""
         self._started[event.name] = time.monotonic()
-        if "returncode" in (entry := self._processes[event.name]):  # it is a successor
+        entry = self._processes[event.name]
+        entry["pid"] = event.data["pid"]
+        if "returncode" in entry:  # it is a successor
             del entry["returncode"]
             if self._terminating:  # the signal to all processes came before its pid was known
                 self._procmgr.terminate(event.data["pid"])
+        if self._is_stopping:  # does nothing the second time
+            self.terminate()
 
     def hold(self, event: Any) -> Any:
         """Plan the restart of a killed process; returns the line to print.
@@ -118,7 +133,7 @@ class Manager(manager.Manager):
         None if the process exited, has been killed too often, or the server is stopping.
         """
         code, now = event.data["returncode"], time.monotonic()
-        if code >= 0 or self._terminating or self.events.is_ending:
+        if code >= 0 or self._is_stopping or self.events.is_ending:
             return None
         policy = self._policies.setdefault(event.name, RestartPolicy(random.SystemRandom().random))
         ran_s = now - self._started.get(event.name, now)
@@ -137,13 +152,32 @@ class Manager(manager.Manager):
     def take_held(self) -> Any:
         """Start the killed processes that are due. If the server stops, returns the stop event of one instead."""
         for name, (due, event) in list(self._held.items()):
-            if self._terminating or self.events.is_ending:
+            if self._is_stopping or self.events.is_ending:
                 del self._held[name]
                 return event
             if time.monotonic() >= due:
                 del self._held[name]
                 self._start_one(name)
         return None
+
+
+class _Processes:
+    """Sends signals to processes with all that they have started."""
+
+    def terminate(self, pid: int) -> None:
+        """Send SIGTERM."""
+        self._send(pid, signal.SIGTERM)
+
+    def kill(self, pid: int) -> None:
+        """Send SIGKILL."""
+        self._send(pid, signal.SIGKILL)
+
+    def _send(self, pid: int, number: int) -> None:
+        try:
+            os.killpg(pid, number)
+        except (ProcessLookupError, PermissionError):  # it has ended, or is a fork whose group has not begun
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
 
 
 class Printer(printer.Printer):

@@ -26,7 +26,6 @@ from starling.cli.forked_supervisor import command_of, preload
 from starling.cli.stage import STAGES
 
 CHECK_S = 0.1  # between two calls of `check` when no stage reports a change
-STARTED_S = 1.0  # no signal earlier: honcho fails at one that comes before it has recorded all processes
 KILL_S = 7.0  # from SIGTERM to SIGKILL; honcho itself kills its processes after 5 s
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -39,7 +38,6 @@ class HonchoRunner:
         self._signals = 0  # received: each asks for the end
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._old = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        self._begun = time.monotonic()
         arguments = ["start", "-f", str(procfile)]
         env = {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
         # A child of the fork has as much room for its command as this process.
@@ -84,7 +82,6 @@ class HonchoRunner:
 
     def _end(self) -> None:
         """SIGTERM, then SIGKILL after `KILL_S` or at a second signal."""
-        self._wait_until(self._begun + STARTED_S)
         self._honcho.terminate()
         if not self._wait_until(time.monotonic() + KILL_S):
             self._honcho.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,42 @@ def test_processes_that_do_not_end_are_killed_after_one_has_ended(tmp_path: Path
         assert done.stdout.count(f"sending SIGKILL to stuck{i}.1") == 1
 
 
+HELD = """
+import sys
+from starling.cli import honcho_patch
+
+class Holding:
+    def find_spec(self, name, path, target=None):
+        if name == "stages.kv.stage":
+            print("held", flush=True)
+            sys.stdin.readline()
+
+sys.meta_path.insert(0, Holding())
+honcho_patch.main()
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_during_an_import_ends_all_processes_that_start(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    (tmp_path / "Procfile").write_text("kv: exec starling supervise kv\nlast: exec sleep 20\n")
+    honcho = subprocess.Popen(
+        [sys.executable, "-c", HELD, "start", "-f", str(tmp_path / "Procfile")],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "STARLING_HOME": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert honcho.stdout is not None
+    assert honcho.stdout.readline() == "held\n"
+    honcho.send_signal(number)
+    output, _ = honcho.communicate("go on\n", timeout=60)
+    assert honcho.returncode == code, output
+    assert "kv.1 stopped (rc=-15)" in output
+    assert "last.1 stopped (rc=-15)" in output
+
+
 IMPORTED = """
 import os, sys
 from starling.cli import forked_supervisor
@@ -120,7 +157,9 @@ def test_stages_but_the_gateway_are_imported_before_their_supervisors_are_forked
 
 def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> None:
     """Those of `.env` in the working directory, a name and a port for each."""
-    lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $GREETING"' for name in ("one", "two")]
+    os.mkfifo(tmp_path / "gate")  # neither ends before the other has printed its line: honcho would end the other, too
+    ends = {"one": ": > gate", "two": ": < gate"}
+    lines = [f'{name}: echo "$HONCHO_PROCESS_NAME $PORT $GREETING"; {end}' for name, end in ends.items()]
     (tmp_path / "Procfile").write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "starling.cli.honcho_patch"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "GREETING": "of the caller", "PORT": "7000"}
