@@ -109,17 +109,20 @@ def download(
     pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     reader: Reader | None = None,
     headers_of: Callable[[str], dict[str, str]] = no_headers,
+    first_attempts: int = ATTEMPTS,
 ) -> str:
     """Download `url` into `part`, which keeps the received bytes when this raises; the file's SHA-256, hex.
 
     Call `discard(part)` when the file has been placed: until then another download of it has all bytes.
     `reader` gets the file while it arrives, if it arrives in ranges; the caller reports the end to it. `allow(url)`
     raises for an address that must not be fetched, redirects included. `headers_of(url)`: further headers of a request
-    to that address, for example a token that no other host gets.  Raises `ConfigError` (the server refuses or lacks the
-    file), `ModelUnavailable` (network, 5xx, connection lost), `ResourceError` (not enough space).  Messages begin with
-    `subject`.
+    to that address, for example a token that no other host gets. `first_attempts`: at the first answer; each piece has
+    `ATTEMPTS`.  Raises `ConfigError` (the server refuses or lacks the file), `ModelUnavailable` (network, 5xx,
+    connection lost), `ResourceError` (not enough space).  Messages begin with `subject`.
     """
-    return asyncio.run(_Download(url, part, progress, subject, allow, connections, pause, reader, headers_of).run())
+    return asyncio.run(
+        _Download(url, part, progress, subject, allow, connections, pause, reader, headers_of, first_attempts).run()
+    )
 
 
 def discard(part: Path) -> None:
@@ -144,7 +147,9 @@ class _Download:
         pause: Callable[[float], Awaitable[None]],
         reader: Reader | None,
         headers_of: Callable[[str], dict[str, str]],
+        first_attempts: int,
     ) -> None:
+        self._first_attempts = first_attempts
         self._reader = reader
         self._headers_of = headers_of
         self._url = url
@@ -190,7 +195,7 @@ class _Download:
     async def _whole_file(self, session: aiohttp.ClientSession) -> str:
         state = self._read_state()
         try:
-            identity = await self._with_attempts(lambda: self._identify(session, state))
+            identity = await self._with_attempts(lambda: self._identify(session, state), self._first_attempts)
         except _NoRanges:
             discard(self._part)
             return await self._one_stream(session)
@@ -281,7 +286,7 @@ class _Download:
             reason.removeprefix(f"{self._subject}: "), min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0
         )
 
-    async def _with_attempts(self, attempt: Callable[[], Awaitable[Any]]) -> Any:
+    async def _with_attempts(self, attempt: Callable[[], Awaitable[Any]], attempts: int = ATTEMPTS) -> Any:
         """The result of `attempt`, repeated after a failure. An attempt that received bytes is not counted."""
         failures = 0
         while True:
@@ -290,7 +295,7 @@ class _Download:
                 return await attempt()
             except _Failed as failed:
                 failures = 1 if self._received > received and not failed.is_slow else failures + 1
-                if failures >= ATTEMPTS:
+                if failures >= attempts:
                     raise ModelUnavailable(
                         f"{self._named} could not be downloaded ({failed}); the received part is kept, try again"
                     ) from None

