@@ -53,8 +53,9 @@ def read_file(path: Path) -> dict[str, Any]:
     if len(data) > FILE_BYTES_MAX:
         raise ConfigError(f"{path}: larger than {FILE_BYTES_MAX:,} bytes; this is no configuration")
     global _last
-    if _last is not None and _last[:2] == (path.suffix, data):
-        return copy.deepcopy(_last[2])  # the caller changes it
+    last = _last  # other threads may replace it
+    if last is not None and last[:2] == (path.suffix, data):
+        return copy.deepcopy(last[2])  # the caller changes it
     is_toml = path.suffix == ".toml"
     try:
         text = data.decode("utf-8")

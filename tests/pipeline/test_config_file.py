@@ -26,6 +26,22 @@ def test_a_file_read_again_gives_values_of_its_own_and_never_old_ones(tmp_path: 
     assert read_file(first) == {"server": {"port": 3}}
 
 
+def test_another_file_read_meanwhile_gives_no_values_to_this_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("server: {port: 1}\n")
+    second.write_text("server: {port: 2}\n")
+
+    class Interrupted(type(first)):  # type: ignore[misc]
+        @property
+        def suffix(self) -> str:
+            """Another thread reads its file while this one compares."""
+            read_file(second)
+            return ".yaml"
+
+    read_file(first)
+    assert read_file(Interrupted(first)) == {"server": {"port": 1}}
+
+
 def test_a_file_that_has_not_changed_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "starling.yaml"
     path.write_text("server: {port: 4711}\n")
