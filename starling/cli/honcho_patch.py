@@ -36,6 +36,7 @@ from typing import Any, TextIO
 
 from honcho import environ, manager, printer
 
+from pipeline.runtime.process import EXIT_FATAL
 from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli import forked_supervisor
 from starling.cli.bounded_output import BoundedOutput
@@ -202,10 +203,17 @@ def _start(procfile: Path) -> int:
         settings = environ.parse(Path(ENV_FILE).read_text())
     except OSError:
         settings = {}
-    processes = environ.parse_procfile(procfile.read_text()).processes
-    port = int(settings.get("PORT") or os.environ.get("PORT") or FIRST_PORT)
+    try:
+        processes = environ.parse_procfile(procfile.read_text()).processes
+    except OSError as error:
+        print(f"{procfile}: cannot read the Procfile: {error.strerror}", file=sys.stderr)
+        return EXIT_FATAL
+    port = str(settings.get("PORT") or os.environ.get("PORT") or FIRST_PORT)
+    if not port.isdecimal():
+        print(f"PORT is {port!r}: expected a number; correct it in .env or the environment", file=sys.stderr)
+        return EXIT_FATAL
     own = Manager(Printer(sys.stdout, colour=True, prefix=True))
-    for process in environ.expand_processes(processes, env=settings, port=port):
+    for process in environ.expand_processes(processes, env=settings, port=int(port)):
         env = {**os.environ, **process.env}
         own.add_process(process.name, process.cmd, quiet=process.quiet, env=env)
     own.loop()

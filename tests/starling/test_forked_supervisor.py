@@ -176,3 +176,9 @@ def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> No
     assert "one.1 7200 hello" in done.stdout
     assert "two.1 7300 hello" in done.stdout
     assert "expected start -f PROCFILE" in start("run", "-f", "Procfile").stderr
+    done = start("start", "-f", "none")
+    assert (done.returncode, done.stderr) == (1, "none: cannot read the Procfile: No such file or directory\n")
+    (tmp_path / ".env").write_text("PORT=http\n")
+    done = start("start", "-f", "Procfile")
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "PORT is 'http': expected a number" in done.stderr
