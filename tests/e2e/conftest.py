@@ -28,7 +28,7 @@ def demo_server(tmp_path_factory: pytest.TempPathFactory, demo_gguf: Path) -> It
     with PlainServer(home, config) as server:
         yield server
         # Supervisors import the stages before they fork them, so that a restart needs no imports.
-        assert not [line for line in server.output if "restarts pay for imports" in line]
+        assert not [line for line in server.output if "restarts will import again" in line]
         server.stop()
         assert server.leftovers() == []
         assert server.pids() == {}
