@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shm.pages import KvGeometry
-from stages.worker.kernels import attention
+from stages.worker.kernels import attention, attention_units
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels.buffer_sizes import attention_words
 from stages.worker.kernels.simd import JIT
@@ -172,6 +172,21 @@ def test_attention_equals_the_twin(
     expected = exact_forward.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
     same(cache.attend(q, first, block), expected)
     same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "count"),
+    [(32, 8, 2, 16), (9, 3, 2, 20), (32, 8, 4, 512), (12, 12, 2, 50), (4, 1, 4, 12), (24, 1, 3, 5), (8, 8, 3, 1)],
+)
+def test_blocks_of_a_chunk_are_even_shares(heads: int, kv_heads: int, ranks: int, count: int) -> None:
+    """No rank computes more than a quarter more rows than the average."""
+    group = heads // kv_heads
+    block = attention_units.block_queries(count, group, kv_heads, ranks)
+    assert 1 <= block <= attention.BLOCK_ROWS // group
+    units = [min(block, count - begin) for _ in range(kv_heads) for begin in range(0, count, block)]
+    rows = [group * sum(units[rank::ranks]) for rank in range(ranks)]
+    assert sum(rows) == heads * count
+    assert max(rows) <= 1.25 * sum(rows) / ranks
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])

@@ -1,7 +1,8 @@
 """Attention of a step: which rank computes which unit, where its K and V are, and where the results go.
 
 A unit is a block of queries of one sequence and one kv head, or one KV split of a single query.  Units are numbered
-alike on every rank, and unit u belongs to rank u modulo the number of ranks.
+alike on every rank, and unit u belongs to rank u modulo the number of ranks.  So the blocks of a sequence are of nearly
+one size (`block_queries`): a full block and a remainder for each kv head would be the same ranks' share each time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from stages.worker.kernels import attention, attention_tiles, split_combine
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
+from stages.worker.kernels.buffer_sizes import TILE_ROWS
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_access import param
@@ -23,6 +25,7 @@ from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_
 
 # Tokens whose K of one head is written together: they share cache lines, which leave the first-level cache otherwise.
 KEYS_AT_ONCE = 16
+LEAST_ROWS = 2 * TILE_ROWS  # of a block, on average, that is made so that each rank has one
 
 
 @njit(**INNER)
@@ -259,17 +262,33 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
         quantize_attn_out(params, token + i, kv_head)
 
 
+@njit(**INNER)
+def block_queries(count, group, kv_heads, ranks):
+    """Queries of each block but the last of an entry's `count` queries; `group` rows each."""
+    if count == 1:
+        return 1
+    most = attention.BLOCK_ROWS // group
+    blocks = (count + most - 1) // most
+    while blocks * kv_heads < ranks and (blocks + 1) * LEAST_ROWS <= count * group:
+        blocks += 1
+    # A tile takes as long for some rows as for all of its rows: fill those that are needed anyway.
+    rows = (count + blocks - 1) // blocks * group
+    tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
+    return min(most, tiles * TILE_ROWS // group)
+
+
 @njit(**MERGED)
 def attend(params, layer):
     """This rank's units of a layer."""
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
     kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
-    block = attention.BLOCK_ROWS // (param(params, pb.N_HEADS) // kv_heads)
+    group = param(params, pb.N_HEADS) // kv_heads
     unit, entries = 0, param(param(params, pb.PLAN), p.ENTRIES_KEPT)
     for e in range(entries):
         entry = p.entry_at(params, e)
         start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
         splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, window)
+        block = block_queries(count, group, kv_heads, ranks)
         for head in range(kv_heads):
             head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
             if param(entry, p.P_SPLIT) >= 0:
