@@ -78,9 +78,10 @@ class Model:
         self.hyper = h = self.index.hyper
         self.digest = bytes.fromhex(self.index.digest)
         group = h.n_heads // h.n_kv_heads
-        if group > bs.ROWS:
+        if group > bs.MAX_GROUP_ROWS:
             raise ModelUnavailable(
-                f"{self.index.name}: {group} query heads share a KV head; the kernels support at most {bs.ROWS}",
+                f"{self.index.name}: {group} query heads share a KV head; the kernels support at most "
+                f"{bs.MAX_GROUP_ROWS}",
                 param="model",
             )
         self._base = self.checkpoint.data.ctypes.data

@@ -6,10 +6,11 @@ import hashlib
 from pathlib import Path
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelUnavailable
 from shm.checkpoint import Checkpoint
 from stages.tokenizer.opened_models import ModelSource, build_model
 from stages.tokenizer.vocabulary import Vocabulary
@@ -18,6 +19,7 @@ from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
 from stages.worker.kernels import buffer_sizes
 from stages.worker.kernels.formats import FORMATS
+from stages.worker.model import Model
 from tests.tokenizer.trained import unigram_spec
 from tests.worker.conftest import Ingested, TinyGguf
 from tools.tiny_gguf import SHAPES, SPECIALS, Shape, add_byte_level_vocabulary, write_model
@@ -80,13 +82,23 @@ def test_a_window_that_the_graph_does_not_have_is_refused(tmp_path: Path) -> Non
 
 
 def test_too_many_heads_of_a_kv_head_are_refused(tmp_path: Path) -> None:
-    assert buffer_sizes.ROWS >= MAX_GROUP
+    assert buffer_sizes.MAX_GROUP_ROWS == MAX_GROUP
     shape = SHAPES["small"]._replace(n_heads=2 * (MAX_GROUP + 1), n_kv_heads=2)
     path = write_model(tmp_path / "m.gguf", shape, "Q8_0")
     with pytest.raises(
         ConfigError, match="head_count_kv is 2, so that 25 query heads share a KV head, expected at most 24"
     ):
         ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
+@pytest.mark.parametrize("group", [MAX_GROUP + 1, buffer_sizes.ROWS, buffer_sizes.ROWS + 1])
+def test_too_many_heads_of_a_stored_index_are_refused(tiny_gguf: TinyGguf, ingested: Ingested, group: int) -> None:
+    checkpoint = Checkpoint(ingested(tiny_gguf("small", "Q8_0")))
+    hyper = checkpoint.index.hyper
+    changed = msgspec.structs.replace(hyper, n_heads=group * hyper.n_kv_heads)
+    checkpoint.index = msgspec.structs.replace(checkpoint.index, hyper=changed)
+    with pytest.raises(ModelUnavailable, match=f"{group} query heads share a KV head; the kernels support at most 24"):
+        Model(checkpoint)
 
 
 CHANGES = {

@@ -32,7 +32,7 @@ _POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # llama.cpp's LLAMA_POOLING_TYPE_*
 _RANK = 4  # LLAMA_POOLING_TYPE_RANK
 _MAX_EXPERTS = 1024
 _SOFTMAX = 1  # llama.cpp's LLAMA_EXPERT_GATING_FUNC_TYPE_SOFTMAX
-MAX_GROUP = 24  # query heads of a KV head; at most `ROWS` of kernels/buffer_sizes.py
+MAX_GROUP = 24  # query heads of a KV head; `MAX_GROUP_ROWS` of kernels/buffer_sizes.py
 
 
 class _Rope(NamedTuple):

@@ -50,7 +50,7 @@ from stages.worker.kernels.attention_tiles import (
     code_bytes,
     scale_bytes,
 )
-from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, ROWS, TILE_ROWS
+from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, MAX_GROUP_ROWS, ROWS, TILE_ROWS
 from stages.worker.kernels.elementwise import soft_cap
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import JIT, LANES, VNNI, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
@@ -66,7 +66,7 @@ from stages.worker.kernels.split_combine import (
 
 # Rows up to which a block reads K and V from their pages: converting them takes more time (without AVX-512 always).
 DIRECT_ROWS = 8 if VNNI else ROWS
-BLOCK_ROWS = ROWS if VNNI else 24  # bound of the rows of a block
+BLOCK_ROWS = ROWS if VNNI else MAX_GROUP_ROWS  # bound of the rows of a block
 
 
 @numba.njit(**MERGED)
