@@ -157,11 +157,21 @@ class Cache:
         (96, 2, 16, 33, 7),
         (64, 5, 128, 257, 3),
         (160, 1, 16, 17, 3),
+        (256, 4, 32, 530, 12),
     ],
 )
 def test_attention_equals_the_twin(
     kv_type: str, head_dim: int, group: int, page_tokens: int, length: int, block: int
 ) -> None:
+    compare_with_the_twin(kv_type, head_dim, group, page_tokens, length, block)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "f32"])  # blocks of int8 are of 32 dims
+def test_dims_that_are_no_whole_columns_equal_the_twin(kv_type: str) -> None:
+    compare_with_the_twin(kv_type, 80, 3, 32, 530, 16)
+
+
+def compare_with_the_twin(kv_type: str, head_dim: int, group: int, page_tokens: int, length: int, block: int) -> None:
     rng = np.random.default_rng(head_dim)
     k, v = values(rng, length, 2, head_dim), values(rng, length, 2, head_dim)
     k[3, 0, :5], v[4, 1, 2] = 1e6, -1e6  # overflows f16
@@ -193,7 +203,8 @@ def test_blocks_of_a_chunk_are_even_shares(heads: int, kv_heads: int, ranks: int
 @pytest.mark.parametrize(
     ("head_dim", "group", "length", "block", "window", "cap"),
     [
-        (64, 3, 600, 8, 256, 0.0),  # whole splits are out of sight, and rows of a block begin in different splits
+        (64, 3, 600, 8, 256, 0.0),  # a whole split is out of sight
+        (64, 4, 570, 12, 300, 0.0),  # rows of a block begin in different splits
         (64, 1, 530, 24, 1, 0.0),
         (32, 2, 300, 12, 7, 2.0),  # queries of a block share no position
         (64, 3, 70, 5, 20, 0.0),
@@ -220,13 +231,14 @@ def test_windows_and_caps_equal_the_twin(
     assert (plain != expected).any() == (cap > 0 or 0 < window < length)
 
 
-def test_a_nan_outside_of_the_window_has_no_effect() -> None:
+@pytest.mark.parametrize("block", [8, 24])
+def test_a_nan_outside_of_the_window_has_no_effect(block: int) -> None:
     """Whether or not a query that sees it is computed in the same block."""
     rng = np.random.default_rng(1)
     k, v, q = values(rng, 60, 2, 64), values(rng, 60, 2, 64), values(rng, 60, 2, 64)
-    expected = Cache("f16", 64, 32, k, v).attend(q, 0, 8, window=10)
+    expected = Cache("f16", 64, 32, k, v).attend(q, 0, block, window=10)
     k[20, 1, 3], v[21, 1, 5] = np.nan, np.nan
-    out = Cache("f16", 64, 32, k, v).attend(q, 0, 8, window=10)
+    out = Cache("f16", 64, 32, k, v).attend(q, 0, block, window=10)
     same(out[:20], expected[:20])
     same(out[31:], expected[31:])
     assert np.isnan(out[20:31, 64:]).any(axis=1).all()
@@ -235,12 +247,13 @@ def test_a_nan_outside_of_the_window_has_no_effect() -> None:
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
 @pytest.mark.parametrize("what", ["k", "v"])
 @pytest.mark.parametrize("lane", [0, 17, 63])
-def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, lane: int) -> None:
+@pytest.mark.parametrize("block", [8, 24])
+def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, lane: int, block: int) -> None:
     rng = np.random.default_rng(lane)
     k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64)
-    expected = Cache(kv_type, 64, 32, k, v).attend(q, 0, 8)
+    expected = Cache(kv_type, 64, 32, k, v).attend(q, 0, block)
     (k if what == "k" else v)[21, 1, lane] = np.nan
-    out = Cache(kv_type, 64, 32, k, v).attend(q, 0, 8)
+    out = Cache(kv_type, 64, 32, k, v).attend(q, 0, block)
     same(out[:21], expected[:21])
     same(out[:, :64], expected[:, :64])  # of the other head
     damaged = out[21:, 64:]
@@ -249,13 +262,14 @@ def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, la
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
 @pytest.mark.parametrize("value", [np.inf, 1e30, 8_319_009.0, 8_319_008.0, 8_319_007.0, 65_505.0])
-def test_overflow_saturates(kv_type: str, value: float) -> None:
+@pytest.mark.parametrize("block", [8, 24])
+def test_overflow_saturates(kv_type: str, value: float, block: int) -> None:
     rng = np.random.default_rng(1)
     k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64) * np.float32(1e-6)
     k[21, 1, 40], v[22, 0, 3] = value, -value
     k_stored, v_stored = arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type)
     assert np.isfinite(k_stored).all()
-    same(Cache(kv_type, 64, 32, k, v).attend(q, 0, 8), exact_forward.attention(q, k_stored, v_stored, 0))
+    same(Cache(kv_type, 64, 32, k, v).attend(q, 0, block), exact_forward.attention(q, k_stored, v_stored, 0))
 
 
 def test_compiled_code_does_not_contract() -> None:

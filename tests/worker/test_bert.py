@@ -16,7 +16,7 @@ from tools.reference.float_forward import FloatModel
 from tools.step_runner import StepRunner
 
 SHAPES = ["bert", "nomic-bert"]
-LENGTHS = (1, 2, 25, 300)  # one query, several, more than a block of them, more than a KV split
+LENGTHS = (1, 2, 25, 300)  # one query, few, many in one or two blocks, several blocks and more than a KV split
 
 
 def prompt(n: int) -> np.ndarray:
