@@ -33,8 +33,11 @@ store_follower.py  agents, cordons, placements and quotas as the store has them
 responses/      responses that all orchestrators share
 quotas/         quotas that hold for all orchestrators together
 upstream.py     the interface of the HTTP client
-http_client.py  that client, by aiohttp, with TLS where it is configured
+http_client.py  that client, with TLS where it is configured: connections that are kept
+engine_connection.py  one of them: a request and its response
+http_response.py  the bytes of a response
 http_app.py     the routes
+event_response.py  the response of a stream to its client
 response_routes.py  those of stored responses
 fleet_api.py    the fleet for operators
 stage.py        the process

@@ -7,25 +7,24 @@ form.  Bodies are forwarded as they were sent.  aiohttp's types are used here, a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
+from aiohttp import web
 
-from pipeline.api import message_version, sse
+from pipeline.api import message_version
 from pipeline.api.body_names import BodyNames, names_of
-from pipeline.api.error_response import error_event, error_response
+from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
 from pipeline.observe import exposition
+from stages.orchestrator.event_response import BEGUN, EventResponse
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
@@ -44,13 +43,9 @@ PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
 OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
 NAMES = web.RequestKey("names", BodyNames)  # of its body
-BEGUN = web.RequestKey("begun", bool)
 FORWARD = web.RequestKey("forward", Forward)
 
 BODY_TIMEOUT_S = 30.0
-WRITE_TIMEOUT_S = 30.0  # for a client to read what is buffered for it
-BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
-UNDRAINED_BYTES = 16 << 10  # that follow the head at once: after 64 KiB aiohttp would wait for the client
 CLIENT_CLOSED = 499
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _PASSED_ON = (
@@ -236,69 +231,6 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
 # ------------------------------------------------------------------ text
 
 
-class _EventStream(web.StreamResponse):
-    """Its head waits for the first events: often both have come at once, and make one packet."""
-
-    _send_headers_immediately = False
-
-
-class _Response:
-    """The `Out` of one request for a stream."""
-
-    def __init__(self, request: web.Request, ticket: Ticket) -> None:
-        self.is_begun = False
-        self._request = request
-        self._ticket = ticket
-        self._response = _EventStream()
-        self._is_chunked = request.version >= HttpVersion11
-        self._writer: AbstractStreamWriter | None = None
-        self._is_head_sent = False
-
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        response = self._response
-        response.set_status(status)
-        response.headers.update(sse.HEADERS)
-        response.headers["X-Starling-Request"] = self._ticket.forward.id
-        if not self._is_chunked:
-            response.force_close()
-        self.is_begun = self._request[BEGUN] = True
-        self._writer = await response.prepare(self._request)
-        asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits
-
-    def _send_head(self) -> None:
-        if self._writer is not None and not self._is_head_sent:
-            self._is_head_sent = True
-            with contextlib.suppress(ConnectionError):  # `write` reports it
-                self._writer.send_headers()
-
-    async def write(self, data: bytes) -> None:
-        transport, writer = self._request.transport, self._writer
-        if transport is None or writer is None or transport.is_closing():
-            raise ConnectionResetError("the client has disconnected")
-        if not self._is_head_sent:
-            self._is_head_sent = True
-            await writer.write(data[:UNDRAINED_BYTES])
-            data = data[UNDRAINED_BYTES:]
-        if data:  # what came from the engine at once is one chunk
-            transport.write(sse.http_chunk(data) if self._is_chunked else data)
-        if transport.get_write_buffer_size() < BUFFERED_BYTES:
-            return
-        try:
-            async with asyncio.timeout(WRITE_TIMEOUT_S):
-                await writer.drain()
-        except TimeoutError:
-            transport.abort()
-            raise ConnectionResetError("the client does not read") from None
-
-    async def fail(self, error: StarlingError) -> None:
-        await self.write(sse.event(error_event(error, [0])))
-
-    async def end(self) -> web.StreamResponse:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await self._response.write_eof()
-        return self._response
-
-
 async def _generate(request: web.Request) -> web.StreamResponse:
     """POST: text, from the agent that is expected to answer first."""
     front = request.app[FRONT]
@@ -338,7 +270,7 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:
-            response = _Response(request, ticket)
+            response = EventResponse(request, ticket.forward.id)
             await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
             return await response.end()
         status, headers, body = await front.whole(ticket)

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from stages.orchestrator.forward import Forward
-from stages.orchestrator.front import Ticket
-from stages.orchestrator.http_app import BUFFERED_BYTES, UNDRAINED_BYTES, _Response
+from stages.orchestrator import event_response
+from stages.orchestrator.event_response import BUFFERED_BYTES, MIN_READ_BYTES, UNDRAINED_BYTES, EventResponse
 from stages.orchestrator.http_response import ResponseReader
-from tests.orchestrator.agents import request as routed
 
 WAIT_S = 300.0
+accepted_bytes = event_response._accepted_bytes
 
 
 class Stream:
@@ -28,17 +28,16 @@ class Stream:
         self.failure: BaseException | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        forward = Forward(routed=routed(), path="/", body=b"", headers={})
-        response = _Response(request, Ticket(forward, "mine"))
+        response = EventResponse(request, "req-1")
         await response.begin(200, {})
         try:
             while part := await self.parts.get():
                 await response.write(part)
                 self.written += len(part)
+            return await response.end()
         except BaseException as error:
             self.failure = error
             raise
-        return await response.end()
 
 
 @contextlib.asynccontextmanager
@@ -96,6 +95,77 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
         while stream.failure is None:
             await asyncio.sleep(0)
         assert isinstance(stream.failure, ConnectionError | asyncio.CancelledError)
+
+
+class SlowClient:
+    """A client of one stream that reads only when the server looks whether it does."""
+
+    def __init__(self, *, waits_at_end: bool, reads: bool) -> None:
+        self.waits_at_end = waits_at_end
+        self.reads = reads
+        self.received = b""
+        self.n_looks = self.written = 0
+        self.failure: BaseException | None = None
+        self.has_ended = asyncio.Event()
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 10)
+
+    def accepted_bytes(self, transport: asyncio.Transport) -> int:
+        """As in the module, after the client has read until as much as it must read was accepted."""
+        self.n_looks += 1
+        before = accepted_bytes(transport)
+        while self.reads and accepted_bytes(transport) - before < MIN_READ_BYTES:
+            with contextlib.suppress(BlockingIOError):
+                self.received += self.socket.recv(1 << 12)
+        return accepted_bytes(transport)
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """The server's handler."""
+        response, transport = EventResponse(request, "req-1"), request.transport
+        assert transport is not None
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
+        most = BUFFERED_BYTES // 2 if self.waits_at_end else 1 << 30
+        try:
+            await response.begin(200, {})
+            while transport.get_write_buffer_size() < most and self.written < 4 * BUFFERED_BYTES:
+                part = UNDRAINED_BYTES if self.waits_at_end else 2 * BUFFERED_BYTES
+                await response.write(b"x" * part)
+                self.written += part
+            return await response.end()
+        except BaseException as error:
+            self.failure = error
+            raise
+        finally:
+            self.has_ended.set()
+
+
+@pytest.mark.parametrize("waits_at_end", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+async def test_a_client_may_read_slowly_but_must_read(
+    waits_at_end: bool, reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, app, loop = SlowClient(waits_at_end=waits_at_end, reads=reads), web.Application(), asyncio.get_running_loop()
+    monkeypatch.setattr(event_response, "WRITE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(event_response, "_accepted_bytes", slow.accepted_bytes)
+    app.router.add_get("/", slow.answer)
+    async with TestServer(app) as server, asyncio.timeout(WAIT_S):
+        with slow.socket as client:
+            client.connect(("127.0.0.1", server.port))
+            client.setblocking(False)
+            client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await slow.has_ended.wait()
+            if not reads:
+                assert (
+                    isinstance(slow.failure, ConnectionResetError) and str(slow.failure) == "the client does not read"
+                )
+                assert slow.n_looks == 2
+                return
+            assert slow.failure is None and slow.n_looks > 3  # it was waited for again and again
+            response = ResponseReader("GET")
+            body = response.feed(slow.received)
+            while not response.has_ended:
+                body += response.feed(await loop.sock_recv(client, 1 << 16))
+            assert body == slow.written * b"x"
 
 
 async def _later(stream: Stream) -> int:
