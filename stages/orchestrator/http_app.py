@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
+from aiohttp.hdrs import METH_HEAD
 
-from pipeline.api import message_version
+from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
@@ -299,11 +300,14 @@ async def _convert(request: web.Request) -> web.StreamResponse:
 
 
 async def _get_request(request: web.Request) -> web.StreamResponse:
-    """GET /v1/requests/ID: a stream from `Last-Event-ID` on, or an answer once more."""
+    """GET /v1/requests/ID: a stream from `Last-Event-ID` on, or an answer once more. HEAD: which of them."""
     front = request.app[FRONT]
     with front.counted(request[PRINCIPAL]):
         last_id = request.headers.get("Last-Event-ID", "")
         ticket = await front.ticket_of(request[CALLER], request.match_info["id"], last_id)
+        if request.method == METH_HEAD:  # a body would be read as the answer to the client's next request
+            headers = sse.HEADERS if ticket.forward.is_stream else {"Content-Type": CONTENT_TYPE}
+            return web.Response(headers={**headers, "X-Starling-Request": ticket.forward.id})
         return await answer(request, front, ticket)
 
 

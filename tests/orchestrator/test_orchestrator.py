@@ -181,6 +181,16 @@ def test_a_client_continues_its_stream(fleet: Fleet, engines: list[Server]) -> N
     begun = "".join(one.data.get("text", "") for one in events[:5])
     assert begun + "".join(one.get("text", "") for one in data) == texts
     assert fleet.post("/v1/generate", {**BODY, "stream": True}, {**OTHER, "Last-Event-ID": last}).status == 404
+    # HEAD has no body, which would be read as the next answer on its connection.
+    connection = opened(fleet)
+    connection.connect()
+    for method, fields in (("HEAD", ""), ("GET", "Connection: close\r\n")):
+        fields += "".join(f"{name}: {value}\r\n" for name, value in MINE.items())
+        connection.sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: a\r\n{fields}\r\n".encode())
+    with connection.sock.makefile("rb") as received:
+        _, head, body = received.read().split(b"HTTP/1.1 200 OK\r\n")
+    assert head.endswith(b"\r\n\r\n") and b"\r\nContent-Type: text/event-stream" in b"\r\n" + head
+    assert request_id.encode() in head and body.count(b"data: [DONE]") == 1
     # With a key, a repetition is the same request, whichever engine has it.
     keyed = {**MINE, "Idempotency-Key": "mine"}
     unseeded = {name: value for name, value in BODY.items() if name != "seed"}
