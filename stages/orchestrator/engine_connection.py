@@ -17,6 +17,7 @@ from stages.orchestrator.http_response import ResponseError, ResponseReader
 from stages.orchestrator.upstream import Unreachable
 
 MAX_UNREAD_BYTES = 128 << 10  # of a body
+MAX_EARLY_BYTES = 64 << 10  # of a response that comes before its request is sent
 MAX_JOINED_BYTES = 64 << 10  # of the body of a request: a larger one is not copied behind its head
 
 
@@ -29,20 +30,34 @@ class Connection(asyncio.Protocol):
         self._on_lost = on_lost
         self._exchange: Exchange | None = None
         self._transport: asyncio.Transport | None = None
+        self._is_used = False  # a request was sent
+        self._early = b""  # came before the first request: a server at its bound answers, and closes, on its own
 
     @property
     def is_open(self) -> bool:
         """Whether a request can be sent."""
         return self._transport is not None and not self._transport.is_closing()
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether a response has begun before its request was sent."""
+        return bool(self._early)
+
     def send(self, method: str, head: bytes, body: bytes) -> Exchange:
-        """Send a request."""
-        assert self._transport is not None and self._exchange is None
+        """Send a request. What has come before the first one is its response."""
+        assert self._exchange is None
         exchange = self._exchange = Exchange(self, method)
-        if len(body) <= MAX_JOINED_BYTES:
+        self._is_used = True
+        if self._transport is None or self._transport.is_closing():
+            pass
+        elif len(body) <= MAX_JOINED_BYTES:
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
+        if self._early:
+            exchange.received(self._early)
+        if self._transport is None:
+            exchange.lost("the connection was closed")
         return exchange
 
     def abort(self) -> None:
@@ -63,7 +78,8 @@ class Connection(asyncio.Protocol):
         """The response is complete. `keeps`: another request may follow."""
         self._exchange = None
         # A peer that answers before it has read the request does not read the rest as a request.
-        if keeps and self.is_open and self._transport is not None and not self._transport.get_write_buffer_size():
+        has_read = self._transport is not None and not self._early and not self._transport.get_write_buffer_size()
+        if keeps and has_read and self.is_open:
             self._on_free(self)
         else:
             self.abort()
@@ -76,10 +92,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A part of the response has come."""
-        if self._exchange is None:  # nothing was asked
-            self.abort()
-        else:
+        if self._exchange is not None:
             self._exchange.received(data)
+        elif not self._is_used and len(self._early) + len(data) <= MAX_EARLY_BYTES:
+            self._early += data
+        else:  # nothing was asked
+            self._early = b""
+            self.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         """It has ended."""

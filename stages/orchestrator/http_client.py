@@ -122,9 +122,10 @@ class HttpClient:
         except asyncio.CancelledError:
             connection.abort()
             raise
-        if not connection.is_open:
+        if connection.is_open:
+            self._peers[connection] = peer
+        elif not connection.is_answered:
             raise Unreachable(f"{peer.host}:{peer.port} closed the connection")
-        self._peers[connection] = peer
         return connection
 
     def _take(self, peer: _Peer) -> Connection | None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.orchestrator import http_client, stage
-from stages.orchestrator.engine_connection import MAX_UNREAD_BYTES
-from stages.orchestrator.http_client import HttpClient, request_head
+from stages.orchestrator.engine_connection import MAX_EARLY_BYTES, MAX_UNREAD_BYTES, Connection
+from stages.orchestrator.http_client import Factory, HttpClient, request_head
 from stages.orchestrator.opening import Opening
 from stages.orchestrator.stage import _connect
 from stages.orchestrator.upstream import Answer, Unreachable, read_whole
@@ -154,6 +156,58 @@ async def test_a_connection_that_the_server_has_closed_is_not_used() -> None:
         while client.n_idle:
             await asyncio.sleep(0)
         assert await read_whole(await ask(client, server)) == b"hello"
+
+
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n%b\r\nbusy"
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize("sent", [BUSY % b"Connection: close\r\n", BUSY % b"", BUSY[:30], b"x" * (MAX_EARLY_BYTES + 1)])
+async def test_a_response_that_comes_before_its_request_is_read(sent: bytes, closes: bool) -> None:
+    has_come = asyncio.Event()
+
+    class Early(Peer):
+        """A server at its bound."""
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            transport.write(sent)
+            if closes:
+                transport.close()
+
+    async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        """The connection is used when everything has come."""
+        made: list[Connection] = []
+
+        def make() -> asyncio.Protocol:
+            made.append(cast(Connection, factory()))
+            return made[-1]
+
+        await _connect(make, host, port, context)
+        while made[0].is_open and (closes or len(made[0]._early) < len(sent)):
+            await asyncio.sleep(0)
+        has_come.set()
+
+    server = Server()
+    client = HttpClient(connect, time.monotonic)
+    listening = await asyncio.get_running_loop().create_server(lambda: Early(server), "127.0.0.1", 0)
+    server.port = listening.sockets[0].getsockname()[1]
+    asked = asyncio.ensure_future(ask(client, server))
+    async with asyncio.timeout(WAIT_S):
+        await has_come.wait()
+        if sent.endswith(b"busy"):
+            answer = await asked
+            assert (answer.status, await read_whole(answer)) == (503, b"busy")
+        else:
+            if len(sent) < MAX_EARLY_BYTES and not closes:
+                (await server.peers.get()).transport.abort()
+            with pytest.raises(Unreachable, match="closed"):
+                await asked
+        while client._peers:
+            await asyncio.sleep(0)
+    assert client.n_idle == 0
+    await client.close()
+    listening.close()
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), min_size=1, max_size=5), st.integers(0, 1000))
