@@ -66,6 +66,13 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def end(self, reason: str) -> None:
+        """Close it at once. The request on it fails with the reason."""
+        if self._exchange is not None:
+            self._exchange.lost(reason)
+        else:
+            self.abort()
+
     def hold(self, is_held: bool) -> None:
         """Whether nothing is read."""
         if self._transport is not None and not self._transport.is_closing():
@@ -113,6 +120,7 @@ class Exchange:
 
     def __init__(self, connection: Connection, method: str) -> None:
         self.status = 0  # 0: the head has not arrived
+        self.has_begun = False  # a byte of the response has come
         self.headers: Mapping[str, str] = {}
         self._connection: Connection | None = connection  # until the response has ended
         self._reader = ResponseReader(method)
@@ -166,6 +174,7 @@ class Exchange:
     def received(self, data: bytes) -> None:
         """The next bytes of the response."""
         assert self._connection is not None
+        self.has_begun = True
         reader = self._reader
         try:
             body = reader.feed(data)

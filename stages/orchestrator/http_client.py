@@ -23,6 +23,7 @@ from stages.orchestrator.upstream import Answer, Unreachable
 CONNECT_S = 2.0  # for a connection, with the handshake of TLS
 IDLE_S = 30.0  # a connection is kept: servers close it later
 MAX_IDLE = 1024  # connections without a request; then those are closed that were used longest ago
+_IDEMPOTENT = ("GET", "HEAD", "DELETE")  # they may be sent again if their connection is lost
 _TARGET = re.compile(r"/[!-~]*")
 _LINE = re.compile(rb"[^\r\n\0]+(?:\r\n[^\r\n\0]+)*\r\n\r\n")  # a head: each line ends, and none is empty
 
@@ -57,6 +58,7 @@ class HttpClient:
         self._idle: OrderedDict[Connection, None] = OrderedDict()  # least recently used first
         self._idle_of: dict[_Peer, list[Connection]] = {}
         self._expiry: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     @property
     def n_idle(self) -> int:
@@ -80,15 +82,23 @@ class HttpClient:
         authority, slash, path = rest.partition("/")
         origin = _origin(scheme, authority)
         peer = _Peer(origin.host, origin.port, self._context(origin, agent_id))
-        head = request_head(method, slash + path or "/", origin.authority, headers, len(body))
-        connection = self._take(peer) or await self._make(peer)
-        exchange = connection.send(method, head, body)
         try:
-            await exchange.head()
-        except BaseException:  # also a caller that no longer waits
-            exchange.close()
-            raise
-        return exchange
+            head = request_head(method, slash + path or "/", origin.authority, headers, len(body))
+        except ValueError as error:
+            raise Unreachable(str(error)) from None
+        kept = self._take(peer)
+        while True:
+            exchange = (kept or await self._make(peer)).send(method, head, body)
+            try:
+                await exchange.head()
+            except BaseException as error:  # also a caller that no longer waits
+                exchange.close()
+                is_lost = isinstance(error, Unreachable) and not exchange.has_begun
+                if kept is None or not is_lost or method not in _IDEMPOTENT:
+                    raise
+                kept = None  # the server had closed it before the request came: once more, on a new one
+            else:
+                return exchange
 
     def _context(self, origin: _Origin, agent_id: str) -> ssl.SSLContext | None:
         """That of a connection to an agent's host. Connections of one context are not used for another one."""
@@ -101,11 +111,12 @@ class HttpClient:
         return None
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections. Requests that wait on them fail, and no new ones are opened."""
+        self._is_closed = True
         if self._expiry is not None:
             self._expiry.cancel()
         for connection in list(self._peers):
-            connection.abort()
+            connection.end("the client was closed")
         await asyncio.sleep(0)  # their sockets are closed in the next round of the loop
 
     # ---------------------------------------------------------------- connections
@@ -117,11 +128,14 @@ class HttpClient:
                 await self._connect(lambda: connection, *peer)
         except TimeoutError:
             raise Unreachable(f"no connection to {peer.host}:{peer.port} within {CONNECT_S:g} s") from None
-        except OSError as error:  # and ssl.SSLError
+        except (OSError, ValueError) as error:  # also ssl.SSLError, and UnicodeError of a name that is none
             raise Unreachable(f"cannot connect to {peer.host}:{peer.port}: {error}") from None
         except asyncio.CancelledError:
             connection.abort()
             raise
+        if self._is_closed:
+            connection.abort()
+            raise Unreachable("the client was closed")
         if connection.is_open:
             self._peers[connection] = peer
         elif not connection.is_answered:

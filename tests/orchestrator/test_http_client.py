@@ -388,6 +388,65 @@ async def test_a_host_that_takes_no_connection_is_unreachable() -> None:
     await client.close()
 
 
+@pytest.mark.parametrize(
+    ("url", "headers"),
+    [
+        ("http://127.0.0.1:1/a b", {}),
+        ("http://127.0.0.1:1/\ud800", {}),
+        ("http://127.0.0.1:1/", {"A": "b\r\nC: d"}),
+        ("http://127.0.0.1:1/", {"A": "\ud800"}),
+        (f"http://{'a' * 64}.test:1/", {}),
+    ],
+)
+async def test_a_request_that_cannot_be_sent_is_unreachable(url: str, headers: dict[str, str]) -> None:
+    client = HttpClient(_connect, time.monotonic)
+    with pytest.raises(Unreachable):
+        await client.open("GET", url, headers, b"", agent_id="one")
+    await client.close()
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "POST"])
+async def test_a_request_on_a_kept_connection_that_is_lost_is_sent_once_more(method: str) -> None:
+    server = Server()
+    async with serving(server) as client:
+        await read_whole(await ask(client, server))
+        peer = await server.peer()
+        server.answer = b""
+        peer.has_request.clear()
+        url, headers = f"http://127.0.0.1:{server.port}/", {"Content-Length": "0"} if method != "POST" else {}
+        asked = asyncio.ensure_future(client.open(method, url, headers, b"", agent_id="one"))
+        async with asyncio.timeout(WAIT_S):
+            await peer.has_request.wait()
+            peer.transport.abort()
+            if method == "POST":  # the engine may have begun it
+                with pytest.raises(Unreachable, match="closed"):
+                    await asked
+                assert server.peers.empty()
+                return
+            again = await server.peer()
+            again.transport.abort()
+            with pytest.raises(Unreachable, match="closed"):  # not a third time
+                await asked
+            assert server.peers.empty()
+
+
+async def test_a_client_that_is_closed_ends_its_requests() -> None:
+    server = Server(b"")
+    async with serving(server) as client:
+        asked = asyncio.ensure_future(ask(client, server))
+        await server.peer()
+        server.answer = HEAD + b"5\r\nhello\r\n"
+        answer = await ask(client, server)
+        assert await answer.read() == b"hello"
+        reading = asyncio.ensure_future(answer.read())
+        await asyncio.sleep(0)
+        await client.close()
+        async with asyncio.timeout(WAIT_S):
+            for waiting in (asked, reading, ask(client, server)):
+                with pytest.raises(Unreachable, match="^the client was closed$"):
+                    await waiting
+
+
 async def test_the_addresses_of_a_host_are_tried_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     server, loop = Server(), asyncio.get_running_loop()
     resolve = loop.getaddrinfo
