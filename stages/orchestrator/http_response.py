@@ -130,6 +130,9 @@ class ResponseReader:
             if end < 0:
                 if not b"HTTP/1.".startswith(data[at : at + 7]):
                     raise ResponseError(f"no HTTP response: {data[at : at + 40]!r}")
+                # Lines that end with LF alone would be waited for for ever. The LF of a last CR may follow.
+                if _FORBIDDEN.search(data, at, len(data) - data.endswith(b"\r")) is not None:
+                    raise ResponseError(f"no HTTP response: {data[at : at + 40]!r}")
                 return at
             status, is_1_1, fields = _parse_head(data[at:end])
             at = end + 4

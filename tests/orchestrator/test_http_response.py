@@ -115,6 +115,8 @@ def test_it_does_not_depend_on_the_cuts_what_is_refused(data: bytes, cuts: list[
         b"HTTP/1.1 200\tOK\r\nContent-Length: 0\r\n\r\n",
         b"\r\nHTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\n\r\n",
+        OK.replace(b"\r", b"") + b"Content-Length: 0\n\n",
+        OK + b"A: b\r\r",
         OK + b"\r\n",
         OK + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
         OK + b"Content-Length: 5\r\nContent-Length: 5\r\n\r\n",
