@@ -50,7 +50,10 @@ class HttpClient:
     """A `Client`. Used in one event loop. `clock`: monotonic, s."""
 
     def __init__(self, connect: Connect, clock: Callable[[], float], tls: PeerTls | None = None) -> None:
-        """`connect(factory, host, port, context)`: open a connection. Raises `OSError`, `TimeoutError`."""
+        """`connect(factory, host, port, context)`: open a connection, with a protocol of its own for each attempt.
+
+        It raises `OSError` or `TimeoutError`.
+        """
         self.tls = tls
         self._connect = connect
         self._clock = clock
@@ -122,17 +125,24 @@ class HttpClient:
     # ---------------------------------------------------------------- connections
 
     async def _make(self, peer: _Peer) -> Connection:
-        connection = Connection(self._keep, self._forget)
+        made: list[Connection] = []  # the last one is used: the end of an attempt must not end the next one
+
+        def make() -> Connection:
+            made.append(Connection(self._keep, self._forget))
+            return made[-1]
+
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._connect(lambda: connection, *peer)
+                await self._connect(make, *peer)
         except TimeoutError:
             raise Unreachable(f"no connection to {peer.host}:{peer.port} within {CONNECT_S:g} s") from None
         except (OSError, ValueError) as error:  # also ssl.SSLError, and UnicodeError of a name that is none
             raise Unreachable(f"cannot connect to {peer.host}:{peer.port}: {error}") from None
         except asyncio.CancelledError:
-            connection.abort()
+            for one in made:
+                one.abort()
             raise
+        connection = made[-1]
         if self._is_closed:
             connection.abort()
             raise Unreachable("the client was closed")

@@ -84,6 +84,7 @@ CATALOG_S = 30.0  # between two reads of the catalog
 FIRST_CATALOG_S = 30.0  # for the first one to end: then models are placed without it
 CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
+NEXT_S = 0.3  # for an address of a host that has others
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -451,17 +452,26 @@ class OrchestratorStage:
 async def _connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
     """Connect to the first address of a host that answers. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
-    addresses = list(dict.fromkeys(info[4][0] for info in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(_address(info[4]) for info in found))
+    within_s = min(NEXT_S, CONNECT_S / len(addresses))
     for number, address in enumerate(addresses, 1):
         try:
-            async with asyncio.timeout(CONNECT_S / len(addresses)):
+            async with asyncio.timeout(within_s if number < len(addresses) else None):  # the client has a bound, too
                 await loop.create_connection(
-                    factory, str(address), port, ssl=context, server_hostname=host if context is not None else None
+                    factory, address, port, ssl=context, server_hostname=host if context is not None else None
                 )
             return
         except (OSError, TimeoutError):
             if number == len(addresses):
                 raise
+
+
+def _address(found: tuple[Any, ...]) -> str:
+    """An IP address of `getaddrinfo`: a link-local one of IPv6 is that of one interface."""
+    if len(found) == 4 and found[3]:
+        return f"{found[0]}%{socket.if_indextoname(found[3])}"  # uvloop reads no number there
+    return str(found[0])
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:

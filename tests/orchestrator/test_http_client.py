@@ -167,8 +167,6 @@ async def test_a_response_that_comes_before_its_request_is_read(sent: bytes, clo
     has_come = asyncio.Event()
 
     class Early(Peer):
-        """A server at its bound."""
-
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             transport.write(sent)
@@ -458,6 +456,21 @@ async def test_the_addresses_of_a_host_are_tried_in_turn(monkeypatch: pytest.Mon
         monkeypatch.setattr(loop, "getaddrinfo", two)
         answer = await client.open("POST", f"http://engine:{server.port}/", {}, b"x", agent_id="one")
         assert await read_whole(answer) == b"hello"
+
+
+async def test_an_attempt_that_ends_late_does_not_end_the_next_one() -> None:
+    async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
+        loop = asyncio.get_running_loop()
+        first, _ = await loop.create_connection(factory, host, port)
+        await loop.create_connection(factory, host, port)
+        first.abort()
+        await asyncio.sleep(0)  # its protocol is told
+
+    server = Server()
+    async with serving(server):
+        client = HttpClient(connect, time.monotonic)
+        assert await read_whole(await ask(client, server)) == b"hello"
+        await client.close()
 
 
 FIELD = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=20)
