@@ -96,6 +96,14 @@ async def test_a_response_is_stored_once(both: Orchestrators) -> None:
     assert await both.there("a") == ["resp_1"]
 
 
+async def test_many_responses_that_end_together_are_all_stored(both: Orchestrators) -> None:
+    names = [f"resp_{number:03d}" for number in range(160)]
+    stores = [both.first, both.second] * 80
+    await asyncio.gather(*(both.put(store, "a", name) for store, name in zip(stores, names)))
+    assert await both.counted("a") == (160 * ENTRY_BYTES, 160)
+    assert sorted(await both.there("a")) == names
+
+
 async def test_the_oldest_of_a_tenant_leave_for_new_ones(both: Orchestrators) -> None:
     await both.put(both.first, "b", "resp_b")
     for number in range(12):

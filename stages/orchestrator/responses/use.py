@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
@@ -34,6 +35,8 @@ LOCK_S = 30.0  # lease of a removal
 REMOVE_S = 20.0  # after which a removal stops by itself
 PAUSE_S = 0.02  # between two attempts to begin one
 TRIES = 64  # of a change at which other orchestrators change the same records
+TRY_PAUSE_S = 0.05  # at most, between two of them: those of several orchestrators must not stay in step
+TURN_S = 30.0  # for the changes of this orchestrator that come before
 T = TypeVar("T")
 
 
@@ -72,9 +75,14 @@ class ResponseUse:
         self._tenant_bytes = min(tenant_bytes, max_bytes)
         self._max_bytes = max_bytes
         self._wall = wall
+        self._changing = asyncio.Lock()  # all change one record: only other orchestrators may be in the way
 
     async def reserve(self, folder: str, nbytes: int) -> Shortage | None:
         """Count a response that is about to be written; or what must be removed first. Raises `StarlingError`."""
+        async with self._turn():
+            return await self._reserve(folder, nbytes)
+
+    async def _reserve(self, folder: str, nbytes: int) -> Shortage | None:
         for _ in range(TRIES):
             mine, every = await self._read(USE + folder), await self._read(ALL)
             over = mine.use.bytes + nbytes - self._tenant_bytes
@@ -89,15 +97,32 @@ class ResponseUse:
                 await self._check_tenants()
             if await self._write(folder, mine, every, nbytes, 1):
                 return None
+            await asyncio.sleep(random.uniform(0.0, TRY_PAUSE_S))
         raise _busy()
 
     async def release(self, folder: str, nbytes: int, count: int) -> None:
         """Count responses that have been removed, or were not written. Raises `StarlingError`."""
-        for _ in range(TRIES):
-            mine, every = await self._read(USE + folder), await self._read(ALL)
-            if not count or await self._write(folder, mine, every, -nbytes, -count):
-                return
+        if not count:
+            return
+        async with self._turn():
+            for _ in range(TRIES):
+                mine, every = await self._read(USE + folder), await self._read(ALL)
+                if await self._write(folder, mine, every, -nbytes, -count):
+                    return
+                await asyncio.sleep(random.uniform(0.0, TRY_PAUSE_S))
         raise _busy()
+
+    @contextlib.asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Wait for the changes that this orchestrator has begun. Raises `StorageUnavailable` if that takes long."""
+        try:
+            await asyncio.wait_for(self._changing.acquire(), TURN_S)
+        except TimeoutError:
+            raise _busy() from None
+        try:
+            yield
+        finally:
+            self._changing.release()
 
     async def settle(self, folder: str, use: Use, nbytes: int, count: int) -> bool:
         """Count what was found of a tenant, unless its record has changed since it was `use`. Call with its lock."""
