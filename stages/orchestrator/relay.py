@@ -137,7 +137,7 @@ class Relay:
                     await out.begin(200, answer.headers)
                 is_first = tries.count == 1 and not cutter.last_id
                 self._streams[answer] = cutter, tries
-                while data := await answer.read():
+                while data := await _next(answer, cutter):
                     if is_first:
                         is_first = False
                         self._router.first_token(route, forward.routed, self._clock() - begun)
@@ -178,7 +178,7 @@ class Relay:
                     )
                 elif not out.is_begun:
                     await out.begin(200, answer.headers)
-                while data := await answer.read():
+                while data := await _next(answer, text):
                     if is_first:
                         is_first = False
                         self._router.first_token(route, forward.routed, self._clock() - begun)
@@ -460,3 +460,20 @@ class Relay:
 
     async def _send_copy(self, route: Route, copy: Forward, output: bytes) -> Answer:
         return await self._send(route, copy, {}, output=output, is_kept=False)
+
+
+async def _next(answer: Answer, stream: EventCutter | TextStream) -> bytes:
+    """The next bytes of an answer; b"" at its end, and when its last event was delivered. Raises `Unreachable`.
+
+    The last event may take its time, because the response is stored before it: an engine that dies meanwhile is not
+    missed.
+    """
+    try:
+        data = await answer.read()
+        while data and stream.is_over:
+            data = await answer.read()
+    except Unreachable:
+        if not stream.is_over:
+            raise
+        return b""
+    return data

@@ -64,6 +64,22 @@ class Engines:
         return Scripted(*answer)
 
 
+class Dying(Engines):
+    """Each dies when the client has all of its answer."""
+
+    async def open(self, *given: Any, **more: Any) -> Answer:
+        answer = await super().open(*given, **more)
+        read = answer.read
+
+        async def read_until_lost() -> bytes:
+            if data := await read():
+                return data
+            raise Unreachable("connection reset")
+
+        answer.read = read_until_lost  # type: ignore[method-assign]
+        return answer
+
+
 class Received:
     """A client's response."""
 
@@ -128,6 +144,17 @@ async def test_only_engines_that_accept_a_text_count_as_replays() -> None:
     assert out.data.endswith(sse.DONE) and b"error" not in out.data
     assert json.loads(out.data.split(b"\n\n")[-3].removeprefix(b"data: "))["starling_replayed"] == 1
     assert relay.replayed_texts == 1 and [TEXT in one for one in engines.sent] == [False] + 8 * [True]
+    await relay.close()
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+async def test_an_engine_that_dies_after_its_last_event_is_not_missed(is_other: bool) -> None:
+    engines = Dying((200, BEGUN + ENDED))
+    one = other() if is_other else engine(engine_url="http://e")
+    relay, out = relay_of(engines, one, one), Received()
+    await relay.stream(forward(is_stream=True), out)
+    assert out.data.endswith(sse.DONE) and out.data.count(sse.DONE) == 1
+    assert len(engines.sent) == 1 and relay.moves["lost"] == 0
     await relay.close()
 
 
