@@ -105,3 +105,7 @@ def test_an_ordinary_key_is_not_enough(make_server: Any) -> None:
         headers = {"Authorization": f"Bearer {key}", response_context.HEADER: str(len(context))}
         answer = closed.request("POST", PATH, body, {"Content-Type": "application/json", **headers})
         assert answer.status == status
+    headers = {"Authorization": "Bearer sk-one", response_context.HEADER: str(len(context))}
+    given = json.dumps({"model": said("")["model"], "prompt": "x"}).encode() + context
+    answer = closed.request("POST", "/v1/tokenize", given, {"Content-Type": "application/json", **headers})
+    assert (answer.status, answer.error["param"]) == (400, None), "other endpoints read no conversation"

@@ -43,6 +43,7 @@ TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
 # Set by a handler of text.
 CONTINUED = web.RequestKey("continued", Output)  # what another server has computed of the answer
 CONVERSATION = web.RequestKey("conversation", list)  # the messages before the input, as an orchestrator keeps them
+MAY_ADD = web.RequestKey("may_add", bool)  # what an orchestrator sends after the body is read
 STATE = web.RequestKey("state", RequestState)
 PAGES = web.RequestKey("pages", str)  # names of the pages of its prompt, for who forwards the answer
 KEPT = web.RequestKey("kept", int)  # bytes at the end of its body that an orchestrator stores with it

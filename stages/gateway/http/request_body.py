@@ -14,7 +14,7 @@ from pipeline.api.output_tokens import OUTPUT, decode_output, output_length
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
-from stages.gateway.http.context import BODY_TURN, CONTINUED, CONVERSATION, NAMES, PARSERS, PRINCIPAL, SERVICE
+from stages.gateway.http.context import BODY_TURN, CONTINUED, CONVERSATION, MAY_ADD, NAMES, PARSERS, PRINCIPAL, SERVICE
 from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
@@ -29,11 +29,14 @@ async def read_body(
 ) -> Any:
     """Return the result of a reader of `BODY_READERS`. `on_part` is called with each part of the body, as it was sent.
 
+    What an orchestrator sends after a body is read only if the handler has set `MAY_ADD`.
+
     Raises `TooLarge`, `InvalidRequest`, a 408 for a body that is late, or `Overloaded` if too many bytes of bodies are
     held for the client or in all. Bodies for administration are not counted.
     """
-    n_output = output_length(request.headers.get(OUTPUT))
-    n_conversation = response_context.length(request.headers.get(response_context.HEADER))
+    is_trusted = request.get(MAY_ADD, False)
+    n_output = output_length(request.headers.get(OUTPUT)) if is_trusted else 0
+    n_conversation = response_context.length(request.headers.get(response_context.HEADER)) if is_trusted else 0
     n_added = n_output + n_conversation
     if (request.content_length or 0) - n_added > config.server.max_body_mb << 20:
         raise body_too_large(config)

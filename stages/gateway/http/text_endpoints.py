@@ -42,6 +42,7 @@ from stages.gateway.http.context import (
     CONTINUED,
     CONVERSATION,
     KEPT,
+    MAY_ADD,
     PAGES,
     PRINCIPAL,
     SERVICE,
@@ -297,10 +298,11 @@ def _marked(request: web.Request, generation: GenerationRequest) -> GenerationRe
 
 
 def _check_trusted(request: web.Request, service: Service) -> None:
-    """Raises `Forbidden` for what only an orchestrator sends, of a sender that has no administrator's key."""
+    """Let what only an orchestrator sends be read. Raises `Forbidden` if the sender has no administrator's key."""
     for name in (OUTPUT, response_context.HEADER):
         if name in request.headers and not _is_trusted(request, service):
             raise Forbidden(f"{name} needs an API key with the scope admin; leave it out")
+    request[MAY_ADD] = True
 
 
 def _is_trusted(request: web.Request, service: Service) -> bool:
