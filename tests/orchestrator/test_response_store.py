@@ -13,7 +13,7 @@ import pytest
 from pipeline.blobs.folder import FolderStore
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.coordination.sqlite_store import SqliteStore
-from pipeline.errors import ConfigError, ResourceError, StorageUnavailable
+from pipeline.errors import ConfigError, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.responses import use as response_use
 from stages.orchestrator.responses.store import ENTRY_BYTES, SETTLED_S, ResponseStore
 from stages.orchestrator.responses.use import ALL, USE, ResponseUse, Use, folder_of
@@ -35,6 +35,12 @@ class Blobs(FolderStore):
         super().__init__(root)
         self._wall = wall
         self.fault: Exception | None = None
+        self.is_lost = False  # after a fault nothing answers
+
+    async def size(self, key: str) -> int:
+        if self.is_lost:
+            raise StorageUnavailable("the link is broken")
+        return await super().size(key)
 
     async def put(self, key: str, data: bytes | memoryview, *, replace: bool = False) -> None:
         if self.fault is not None:
@@ -147,10 +153,16 @@ async def test_expired_responses_are_not_found_and_then_removed(both: Orchestrat
 async def test_what_a_death_between_count_and_blob_leaves_is_settled(both: Orchestrators) -> None:
     """The count is never too low, and correct again some time later."""
     await both.put(both.first, "a", "resp_1")
-    both.blobs.fault = StorageUnavailable("the link broke")  # whether the blob was written is not known
+
+    async def put_and_break(key: str, data: bytes) -> None:
+        both.blobs.is_lost = True
+        raise StorageUnavailable("the link broke")  # whether the blob was written is not known
+
+    kept, both.blobs.put = both.blobs.put, put_and_break  # type: ignore[assignment,method-assign]
     with pytest.raises(StorageUnavailable):
         await both.put(both.first, "a", "resp_2")
-    both.blobs.fault = None
+    both.blobs.put = kept  # type: ignore[method-assign]
+    both.blobs.is_lost = False
     assert (await both.counted("a"))[1] == 2
     await both.second.sweep()
     assert (await both.counted("a"))[1] == 2  # it might still be written
@@ -159,11 +171,27 @@ async def test_what_a_death_between_count_and_blob_leaves_is_settled(both: Orche
     assert await both.counted("a") == (ENTRY_BYTES, 1)
 
 
-async def test_a_refused_response_is_not_counted(both: Orchestrators) -> None:
-    both.blobs.fault = ConfigError("check the credentials")
-    with pytest.raises(StorageUnavailable, match="check the credentials"):
+@pytest.mark.parametrize("fault", [ConfigError, ResourceError, StorageUnavailable])
+async def test_a_refused_response_is_not_counted(both: Orchestrators, fault: type[StarlingError]) -> None:
+    both.blobs.fault = fault("check the disk")  # type: ignore[arg-type,call-arg]
+    with pytest.raises(StorageUnavailable, match="check the disk"):
         await both.put(both.first, "a", "resp_1")
     assert await both.counted("a") == (0, 0)
+
+
+async def test_what_is_stored_again_drops_no_other(both: Orchestrators) -> None:
+    for number in range(2):
+        await both.put(both.first, "a", f"resp_{number}", 500_000)
+    await both.put(both.second, "a", "resp_1", 500_000)
+    assert await both.there("a") == ["resp_0", "resp_1"]
+
+
+async def test_what_expires_does_not_hide_a_wrong_count(both: Orchestrators) -> None:
+    await both.put(both.first, "a", "resp_1")
+    await both.uses[0].reserve(folder_of("a"), ENTRY_BYTES)  # and the process dies
+    both.wall.now += 3601 + SETTLED_S
+    await both.second.sweep()
+    assert await both.counted("a") == (0, 0) and await both.there("a") == []
 
 
 async def test_removals_at_the_same_time_are_counted_once(both: Orchestrators) -> None:

@@ -8,6 +8,7 @@ found, and are removed by `sweep`; beyond the bounds of a tenant, or of all tena
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -82,16 +83,35 @@ class ResponseStore:
         data = xxhash.xxh3_64_digest(content) + content
         self.check_fits(len(data))
         folder, counted = folder_of(tenant), max(ENTRY_BYTES, len(data))
+        key = f"{folder}/{response_id}"
+        if await self._is_there(key):  # a stream that is read again needs no room
+            return
         await self._reserve(folder, counted)
         try:
             async with asyncio.timeout(PUT_S):
-                await self._blobs.put(f"{folder}/{response_id}", data)
-        except (Conflict, ConfigError) as error:  # after another error it may be there
+                await self._blobs.put(key, data)
+        except Conflict:
             await self._use.release(folder, counted, 1)
-            if isinstance(error, ConfigError):
-                raise StorageUnavailable(f"the response could not be stored: {error.message}", "store") from None
+        except (ConfigError, ResourceError) as error:
+            await self._use.release(folder, counted, 1)
+            raise StorageUnavailable(f"the response could not be stored: {error.message}", "store") from None
+        except (StorageUnavailable, TimeoutError) as error:
+            with contextlib.suppress(StarlingError):  # else `sweep` corrects what is counted
+                if not await self._is_there(key):
+                    await self._use.release(folder, counted, 1)
+            if isinstance(error, TimeoutError):
+                raise StorageUnavailable(f"the response was not stored within {PUT_S:g} s", "store") from None
+            raise
+
+    async def _is_there(self, key: str) -> bool:
+        try:
+            async with asyncio.timeout(PUT_S):
+                await self._blobs.size(key)
+        except NotFound:
+            return False
         except TimeoutError:
-            raise StorageUnavailable(f"the response was not stored within {PUT_S:g} s", "store") from None
+            raise StorageUnavailable(f"the blob store has not answered within {PUT_S:g} s", "store") from None
+        return True
 
     async def get(self, tenant: str, response_id: str) -> Stored | None:
         """A response; None: there is none. Raises `StorageUnavailable`."""
@@ -130,13 +150,11 @@ class ResponseStore:
 
     async def _sweep(self, folder: str, use: Use) -> None:
         listed = await self._blobs.scan(folder)
-        ended = [blob for blob in listed if blob.modified + self._ttl_s < self._wall()]
-        if ended:
-            await self._remove(folder, ended)
-        elif use.at + SETTLED_S < self._wall():
+        if use.at + SETTLED_S < self._wall():
             nbytes = sum(max(ENTRY_BYTES, blob.nbytes) for blob in listed)
             if (nbytes, len(listed)) != (use.bytes, use.count):
                 await self._use.settle(folder, use, nbytes, len(listed))
+        await self._remove(folder, [blob for blob in listed if blob.modified + self._ttl_s < self._wall()])
 
     async def _reserve(self, folder: str, nbytes: int) -> None:
         for _ in range(MAX_ATTEMPTS):
@@ -164,8 +182,8 @@ class ResponseStore:
         await self._remove(short.folder, leaving)
 
     async def _remove(self, folder: str, blobs: list[BlobInfo]) -> None:
-        """Remove blobs, then count that. Call with the tenant's lock."""
+        """Remove blobs, and count each part of them when it is gone. Call with the tenant's lock."""
         for begin in range(0, len(blobs), AT_ONCE):
-            await asyncio.gather(*(self._blobs.delete(blob.key) for blob in blobs[begin : begin + AT_ONCE]))
-        if blobs:
-            await self._use.release(folder, sum(max(ENTRY_BYTES, blob.nbytes) for blob in blobs), len(blobs))
+            part = blobs[begin : begin + AT_ONCE]
+            await asyncio.gather(*(self._blobs.delete(blob.key) for blob in part))
+            await self._use.release(folder, sum(max(ENTRY_BYTES, blob.nbytes) for blob in part), len(part))

@@ -5,7 +5,8 @@
     responses/lock/FOLDER  held by the orchestrator that removes responses of the tenant, with a lease
 
 A response is counted before it is written, and a removal after it: what is stored is never more than what is counted,
-whichever process dies in between.  `settle` corrects what such a death has left over.  Removals of a tenant exclude
+whichever process dies in between.  `settle` corrects what such a death has left over, and what a blob store has written
+after it had not answered in time.  Removals of a tenant exclude
 each other, so that none is counted twice.
 """
 
