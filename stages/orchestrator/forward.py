@@ -24,6 +24,10 @@ KEPT_BYTES = 32 << 20  # of their bodies and tokens
 KEPT_COUNT = 4096
 
 
+class NotRepeated(ModelUnavailable):
+    """An engine has died under a request which must not be sent again, also if another agent is there."""
+
+
 class Forward(msgspec.Struct, frozen=True, kw_only=True):
     """A request as it is sent to engines, the same to each of them."""
 

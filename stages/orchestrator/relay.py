@@ -35,6 +35,7 @@ from stages.orchestrator.forward import (
     Bounds,
     Forward,
     KeptRequests,
+    NotRepeated,
     Out,
     Refusal,
     Tries,
@@ -340,13 +341,12 @@ class Relay:
             extra={"request_id": forward.id, "agent": route.agent_id, "tries": tries.count, "reason": reason},
         )
         if tries.n_accepted > MAX_LOST:
-            raise error
+            raise NotRepeated(error.message, retry_after_s=1.0)
         goes_on = bool(tries.version) and (tries.begun_text is None or self._goes_on(tries.begun_text))
         if tries.has_begun and not goes_on and not forward.is_bound:
-            raise StarlingError(
-                "MODEL_UNAVAILABLE",
+            raise NotRepeated(
                 f"the engine of {forward.routed.model} died, and it does not promise that another one gives the same "
-                "answer; send the request again",
+                "answer; send the request again"
             )
 
     def _goes_on(self, text: TextStream) -> bool:

@@ -221,7 +221,7 @@ class OrchestratorStage:
             await runner.setup()
             server = await self._listen(runner)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
-            tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self.responses.run())]
+            tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             # Objects that live until the end are not traversed by later collections, which would delay streams.
             gc.collect()
@@ -387,14 +387,23 @@ class OrchestratorStage:
         if time.monotonic() - self._catalog_read > CATALOG_MISS_S:
             await self._read_catalog()
 
+    async def _first_catalog(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_CATALOG_S):
+                await self._catalog_known.wait()
+
+    async def _run_responses(self) -> None:
+        """Run what is in the background, as soon as it is known where."""
+        await self._first_catalog()
+        while self.registry.awaits_answers():
+            await self._next_change(1.0)
+        await self.responses.run()
+
     # ---------------------------------------------------------------- leading
 
     async def _lead(self) -> None:
         """Carry out placements while this orchestrator leads."""
-        # Agents without credentials refuse to load a model without its entry and URLs.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_CATALOG_S):
-                await self._catalog_known.wait()
+        await self._first_catalog()  # agents without credentials refuse to load a model without its entry and URLs
         election = Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S)
         while True:
             try:

@@ -16,7 +16,18 @@ from pipeline.api.response_object import response_id_of
 from pipeline.blobs.folder import FolderStore
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.coordination.sqlite_store import SqliteStore
-from pipeline.errors import Conflict, InvalidRequest, Overloaded, StarlingError, StorageUnavailable
+from pipeline.errors import (
+    Conflict,
+    InvalidRequest,
+    ModelNotFound,
+    ModelUnavailable,
+    Overloaded,
+    ResourceError,
+    StarlingError,
+    StorageUnavailable,
+)
+from stages.orchestrator.forward import NotRepeated
+from stages.orchestrator.responses import background
 from stages.orchestrator.responses.background import MAX_OF_TENANT, Background, Begun, KeepJob
 from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
 from stages.orchestrator.responses.store import ResponseStore
@@ -68,6 +79,7 @@ class Orchestrator:
         self.began: list[str] = []
         self.may_end = asyncio.Event()
         self.failure: StarlingError | None = None
+        self.absences: list[StarlingError] = []  # of agents, one for each attempt
         self.background = Background(
             self.store, self.jobs, self.responses, self.answer, name, wall, timeout_s=60.0, max_open=max_open
         )
@@ -75,6 +87,10 @@ class Orchestrator:
     async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
         self.began.append(job.request_id)
         await out.begin(200, {})
+        await out.write(b": waiting\n\n")
+        if self.absences:
+            raise self.absences.pop()
+        await out.write(b"data: {}\n\n")
         await self.may_end.wait()
         if self.failure is not None:
             raise self.failure
@@ -156,6 +172,49 @@ async def test_a_request_whose_response_was_not_stored_is_run_again(both: tuple[
     looking.cancel()
 
 
+@pytest.mark.parametrize("error", [ModelUnavailable, Overloaded, ModelNotFound])
+async def test_a_request_waits_for_an_agent(
+    both: tuple[Orchestrator, Orchestrator], error: type[StarlingError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
+    first, _ = both
+    first.absences = [error("no agent is there") for _ in range(3)]  # type: ignore[arg-type,call-arg]
+    one = job()
+    await first.background.begin(one)
+    await first.background.begun(one.request_id)  # the client of a stream waits, too
+    assert first.absences == []
+    first.may_end.set()
+    assert await first.ended(one) == "completed" and len(first.began) == 4
+
+
+async def test_a_request_that_kills_engines_fails(both: tuple[Orchestrator, Orchestrator]) -> None:
+    first, _ = both
+    first.absences = [NotRepeated("the engines died")]
+    one = job()
+    await first.background.begin(one)
+    assert await first.ended(one) == "failed" and len(first.began) == 1
+
+
+async def test_what_is_complete_is_not_run_again_when_the_disk_is_full(
+    both: tuple[Orchestrator, Orchestrator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "RETRY_S", 0.01)
+    first, _ = both
+    one, faults = job(), [ResourceError("the disk is full") for _ in range(3)]
+    await first.background.begin(one)
+    await first.background.begun(one.request_id)
+    put = first.blobs.put
+
+    async def put_later(key: str, data: bytes) -> None:
+        if faults:
+            raise faults.pop()
+        await put(key, data)
+
+    first.blobs.put = put_later  # type: ignore[assignment,method-assign]
+    first.may_end.set()
+    assert await first.ended(one) == "completed" and len(first.began) == 1 and not faults
+
+
 async def test_a_request_whose_time_is_over_fails(tmp_path: Path) -> None:
     wall = Wall()
     only = Orchestrator(tmp_path, "one", wall)
@@ -212,7 +271,9 @@ async def test_requests_are_bounded_for_each_tenant_and_in_all(tmp_path: Path) -
 async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> None:
     wall = Wall()
     only = Orchestrator(tmp_path, "one", wall)
+    await only.jobs.write(job(1))
     await only.jobs.add(job(1))
+    await only.jobs.write(job(2))
     await only.jobs.add(job(2))
     (lost,) = [blob.key for blob in await only.blobs.scan("jobs") if f"{2:024x}" in blob.key]
     for blob in await only.blobs.scan("jobs"):

@@ -25,7 +25,9 @@ from pipeline.api.response_object import failed_response, request_id_of
 from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import Conflict, Overloaded, StarlingError, StorageUnavailable
+from stages.orchestrator.forward import MOVABLE, NotRepeated
 from stages.orchestrator.responses.jobs import Job, Jobs
+from stages.orchestrator.responses.keeping import END
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import PREFIX
 
@@ -34,7 +36,9 @@ log = logging.getLogger("starling.orchestrator")
 RUN = f"{PREFIX}run/"
 LEASE_S = 5.0
 LOOK_S = 1.0  # between two looks for requests that none runs
-RETRY_S = 1.0  # after the store has not answered
+RETRY_S = 1.0  # after the store has not answered, or no agent has taken a request; then twice as long, ...
+MOST_RETRY_S = 15.0  # ... up to this
+LATE_S = 600.0  # after its time: then a request ends whose failure could not be stored
 MAX_RUNNING = 256  # of one orchestrator; others wait
 MAX_OF_TENANT = 16  # that have not ended; as in a server
 
@@ -48,16 +52,20 @@ class Begun:
         """`is_new`: no engine has it, because it was sent here now."""
         self.is_new = is_new
         self.is_begun = False
+        self.has_events = False
         self.event = asyncio.Event()  # an engine has it, or it has ended
         self.error: StarlingError | None = None
+        self.waits: StarlingError | None = None  # why no agent has taken it yet
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
         self.is_begun = True
-        self.event.set()
 
     async def write(self, data: bytes) -> None:
-        """See `Out`."""
+        """See `Out`. Comments come also while it waits for an agent."""
+        if not self.has_events and any(block and not block.startswith(b":") for block in data.split(END)):
+            self.has_events = True
+            self.event.set()
 
     async def fail(self, error: StarlingError) -> None:
         """See `Out`."""
@@ -93,6 +101,7 @@ class Background:
         self._max_open = max_open
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, Begun] = {}
+        self._pauses: dict[str, float] = {}  # s, of requests that wait here
         self._adding = asyncio.Lock()
         self._wake = asyncio.Event()
 
@@ -100,21 +109,31 @@ class Background:
 
     async def begin(self, job: Job) -> bytes:
         """Add a request; JSON of its response as it is now. Raises `StarlingError`."""
-        async with self._adding:
-            known = await self._jobs.find(job.request_id, job.tenant)
-            if known is None:
-                stored = await self._responses.get(job.tenant, job.name)
-                if stored is not None:  # an earlier attempt with this Idempotency-Key
-                    _check_same(stored.digest, job)
-                    return stored.body
+        known = await self._jobs.find(job.request_id, job.tenant)
+        if known is None:
+            stored = await self._responses.get(job.tenant, job.name)
+            if stored is not None:  # an earlier attempt with this Idempotency-Key
+                _check_same(stored.digest, job)
+                return stored.body
+            await self._check_open(job.tenant)
+            if job.is_stream and len(self._tasks) >= MAX_RUNNING:  # its client would wait for others to end
+                raise Overloaded(
+                    f"this orchestrator runs {MAX_RUNNING} requests in the background; leave stream out, or try again",
+                    "background",
+                    retry_after_s=1.0,
+                )
+            await self._jobs.write(job)
+            async with self._adding:  # no two requests see the same room
                 await self._check_open(job.tenant)
-                if await self._jobs.add(job):
-                    self._take(job.request_id, job.tenant, is_new=True)
-                    return job.shown
-                known = await self._jobs.find(job.request_id, job.tenant)
-        if known is not None:
-            _check_same(known.digest, job)
-        return job.shown
+                is_added = await self._jobs.add(job)
+            if is_added:
+                self._take(job.request_id, job.tenant, is_new=True)
+                return job.shown
+            known = await self._jobs.find(job.request_id, job.tenant)
+        if known is None:
+            return job.shown
+        _check_same(known.digest, job)
+        return known.shown
 
     async def _check_open(self, tenant: str) -> None:
         counts = Counter(opened.tenant for opened in await self._jobs.all())
@@ -142,7 +161,7 @@ class Background:
         out = self._begun.get(request_id)
         if out is not None:
             await out.event.wait()
-            if out.error is not None and not out.is_begun:
+            if out.error is not None and not out.has_events:
                 raise out.error
 
     async def cancel(self, job: Job, running: bytes | None) -> None:
@@ -160,9 +179,14 @@ class Background:
         """Look for requests that none runs, without end."""
         while True:
             try:
-                for opened in await self._jobs.all():
-                    if opened.request_id not in self._tasks and len(self._tasks) < MAX_RUNNING:
-                        self._take(opened.request_id, opened.tenant)
+                opened = await self._jobs.all()
+                items, _ = await self._store.scan(RUN)
+                held = {item.key.removeprefix(RUN) for item in items}
+                for one in opened:
+                    if one.request_id not in held:
+                        self._take(one.request_id, one.tenant)
+                known = {one.request_id for one in opened}
+                self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in known}
             except StarlingError as error:
                 log.warning("requests in the background are not looked for", extra={"reason": error.message})
             await asyncio.sleep(LOOK_S)
@@ -175,7 +199,7 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _take(self, request_id: str, tenant: str, *, is_new: bool = False) -> None:
-        if request_id not in self._tasks:
+        if request_id not in self._tasks and len(self._tasks) < MAX_RUNNING:
             self._begun[request_id] = Begun(is_new=is_new)
             task = asyncio.get_running_loop().create_task(self._hold(request_id, tenant))
             self._tasks[request_id] = task
@@ -204,6 +228,9 @@ class Background:
                 await asyncio.gather(holding, return_exceptions=True)
         except StarlingError as error:  # it will be found again
             log.warning("a request in the background waits", extra={"request_id": request_id, "reason": error.message})
+            pause_s = self._pauses.get(request_id, RETRY_S)
+            self._pauses[request_id] = min(2 * pause_s, MOST_RETRY_S)
+            await asyncio.sleep(pause_s)  # without the lease: another orchestrator may run it
         except Exception:
             log.exception("internal error of a request in the background", extra={"request_id": request_id})
             await asyncio.sleep(RETRY_S)
@@ -221,20 +248,40 @@ class Background:
     async def _finish(self, job: Job) -> None:
         """Run a request to its end. Raises `StorageUnavailable`: its end is not known."""
         out = self._begun[job.request_id]
-        left_s = job.at + self._timeout_s - self._wall()
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
-                failed = await self._run_job(job, out, self._keep)
+            async with asyncio.timeout(max(0.0, self._left_s(job))):
+                failed = await self._run_until_taken(job, out)
         except StorageUnavailable:
             raise
         except StarlingError as error:
             failed = self._failed(job, out, error)
         except TimeoutError:
             message = f"the response did not end within {self._timeout_s:g} s (server.request_timeout_ms)"
-            failed = self._failed(job, out, StarlingError("TIMEOUT", message))
+            failed = self._failed(job, out, out.waits or StarlingError("TIMEOUT", message))
         if failed:
             await self._put_failed(job, failed)
         await self._jobs.end(job.request_id)
+
+    async def _run_until_taken(self, job: Job, out: Begun) -> bytes:
+        """Run a request; again while no agent can serve it. See `Run`."""
+        pause_s = RETRY_S
+        while True:
+            try:
+                out.waits = None
+                return await self._run_job(job, out, self._keep)
+            except StarlingError as error:
+                if error.code not in MOVABLE or isinstance(error, NotRepeated):
+                    raise
+                out.waits, out.is_new = error, False
+                log.info(
+                    "a request in the background waits for an agent",
+                    extra={"request_id": job.request_id, "reason": error.message},
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_RETRY_S)
+
+    def _left_s(self, job: Job) -> float:
+        return job.at + self._timeout_s - self._wall()
 
     @staticmethod
     def _failed(job: Job, out: Begun, error: StarlingError) -> bytes:
@@ -243,21 +290,38 @@ class Background:
         return to_json(failed_response(msgspec.json.decode(job.shown), error))
 
     async def _put_failed(self, job: Job, body: bytes) -> None:
-        """Store a response that has failed, unless it was stored, or was cancelled and maybe deleted since."""
-        if not await self._jobs.is_open(job.request_id):
-            return
+        """Store a response that has failed."""
         try:
-            await self._responses.put(job.tenant, job.name, body, job.conversation, job.inputs, job.digest)
+            await self._put(job, body, job.conversation, job.inputs, LATE_S)
         except StarlingError as problem:
             if problem.code != "INSUFFICIENT_RESOURCES":
                 raise
-            await self._responses.put(job.tenant, job.name, body, b"\x90", b"[]", job.digest)  # it can be read
+            await self._put(job, body, b"\x90", b"[]", LATE_S)  # it can be read
 
     async def _keep(self, job: Job, body: bytes, kept: KeptResponse) -> None:
         """Store what an engine has completed. Raises `StarlingError`."""
-        if not await self._jobs.is_open(job.request_id):
-            return
-        await self._responses.put(job.tenant, job.name, body, kept.conversation, kept.inputs, job.digest)
+        await self._put(job, body, kept.conversation, kept.inputs, 0.0)
+
+    async def _put(self, job: Job, body: bytes, conversation: bytes, inputs: bytes, late_s: float) -> None:
+        """Store a response, unless it was stored, or was cancelled and maybe deleted since; again if that fails.
+
+        `late_s`: after the request's time, then nothing is stored.
+        """
+        pause_s = RETRY_S
+        while True:
+            try:
+                if await self._jobs.is_open(job.request_id):
+                    await self._responses.put(job.tenant, job.name, body, conversation, inputs, job.digest)
+                return
+            except StorageUnavailable as error:
+                log.warning(
+                    "a response in the background is not stored",
+                    extra={"request_id": job.request_id, "reason": error.message},
+                )
+                if self._left_s(job) + late_s <= 0:
+                    return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_RETRY_S)
 
 
 def _check_same(digest: bytes, job: Job) -> None:

@@ -8,6 +8,7 @@ The record comes after the blob, and goes before it: a record without a blob is 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from stages.orchestrator.responses.use import PREFIX
 OPEN = f"{PREFIX}open/"
 FOLDER = "jobs"
 MAX_JOB_BYTES = 128 << 20
+PUT_S = 60.0  # for the blob store to take a request
 ABANDONED_S = 3600.0  # age of a blob without a record after which it is removed
 
 
@@ -94,15 +96,21 @@ class Jobs:
         self._blobs = blobs
         self._wall = wall
 
-    async def add(self, job: Job) -> bool:
-        """Add a job. False: there is one of this id. Raises `StorageUnavailable`."""
-        data = msgspec.msgpack.encode(job)
+    async def write(self, job: Job) -> None:
+        """Write the blob of a job, before `add`. Raises `StarlingError`."""
+        blob, data = _blob_of(job)
         if len(data) > MAX_JOB_BYTES:
             raise ResourceError(f"the request has {len(data)} bytes, over {MAX_JOB_BYTES}; send less", "background")
-        blob = f"{FOLDER}/{job.request_id}-{hashlib.sha256(data).hexdigest()[:16]}"
-        with contextlib.suppress(Conflict):
-            await self._blobs.put(blob, data)
-        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=blob)
+        try:
+            async with asyncio.timeout(PUT_S):
+                with contextlib.suppress(Conflict):
+                    await self._blobs.put(blob, data)
+        except TimeoutError:
+            raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
+
+    async def add(self, job: Job) -> bool:
+        """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`."""
+        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=_blob_of(job)[0])
         return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
 
     async def all(self) -> list[Opened]:
@@ -142,6 +150,12 @@ class Jobs:
         for blob in await self._blobs.scan(FOLDER):
             if blob.key not in known and blob.modified + ABANDONED_S < self._wall():
                 await self._blobs.delete(blob.key)
+
+
+def _blob_of(job: Job) -> tuple[str, bytes]:
+    """The name and the contents of a job's blob."""
+    data = msgspec.msgpack.encode(job)
+    return f"{FOLDER}/{job.request_id}-{hashlib.sha256(data).hexdigest()[:16]}", data
 
 
 def _opened(key: str, value: bytes) -> Opened | None:
