@@ -9,6 +9,8 @@ import pytest
 from pipeline.api.requests import chat
 from pipeline.errors import StarlingError
 from stages.gateway.endpoints.chat_formatter import ChatFormatter
+from stages.gateway.endpoints.message_formatter import BlockEvent
+from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.sinks import MAX_BACKLOG_BYTES, EventStream
 from stages.gateway.requests.state import RequestState
 from tests.gateway.request_states import make_state
@@ -90,6 +92,34 @@ async def test_a_slow_client_is_dropped_once() -> None:
     (reason,) = dropped
     assert "reads too slowly" in reason
     assert len(transport.writes) == 1
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_what_an_orchestrator_stores_does_not_count_as_backlog(is_late: bool) -> None:
+    class Formatter:
+        def opening_events(self) -> list[BlockEvent]:
+            return []
+
+        def closing_events(self) -> list[BlockEvent]:
+            return [BlockEvent(b"response.completed", b"{}", 1)]
+
+        def kept(self) -> bytes:
+            return b"x" * (2 * MAX_BACKLOG_BYTES)
+
+    class Unread(Transport):
+        def get_write_buffer_size(self) -> int:
+            return self.backlog + sum(map(len, self.writes))
+
+    _, request, dropped = make()
+    stream = BlockStream(request, Formatter(), dropped.append)  # type: ignore[arg-type]
+    stream.is_relayed = True
+    transport = Unread()
+    transport.backlog = MAX_BACKLOG_BYTES if is_late else 0
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    stream.finished()
+    stream.flush()
+    assert sum(map(len, transport.writes)) > 2 * MAX_BACKLOG_BYTES
+    assert bool(dropped) == is_late
 
 
 async def test_an_error_before_the_first_event_is_raised_and_a_later_one_is_sent() -> None:

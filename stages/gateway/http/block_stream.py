@@ -93,7 +93,9 @@ class BlockStream(StreamSink):
         self._event(event.data, event.name)
 
     def _insert(self, comment: bytes) -> None:
-        """Add a comment, before the line of a reconnection delay."""
+        """Add a comment, before the line of a reconnection delay. A client that reads may be late by its bytes."""
+        if self._transport is not None:
+            self._max_backlog += len(comment)
         is_whole = not self._pending or self._pending[-1].endswith(b"\n\n")
         self._pending.insert(len(self._pending) - (not is_whole), comment)
 
