@@ -58,9 +58,14 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True):
         return self.path == "/v1/responses" or self.method == "GET"
 
     @property
+    def is_read_again(self) -> bool:
+        """Whether a client may have had a part of the answer before."""
+        return self.was_sent or self.method == "GET" or bool(self.last_id)
+
+    @property
     def outlives_client(self) -> bool:
-        """Whether an engine finishes it although its client has left, because the client will repeat it."""
-        return "Idempotency-Key" in self.headers or self.in_background
+        """Whether an engine finishes it although its client has left: the client will repeat it, or another has it."""
+        return "Idempotency-Key" in self.headers or self.in_background or self.method == "GET"
 
 
 class Refusal(Exception):
@@ -337,6 +342,11 @@ class KeptRequests:
         """The request, and the agent that it was sent to last."""
         known = self._kept.get(request_id)
         return (known.forward, known.agent_id) if known is not None else None
+
+    def forget(self, request_id: str) -> None:
+        """It is not to be read again."""
+        if request_id in self._kept:
+            self._drop(request_id)
 
     def expire(self) -> None:
         """Forget what is older than `KEPT_S`."""

@@ -37,7 +37,7 @@ from stages.orchestrator.read_body import ReadBody, read_body
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses.jobs import Job
-from stages.orchestrator.responses.keeping import KeepingOut
+from stages.orchestrator.responses.keeping import Keep, KeepingOut
 from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.router import ScoreRouter
@@ -278,7 +278,7 @@ class Front:
             forward, agent = kept
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
-            return Ticket(again, caller.tenant, key_id=caller.key_id)
+            return Ticket(again, caller.tenant, key_id=caller.key_id, is_charged=not forward.in_background)
         engines = self._engines()
         relay = relay_header(caller.tenant, caller.priority)
         answers = await asyncio.gather(*(self._head(request_id, agent_id, one, relay) for agent_id, one in engines))
@@ -293,7 +293,8 @@ class Front:
                     is_stream="event-stream" in found,
                     last_id=last_id,
                 )
-                return Ticket(forward, caller.tenant, key_id=caller.key_id)
+                is_charged = not await self.responses.is_in_background(caller.tenant, request_id)
+                return Ticket(forward, caller.tenant, key_id=caller.key_id, is_charged=is_charged)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
     async def _read(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> ReadBody:
@@ -400,7 +401,7 @@ class Front:
         reader = _SessionReader(out) if ticket.session is not None else None
         if ticket.forward.may_be_response:
             is_response = ticket.forward.path == PATH
-            keeping = KeepingOut(out, partial(self.responses.keep, ticket.tenant), is_response=is_response)
+            keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response)
             events = await self._relay.stream(ticket.forward, keeping)
             events = keeping.usage.get("output_tokens", events)
         else:
@@ -415,15 +416,23 @@ class Front:
         status, headers, body = await self._relay.whole(ticket.forward)
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
         if kept is not None:
-            await self.responses.keep(ticket.tenant, body, kept)
+            await self._keep_of(ticket)(body, kept)
         if ticket.session is not None and ticket.forward.path == CLOSE_PATH:
             self._sessions.pop((ticket.tenant, ticket.session), None)
         elif ticket.session is not None and (match := _SESSION.search(body)):
             self._remember(ticket, match[1].decode())
         end = body if ticket.forward.path == PATH else body[-512:]
-        if ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
+        if ticket.is_charged and ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
             self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)
         return status, headers, body
+
+    def _keep_of(self, ticket: Ticket) -> Keep:
+        return partial(self.responses.keep, ticket.tenant, is_again=ticket.forward.is_read_again)
+
+    async def delete_response(self, caller: Caller, name: str) -> None:
+        """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
+        self._relay.kept.forget(self.responses.request_of(caller.tenant, name))
+        await self.responses.delete(caller.tenant, name)
 
     def _remember(self, ticket: Ticket, session: str) -> None:
         kept = self._relay.kept.find(ticket.forward.id)

@@ -71,7 +71,7 @@ async def _delete(request: web.Request) -> web.StreamResponse:
         except NotFound:
             is_running = is_running or await front.running_response(caller, name) is not None
             front.responses.check_delete(name, is_running=is_running)
-        await front.responses.delete(caller.tenant, name)
+        await front.delete_response(caller, name)
     return _json(to_json({"id": name, "object": "response", "deleted": True}))
 
 

@@ -167,6 +167,21 @@ async def test_what_follows_a_sequence_number_is_the_rest_of_the_text(text: str,
     assert spoken == text[max(0, min(after, end) - 2) :]
 
 
+@pytest.mark.parametrize("is_created", [False, True])
+async def test_a_failure_is_sent_whatever_its_number(is_created: bool) -> None:
+    """An orchestrator that has only seen the end of a stream does not know the numbers."""
+
+    async def keep(body: bytes, kept: KeptResponse) -> None:
+        raise AssertionError
+
+    client = Client()
+    out = KeepingOut(AfterOut(client, 5), keep)
+    if is_created:
+        await out.write(stream()[0])
+    await out.fail(ModelUnavailable("no agent"))
+    assert [one.name for one in parsed(client.data)] == ["response.failed" if is_created else "error"]
+
+
 def test_the_code_before_a_failed_event_says_whether_another_engine_may_go_on() -> None:
     cutter = EventCutter()
     failed = event("response.failed", 3, response={"error": {"code": "server_error", "message": "x"}})

@@ -27,9 +27,11 @@ from pipeline.errors import (
     StorageUnavailable,
 )
 from stages.orchestrator.forward import NotRepeated
+from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses import background
 from stages.orchestrator.responses.background import MAX_OF_TENANT, Background, Begun, KeepJob
 from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
+from stages.orchestrator.responses.service import Responses
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import ResponseUse
 
@@ -46,7 +48,7 @@ class Wall:
 
 def job(number: int = 1, tenant: str = "a", **fields: Any) -> Job:
     name = f"req-{number:024x}"
-    shown = {"id": response_id_of(name), "status": "queued", "output": [], "usage": None}
+    shown: dict[str, Any] = {"id": response_id_of(name), "status": "queued", "output": [], "usage": None}
     given: dict[str, Any] = {
         "request_id": name,
         "tenant": tenant,
@@ -64,6 +66,7 @@ def job(number: int = 1, tenant: str = "a", **fields: Any) -> Job:
         "inputs": b"[]",
         **fields,
     }
+    given["shown"] = msgspec.json.encode({**shown, "id": response_id_of(given["request_id"])})
     return Job(**given)
 
 
@@ -77,6 +80,7 @@ class Orchestrator:
         self.responses = ResponseStore(self.blobs, ResponseUse(self.store, 64 * MIB, 256 * MIB, wall), config, wall)
         self.jobs = Jobs(self.store, self.blobs, wall)
         self.began: list[str] = []
+        self.n_kept = 0
         self.may_end = asyncio.Event()
         self.failure: StarlingError | None = None
         self.absences: list[StarlingError] = []  # of agents, one for each attempt
@@ -86,7 +90,7 @@ class Orchestrator:
 
     async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
         self.began.append(job.request_id)
-        await out.begin(200, {})
+        await out.begin(200, {})  # of a comment
         await out.write(b": waiting\n\n")
         if self.absences:
             raise self.absences.pop()
@@ -95,6 +99,7 @@ class Orchestrator:
         if self.failure is not None:
             raise self.failure
         await keep(job, msgspec.json.encode({"id": job.name, "status": "completed"}), KEPT)
+        self.n_kept += 1
         return b""
 
     async def status(self, one: Job) -> str:
@@ -178,7 +183,7 @@ async def test_a_request_waits_for_an_agent(
 ) -> None:
     monkeypatch.setattr(background, "RETRY_S", 0.01)
     first, _ = both
-    first.absences = [error("no agent is there") for _ in range(3)]  # type: ignore[arg-type,call-arg]
+    first.absences = [error("no agent is there") for _ in range(3)]  # type: ignore[call-arg]
     one = job()
     await first.background.begin(one)
     await first.background.begun(one.request_id)  # the client of a stream waits, too
@@ -279,12 +284,51 @@ async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> No
     for blob in await only.blobs.scan("jobs"):
         os.utime(only.blobs.path(blob.key), (wall.now, wall.now))
     await only.store.swap(*_record_of(await only.store.scan("responses/open/"), 2), None)
-    await only.jobs.sweep()
+    await only.jobs.sweep(60.0)
     assert lost in [blob.key for blob in await only.blobs.scan("jobs")]
     wall.now += ABANDONED_S + 1
-    await only.jobs.sweep()
+    await only.jobs.sweep(60.0)
     assert [f"{1:024x}" in blob.key for blob in await only.blobs.scan("jobs")] == [True]
     await only.close()
+
+
+async def test_a_record_whose_blob_is_gone_ends(tmp_path: Path) -> None:
+    wall = Wall()
+    only = Orchestrator(tmp_path, "one", wall)
+    await only.jobs.write(job())
+    await only.jobs.add(job())
+    (blob,) = await only.blobs.scan("jobs")
+    await only.blobs.delete(blob.key)
+    await only.jobs.sweep(60.0)
+    assert await only.jobs.is_open(job().request_id)
+    wall.now += 61 + ABANDONED_S
+    await only.jobs.sweep(60.0)
+    assert not await only.jobs.is_open(job().request_id)
+    await only.close()
+
+
+async def test_a_deleted_response_is_not_stored_again(both: tuple[Orchestrator, Orchestrator]) -> None:
+    """By those who read its stream once more."""
+    first, second = both
+    ids = RequestIds("secret", Wall())
+    services = [Responses(one.responses, ids) for one in both]
+    for service, one in zip(services, both):
+        service.background = one.background
+    open_job = job(request_id=ids.new("a"))
+    await first.background.begin(open_job)
+    await first.background.begun(open_job.request_id)
+    body = msgspec.json.encode({"id": open_job.name, "status": "completed"})
+    await services[1].keep("a", body, KEPT, is_again=True)  # a reader is faster than who runs it
+    await second.background.begin(open_job)
+    with pytest.raises(Conflict, match="another body"):
+        await second.background.begin(job(request_id=open_job.request_id, digest=b"e"))
+    await services[1].delete("a", open_job.name)
+    first.may_end.set()
+    await services[0].keep("a", body, KEPT, is_again=True)
+    while not first.n_kept:
+        await asyncio.sleep(0)
+    assert await first.status(open_job) == ""
+    assert await second.background.find("a", open_job.name) is None
 
 
 def _record_of(found: Any, number: int) -> tuple[str, int]:

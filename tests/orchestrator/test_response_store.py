@@ -173,7 +173,7 @@ async def test_what_a_death_between_count_and_blob_leaves_is_settled(both: Orche
 
 @pytest.mark.parametrize("fault", [ConfigError, ResourceError, StorageUnavailable])
 async def test_a_refused_response_is_not_counted(both: Orchestrators, fault: type[StarlingError]) -> None:
-    both.blobs.fault = fault("check the disk")  # type: ignore[arg-type,call-arg]
+    both.blobs.fault = fault("check the disk")  # type: ignore[call-arg]
     with pytest.raises(StorageUnavailable, match="check the disk"):
         await both.put(both.first, "a", "resp_1")
     assert await both.counted("a") == (0, 0)

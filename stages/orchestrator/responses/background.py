@@ -52,20 +52,25 @@ class Begun:
         """`is_new`: no engine has it, because it was sent here now."""
         self.is_new = is_new
         self.is_begun = False
-        self.has_events = False
+        self.is_taken = False  # by an engine
         self.event = asyncio.Event()  # an engine has it, or it has ended
         self.error: StarlingError | None = None
         self.waits: StarlingError | None = None  # why no agent has taken it yet
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """See `Out`."""
+        """See `Out`. Without headers it is a comment that follows, and no engine's answer."""
         self.is_begun = True
+        if headers:
+            self._begins()
 
     async def write(self, data: bytes) -> None:
         """See `Out`. Comments come also while it waits for an agent."""
-        if not self.has_events and any(block and not block.startswith(b":") for block in data.split(END)):
-            self.has_events = True
-            self.event.set()
+        if not self.is_taken and any(block and not block.startswith(b":") for block in data.split(END)):
+            self._begins()
+
+    def _begins(self) -> None:
+        self.is_taken = True
+        self.event.set()
 
     async def fail(self, error: StarlingError) -> None:
         """See `Out`."""
@@ -156,12 +161,17 @@ class Background:
         """The request of a response that has not ended. Raises `StorageUnavailable`."""
         return await self._jobs.find(request_id_of(name), tenant)
 
+    async def forget(self, tenant: str, name: str) -> None:
+        """The response is stored, and will be deleted: nothing stores it again. Raises `StorageUnavailable`."""
+        if await self._jobs.find(request_id_of(name), tenant) is not None:
+            await self._jobs.end(request_id_of(name))
+
     async def begun(self, request_id: str) -> None:
         """Wait until an engine has a request that runs here. Raises `StarlingError` if it has failed before."""
         out = self._begun.get(request_id)
         if out is not None:
             await out.event.wait()
-            if out.error is not None and not out.has_events:
+            if out.error is not None and not out.is_taken:
                 raise out.error
 
     async def cancel(self, job: Job, running: bytes | None) -> None:

@@ -144,9 +144,16 @@ class Jobs:
             if (opened := _opened(item.key, item.value)) is not None:
                 await self._blobs.delete(opened.blob)
 
-    async def sweep(self) -> None:
-        """Remove blobs whose orchestrator died beside their record. One orchestrator does it now and then."""
-        known = {opened.blob for opened in await self.all()}
+    async def sweep(self, timeout_s: float) -> None:
+        """Remove blobs whose orchestrator died beside their record, and records that none can end.
+
+        One orchestrator does it now and then. `timeout_s`: for a response.
+        """
+        opened = await self.all()
+        for one in opened:  # its blob is gone, or cannot be read
+            if one.at + timeout_s + ABANDONED_S < self._wall():
+                await self.end(one.request_id)
+        known = {one.blob for one in opened}
         for blob in await self._blobs.scan(FOLDER):
             if blob.key not in known and blob.modified + ABANDONED_S < self._wall():
                 await self._blobs.delete(blob.key)

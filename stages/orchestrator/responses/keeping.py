@@ -26,6 +26,7 @@ _RESPONSE = b'data: {"type":"response.'
 _CREATED = b'data: {"type":"response.created"'
 _LAST = (b'data: {"type":"response.completed"', b'data: {"type":"response.incomplete"')
 _FAILED = b'data: {"type":"response.failed"'
+_ERROR = b'data: {"type":"error"'
 _NUMBER = re.compile(rb'"sequence_number":([0-9]{1,12})')
 
 Keep = Callable[[bytes, KeptResponse], Awaitable[None]]  # the response's JSON, and what is stored with it
@@ -142,12 +143,18 @@ class AfterOut:
         await self._out.fail(error)
 
 
+def _is_failure(block: bytes) -> bool:
+    return block.startswith((_FAILED, _ERROR), max(0, block.find(b"data: {")))
+
+
 def after_number(block: bytes, after: int) -> bytes:
     """The part of an event after the one with the sequence number `after`; b"" if there is none."""
     found = _NUMBER.search(block)
     if found is None:
         return block
     number = int(found[1])
+    if _is_failure(block):  # its number may be another one at another orchestrator
+        return block
     if number <= after:
         return b""
     at = block.find(b"data: {")

@@ -16,7 +16,7 @@ from pipeline.api import response_context
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_context import KeptResponse
-from pipeline.api.response_object import input_items, request_id_of, with_conversation
+from pipeline.api.response_object import input_items, request_id_of, response_id_of, with_conversation
 from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.prefixes import block_hashes
@@ -60,6 +60,8 @@ class Responses:
         if fields.previous:
             stored = await self.find(tenant, fields.previous, "previous_response_id")
             previous = stored.messages
+            if not previous:  # it has failed, and there was no room for its conversation
+                raise _missing(fields.previous, "previous_response_id")
         if len(previous) <= INLINE_MESSAGES:
             return self._joined(generation, fields, previous, salt)
         return await asyncio.to_thread(self._joined, generation, fields, previous, salt)
@@ -122,11 +124,30 @@ class Responses:
         """The request in the background of a response that has not ended. Raises `StorageUnavailable`."""
         return await self.background.find(tenant, name) if self.background is not None else None
 
-    async def keep(self, tenant: str, body: bytes, kept: KeptResponse) -> None:
-        """Store a response, also if its client leaves meanwhile. Raises `StarlingError`."""
+    async def is_in_background(self, tenant: str, request_id: str) -> bool:
+        """Whether a request makes, or has made, a response in the background. Raises `StorageUnavailable`."""
+        if self._store is None:
+            return False
+        name = response_id_of(request_id)
+        if await self.job(tenant, name) is not None:
+            return True
+        stored = await self._store.get(tenant, name)
+        return stored is not None and msgspec.json.decode(stored.body, type=dict[str, Any]).get("background") is True
+
+    async def keep(self, tenant: str, body: bytes, kept: KeptResponse, *, is_again: bool = False) -> None:
+        """Store a response, also if its client leaves meanwhile. Raises `StarlingError`.
+
+        `is_again`: its stream is read again, maybe while it runs in the background, or after it was deleted.
+        """
         name = msgspec.json.decode(body, type=dict[str, Any])["id"]
         self._check(tenant, name)
-        put = asyncio.ensure_future(self._required().put(tenant, name, body, kept.conversation, kept.inputs))
+        digest = b""
+        if is_again:
+            if await self._required().was_deleted(tenant, name):
+                return
+            job = await self.job(tenant, name)
+            digest = job.digest if job is not None else b""
+        put = asyncio.ensure_future(self._required().put(tenant, name, body, kept.conversation, kept.inputs, digest))
         put.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(put)
 
@@ -144,6 +165,8 @@ class Responses:
     async def delete(self, tenant: str, name: str) -> None:
         """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
         await self.find(tenant, name)
+        if self.background is not None:
+            await self.background.forget(tenant, name)
         if not await self._required().delete(tenant, name):
             raise _missing(name)
 

@@ -109,6 +109,8 @@ class ResponseStore:
                 await self._blobs.size(key)
         except NotFound:
             return False
+        except ConfigError as error:
+            raise StorageUnavailable(f"the response could not be stored: {error.message}", "store") from None
         except TimeoutError:
             raise StorageUnavailable(f"the blob store has not answered within {PUT_S:g} s", "store") from None
         return True
@@ -136,8 +138,13 @@ class ResponseStore:
                 nbytes = await self._blobs.size(key)
             except NotFound:
                 return False
+            await self._use.bury(f"{folder}/{response_id}")  # before: else who reads its stream might store it again
             await self._remove(folder, [BlobInfo(key, nbytes)])
         return True
+
+    async def was_deleted(self, tenant: str, response_id: str) -> bool:
+        """Whether a client has deleted a response lately. Raises `StorageUnavailable`."""
+        return await self._use.is_buried(f"{folder_of(tenant)}/{response_id}")
 
     async def sweep(self) -> None:
         """Remove what has expired, and correct what is counted. One orchestrator does it now and then."""

@@ -2,6 +2,7 @@
 
     responses/use/FOLDER   of one tenant
     responses/all          of all
+    responses/gone/ID     of one that a client has deleted, with a lease
     responses/lock/FOLDER  held by the orchestrator that removes responses of the tenant, with a lease
 
 A response is counted before it is written, and a removal after it: what is stored is never more than what is counted,
@@ -16,6 +17,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
@@ -29,6 +31,9 @@ PREFIX = "responses/"
 USE = f"{PREFIX}use/"
 ALL = f"{PREFIX}all"
 LOCK = f"{PREFIX}lock/"
+GONE = f"{PREFIX}gone/"
+GONE_S = 600.0  # longer than engines and orchestrators keep a stream for its readers
+MAX_GONE = 4096  # of one orchestrator
 MAX_COUNT = 50_000  # responses in all, so that a blob store can list them
 MAX_TENANTS = 4096
 STORE_S = 5.0  # for the store to answer
@@ -76,6 +81,7 @@ class ResponseUse:
         self._tenant_bytes = min(tenant_bytes, max_bytes)
         self._max_bytes = max_bytes
         self._wall = wall
+        self._gone: deque[str] = deque()  # leases
         self._changing = asyncio.Lock()  # all change one record: only other orchestrators may be in the way
 
     async def reserve(self, folder: str, nbytes: int) -> Shortage | None:
@@ -151,6 +157,19 @@ class ResponseUse:
         finally:
             with contextlib.suppress(StorageUnavailable):  # its time ends it
                 await _answer(self._store.revoke(lease))
+
+    async def bury(self, name: str) -> None:
+        """A client deletes a response, FOLDER/ID. Raises `StorageUnavailable`."""
+        lease = await _answer(self._store.grant(GONE_S))
+        await _answer(self._store.swap(GONE + name, 0, b"1", lease))
+        self._gone.append(lease)
+        if len(self._gone) > MAX_GONE:
+            with contextlib.suppress(StorageUnavailable):  # its time ends it
+                await _answer(self._store.revoke(self._gone.popleft()))
+
+    async def is_buried(self, name: str) -> bool:
+        """Whether a client has deleted a response lately. Raises `StorageUnavailable`."""
+        return await _answer(self._store.get(GONE + name)) is not None
 
     async def _largest(self) -> tuple[str, Use]:
         records = await self.tenants()

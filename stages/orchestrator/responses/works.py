@@ -76,7 +76,7 @@ class ResponseWorks:
         try:
             await store.sweep()
             if self._jobs is not None:
-                await self._jobs.sweep()
+                await self._jobs.sweep(self._config.server.request_timeout_ms / 1000)
         except StarlingError as error:
             log.warning("stored responses were not swept", extra={"reason": error.message})
 
