@@ -464,7 +464,7 @@ async def test_an_attempt_that_ends_late_does_not_end_the_next_one() -> None:
         first, _ = await loop.create_connection(factory, host, port)
         await loop.create_connection(factory, host, port)
         first.abort()
-        await asyncio.sleep(0)  # its protocol is told
+        await asyncio.sleep(0)  # its protocol receives the end
 
     server = Server()
     async with serving(server):
