@@ -1,9 +1,9 @@
 """`python -m tools.bench.phases.attention`: attention alone, beside what the core can do. The last line is JSON.
 
 For each head size, number of query heads that share K and V, and length of the context: a chunk of 512 tokens of a
-prompt, in multiplications and additions per second beside a loop of FMAs on registers, and single queries, in bytes of
-K and V per second beside a plain read of as many.  One core.  The phase `attention` counts, which also writes the K
-and V of single queries.
+prompt, in multiplications and additions per second beside a loop of FMAs on registers, and single queries, in time of
+a layer and in bytes of K and V per second beside a plain read of as many.  One core.  The phase `attention` counts,
+which also writes the K and V of single queries.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tools.tiny_gguf import Shape
 LANES = 16
 CHUNK = 512
 KV_HEADS = 2
+LAYERS = 2  # the last one attends for the one token of a chunk that is sampled
 
 
 @numba.njit(**JIT)
@@ -67,8 +68,9 @@ def _speeds(
 
     candidate.fill_tokens(1, length + CHUNK)
     chunk_us = phase_us(candidate, "attention", chunk, repeats)
-    query_us = phase_us(candidate, "attention", query, 8 * repeats)
-    gmac_s = 2 * width * sum(range(length + 1, length + CHUNK + 1)) / chunk_us / 1e3
+    query_us = phase_us(candidate, "attention", query, 8 * repeats) / LAYERS
+    attended = (LAYERS - 1) * sum(range(length + 1, length + CHUNK + 1)) + length + CHUNK
+    gmac_s = 2 * width * attended / chunk_us / 1e3
     return {
         "gmac_s": round(gmac_s, 1),
         "of_peak": round(gmac_s / peak, 2),
@@ -91,7 +93,7 @@ def main(contexts: str, sizes: str, groups: str, repeats: int) -> None:
     for size in (int(one) for one in sizes.split(",")):
         for group in (int(one) for one in groups.split(",")):
             heads = group * KV_HEADS
-            shape = Shape(1, heads * size, heads, KV_HEADS, size, 96, 300, context_length=2 * CHUNK + max(lengths))
+            shape = Shape(LAYERS, heads * size, heads, KV_HEADS, size, 96, 300, context_length=2 * CHUNK + max(lengths))
             with (
                 tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
                 candidate_of(shape, Path(folder), cores, 1, CHUNK + max(lengths) + 1) as candidate,
@@ -100,7 +102,7 @@ def main(contexts: str, sizes: str, groups: str, repeats: int) -> None:
                 for length in lengths:
                     row: dict[str, float] = {"head": size, "group": group, "context": length}
                     row |= _speeds(candidate, length, repeats, heads * size, 4 * KV_HEADS * size, peak)
-                    nbytes = 4 * KV_HEADS * size * length
+                    nbytes = 4 * KV_HEADS * size * length * LAYERS
                     row["read_gb_s"] = round(read_bandwidth(nbytes, cores, 0.05, 3) / 1e9, 1)
                     click.echo(", ".join(f"{name} {value}" for name, value in row.items()))
                     rows.append(row)
