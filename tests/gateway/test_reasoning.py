@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stages.tokenizer.chat_messages import RenderedChat
-from tests.gateway import test_messages, test_responses
+from tests.gateway import response_bodies, test_messages, test_responses
 from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL, JoiningTemplate, make_tokenizer
 from tests.gateway.server import Server
@@ -406,7 +406,7 @@ def test_items_of_responses(thinker: Server) -> None:
         path = f"/v1/requests/{event.id.partition(':')[0]}"
         headers = {"Last-Event-ID": event.id}
         answer_ = thinker.request("GET", path, None, headers)
-        rest = test_responses.parse_events(answer_.body)
+        rest = response_bodies.parse_events(answer_.body)
         both = [*events[:received], *rest]
         assert "".join(e.data["delta"] for e in both if e.name.endswith("reasoning_text.delta")) == "A ä\nB"
         assert [e.data["sequence_number"] for e in rest] == sorted(e.data["sequence_number"] for e in rest)

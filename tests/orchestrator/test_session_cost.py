@@ -15,7 +15,7 @@ speeds = st.just(0.0) | st.floats(1e3, 1e10)
 sizes = st.builds(Size, st.integers(0, 32 << 20), st.integers(0, 1 << 40), st.floats(0.0, 1.0))
 gains = st.floats(0.0, 100.0)
 weights = st.builds(Weights, st.just(1.0), *[st.floats(0.1, 10.0)] * 3)
-homes = st.builds(Place, st.just("home"), seconds, rates)
+homes = st.builds(Place, st.just("home"), seconds, rates, speeds)
 others = st.lists(
     st.builds(Place, st.sampled_from("abcdef"), seconds, rates, speeds), max_size=5, unique_by=lambda one: one.agent_id
 )

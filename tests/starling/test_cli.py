@@ -110,7 +110,7 @@ def test_a_long_phase_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> 
         (["config"], {"STARLING_SERVER__PROT": "1"}, 78, "server.prot (STARLING_SERVER__PROT): no such key"),
         (["config"], {"STARLING_CONFIG": "/none.yaml"}, 78, "/none.yaml: cannot read the configuration"),
         (["fetch", "absent"], {}, 2, "no configured model and no file has this name"),
-        (["stage", "nothing"], {}, 2, "'nothing' is not one of 'tokenizer'"),
+        (["stage", "nothing"], {}, 2, "'nothing' is not one of 'gateway', 'tokenizer'"),
         (["stage", "worker", "--model", "x"], {}, 78, "--model x: no such model is configured"),
         (["stage", "kv", "--model", "x"], {}, 2, "--model is only for worker"),
         (["nothing"], {}, 2, "No such command 'nothing'"),

@@ -51,5 +51,5 @@ def test_a_server_that_is_down_has_rows_but_no_numbers(tmp_path: Path, monkeypat
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     rows = look(resolve({"models": [{"name": "m", "path": "m.gguf"}]}, {}))
     assert [(row.stage, row.state, row.pid) for row in rows] == [
-        (name, "not running", None) for name in ("tokenizer", "scheduler", "kv", "gateway", "worker-m")
+        (name, "not running", None) for name in ("gateway", "tokenizer", "scheduler", "kv", "worker-m")
     ]

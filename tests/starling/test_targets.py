@@ -35,7 +35,7 @@ def test_what_a_drain_of_it_refuses(target: str, name: str) -> None:
 
 @pytest.mark.parametrize("target", ["worker", "absent", ""])
 def test_what_cannot_be_drained(target: str) -> None:
-    with pytest.raises(ModelNotFound, match="there are all, tokenizer.*, a/b, c, worker-a--b, worker-c$"):
+    with pytest.raises(ModelNotFound, match="there are all, gateway, tokenizer.*, a/b, c, worker-a--b, worker-c$"):
         admission(CONFIG, target)
 
 

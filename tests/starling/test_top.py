@@ -114,7 +114,7 @@ def test_a_report_of_running_stages(running: Config) -> None:
         text = "\n".join(lines(report))
         assert "leased 20  cached 30  free 50  of 100 pages" in text
         assert next(line for line in text.splitlines() if line.startswith("kv")).endswith("ready")
-    assert first.stages[0].stage == "tokenizer" and first.stages[0].pid is None
+    assert first.stages[0].stage == "gateway" and first.stages[0].pid is None
 
 
 def test_a_stage_that_is_stopped_is_not_ready(running: Config, monkeypatch: pytest.MonkeyPatch) -> None:
