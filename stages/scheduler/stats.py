@@ -57,7 +57,7 @@ class Stats:
         self.preemptions = 0
         self.repeated = 0  # steps computed again after the worker's death
         self.culprits = 0  # sequences that ended because they killed the worker
-        self.drafted = 0  # draft tokens, of both sources
+        self.drafted = 0  # draft tokens that were verified, of both sources
         self.accepted = 0
         # Verifications by the number of draft tokens that they accepted: a list, because a step may have many of them.
         self.verified = [0] * (len(ACCEPTED) + 1)

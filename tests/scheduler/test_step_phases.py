@@ -80,3 +80,25 @@ def test_a_sequence_that_waits_for_pages_is_deferred(tmp_path: Path) -> None:
     assert (exported("queue_depth"), exported("deferred_sequences"), exported("running_sequences")) == (0, 1, 0)
     world.run_until_idle()
     assert (exported("queue_depth"), exported("deferred_sequences"), exported("running_sequences")) == (0, 0, 0)
+
+
+def test_no_counter_of_the_scheduler_goes_back_while_drafts_are_verified(tmp_path: Path) -> None:
+    world = World(period=6, speculate=4)
+    world.submit(submission("a", list(range(1, 41)), 3 * OUTPUTS))
+    model = ModelMetrics("model")
+    model.engines["model"] = world.engine
+    metrics = Metrics("scheduler", tmp_path)
+    before: dict[tuple[str, tuple[str, ...]], float] = {}
+    while "a" not in world.ends:
+        for advance in (world.run_round, world.exchange_with_kv, world.compute_step, world.run_round, world.collect):
+            advance()
+            model.export(metrics)
+            counters = {
+                (name, tuple(one.labels)): one.value
+                for name, series in metrics.snapshot().families.items()
+                if name.endswith("_total")
+                for one in series
+            }
+            assert all(counters[key] >= value for key, value in before.items())
+            before = counters
+    assert world.engine.stats.accepted > 0

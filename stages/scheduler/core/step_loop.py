@@ -187,7 +187,6 @@ class StepLoop:
                 ring.write_tokens(run.row, start + 1, array("i", entry.draft_tokens))
                 sequence.draft_tokens = entry.draft_tokens
                 is_verifying = True
-                self._proposer.record_published(entry)
             elif entry.samples:
                 run.ahead += 1
                 outputs = run.length + run.ahead - sequence.prompt_len

@@ -237,19 +237,15 @@ class Proposer:
     def record_verified(self, sequence: SequenceState, drafted: int, accepted: int) -> None:
         """`accepted` of `drafted` draft tokens were accepted."""
         state, stats = self._state(sequence), self._stats
+        stats.drafted += drafted  # only now, so that the number of rejected ones never falls
         stats.accepted += accepted
         stats.verified[accepted] += 1
         if state.is_model:
+            stats.model_drafted += drafted
             stats.model_accepted += accepted
             self._record_model(state, sequence.run.length, drafted, accepted)
         else:
             state.text.record(sequence.run.length, drafted, accepted)
-
-    def record_published(self, entry: StepEntry[SequenceState]) -> None:
-        """A published step verifies the draft tokens of `entry`."""
-        self._stats.drafted += len(entry.draft_tokens)
-        if self._state(entry.sequence).is_model:
-            self._stats.model_drafted += len(entry.draft_tokens)
 
     def record_step(self, entries: list[StepEntry[SequenceState]], gained: int, now: float) -> None:
         """A step of requests is acknowledged; it produced `gained` tokens."""
