@@ -40,11 +40,15 @@ def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None
     from honcho.process import Popen
 
     found = _LINE.fullmatch(command.strip())
-    if found is None or not can_fork(shown := command_of(found[1])):
+    if found is None:
         return Popen(command, env=env, cwd=cwd)
-    stage, env = found[1], os.environ if env is None else env
+    stage = found[1]
     if stage != GATEWAY:
         _import(stage)
+    shown = command_of(stage)
+    if not can_fork(shown):  # asked after the import, which may have started a thread
+        return Popen(command, env=env, cwd=cwd)
+    env = os.environ if env is None else env
     return ForkedProgram(shown, lambda: _main(stage), env, cwd=cwd, is_piped=True, leads_session=True)
 
 

@@ -26,10 +26,14 @@ print(json.dumps([type(child).__name__, child.wait(), child.returncode, session 
 """
 
 
-def run(line: str, directory: Path) -> list[object]:
+def run(line: str, directory: Path, program: str = RUN) -> list[object]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", RUN, line, str(directory)], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, line, str(directory)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found: list[object] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -46,6 +50,16 @@ def test_other_lines_are_started_by_a_shell(tmp_path: Path) -> None:
     kind, code, _, leads_session, output = run("echo $GREETING; pwd; exit 3", tmp_path)
     assert (kind, code, leads_session) == ("Popen", 3, True)
     assert output == f"hello\n{tmp_path}\n"
+
+
+def test_a_supervisor_is_not_forked_if_the_import_of_its_stage_started_a_thread(tmp_path: Path) -> None:
+    starts = "lambda stage: threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    program = RUN.replace(
+        "logging.basicConfig()", f"import threading; forked_supervisor._import = {starts}; logging.basicConfig()"
+    )
+    assert program != RUN
+    kind, code, *_ = run("exec starling supervise nonsense", tmp_path, program)
+    assert (kind, code != 0) == ("Popen", True)
 
 
 def test_a_fork_shows_its_own_command(tmp_path: Path) -> None:
