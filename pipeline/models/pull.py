@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -240,9 +241,10 @@ def _copy(path: Path, part: Path, progress: Progress) -> str:
     """Copy a file; its digest. Raises `ConfigError`, `ResourceError`."""
     digest, done = hashlib.sha256(), 0
     try:
-        with path.open("rb") as file:
-            total = os.fstat(file.fileno()).st_size
-            if not path.is_file():
+        with open(path, "rb", opener=_open_at_once) as file:
+            facts = os.fstat(file.fileno())
+            total = facts.st_size
+            if not stat.S_ISREG(facts.st_mode):
                 raise ConfigError(f"{path} is not a regular file; the source must be a GGUF file", "source")
             if file.read(len(MAGIC)) != MAGIC:
                 raise ConfigError(f"{path} is not a GGUF file (it does not begin with {MAGIC!r})", "source")
@@ -256,7 +258,11 @@ def _copy(path: Path, part: Path, progress: Progress) -> str:
                     done += len(chunk)
                     progress("copy", done, total)
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a directory; the source must be a GGUF file", "source") from None
+        raise ConfigError(
+            f"{path} is a directory; the source must be a GGUF file (`starling ingest {path}` converts a Hugging Face "
+            f"checkpoint)",
+            "source",
+        ) from None
     except OSError as error:
         if error.errno in (28, 122):  # ENOSPC, EDQUOT
             raise ResourceError(f"{part}: {error.strerror}; free space there or move STARLING_HOME") from None
@@ -264,6 +270,11 @@ def _copy(path: Path, part: Path, progress: Progress) -> str:
     if done != total:
         raise ConfigError(f"{path} was changed while it was copied; try again when it is complete", "source")
     return digest.hexdigest()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Does not wait for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_space(needed: int, folder: Path, subject: str) -> None:

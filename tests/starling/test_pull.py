@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -118,7 +119,8 @@ def test_a_wrong_file_is_refused_and_removed(
     [
         ("absent", 2, "no configured model and no file has this name"),
         ("/no/such.gguf", 2, "there is no file '/no/such.gguf'"),
-        ("/", 78, "is a directory"),
+        ("/", 78, "`starling ingest /` converts a Hugging Face checkpoint"),
+        ("/dev/zero", 78, "is not a regular file"),
         ("hf:nothing", 2, "expected hf:ORG/REPO[/FILE][@REVISION]"),
         ("ftp://h/x", 2, "expected a file, http(s)://HOST/FILE"),
     ],
@@ -126,6 +128,11 @@ def test_a_wrong_file_is_refused_and_removed(
 def test_what_cannot_be_pulled(home: Path, source: str, code: int, message: str) -> None:
     done = pull(home, source, code=code)
     assert message in done.stderr
+
+
+def test_a_pipe_is_refused_and_not_waited_for(home: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "is not a regular file" in pull(home, str(tmp_path / "pipe.gguf"), code=78).stderr
 
 
 def test_an_address_that_does_not_answer(home: Path) -> None:
