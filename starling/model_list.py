@@ -79,7 +79,8 @@ def _row(
     located = store.find(model, folder)
     index = _index(folder, located.digest) if located is not None else None
     is_known = located is not None and (record is None or located.digest == record.digest)
-    state = "ready" if index is not None else "fetched" if is_known else "changed" if record else "fetched"
+    is_changed = record is not None and not is_known
+    state = "changed" if is_changed else "ready" if index is not None else "fetched"
     if not path.is_file():
         state = "to be fetched"
     elif any(version.name == model.name for version in loaded):

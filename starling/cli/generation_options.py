@@ -15,7 +15,7 @@ import click
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelNotFound
-from pipeline.models import sources, store
+from pipeline.models import sources
 from starling.cli import terminal
 from starling.cli.options import Number, cacert_option, exit_codes
 from starling.cli.server_use import ServerUse, is_running
@@ -97,8 +97,7 @@ def choose_model(config: Config, given: str) -> Choice:
     file = Path(os.path.expanduser(given))
     key = f"STARLING_MODELS__{0 if config.models == (ModelConfig(name=DEMO_MODEL),) else len(config.models)}"
     if given.replace("/", "--") in paths.pulled_names():
-        stored = store.gguf_path(ModelConfig(name=given), paths.models_dir())
-        return Choice(given, {f"{key}__NAME": given, f"{key}__PATH": str(stored)})
+        return Choice(given, {f"{key}__NAME": given})  # without a path: its file must have the digest of its record
     if file.is_file():
         name = file.name.removesuffix(".gguf")
         return Choice(name, {f"{key}__NAME": name, f"{key}__PATH": str(file.absolute())})
@@ -118,12 +117,11 @@ def find_model(address: ServerAddress, choice: Choice, key: str) -> dict[str, An
     try:
         return dict(get_json(address, f"/v1/models/{quote(choice.name)}", key))
     except ModelNotFound as error:
-        file = next((value for name, value in choice.environment.items() if name.endswith("__PATH")), "FILE")
         if not choice.environment:
             raise
-        raise ModelNotFound(
-            f"{error.message}; `starling load {choice.name} --path {file}` adds it to the running server", "model"
-        ) from None
+        files = [f" --path {value}" for name, value in choice.environment.items() if name.endswith("__PATH")]
+        command = f"starling load {choice.name}{''.join(files)}"
+        raise ModelNotFound(f"{error.message}; `{command}` adds it to the running server", "model") from None
 
 
 def choose_key(config: Config, key: str | None, url: str | None) -> str:

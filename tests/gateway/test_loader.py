@@ -13,15 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable
-from pipeline.models import digests, versions
+from pipeline.models import digests, registry, versions
+from pipeline.models.pull import pull
+from pipeline.models.sources import FileSource
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 from stages.gateway.versions import load_steps
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.gateway.versions.load_settings import adapter_settings, known_digest
+from stages.gateway.versions.load_settings import adapter_settings, demand_settings, known_digest, load_settings
 from stages.gateway.versions.loader import Loader
 
 NAME = "model"
@@ -96,6 +99,19 @@ def test_without_a_path_the_configured_file_is_loaded_again(
         return loading[0].settings.path
 
     assert asyncio.run(reload()) == str(file)
+
+
+def test_a_pulled_name_leads_to_the_file_that_was_pulled_only(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not to another one in its place: every load demands the digest of the record."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    loader = make_loader(tmp_path, str(file))
+    record = pull(FileSource(file), paths.models_dir(), "mine")
+    for settings in (load_settings(loader._catalog, "mine", ""), demand_settings(loader._catalog, "mine")):
+        assert settings.path == str(registry.blob_path(paths.models_dir(), record.digest))
+        assert settings.sha256 == record.digest
+    assert load_settings(loader._catalog, "mine", str(file)).sha256 == ""  # the operator's own file
 
 
 def test_the_name_all_is_rejected(tmp_path: Path, file: Path) -> None:

@@ -17,9 +17,11 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
+from pipeline.config.schema import ModelConfig
 from pipeline.models import pull, registry
 from pipeline.models.locks import lock
 from pipeline.models.sources import FileSource
+from stages.worker.checkpoint.prepare import prepare_checkpoint
 from starling.cli import cli
 from starling.model_facts import read_facts
 from tools.tiny_gguf import SHAPES, write_model
@@ -147,11 +149,14 @@ def test_a_file_that_another_one_has_replaced_is_named(folder: Path) -> None:
     blob.write_bytes(registry.blob_path(folder, records["two"].digest).read_bytes())
     rows = {row["name"]: row for row in json.loads(starling("models", "--json").output)}
     assert (rows["one"]["state"], rows["two"]["state"]) == ("changed", "fetched")
-    for command in (("prepare", "one"), ("pull", "one")):
+    for command in (("prepare", "one"), ("run", "one", "x"), ("pull", "one")):
         code, message = failing(*command)
         assert code == 78 or command[0] == "pull", message
-        if command[0] == "prepare":
+        if command[0] != "pull":
             assert records["one"].digest in message and records["two"].digest in message
+    # What the name "one" leads to is converted now, and still wrong.
+    prepare_checkpoint(ModelConfig(name="two"), folder)
+    assert json.loads(starling("show", "one", "--json").output)["state"] == "changed"
     code = starling("verify", "one", "--json")
     (row,) = json.loads(code.output)
     assert records["one"].digest in row["problem"] and records["two"].digest in row["problem"]

@@ -42,8 +42,11 @@ def load_settings(catalog: VersionCatalog, name: str, path: str, kv_cache_mb: in
     if path:
         settings = msgspec.structs.replace(settings, path=os.path.normpath(path), sha256="")
     else:
-        # Only the store can resolve the configured path (a URL, `~` or nothing), by the model's name.
-        settings = msgspec.structs.replace(settings, path=str(store.gguf_path(settings, paths.models_dir())))
+        # Only the store can resolve the configured path (a URL, `~` or nothing), by the model's name. The path that
+        # it finds must lead to the file that was pulled, whose digest is known by that name as well.
+        folder = paths.models_dir()
+        path, sha256 = str(store.gguf_path(settings, folder)), store.expected_digest(settings, folder)
+        settings = msgspec.structs.replace(settings, path=path, sha256=sha256)
     if kv_cache_mb:
         settings = msgspec.structs.replace(settings, kv_cache_mb=kv_cache_mb)
     _check_file(settings)
@@ -80,7 +83,10 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
         known[adapter] = AdapterConfig(name=adapter, path=os.path.normpath(path))
     if len(known) > MAX_ADAPTERS:
         raise InvalidRequest(f"model {model!r} has {MAX_ADAPTERS} adapters, the most that it can have", "target")
-    return msgspec.structs.replace(load_settings(catalog, model, ""), adapters=tuple(known.values()))
+    settings = load_settings(catalog, model, "")
+    # The weights are those of the serving version, whatever its name has been given since.
+    sha256 = catalog.settings(model).sha256
+    return msgspec.structs.replace(settings, sha256=sha256, adapters=tuple(known.values()))
 
 
 def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
@@ -94,11 +100,9 @@ def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
             "model",
         )
     try:
-        settings = load_settings(catalog, name, "")
+        return load_settings(catalog, name, "")
     except InvalidRequest as error:
         raise load_errors.for_requests(name, error) from None
-    # The path that was found must lead to the file that was pulled.
-    return msgspec.structs.replace(settings, sha256=store.expected_digest(configured, paths.models_dir()))
 
 
 def known_digest(settings: ModelConfig) -> str:
