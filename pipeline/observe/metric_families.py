@@ -409,7 +409,7 @@ FAMILIES: dict[str, Family] = {
         # every stage
         Family("starling_stage_up", "gauge", "1 while the process of the stage runs.", ("stage",)),
         Family("starling_stage_ready", "gauge", "1 while the stage accepts work.", ("stage",)),
-        Family("starling_stage_restarts_total", "counter", "Restarts by the supervisor.", ("stage",)),
+        Family("starling_stage_restarts_total", "counter", "Restarts by the supervisor, or by systemd.", ("stage",)),
         Family(
             "starling_frames_dropped_total",
             "counter",

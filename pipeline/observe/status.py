@@ -38,7 +38,7 @@ class StageStatus(msgspec.Struct, frozen=True):
     ready: bool
     reason: str
     written: float  # s since 1970
-    restarts: int = 0  # by the supervisor
+    restarts: int = 0  # by the supervisor, its predecessors included
     parent: int = 0  # pid: the supervisor, if there is one
     alive: bool = True  # set by `read_all`: the process exists
     progressed: float = 0.0  # s since 1970: the last time that `progress` grew; 0.0: never

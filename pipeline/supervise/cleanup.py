@@ -73,6 +73,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
             yield path
     yield from run_dir.glob("worker-*.lock")  # one for each version of each model, unlike those of the other stages
     yield from run_dir.glob("*.status")
+    yield from run_dir.glob("*.restarts")
     yield from run_dir.glob("*.failed")
     yield from run_dir.glob("*.start")
     yield from run_dir.glob("versions.json")

@@ -43,6 +43,7 @@ from pipeline.runtime.malloc_trim import trim
 from pipeline.runtime.paused_collector import paused_collector
 from pipeline.supervise import ancestors, base, listen_fd
 from pipeline.supervise.base import SupervisorBase
+from pipeline.supervise.restart_count import RESTARTS_VARIABLE, RestartCount, open_count
 from pipeline.supervise.restart_policy import Limits, RestartPolicy
 
 log = logging.getLogger("starling.supervisor")
@@ -73,11 +74,13 @@ def supervise(
     run: Callable[[], int] | None = None,
     preload: Callable[[], object] | None = None,
     limits: Limits = Limits(),  # noqa: B008
+    counted_as: str = "",
 ) -> int:
     """Keep the stage alive until a stop is requested or it dies too often; the exit code.
 
     `command` starts the stage as a new program.  With `run` (what the program would do) it is forked
     instead, after `preload` has imported its modules: that must start no thread and open no file.
+    `counted_as`: the name in the stage's records, if that is not `stage`.
     """
     process.become_subreaper()
     # NumPy's BLAS would start threads when it is imported, and a forked child would lack them.
@@ -89,7 +92,8 @@ def supervise(
         start = start_fork(run, stage, config)
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
-    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s)
+    count = open_count(config, counted_as or stage)
+    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=count)
     supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
     code = supervisor.run()
     supervisor.ignore_restart_requests()
@@ -153,7 +157,7 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
 
 
 def _environment(keepalive_fd: int, restarts: int) -> dict[str, str]:
-    return {process.KEEPALIVE_FD_VARIABLE: str(keepalive_fd), "STARLING_RESTARTS": str(restarts)}
+    return {process.KEEPALIVE_FD_VARIABLE: str(keepalive_fd), RESTARTS_VARIABLE: str(restarts)}
 
 
 def guarded(run: Callable[[], int]) -> int:
@@ -191,13 +195,16 @@ class Supervisor(SupervisorBase):
         watched_ancestors: list[int],
         drain_s: float,
         clock: Callable[[], float] = time.monotonic,
+        count: RestartCount | None = None,
     ) -> None:
+        """`count`: with the restarts by earlier supervisors; None: there were none, and none will follow."""
         super().__init__(watched_ancestors, clock)
         self.stage = stage
         self._start = start
         self._policy = policy
         self._drain_s = drain_s
-        self._restarts = 0
+        self._restarts = 0  # by this supervisor
+        self._count = count or RestartCount()
 
     def run(self) -> int:
         """Until a stop is requested (0 when the stage then exited with 0) or the stage dies too often."""
@@ -205,8 +212,10 @@ class Supervisor(SupervisorBase):
         while True:
             ended = self._run_once()
             if self._must_stop():
+                self._count.stopped()
                 return process.EXIT_OK if ended.code == 0 else process.EXIT_FATAL
             self._restarts += 1
+            self._count.restarted()
             if self.restart_requested:
                 self.restart_requested = False
                 log.info("a stage restarts on request", extra={"supervised": self.stage})
@@ -241,8 +250,9 @@ class Supervisor(SupervisorBase):
         """One run of the stage, from its start until its last descendant has been waited for."""
         read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         begun = self._clock()
+        self._count.started()
         try:
-            pid = self._start(write_end, self._restarts)
+            pid = self._start(write_end, self._count.number)
         finally:
             os.close(write_end)
         pidfd = os.pidfd_open(pid)

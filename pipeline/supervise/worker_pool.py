@@ -37,6 +37,7 @@ from pipeline.observe.log_levels import LogLevelFollower
 from pipeline.runtime import arena_dir, process, run_dir, timer_coalescing
 from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
+from pipeline.supervise.restart_count import path_of
 from pipeline.supervise.restart_policy import RestartPolicy
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
@@ -273,6 +274,7 @@ class WorkerPool(SupervisorBase):
         for path in (
             self._run_dir / f"{stage}.lock",
             self._run_dir / f"{stage}.status",
+            path_of(self._run_dir, stage),
             versions.failure_path(self._run_dir, stage),
             versions.start_request_path(self._run_dir, stage),
             self._arena_dir / f"{stage}.metrics",
@@ -337,13 +339,13 @@ def run_worker_pool(
         """Start a supervisor; its pid."""
         # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
         body = run(version) if preloaded(preload) else None
-        return base.fork(lambda: _supervise_version(config, body, command(version)))
+        return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
     pool = WorkerPool(config, fork, watched_ancestors, only)
     pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll
     return pool.run()
 
 
-def _supervise_version(config: Config, body: Callable[[], int] | None, command: list[str]) -> int:
+def _supervise_version(config: Config, body: Callable[[], int] | None, command: list[str], stage: str) -> int:
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
-    return supervise("worker", command, config, body)
+    return supervise("worker", command, config, body, counted_as=stage)

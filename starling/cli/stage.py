@@ -17,6 +17,7 @@ from pipeline.models import versions
 from pipeline.observe import logs
 from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
+from pipeline.supervise.restart_count import RESTARTS_VARIABLE, RestartCount, open_count
 from pipeline.supervise.supervisor import guarded
 from pipeline.supervise.supervisor import supervise as keep_alive
 from pipeline.tls.skipped_trust import without_certificates
@@ -49,10 +50,16 @@ def stage(name: str, model: str) -> int:
     config = load()
     run = _program(name, model, config)
     logs.setup(name, config, in_background=True, is_held=name == "worker")
+    if "NOTIFY_SOCKET" not in os.environ:
+        return guarded(run)
+    # Under systemd no supervisor of the project counts the restarts, and none removes the files of the last stage.
+    count = open_count(config, name) if RESTARTS_VARIABLE not in os.environ else RestartCount()
+    count.started()
+    os.environ.setdefault(RESTARTS_VARIABLE, str(count.number))
     code = guarded(run)
-    if "NOTIFY_SOCKET" in os.environ:
-        # Under systemd no supervisor of the project removes the files: the last stage that ends does.
-        cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
+    if code == process.EXIT_OK:
+        count.stopped()
+    cleanup.sweep(paths.run_dir(config), paths.arena_dir(config))
     return code
 
 

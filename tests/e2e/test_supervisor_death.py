@@ -42,7 +42,8 @@ def test_each_supervisor_may_be_killed(tmp_path: Path) -> None:
         undisturbed = comparable([data for _, data in events(server, "/v1/generate", REQUEST, {})])
         for stage in ("tokenizer", "kv", "scheduler", "worker", "gateway"):
             pid = supervisor(server, stage)
-            below = [record.pid for record in read_all(server.home / "run") if record.stage.startswith(stage)]
+            records = [record for record in read_all(server.home / "run") if record.stage.startswith(stage)]
+            below = [record.pid for record in records]
             begun = []
             try:
                 for event in events(server, "/v1/generate", REQUEST, {}):
@@ -59,6 +60,8 @@ def test_each_supervisor_may_be_killed(tmp_path: Path) -> None:
                 begun += events(server, f"/v1/requests/{last.partition(':')[0]}", None, {"Last-Event-ID": last})
             assert comparable([data for _, data in begun]) == undisturbed, stage
             assert supervisor(server, stage) != pid
+            after = {record.stage: record.restarts for record in read_all(server.home / "run")}
+            assert all(after[record.stage] == record.restarts + 1 for record in records), stage
             assert server.process is not None
             assert server.process.poll() is None
         pids = server.pids()

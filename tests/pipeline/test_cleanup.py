@@ -24,6 +24,7 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(run / "scheduler-kv.sock"))
     (run / "kv.status").write_text("{}")
+    (run / "kv.restarts").write_text("1")
     (run / "kv.lock").touch()
     (run / "worker-m@1.lock").touch()
     (arenas / "model.kv").write_bytes(bytes(4096))

@@ -205,6 +205,24 @@ def test_the_stage_dies_with_its_supervisor(theatre: Theatre) -> None:
     assert has_ended(life.stage)
 
 
+def test_restarts_are_counted_on_when_the_supervisor_dies(theatre: Theatre) -> None:
+    """The counter of restarts never goes back; a stop in order is no restart."""
+    for _ in range(2):
+        supervisor = theatre.supervise("wait")
+        life = theatre.next_life()
+        supervisor.kill()
+        assert has_ended(life.stage)
+    supervisor = theatre.supervise("wait")
+    life = theatre.next_life()
+    assert life.report["restarts"] == 2
+    life.kill(signal.SIGKILL)
+    assert theatre.next_life().report["restarts"] == 3
+    supervisor.send_signal(signal.SIGTERM)
+    assert supervisor.wait(LONG_S) == 0
+    theatre.supervise("wait")
+    assert theatre.next_life().report["restarts"] == 3
+
+
 @pytest.mark.parametrize(
     ("behaviour", "code", "lives"),
     [("crash", EXIT_FATAL, LIVES), ("leave", EXIT_FATAL, LIVES), ("config", EXIT_CONFIG, 1)],

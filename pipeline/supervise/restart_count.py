@@ -1,0 +1,66 @@
+"""How often a stage has been restarted: `RUN_DIR/STAGE.restarts`, so that the number outlives its supervisor.
+
+The file has the number that the next start of the stage begins with. It is written by the supervisor, or by the stage
+itself where systemd starts it again, and removed when the whole server has stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.files import replace_file
+from pipeline.runtime import run_dir
+
+RESTARTS_VARIABLE = "STARLING_RESTARTS"  # in the environment of a stage; its record has the number
+MAX_BYTES = 20
+
+
+class RestartCount:
+    """Of one stage. A number that cannot be stored is lost with the supervisor; the stage runs all the same."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: None: it ends with the supervisor."""
+        self._path = path
+        self.number = _read(path) if path is not None else 0
+
+    def started(self) -> None:
+        """The stage starts: if it is killed with its supervisor, their successors begin with one more."""
+        self._write(self.number + 1)
+
+    def restarted(self) -> None:
+        """The stage is restarted."""
+        self.number += 1
+
+    def stopped(self) -> None:
+        """The stage and its supervisor end in order: the next start is none that a failure has caused."""
+        self._write(self.number)
+
+    def _write(self, number: int) -> None:
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                replace_file(self._path, str(number).encode())
+
+
+def path_of(directory: Path, stage: str) -> Path:
+    """The file of a stage in the run directory."""
+    return directory / f"{stage}.restarts"
+
+
+def open_count(config: Config, stage: str) -> RestartCount:
+    """The count of a stage that is about to start."""
+    with contextlib.suppress(ConfigError):  # the stage reports it
+        run_dir.prepare(paths.run_dir(config))
+    return RestartCount(path_of(paths.run_dir(config), stage))
+
+
+def _read(path: Path) -> int:
+    """The number in the file; 0: there is none."""
+    try:
+        with path.open("rb") as file:
+            return max(0, int(file.read(MAX_BYTES)))
+    except (OSError, ValueError):
+        return 0

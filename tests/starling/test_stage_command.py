@@ -1,0 +1,57 @@
+"""`starling stage` as a unit of systemd: its starts are counted, since no supervisor of the server counts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.observe.status import read_all
+from pipeline.runtime.run_dir import StageLock
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 120.0
+
+
+def started(home: Path, **variables: str) -> tuple[subprocess.Popen[bytes], int]:
+    """A stage that has written its record, and the restarts in it."""
+    environment = {**os.environ, "STARLING_HOME": str(home), "PYTHONPATH": str(ROOT), **variables}
+    process = subprocess.Popen([sys.executable, "-m", "starling", "stage", "kv"], env=environment, cwd=home)
+    deadline = time.monotonic() + LIMIT_S
+    while not (found := [one for one in read_all(home / "run") if one.pid == process.pid]):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    return process, found[0].restarts
+
+
+def test_starts_by_systemd_are_counted(tmp_path: Path) -> None:
+    config = {"server": {"arena_dir": str(tmp_path / "arenas")}}
+    (tmp_path / "starling.yaml").write_text(json.dumps(config))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        notified.setblocking(False)
+        variables = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "STARLING_CONFIG": str(tmp_path / "starling.yaml")}
+        first, restarts = started(tmp_path, **variables)
+        assert restarts == 0
+        lock = StageLock(tmp_path / "run", "gateway")  # another stage runs: the server has not stopped
+        first.kill()
+        first.wait()
+        second, restarts = started(tmp_path, **variables)
+        assert restarts == 1
+        second.send_signal(signal.SIGTERM)  # systemctl restart
+        assert second.wait(LIMIT_S) == 0
+        third, restarts = started(tmp_path, **variables)
+        assert restarts == 1
+        lock.release()
+        third.send_signal(signal.SIGTERM)
+        assert third.wait(LIMIT_S) == 0
+        assert not list((tmp_path / "run").glob("*.restarts"))
