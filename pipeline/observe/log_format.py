@@ -22,6 +22,9 @@ OURS = "starling"  # the logger above all of this server's
 # What is left of a line that is too long.
 KEPT = ("ts", "level", "stage", "pid", "event", "request_id", "session_id", "model", "tenant")
 
+# Its errors quote bytes that a client has sent and that are no HTTP: a header with a key, a part of a prompt.
+_QUOTING = "aiohttp.http_exceptions"
+
 _NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "suppressed", "admitted"}
 
 
@@ -46,9 +49,21 @@ def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
     if record.exc_info and record.exc_info[1] is not None:
         error = record.exc_info[1]
         line["error"] = type(error).__name__
-        line["message"] = _short(str(error))
-        line["stack"] = "".join(traceback.format_exception(error))[-MAX_STACK_CHARS:]
+        if not _quotes(error):
+            line["message"] = _short(str(error))
+            line["stack"] = "".join(traceback.format_exception(error))[-MAX_STACK_CHARS:]
     return line
+
+
+def _quotes(error: BaseException | None) -> bool:
+    """Whether the error, or one that it comes from, quotes what a client has sent."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if type(error).__module__ == _QUOTING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _short(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp.http_exceptions import BadHttpMessage
 
 from pipeline.config.schema import Config, LoggingConfig
 from pipeline.observe import logs
@@ -61,6 +62,21 @@ def test_an_error_has_message_and_stack() -> None:
     pretty = PrettyFormatter("kv").format(made)
     assert "error=ValueError" in pretty.splitlines()[0]
     assert "Traceback" in pretty.splitlines()[1]
+
+
+@pytest.mark.parametrize("is_cause", [False, True])
+def test_what_a_client_sent_is_in_no_line(is_cause: bool) -> None:
+    """aiohttp's errors quote the bytes that it could not parse: a header with a key, or a part of a prompt."""
+    error: Exception = BadHttpMessage("Invalid header value char:\n\n    b'X-Api-Key: the-key\\x01'")
+    if is_cause:
+        cause, error = error, ConnectionError("the peer sent the-key")
+        error.__cause__ = cause
+    made = record("Error handling request from %s", args=("192.0.2.1",), exc_info=(type(error), error, None))
+    made.name = "aiohttp.server"
+    for formatter in (JsonFormatter("gateway"), PrettyFormatter("gateway")):
+        text = formatter.format(made)
+        assert "the-key" not in text
+        assert type(error).__name__ in text and "192.0.2.1" in text
 
 
 def test_a_pretty_line_has_no_control_characters() -> None:
