@@ -29,7 +29,7 @@ def support_bundle(output: Path | None, log_kb: int) -> None:
 
     It has the versions, the machine, the configuration, what `doctor`, `models` and `status` show, metrics and the
     end of each log. API keys, credentials, names of tenants, of the user and of the host are replaced. Prompts and
-    answers are not in it. Read it before you send it: `tar -xzf FILE`.
+    answers are not in it, nor what plugins print. Read it before you send it: `tar -xzf FILE`.
     """
     from starling.support.bundle import collect, pack
 

@@ -1,12 +1,14 @@
 """The files of a support bundle: what a helper needs to see, bounded, with secrets removed.
 
-Never included: prompts and answers (the journal, sessions, KV pages), model files, keys.
+Never included: prompts and answers (the journal, sessions, KV pages, what plugins print), model files, keys, and the
+texts of plugins' options, which may be credentials under any name.
 """
 
 from __future__ import annotations
 
 import getpass
 import io
+import json
 import os
 import platform
 import re
@@ -27,11 +29,14 @@ from pipeline.config.load import load, render
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.fleet import token
-from starling.support.redaction import Redaction
+from shm.decoding import DECODE_ERRORS
+from starling.support.redaction import MASK, Redaction
 
 Part = tuple[str, Callable[[], str]]
 _TENANT = re.compile(r'"tenant": ?"([A-Za-z0-9._@-]{1,64})"')  # in a line of a log
 _OF_ALL = {"", "default", "all", "other"}  # stand for no tenant in particular
+_PLUGIN = '"plugin": '  # in a line of a log
+_LEAST_OPTION = 8  # characters of an option that is replaced everywhere; shorter ones are words, too
 _SECRET_VARIABLES = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
@@ -107,7 +112,7 @@ def _doctor() -> str:
 
 def _parts_of(config: Config) -> list[Part]:
     return [
-        ("configuration.yaml", lambda: render(config)),
+        ("configuration.yaml", lambda: render(_without_options(config))),
         ("models.json", lambda: _models(config)),
         ("status.json", lambda: _status(config)),
         ("metrics.txt", lambda: _metrics(config)),
@@ -145,7 +150,45 @@ def _tail(path: Path, nbytes: int) -> str:
         file.seek(max(0, size - nbytes))
         if size > nbytes:
             file.readline()
-        return file.read().decode("utf-8", "replace")
+        text = file.read().decode("utf-8", "replace")
+    return "".join(_without_output(line) if _PLUGIN in line else line for line in text.splitlines(keepends=True))
+
+
+# ------------------------------------------------------------------ plugins
+
+
+def _without_output(line: str) -> str:
+    """A line about a plugin without what it has printed, which may be a prompt."""
+    try:
+        found = msgspec.json.decode(line, type=dict[str, Any])
+    except DECODE_ERRORS:
+        return f"[a line of {len(line.rstrip())} characters that is no JSON]\n"
+    if isinstance(text := found.get("text"), str):
+        found["text"] = f"[{len(text)} characters]"
+    return json.dumps(found, ensure_ascii=False) + "\n"
+
+
+def _without_options(config: Config) -> Config:
+    """The configuration without the texts of plugins' options."""
+    plugins = tuple(msgspec.structs.replace(one, options=_masked(one.options)) for one in config.plugins)
+    return msgspec.structs.replace(config, plugins=plugins)
+
+
+def _masked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _masked(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_masked(one) for one in value]
+    return MASK if isinstance(value, str) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 # ------------------------------------------------------------------ secrets
@@ -162,6 +205,7 @@ def _redaction(config: Config | None, texts: Mapping[str, str]) -> Redaction:
     if config is not None:
         secrets += [key.key for key in config.auth.api_keys]
         secrets += [key.cache_salt for key in config.auth.api_keys]
+        secrets += [one for plugin in config.plugins for one in _texts(plugin.options) if len(one) >= _LEAST_OPTION]
         tenants |= {key.tenant for key in config.auth.api_keys} | set(config.scheduler.tenant_weights)
         with suppress(ConfigError, PermissionError):
             tenants |= {key.tenant for key in key_file.read_keys(paths.state_dir(config))}
