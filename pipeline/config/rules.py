@@ -352,7 +352,7 @@ def _tracing(config: Config) -> Iterator[Rule]:
         return
     if not endpoint.startswith(("http://", "https://")):
         yield Rule("tracing.otlp.endpoint", "", "expected an http:// or https:// URL, as http://127.0.0.1:4318")
-    elif reason := _url_problem(endpoint):
+    elif reason := _url_problem(endpoint, instead="OTEL_EXPORTER_OTLP_HEADERS"):
         yield Rule("tracing.otlp.endpoint", "", reason)
 
 
@@ -461,8 +461,11 @@ def _store_problem(address: str) -> str:
     return ""
 
 
-def _url_problem(address: str, needs_host: bool = True) -> str:
-    """Why a URL cannot be used; "" when it can. The address itself is not shown: it may hold a password."""
+def _url_problem(address: str, needs_host: bool = True, instead: str = "the environment variables of the store") -> str:
+    """Why a URL cannot be used; "" when it can. The address itself is not shown: it may hold a password.
+
+    `instead`: where credentials belong.
+    """
     try:
         url = urlsplit(address)
         _ = url.port  # raises for a wrong one
@@ -471,5 +474,5 @@ def _url_problem(address: str, needs_host: bool = True) -> str:
     if needs_host and not url.hostname:
         return "the URL names no host or bucket"
     if url.username is not None or url.password is not None:
-        return "the URL contains credentials, which would be in logs; use the environment variables of the store"
+        return f"the URL contains credentials, which would be in logs; use {instead}"
     return "expected a URL without query and fragment: keys are appended" if url.query or url.fragment else ""

@@ -73,7 +73,10 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
         ),
         ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),
         ({"tracing": {"otlp": {"endpoint": "127.0.0.1:4318"}}}, ["tracing.otlp.endpoint", "http://127.0.0.1:4318"]),
-        ({"tracing": {"otlp": {"endpoint": "http://u:p@c:4318"}}}, ["tracing.otlp.endpoint", "credentials"]),
+        (
+            {"tracing": {"otlp": {"endpoint": "http://u:p@c:4318"}}},
+            ["tracing.otlp.endpoint", "credentials", "OTEL_EXPORTER_OTLP_HEADERS"],
+        ),
         ({"tracing": {"otlp": {"sample_ratio": 1.5}}}, ["tracing.otlp.sample_ratio", "1.5"]),
         ({"metrics": {"endpoint": "metrics"}}, ["metrics.endpoint = 'metrics'", "a path like"]),
         ({"edges": {"a-b": "tcp://h:1"}}, ["edges.a-b", "no such edge", "scheduler-kv"]),
