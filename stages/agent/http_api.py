@@ -58,6 +58,7 @@ PASSED_BACK = ("Content-Type", "Retry-After", "X-Request-Id", "X-Starling-Reques
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+TAKE_SESSION = "/take_session"
 SESSION_MB = 44  # a session of 32 MiB in base64, and the names with it
 
 
@@ -206,8 +207,8 @@ class AgentApi:
 
     async def _read(self, request: web.Request) -> bytes:
         """The body. Raises `TooLarge`, a 408."""
-        if request.path == "/take_session":
-            request = request.clone(client_max_size=max(self._config.server.max_body_mb, SESSION_MB) << 20)
+        if request.path == TAKE_SESSION:
+            request = request.clone(client_max_size=self._most_mb(request) << 20)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 return await request.read()
@@ -278,11 +279,17 @@ class AgentApi:
         elif request.path != "/health":
             tokens.check(request.headers.get("Authorization"), self._token)
 
+    def _most_mb(self, request: web.Request) -> int:
+        """The bound of its body, MiB."""
+        least = SESSION_MB if request.path == TAKE_SESSION else 0
+        return max(self._config.server.max_body_mb, least)
+
     def _translated(self, request: web.Request, rejected: web.HTTPException) -> StarlingError:
         match rejected:
             case web.HTTPRequestEntityTooLarge():
-                limit = self._config.server.max_body_mb
-                return TooLarge(f"the body is larger than {limit} MiB (server.max_body_mb); send less")
+                limit = self._most_mb(request)
+                key = " (server.max_body_mb)" if limit == self._config.server.max_body_mb else ""
+                return TooLarge(f"the body is larger than {limit} MiB{key}; send less")
             case web.HTTPMethodNotAllowed():
                 allowed = ", ".join(sorted(rejected.allowed_methods))
                 return StarlingError("METHOD_NOT_ALLOWED", f"{request.path[:200]} allows {allowed}")

@@ -337,7 +337,7 @@ class Models:
                 return await contents.find(store, name)
             except StarlingError as error:
                 if isinstance(error, ModelNotFound) and self._reads_blobs:
-                    raise
+                    raise ModelNotFound(error.message, "model_id") from None
                 failure = failure or error
         record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
         if record is not None and await asyncio.to_thread(pulled.is_complete, self.cache.models_dir, record.entry):

@@ -22,6 +22,7 @@ from pipeline.fleet import records
 from pipeline.procfs import children, command
 from shm.pages import NUMERICS
 from stages.agent.engines.fence import processes_of
+from stages.agent.http_api import SESSION_MB
 from tests.e2e.conftest import share_caches
 from tests.fleet.agent_process import Agent, post, publish_tiny
 
@@ -175,6 +176,19 @@ def test_a_refusal_gives_the_reason(idle: Agent, path: str, body: Any, status: i
     found, answer = post(idle.url + path, body, idle.token)
     assert found == status, answer
     assert reason in answer["error"]["message"]
+
+
+def test_a_refusal_names_the_field_of_the_call(idle: Agent) -> None:
+    for path in ("/load_model", "/load"):
+        _, answer = idle.call(path, model_id="nothing")
+        assert answer["error"]["param"] == "model_id", answer
+
+
+def test_a_session_that_is_too_large_is_refused_with_its_own_bound(idle: Agent) -> None:
+    status, answer = post(idle.url + "/take_session", b'{"record": "' + b"x" * (SESSION_MB << 20), idle.token)
+    assert status == 413
+    assert f"larger than {SESSION_MB} MiB" in answer["error"]["message"], answer
+    assert "server.max_body_mb" not in answer["error"]["message"], answer
 
 
 def test_unloading_what_is_not_loaded_succeeds(idle: Agent) -> None:
