@@ -14,6 +14,7 @@
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
     ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a disk, a database or a blob store fails; a retry may help
+    │   └── DiskFailed           STORAGE_UNAVAILABLE    503  a disk of this machine cannot be written
     ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
     ├── InferenceError           INFERENCE              500  the computation failed
     └── InternalError            INTERNAL               500  a fault of the server
@@ -205,6 +206,10 @@ class StorageUnavailable(_Kind):
     """A disk or a database fails, or a blob store does not answer, or gives another answer than was requested."""
 
     CODE = "STORAGE_UNAVAILABLE"
+
+
+class DiskFailed(StorageUnavailable):
+    """A disk of this machine cannot be written, for another reason than want of room."""
 
 
 class ResourceError(_Kind):

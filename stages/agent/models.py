@@ -29,6 +29,7 @@ from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import (
     Conflict,
+    DiskFailed,
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
@@ -128,7 +129,7 @@ class Models:
         # Of engines of all models: a model that is placed again must not look like its engine of before.
         self._next_incarnation = itertools.count(1).__next__
         self.download_rate = 0.0  # bytes/s of the last download
-        self.disk_error = ""  # of the last download; "": it had none
+        self.disk_error = ""  # why the last download could not be written; "": it could, or there was no room
 
     async def make_ready(self) -> None:
         """What engines need before a model is known: kernels, then processes that wait for one."""
@@ -311,7 +312,7 @@ class Models:
                 ),
             )
         except StarlingError as error:
-            if isinstance(error, ResourceError):
+            if isinstance(error, DiskFailed):  # a bound that it keeps is no failure; the probe finds a full disk
                 self.disk_error = error.message
             raise
         finally:

@@ -22,14 +22,14 @@ from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import ATTEMPTS, delay_s
 from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
-from pipeline.errors import ConfigError, NotFound, ResourceError, StarlingError, StorageUnavailable
+from pipeline.errors import ConfigError, NotFound, StarlingError, StorageUnavailable
 from pipeline.files import replace_file
 from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
 from stages.agent.cache.model_cache import ModelCache, lock_path
 from stages.agent.downloads.arriving import Showcase
 from stages.agent.downloads.bandwidth import Bandwidth
-from stages.agent.downloads.part_file import PartFile
+from stages.agent.downloads.part_file import PartFile, disk_error
 from stages.agent.downloads.sources import FileSource, Source, StoreSource
 from stages.agent.downloads.transfer import Clock, Limits, Sharing, Sleep, Transfer, TransferReport
 
@@ -82,7 +82,8 @@ async def download_model(
 
     stores: where it may be fetched from.  pinned: digests that are not evicted for it.
     showcase: shows the file to an engine while it is downloaded.
-    Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`; what has arrived is kept.
+    Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`, of which `DiskFailed`; what has arrived is
+    kept.
     """
     models_dir = context.cache.models_dir
     index_path = models_dir / f"{entry.digest}.idx"
@@ -96,7 +97,10 @@ async def download_model(
             _record(models_dir, entry, is_new=False)
             return Arrival(index_path, None, [])
         kept = {*pinned, entry.digest}
-        evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
+        try:
+            evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
+        except OSError as error:
+            raise disk_error(error, models_dir, entry.nbytes) from None
         sources: list[Source] = [StoreSource(store, entry) for store in stores]
         weights = index_path.with_suffix(".bin")
         if weights.is_file():
@@ -189,7 +193,7 @@ def _place(part: PartFile, index_path: Path, raw: bytes, entry: Entry, is_new: b
         part.place(index_path.with_suffix(".bin"))
         replace_file(index_path, raw, durable=True, mode=0o444)
     except OSError as error:
-        raise ResourceError(f"{index_path} cannot be written: {error.strerror}; check the disk") from None
+        raise disk_error(error, index_path, len(raw)) from None
 
 
 def _record(models_dir: Path, entry: Entry, is_new: bool) -> None:
@@ -199,7 +203,7 @@ def _record(models_dir: Path, entry: Entry, is_new: bool) -> None:
     try:
         pulled.write(models_dir, pulled.Pulled(entry=entry, is_owned=is_owned))
     except OSError as error:
-        raise ResourceError(f"{models_dir}: the record of {entry.name!r} cannot be written: {error.strerror}") from None
+        raise disk_error(error, pulled.record_path(models_dir, entry.name), 0) from None
 
 
 async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) -> tuple[bytes, Index]:
@@ -228,7 +232,7 @@ async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) 
 
 
 def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> Index:
-    """The index, if it is the one that the entry names. Raises `ConfigError`, `ResourceError`."""
+    """The index, if it is the one that the entry names. Raises `ConfigError`, `ResourceError`, `DiskFailed`."""
     if hashlib.sha256(raw).hexdigest() != entry.index_sha256:
         raise ConfigError(f"{where}/{entry.index_key} does not have the SHA-256 in its name; publish the model again")
     path = cache.part_path(entry.digest).with_name(f"{entry.digest}.idx.{os.getpid()}")
@@ -239,7 +243,7 @@ def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> I
     except CheckpointError as error:
         raise ConfigError(f"{where}/{entry.index_key}: {error}; publish the model again") from None
     except OSError as error:
-        raise ResourceError(f"{path} cannot be written: {error.strerror}; free space there") from None
+        raise disk_error(error, path, len(raw)) from None
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Self
 
-from pipeline.errors import ResourceError, StarlingError, StorageUnavailable
+from pipeline.errors import DiskFailed, ResourceError, StarlingError
 from pipeline.files import sync_directory, write_all
 from shm.checkpoint import PIECE_BYTES, piece_checksum
 
@@ -22,7 +22,7 @@ class PartFile:
     """`path`, of `nbytes`. A context manager, which closes it and leaves the file. One writer at a time."""
 
     def __init__(self, path: Path, nbytes: int) -> None:
-        """Raises `ResourceError` when the disk is too small."""
+        """Raises `ResourceError` when the disk is too small, `DiskFailed`."""
         self.path = path
         self.nbytes = nbytes
         try:
@@ -66,7 +66,7 @@ class PartFile:
         return piece if is_right else -1, offset + nbytes
 
     def write(self, piece: int, data: bytes) -> None:
-        """Write a verified piece. Raises `ResourceError`, `StorageUnavailable`."""
+        """Write a verified piece. Raises `ResourceError`, `DiskFailed`."""
         try:
             write_all(self._fd, data, piece * PIECE_BYTES)
         except OSError as error:
@@ -83,10 +83,15 @@ class PartFile:
             raise self._failure(error) from None
 
     def _failure(self, error: OSError) -> StarlingError:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL:
-            return ResourceError(
-                f"{self.path}: {reason} ({self.nbytes:,} bytes needed); free space there, lower fleet.cache_mb or move "
-                f"STARLING_HOME; what has arrived is kept"
-            )
-        return StorageUnavailable(f"{self.path}: {reason}; check the disk")
+        return disk_error(error, self.path, self.nbytes)
+
+
+def disk_error(error: OSError, path: Path, nbytes: int) -> StarlingError:
+    """What it means that `path`, of `nbytes`, cannot be written: `ResourceError` or `DiskFailed`."""
+    reason = error.strerror or str(error)
+    if error.errno in _FULL:
+        return ResourceError(
+            f"{path}: {reason} ({nbytes:,} bytes needed); free space there, lower fleet.cache_mb or move "
+            f"STARLING_HOME; what has arrived is kept"
+        )
+    return DiskFailed(f"{path}: {reason}; check the disk")
