@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import DurableFile, append_all, write_all
+from pipeline.files import DurableFile, append_all, begin_writeback, write_all
 
 
 @pytest.fixture
@@ -58,3 +58,16 @@ def test_written_bytes_are_synchronized_once(path: Path) -> None:
     file.close()
     file.close()
     assert file.unsynced() is None
+
+
+def test_a_writeback_that_is_begun_early_changes_nothing_and_never_fails(path: Path) -> None:
+    with open(path, "r+b") as file:
+        write_all(file.fileno(), b"0123456789", 4)
+        for offset in (0, 1 << 40):  # beyond the end, and beyond 32 bits
+            begin_writeback(file.fileno(), offset, 8 << 20)
+        assert path.read_bytes() == b"befo0123456789"
+    reading, writing = os.pipe()
+    begin_writeback(writing, 0, 1)  # no file of a disk
+    os.close(reading)
+    os.close(writing)
+    begin_writeback(writing, 0, 1)  # closed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Self
 
 from pipeline.errors import DiskFailed, ResourceError, StarlingError
-from pipeline.files import sync_directory, write_all
+from pipeline.files import begin_writeback, sync_directory, write_all
 from shm.checkpoint import PIECE_BYTES, piece_checksum
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -71,6 +71,7 @@ class PartFile:
             write_all(self._fd, data, piece * PIECE_BYTES)
         except OSError as error:
             raise self._failure(error) from None
+        begin_writeback(self._fd, piece * PIECE_BYTES, len(data))  # while others arrive: `place` has less to wait for
 
     def place(self, path: Path) -> None:
         """Synchronize the file to the disk and rename it to `path`, read-only. Raises as `write`."""
