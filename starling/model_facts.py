@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import ConfigError
 from pipeline.models.hub import quantization_of
 
 # general.file_type, from the GGUF specification.
@@ -34,13 +35,15 @@ _FILE_TYPES = {
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """Fields of `pipeline.models.registry.Record`; {} for a file that the server cannot read."""
+    """Fields of `pipeline.models.registry.Record`. Raises `ConfigError` for a file that is damaged or incomplete."""
     from stages.worker.checkpoint.gguf import GgufError, GgufFile
 
     try:
         file = GgufFile(path)
-    except (GgufError, OSError):
-        return {}
+    except GgufError as error:
+        raise ConfigError(str(error).removeprefix(f"{path}: "), "source") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "source") from None
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     architecture = architecture[:64] if isinstance(architecture, str) else ""

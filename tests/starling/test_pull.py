@@ -114,6 +114,19 @@ def test_a_wrong_file_is_refused_and_removed(
     assert not list(home.rglob("*.gguf")) and not list(home.rglob("part"))
 
 
+@pytest.mark.parametrize("way", ["http", "file", "hub"])
+def test_a_file_that_is_cut_off_is_refused_and_removed(home: Path, tmp_path: Path, gguf: Path, way: str) -> None:
+    """As from a server that announces too short a length, so that nothing but the file's own tables tells."""
+    part = gguf.read_bytes()[:-1000]
+    with FileServer(part) as files, Hub({"org/cut": {"cut.gguf": part}}) as hub:
+        (tmp_path / "cut.gguf").write_bytes(part)
+        source = {"http": files.url, "file": str(tmp_path / "cut.gguf"), "hub": "hf:org/cut"}[way]
+        done = pull(home, source, code=78, HF_ENDPOINT=hub.url)
+    assert f"{source if way != 'file' else 'file:' + source} cannot be used: tensor" in done.stderr
+    assert "truncated" in done.stderr or "beyond" in done.stderr
+    assert not list(home.rglob("*.gguf")) and not list(home.rglob("part")) and (tmp_path / "cut.gguf").exists()
+
+
 @pytest.mark.parametrize(
     ("source", "code", "message"),
     [
