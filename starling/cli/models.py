@@ -140,7 +140,7 @@ def rm(name: str) -> None:
     with lock(folder, "names"):
         registry.remove(folder, slug)
     freed = sum(item.nbytes for item in _collect(model_list.rows(config), is_dry=False, only_models=True))
-    click.echo(f"{name}: removed, {freed / 1e6:,.0f} MB freed")
+    print_wrapped(f"{name}: removed, {freed / 1e6:,.0f} MB freed", 2)
 
 
 @click.command(epilog=CODES)

@@ -14,6 +14,9 @@ from pipeline.models import store
 
 REPORT_S = 5.0  # between two lines about one phase
 RATE_S = 10.0  # over which a rate is measured
+BAR_COLUMNS = 12
+OTHER_COLUMNS = BAR_COLUMNS + 7 + 3  # of a line beside subject, phase and amount: the bar, the time, gaps
+LEAST_COLUMNS = 4  # of a subject
 BYTES = 1_000_000  # a total above this is a number of bytes, one below it a count
 
 
@@ -99,23 +102,36 @@ def _bars(subject: str) -> Iterator[store.Progress]:
     from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=12),
-        TextColumn("{task.fields[amount]}"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=BAR_COLUMNS),
+        TextColumn("{task.fields[amount]}", markup=False),
         TimeElapsedColumn(),
     )
     with Progress(*columns) as bars:
         tasks: dict[str, TaskID] = {}
         rates: dict[str, Rate] = {}
+        amounts: dict[str, str] = {}
+
+        def described(phase: str) -> str:
+            """The phase, as long as the widest amount leaves room on its line."""
+            room = bars.console.width - OTHER_COLUMNS - max(map(len, amounts.values()))
+            return f"{_shortened(subject, room - len(phase) - 2)}: {phase}"
 
         def show(phase: str, done: int, total: int) -> None:
             rate = rates.setdefault(phase, Rate())
-            amount = _amount(done, total) + (rate.text(done, total) if done < total else "")
+            amounts[phase] = _amount(done, total) + (rate.text(done, total) if done < total else "")
             rate.add(done)
             if phase not in tasks:
                 for task in tasks.values():
                     bars.stop_task(task)
-                tasks[phase] = bars.add_task(f"{subject}: {phase}", total=total or None, amount=amount)
-            bars.update(tasks[phase], completed=done, total=total or None, amount=amount)
+                tasks[phase] = bars.add_task(described(phase), total=total or None, amount=amounts[phase])
+            for known, task in tasks.items():
+                bars.update(task, description=described(known))
+            bars.update(tasks[phase], completed=done, total=total or None, amount=amounts[phase])
 
         yield show
+
+
+def _shortened(text: str, room: int) -> str:
+    """The text in `room` columns, but at least its beginning."""
+    return text if len(text) <= room else f"{text[: max(LEAST_COLUMNS, room) - 1]}…"

@@ -115,7 +115,7 @@ def _fetch_configured(config: Config, model: ModelConfig, as_json: bool) -> dict
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
         found = fetch_and_convert(model, folder, progress, config.registry.sources, conversion)
     if not as_json:
-        click.echo(f"{model.name}: {found.path}")
+        terminal.print_wrapped(f"{model.name}: {found.path}", 2)
     return {"name": model.name, "digest": found.digest, "nbytes": found.nbytes, "path": str(found.path)}
 
 
@@ -148,7 +148,7 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
     path = registry.model_path(folder, record)
     if not as_json:
         kind = f"{record.quantization}, digest" if record.is_checkpoint else "sha256"
-        click.echo(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, {kind} {record.digest}")
+        terminal.print_wrapped(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, {kind} {record.digest}", 2)
         terminal.note(
             use_of(record.name, load_index(path))
             if record.is_checkpoint

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
 import subprocess
 import sys
 import threading
@@ -17,12 +19,15 @@ import pytest
 
 from pipeline.models import pull as pulls
 from pipeline.models import sources
+from pipeline.models.download import PIECE_BYTES
 from tests.pipeline.file_server import FileServer
 from tests.starling.hub_server import COMMIT, Hub
 from tests.starling.pull_command import environment, left, pull, pulled, sha256
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
+
+LIMIT_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +130,35 @@ def test_a_file_that_is_cut_off_is_refused_and_removed(home: Path, tmp_path: Pat
     assert f"{source if way != 'file' else 'file:' + source} cannot be used: tensor" in done.stderr
     assert "truncated" in done.stderr or "beyond" in done.stderr
     assert not list(home.rglob("*.gguf")) and not list(home.rglob("part")) and (tmp_path / "cut.gguf").exists()
+
+
+def test_what_it_prints_fits_a_terminal(home: Path, gguf: Path) -> None:
+    """In 80 columns, with a long name; the rate and the time left are not cut."""
+    seen, master, slave = b"", *pty.openpty()
+    with FileServer(gguf.read_bytes() + bytes(3 * PIECE_BYTES)) as files:
+
+        def hold(server: FileServer, begin: int) -> None:
+            if begin >= 2 * PIECE_BYTES:  # the last pieces arrive when the rate has been shown
+                server.released.wait(LIMIT_S)
+
+        files.before = hold
+        command = [sys.executable, "-m", "starling", "pull", files.url, "--name", "org/" + "long-name-" * 5 + "end"]
+        settings = environment(home, TERM="xterm", COLUMNS="80")
+        process = subprocess.Popen(command, stdout=slave, stderr=slave, env=settings)
+        os.close(slave)
+        while True:
+            try:
+                seen += os.read(master, 65536)
+            except OSError:  # the other side is closed
+                break
+            if b" left" in seen:
+                files.released.set()
+    os.close(master)
+    assert process.wait(LIMIT_S) == 0
+    text = re.sub(r"\x1b\[[0-9;]*m", "", seen.decode())  # colours
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "\n", text)
+    assert re.search(r"org/lon.*: download .* MB/s, \d+:\d\d left", text)
+    assert max(map(len, text.splitlines())) <= 80, text
 
 
 @pytest.mark.parametrize(
