@@ -172,7 +172,11 @@ def test_an_agent_without_credentials_loads_a_model(bucket: Bucket, short: Path,
     (host / "fleet-token").chmod(0o600)
     settings: dict[str, Any] = {
         "cache": {"max_size_mb": 32},
-        "fleet": {"store": f"sqlite:{front / 'fleet.db'}", "agent": {"lease_ms": 600_000, "signed_urls": True}},
+        "fleet": {
+            **address,
+            "store": f"sqlite:{front / 'fleet.db'}",
+            "agent": {"lease_ms": 600_000, "signed_urls": True},
+        },
     }
     agent = Agent(host, settings)
     for name in [name for name in agent.environment if name.startswith("AWS_")]:
