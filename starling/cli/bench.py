@@ -268,7 +268,18 @@ def _measure(
         found,
         [Record.of(response, run.began) for response in run.responses],
     )
-    show(report, loop)
+    try:
+        show(report, loop)
+    finally:  # also for a reader of the report that has left: the measurement took its time
+        write_files(report, run, options)
+    if is_interrupted:
+        terminal.complain("interrupted")
+        return EXIT_INTERRUPTED
+    return EXIT_OK if found.complete else EXIT_FATAL
+
+
+def write_files(report: Report, run: Run, options: dict[str, Any]) -> None:
+    """Write the files that were asked for. Raises `StarlingError`."""
     if options["json_file"]:
         write(options["json_file"], msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     if options["plots_dir"]:
@@ -276,10 +287,6 @@ def _measure(
             paths = plots.write_plots(run, options["plots_dir"])
         for path in paths:
             click.echo(f"wrote {path}")
-    if is_interrupted:
-        terminal.complain("interrupted")
-        return EXIT_INTERRUPTED
-    return EXIT_OK if found.complete else EXIT_FATAL
 
 
 # ------------------------------------------------------------------ options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -249,6 +250,18 @@ def test_a_file_that_cannot_be_written_any_more_is_named(server: Server, home: P
     assert done.returncode == 1
     assert "2 of 2 requests complete" in done.stdout
     assert done.stderr == "starling: /dev/full: No space left on device; the result was not written\n"
+
+
+def test_the_file_is_written_for_a_reader_that_has_left(server: Server, home: Path, tmp_path: Path) -> None:
+    """`| head`: what was measured is not lost with the report."""
+    path = tmp_path / "figures.json"
+    line = [sys.executable, "-m", "starling", "bench", server.url, "--requests", "1", "--json", str(path)]
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as output:
+        done = subprocess.run(line, stdout=output, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stderr) in ((0, ""), (1, ""))
+    assert json.loads(path.read_text())["figures"]["complete"] == 1
 
 
 def test_plots_without_matplotlib_are_refused_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
