@@ -100,4 +100,10 @@ def logits_of(rng: np.random.Generator, vocab: int, kind: str) -> np.ndarray:
         return rng.integers(-4, 5, vocab).astype(np.float32)
     if kind == "flat":
         return (rng.standard_normal(vocab) * 0.1).astype(np.float32)
+    if kind == "equal":
+        return np.full(vocab, 1.5, np.float32)
+    if kind in ("close", "outlier"):
+        values = (1 + rng.standard_normal(vocab) * 1e-4).astype(np.float32)
+        values[0] += 5 * (kind == "outlier")
+        return values
     return (rng.standard_normal(vocab) * 5).astype(np.float32)

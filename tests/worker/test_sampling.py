@@ -37,7 +37,7 @@ PARAMETERS = st.builds(
 @given(
     PARAMETERS,
     st.sampled_from([4, 5, 17, 63, 64, 1025, 5000]),
-    st.sampled_from(["normal", "ties", "flat"]),
+    st.sampled_from(["normal", "ties", "flat", "close", "equal", "outlier"]),
     st.integers(0, 1000),
 )
 def test_kernel_equals_reference(p: reference.Parameters, vocab: int, kind: str, seed: int) -> None:

@@ -45,7 +45,7 @@ ONLY_STOP = ("min_p", "mask")
 @given(
     PARAMETERS,
     st.sampled_from([4, 17, 64, 1025, 5000]),
-    st.sampled_from(["normal", "ties", "flat"]),
+    st.sampled_from(["normal", "ties", "flat", "close", "equal", "outlier"]),
     st.sampled_from([0.0, 0.3, 1.0]),
     st.integers(0, 1000),
 )

@@ -127,9 +127,12 @@ def adapter_sums_stride(max_rank: int) -> int:
 SUM_BLOCK = 1024  # ids of which the weights are summed apart
 MAX_BLOCK = 64  # ids of which the maximum is taken apart
 DIGIT = 11  # bits of one pass of the radix sort
+SHARE_BINS = 2048  # bins of values whose weights are summed apart
+SHARE_BYTES = 8 * (SHARE_BINS + 16) + 64 + 8 * 4  # bins, one for each lane that counts nowhere; numbers; four results
 
 
 def sampler_bytes(vocab_size: int, max_tokens: int) -> int:
     """Scratch of one rank's sampler; zeroed when it is made. `max_tokens`: of a sequence."""
     n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
-    return 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK) + 4 * (max_tokens + 1)
+    arrays = 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
+    return arrays + SHARE_BYTES + 4 * (max_tokens + 1)

@@ -13,9 +13,10 @@ from shm import step_ring
 from shm.sampler_steps import SAMPLER_STEPS
 from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, top_p, weigh_list
+from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, weigh_list
 from stages.worker.kernels.sampler_dry import dry
 from stages.worker.kernels.sampler_filters import min_p, top_n_sigma, typical_p, xtc
+from stages.worker.kernels.sampler_nucleus import CUT, draw_of_cut, list_of_cut, top_p
 from stages.worker.kernels.sampler_scalars import log, uniform
 from stages.worker.kernels.sampler_vocabulary import (
     first_largest,
@@ -234,6 +235,33 @@ def _is_plain(ints, floats, position):
 
 
 @numba.njit(**INNER)
+def _is_active(step, ints, floats, greedy):
+    """Whether the row's parameters let `step` change or select anything."""
+    if step == MASK:
+        return get_i64(ints + _N_BIAS) > 0
+    if step == REPEAT:
+        return get_f32(floats + _REPETITION) != _F(1.0)
+    if step == TEMPER:
+        return not greedy and get_f32(floats + _TEMPERATURE) != _F(1.0)
+    if step == CUT_K:
+        return get_i64(ints + _TOP_K) > 0
+    if step == CUT_P:
+        return get_f32(floats + _TOP_P) < _F(1.0)
+    if step == PENALIZE:
+        return get_f32(floats + _FREQUENCY) != _F(0.0) or get_f32(floats + _PRESENCE) != _F(0.0)
+    if step == DRY:
+        return get_f32(floats + _DRY_MULTIPLIER) != _F(0.0)
+    if step == SIGMA:
+        return get_f32(floats + _TOP_N_SIGMA) > _F(0.0)
+    if step == TYPICAL:
+        return _F(0.0) < get_f32(floats + _TYPICAL_P) < _F(1.0)
+    if step == CUT_MIN_P:
+        return get_f32(floats + _MIN_P) > _F(0.0)
+    chance, threshold = get_f32(floats + _XTC_PROBABILITY), get_f32(floats + _XTC_THRESHOLD)
+    return step == XTC and not greedy and chance > _F(0.0) and threshold <= _F(0.5)
+
+
+@numba.njit(**INNER)
 def sample(
     logits, vocab, tokens, n_tokens, output_start, ints, floats, mask_ids, bias_ids, bias, mask, breakers, scratch
 ):
@@ -265,77 +293,67 @@ def sample(
     for i in range(n_stops):
         _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
     order = get_i64(ints + _ORDER)
+    is_cut = False  # after top_p: the list is not made (sampler_nucleus.py)
     while order & 15:
         step = order & 15
         order = (order >> 4) & 0x0FFFFFFFFFFFFFFF
+        if not _is_active(step, ints, floats, greedy):
+            continue
+        if is_cut:
+            n, is_cut = list_of_cut(scratch, vocab), False
         changed = False
         if step == MASK:
-            for i in range(min(max(get_i64(ints + _N_BIAS), 0), _MAX_BIAS)):
+            for i in range(min(get_i64(ints + _N_BIAS), _MAX_BIAS)):
                 _add_to(scratch, vocab, n, whole, get_i32(bias_ids + 4 * i), get_f32(bias + 4 * i), False)
-                changed = True
+            changed = True
         elif step == REPEAT:
-            r = get_f32(floats + _REPETITION)
-            if r != _F(1.0):
-                _repetition(scratch, vocab, n, whole, tokens, n_tokens, r)
-                changed = True
+            _repetition(scratch, vocab, n, whole, tokens, n_tokens, get_f32(floats + _REPETITION))
+            changed = True
         elif step == TEMPER:
-            if not greedy and t != _F(1.0):
-                _temper(scratch if whole else scratch + 3 * size, n, t)
-                changed = True
+            _temper(scratch if whole else scratch + 3 * size, n, t)
+            changed = True
         elif step == CUT_K:
             k = get_i64(ints + _TOP_K)
-            if 0 < k < n:
+            if k < n:
                 n = top_k(scratch, scratch, vocab, k) if whole else k
                 whole = False
         elif step == CUT_P:
             p = get_f32(floats + _TOP_P)
-            if p < _F(1.0):
-                if whole:
-                    n = top_p(scratch, vocab, p)
-                    whole = False
-                else:
-                    enough = np.float64(p) * weigh_list(scratch, vocab, n)
-                    n = min(n, prefix_length(scratch, vocab, n, enough))
+            if whole:
+                n = top_p(scratch, vocab, p)
+                whole, is_cut = False, n == CUT
+            else:
+                enough = np.float64(p) * weigh_list(scratch, vocab, n)
+                n = min(n, prefix_length(scratch, vocab, n, enough))
         elif step == PENALIZE:
             frequency, presence = get_f32(floats + _FREQUENCY), get_f32(floats + _PRESENCE)
-            if frequency != _F(0.0) or presence != _F(0.0):
-                output = tokens + 4 * start
-                _penalties(scratch, vocab, n, whole, output, n_tokens - start, frequency, presence)
-                changed = True
+            output = tokens + 4 * start
+            _penalties(scratch, vocab, n, whole, output, n_tokens - start, frequency, presence)
+            changed = True
         elif step == DRY:
             multiplier, base = get_f32(floats + _DRY_MULTIPLIER), get_f32(floats + _DRY_BASE)
-            if multiplier != _F(0.0):
-                last_n, allowed = get_i64(ints + _DRY_LAST_N), get_i64(ints + _DRY_ALLOWED)
-                at = breakers if get_i64(ints + _HAS_BREAKERS) != 0 else 0
-                changed = dry(scratch, vocab, n, whole, tokens, n_tokens, last_n, at, multiplier, base, max(allowed, 0))
+            last_n, allowed = get_i64(ints + _DRY_LAST_N), get_i64(ints + _DRY_ALLOWED)
+            at = breakers if get_i64(ints + _HAS_BREAKERS) != 0 else 0
+            changed = dry(scratch, vocab, n, whole, tokens, n_tokens, last_n, at, multiplier, base, max(allowed, 0))
         elif step == SIGMA:
-            sigmas = get_f32(floats + _TOP_N_SIGMA)
-            if sigmas > _F(0.0):
-                n = top_n_sigma(scratch, vocab, n, whole, sigmas)
+            n = top_n_sigma(scratch, vocab, n, whole, get_f32(floats + _TOP_N_SIGMA))
         elif step == TYPICAL:
-            p = get_f32(floats + _TYPICAL_P)
-            if _F(0.0) < p < _F(1.0):
-                kept = typical_p(scratch, vocab, n, whole, p)
-                if kept >= 0:
-                    whole, n = False, kept
+            kept = typical_p(scratch, vocab, n, whole, get_f32(floats + _TYPICAL_P))
+            if kept >= 0:
+                whole, n = False, kept
         elif step == CUT_MIN_P:
-            p = get_f32(floats + _MIN_P)
-            if p > _F(0.0):
-                n = min_p(scratch, vocab, n, whole, p)
-        elif step == XTC and not greedy:
-            chance = np.float64(get_f32(floats + _XTC_PROBABILITY))
-            threshold = get_f32(floats + _XTC_THRESHOLD)
+            n = min_p(scratch, vocab, n, whole, get_f32(floats + _MIN_P))
+        elif step == XTC:
             # As in the draw, a number below the bound is a success: it is certain at 1.
-            if chance > 0.0 and threshold <= _F(0.5):
-                u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM)
-                if u < chance:
-                    n = xtc(scratch, vocab, n, whole, threshold)
+            u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM)
+            if u < np.float64(get_f32(floats + _XTC_PROBABILITY)):
+                n = xtc(scratch, vocab, n, whole, get_f32(floats + _XTC_THRESHOLD))
         if changed and not whole:
             sort_list(scratch, vocab, n, False)
-    if greedy:
-        return first_largest(scratch, vocab) if whole else get_i32(scratch + 4 * size)
+    if greedy:  # a list that is not made begins with the first of the vocabulary
+        return first_largest(scratch, vocab) if whole or is_cut else get_i32(scratch + 4 * size)
     u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), DRAW_STREAM)
-    return _draw(scratch, vocab, n, whole, u)
+    return draw_of_cut(scratch, vocab, u) if is_cut else _draw(scratch, vocab, n, whole, u)
 
 
 @numba.njit(**INNER)

@@ -1,7 +1,7 @@
-"""Lists of candidates, sorted by (value descending, id ascending): top-k, top-p and the sort itself.
+"""Lists of candidates, sorted by (value descending, id ascending): top-k and the sort itself.
 
-Nothing is sorted that need not be: top-k and top-p gather the candidates above a threshold that is certainly low enough
-and sort those.  The scratch is drawn in sampler_vocabulary.py.
+Nothing is sorted that need not be: top-k gathers the candidates above a threshold that is certainly low enough and
+sorts those.  The scratch is drawn in sampler_vocabulary.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_vocabulary import gather_above, largest, padded, weigh_vocabulary
+from stages.worker.kernels.sampler_vocabulary import gather_above, largest, padded
 from stages.worker.kernels.simd import (
     LANES,
     bits_of,
@@ -156,33 +156,3 @@ def prefix_length(scratch, vocab, n, enough):
         if total >= enough:
             return i + 1
     return n + 1
-
-
-@numba.njit(**INNER)
-def top_p(scratch, vocab, p):
-    """The list becomes the shortest prefix of the sorted vocabulary (VAL) with share p of the weight."""
-    size = 4 * padded(vocab)
-    x, w, values, ids = scratch, scratch + size, scratch + 3 * size, scratch + 4 * size
-    top = largest(x, vocab)
-    if top == _F(-np.inf):
-        put_f32(values, top)
-        put_i32(ids, 0)
-        return 1
-    enough = np.float64(p) * weigh_vocabulary(x, w, scratch + 8 * size + 4 * (1 << DIGIT), vocab, top)
-    below = _F(2.0)
-    while True:
-        last = below > _F(90.0)
-        n = gather_above(x, vocab, _F(-np.inf) if last else top - below, values, ids)
-        about = 0.0
-        if not last:
-            for i in range(n):
-                about += np.float64(get_f32(w + 4 * get_i32(ids + 4 * i)))
-        if last or about >= enough * 0.999999:
-            sort_list(scratch, vocab, n, True)
-            # W of the vocabulary is needed for the next try only if this one fails.
-            write_weights(scratch, vocab, n, top)
-            kept = prefix_length(scratch, vocab, n, enough)
-            if last or kept <= n:
-                return min(kept, n)
-            weigh_vocabulary(x, w, scratch + 8 * size + 4 * (1 << DIGIT), vocab, top)
-        below = below * _F(2.0)

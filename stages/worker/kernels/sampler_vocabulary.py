@@ -12,6 +12,7 @@ Scratch of one rank (`sampler_bytes`), n = vocabulary rounded up to SUM_BLOCK, i
     HIST   2048 i32     digit counts
     SUM    n / 1024 f64 block sums
     BEST   n / 64 f32   block maxima
+    SHARES f64          shares of the weight by bins of values (sampler_nucleus.py)
     REPEAT tokens + 1 i32  lengths of repetitions, by distance
 """
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, SUM_BLOCK
+from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, SHARE_BYTES, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
     LANES,
@@ -32,10 +33,11 @@ from stages.worker.kernels.simd import (
     lanes_set,
     load_f32,
     load_f32_part,
+    lowest_bit,
     maximum,
     put_f32,
+    put_f64,
     put_i32,
-    put_i64,
     reduce_add_f64,
     reduce_max,
     splat_f32,
@@ -54,10 +56,16 @@ def padded(vocab):
 
 
 @numba.njit(**INNER)
-def repeat_at(scratch, vocab):
-    """Address of REPEAT."""
+def shares_at(scratch, vocab):
+    """Address of SHARES."""
     n = padded(vocab)
     return scratch + 32 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
+
+
+@numba.njit(**INNER)
+def repeat_at(scratch, vocab):
+    """Address of REPEAT."""
+    return shares_at(scratch, vocab) + SHARE_BYTES
 
 
 @numba.njit(**INNER)
@@ -89,14 +97,6 @@ def is_finite(x, n):
 
 
 @numba.njit(**INNER)
-def _lowest_bit(bits):
-    i = 0
-    while (bits >> i) & 1 == 0:
-        i += 1
-    return i
-
-
-@numba.njit(**INNER)
 def first_largest(x, n):
     """The lowest index of the maximum of n f32."""
     top = splat_f32(largest(x, n))
@@ -104,7 +104,7 @@ def first_largest(x, n):
         found = lanes_set(load_f32_part(x + 4 * i, min(n - i, LANES), _F(-np.inf)) == top)
         found &= (1 << min(n - i, LANES)) - 1
         if found:
-            return i + _lowest_bit(found)
+            return i + lowest_bit(found)
     return 0
 
 
@@ -145,28 +145,50 @@ def weigh_vocabulary(x, w, sums, n, top):
             store_f32(w + 4 * i, e)
             lanes = lanes + f32_to_f64(e)
         block = reduce_add_f64(lanes)
-        _put_f64(sums + start // SUM_BLOCK * 8, block)
+        put_f64(sums + start // SUM_BLOCK * 8, block)
         total += block
     return total
 
 
 @numba.njit(**INNER)
-def _put_f64(address, value):
-    put_i64(address, np.float64(value).view(np.int64))
+def gather_between(x, n, low, high, limit, values, ids):
+    """Values and ids of those of n f32 that are `low` to `high`, by ascending id; returns how many.
+
+    Ends when there are `limit` or more, with at most LANES - 1 more.
+    """
+    lowest, highest = splat_f32(low), splat_f32(high)
+    count = 0
+    for i in range(0, n, LANES):
+        rest = min(n - i, LANES)
+        v = load_f32_part(x + 4 * i, rest, _F(-np.inf))
+        found = lanes_set((v >= lowest) & (v <= highest)) & ((1 << rest) - 1)
+        while found:
+            identity = i + lowest_bit(found)
+            put_f32(values + 4 * count, get_f32(x + 4 * identity))
+            put_i32(ids + 4 * count, identity)
+            count += 1
+            found &= found - 1
+        if count >= limit:
+            break
+    return count
 
 
 @numba.njit(**INNER)
 def gather_above(x, n, threshold, values, ids):
-    """Values and ids of those of n f32 that are `threshold` or more, by ascending id; returns how many."""
-    bound = splat_f32(threshold)
-    count = 0
+    """The same of all that are `threshold` or more."""
+    return gather_between(x, n, threshold, _F(np.inf), n, values, ids)
+
+
+@numba.njit(**INNER)
+def nth_equal(x, n, value, number):
+    """The index of the `number`-th, from 1, of n f32 that equals `value`; there are so many."""
+    wanted = splat_f32(value)
     for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        found = lanes_set(load_f32_part(x + 4 * i, rest, _F(-np.inf)) >= bound)
-        if found:
-            for lane in range(rest):
-                if (found >> lane) & 1:
-                    put_f32(values + 4 * count, get_f32(x + 4 * (i + lane)))
-                    put_i32(ids + 4 * count, i + lane)
-                    count += 1
-    return count
+        found = lanes_set(load_f32_part(x + 4 * i, min(n - i, LANES), _F(np.inf)) == wanted)
+        count = _count_bits(found)
+        if count >= number:
+            for _ in range(number - 1):
+                found &= found - 1
+            return i + lowest_bit(found)
+        number -= count
+    return n - 1

@@ -11,6 +11,7 @@ from numba import types
 from stages.worker.kernels.simd.vectors import (
     ADDRESS,
     FLOAT,
+    I1,
     I16,
     I32,
     I64,
@@ -102,6 +103,13 @@ def _emit_bits(builder: Builder, mask: Any) -> Any:
 
 
 lanes_set = operation("lanes_set", types.int64, (mask16,), _emit_bits, "Bit l is lane l of the mask.")
+lowest_bit = operation(
+    "lowest_bit",
+    types.int64,
+    (INT,),
+    lambda b, v: call(b, "llvm.cttz.i64", I64, [v, ir.Constant(I1, 0)]),
+    "The place of the lowest bit that is set; 64 if none is.",
+)
 
 
 def _reduction(combine: Callable[[Builder, Any, Any], Any]) -> Callable[[Builder, Any], Any]:

@@ -110,6 +110,7 @@ get_u16 = _scalar_load("get_u16", I16, types.int64, "zext", "One u16 at an addre
 get_s8 = _scalar_load("get_s8", I8, types.int64, "sext", "One s8 at an address, as int64.")
 get_u8 = _scalar_load("get_u8", I8, types.int64, "zext", "One u8 at an address, as int64.")
 put_f32 = operation("put_f32", types.void, (ADDRESS, types.float32), lambda b, a, v: store(b, v, a), "Store one f32.")
+put_f64 = operation("put_f64", types.void, (ADDRESS, types.float64), lambda b, a, v: store(b, v, a), "Store one f64.")
 put_i32 = operation(
     "put_i32", types.void, (ADDRESS, INT), lambda b, a, v: store(b, b.trunc(v, I32), a), "Store the low 32 bits."
 )
