@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ COMMENT = b": tokens "
 MAX_PRIORITY = 1000
 _RELAY = re.compile(r"1(?:; *tenant=([A-Za-z0-9._@-]{1,64})(?:; *priority=(-?[0-9]{1,4}))?)?")
 _COMMENT = re.compile(rb": tokens ([0-9]{1,4}) ([0-9]{1,9}) ([0-9]{1,9}) ([0-9]{1,10}(?:,[0-9]{1,10})*)")
+_ROWS = re.compile(rb"(?:: tokens [0-9]{1,4} [0-9]{1,9} [0-9]{1,9} [0-9]{1,10}(?:,[0-9]{1,10})*\n\n)+")
 
 
 class Relayed(NamedTuple):
@@ -57,6 +59,7 @@ class Output(msgspec.Struct, array_like=True, frozen=True):
 
 
 _decode = msgspec.msgpack.Decoder(Output).decode
+_decode_rows = msgspec.json.Decoder(list[list[int]]).decode
 
 
 def version_name(digest: str, kv_type: str, numerics: int) -> str:
@@ -92,6 +95,16 @@ def read_comment(block: bytes) -> NamedTokens | None:
     if match is None:
         return None
     return NamedTokens(int(match[1]), int(match[2]), int(match[3]), [int(one) for one in match[4].split(b",")])
+
+
+def read_comments(blocks: bytes) -> list[NamedTokens]:
+    """What comments, with their ends, say. Other blocks are left out."""
+    if _ROWS.fullmatch(blocks):
+        # Decoding them as JSON takes a third of the time of `read_comment`.
+        rows = blocks[:-2].replace(b": tokens ", b"[").replace(b" ", b",").replace(b"\n\n", b"],")
+        with suppress(msgspec.DecodeError):  # a number that begins with 0
+            return [NamedTokens(row[0], row[1], row[2], row[3:]) for row in _decode_rows(b"[%b]]" % rows)]
+    return [found for block in blocks.split(b"\n\n") if (found := read_comment(block)) is not None]
 
 
 def encode_output(version: str, tokens: Sequence[array[int]], cached: Sequence[int] = ()) -> bytes:

@@ -3,8 +3,9 @@
     Connection   the protocol of the event loop; it is kept for the next request if a response has ended as it should
     Exchange     one request and its response, an `Answer` once its head has arrived
 
-The bytes of a body are passed on as they come.  While more than `MAX_UNREAD_BYTES` wait for their reader, nothing more
-is read from the socket, so that a client that reads slowly holds its engine back.  No timers: http_client.py has them.
+The bytes of a body are passed on as they come: to a function that is called at once (`pass_to`), or to a task that
+reads them.  While more than `MAX_UNREAD_BYTES` wait for the task, nothing more is read from the socket, so that a
+client that reads slowly holds its engine back.  No timers: http_client.py has them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from stages.orchestrator.http_response import ResponseError, ResponseReader
-from stages.orchestrator.upstream import Unreachable
+from stages.orchestrator.upstream import Take, Unreachable
 
 MAX_UNREAD_BYTES = 128 << 10  # of a body
 MAX_EARLY_BYTES = 64 << 10  # of a response that comes before its request is sent
@@ -128,6 +129,7 @@ class Exchange:
         self._n_unread = 0  # bytes of them
         self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Take | None = None  # is given the body at once; no part waits then
         self._failure = ""  # why nothing more comes
         self._aborted = ""
 
@@ -158,6 +160,21 @@ class Exchange:
             self._connection.hold(False)
         return data
 
+    async def pass_to(self, take: Take) -> bool:
+        """See `Answer`. What has come before is given to `take` first."""
+        while data := await self.read():
+            if not take(data):
+                return True
+            if self._connection is not None:
+                self._take = take
+                try:
+                    await self._wait()
+                finally:
+                    is_stopped, self._take = self._take is None, None
+                if is_stopped:
+                    return True
+        return False
+
     def abort(self, reason: str) -> None:
         """See `Answer`."""
         self._aborted = reason
@@ -174,8 +191,13 @@ class Exchange:
     def received(self, data: bytes) -> None:
         """The next bytes of the response."""
         assert self._connection is not None
+        take, reader = self._take, self._reader
+        if take is not None and (event := reader.whole_chunk(data)):
+            if not take(event):
+                self._take = None
+                self._wake()
+            return
         self.has_begun = True
-        reader = self._reader
         try:
             body = reader.feed(data)
         except ResponseError as error:
@@ -183,7 +205,11 @@ class Exchange:
             return
         if not self.status:
             self.status, self.headers = reader.status, reader.fields
-        if body:
+        is_passed = self._take is not None
+        if self._take is not None:
+            if body and not self._take(body):
+                self._take, is_passed = None, False
+        elif body:
             self._parts.append(body)
             self._n_unread += len(body)
         if reader.has_ended:
@@ -194,7 +220,7 @@ class Exchange:
         elif self._n_unread > MAX_UNREAD_BYTES and not self._is_held:
             self._is_held = True
             self._connection.hold(True)
-        if self.status:
+        if self.status and not (is_passed and self._connection is not None):
             self._wake()
 
     def lost(self, reason: str) -> None:

@@ -26,8 +26,16 @@ DONE = b"data: [DONE]"  # the last event of OpenAI's API
 MESSAGE_STOP = b'data: {"type":"message_stop"'
 RESPONSE_ENDS = (b'data: {"type":"response.completed"', b'data: {"type":"response.incomplete"')
 ERRORS = (b'data: {"error":', b'data: {"type":"error"', b'data: {"type":"response.failed"')
+_LAST = (DONE, MESSAGE_STOP, *RESPONSE_ENDS)
 RETRY = b"retry: "  # the reconnection delay, before the first event of a stream, also of a resumed one
 MAX_EVENT_BYTES = 16 << 20  # of one event that is not complete
+
+# Most of what comes: one event with an id that is neither the last one nor an error, and the comment before it.
+_USUAL = re.compile(
+    rb"(?:(: tokens [^\n]*)\n\n)?"
+    rb"id: ([^\n]+)\n(?:event: [^\n]*\n)?data: (?!%b)[^\n]*\n\n"
+    % b"|".join(re.escape(begin.removeprefix(b"data: ")) for begin in (*_LAST, *ERRORS))
+)
 
 Place = tuple[int, int, float]  # tokens, level, units
 _PLACE = re.compile(rb"([0-9]+)([fed]?)(?:-([0-9]+))?")
@@ -70,6 +78,15 @@ class EventCutter:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward. Raises `EventTooLargeError`."""
+        if not (self._rest or self._is_opening or self._replay or self.is_over or self.error):
+            usual = _USUAL.fullmatch(data)
+            if usual is not None:
+                comment, self.last_id = usual.groups()
+                self.n_events += 1
+                if comment is None:
+                    return data
+                self.output.add(comment)
+                return data[usual.end(1) + 2 :]
         data = self._rest + data if self._rest else data
         cut = data.rfind(END) + 2
         if cut == 1:
@@ -92,7 +109,7 @@ class EventCutter:
         """The block as it is to be forwarded; b"" if it is not."""
         if block.startswith(b":"):
             if block.startswith(COMMENT):
-                self.output.read(block)
+                self.output.add(block)
                 return b""
             if block.startswith(FAILED):
                 self.error_code = read_failed(block)
@@ -123,7 +140,7 @@ class EventCutter:
             self._is_opening = not _has_place(identity)
             self._n_opening += self._is_opening
         self.n_events += 1
-        self.is_over = block.startswith((DONE, MESSAGE_STOP, *RESPONSE_ENDS), block.find(b"data: "))
+        self.is_over = block.startswith(_LAST, block.find(b"data: "))
         return block
 
 

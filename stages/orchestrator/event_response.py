@@ -1,4 +1,4 @@
-"""The response of a stream to its client. Its bytes go to the connection as they come, without aiohttp's buffers.
+"""The response of a stream to its client. Its head and events go to the connection as they come, without aiohttp.
 
 A client may read slowly: the engine's stream is held while `BUFFERED_BYTES` wait, and the connection ends only if the
 client accepts less than `MIN_READ_BYTES` in `WRITE_TIMEOUT_S` then. The gateway has the same bound.
@@ -7,12 +7,14 @@ client accepts less than `MIN_READ_BYTES` in `WRITE_TIMEOUT_S` then. The gateway
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Coroutine, Mapping
+from email.utils import formatdate
+from functools import lru_cache
+from http import HTTPStatus
 from typing import Any
 
 from aiohttp import HttpVersion11, web
-from aiohttp.abc import AbstractStreamWriter
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
@@ -24,58 +26,89 @@ BEGUN = web.RequestKey("begun", bool)
 WRITE_TIMEOUT_S = 30.0  # in which a client must accept
 MIN_READ_BYTES = 32 << 10  # of what is buffered for it
 BUFFERED_BYTES = 256 << 10  # written and not yet read by the client, before an engine's stream is held
-UNDRAINED_BYTES = 16 << 10  # that follow the head at once: after 64 KiB aiohttp would wait for the client
+UNDRAINED_BYTES = 16 << 10  # of them, when the stream ends: the client's next request waits while there are more
 
 
-class _EventStream(web.StreamResponse):
-    """Its head waits for the first events: often both have come at once, and make one packet."""
+class _Sent(web.StreamResponse):
+    """What aiohttp gets of the response: all of it has been sent."""
 
-    _send_headers_immediately = False
+    def __init__(self, status: int, *, keeps_connection: bool) -> None:
+        super().__init__(status=status)
+        self._keeps_connection = keeps_connection
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection takes another request."""
+        return self._keeps_connection
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Called by aiohttp, instead of sending the head."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Called by aiohttp, instead of sending the end."""
 
 
 class EventResponse:
     """The `Out` of one request for a stream."""
 
-    def __init__(self, request: web.Request, request_id: str) -> None:
+    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
+        """`headers`: of the response, besides those of its form."""
         self.is_begun = False
         self._request = request
-        self._request_id = request_id
-        self._response = _EventStream()
+        self._headers = headers
+        self._status = 200
         self._is_chunked = request.version >= HttpVersion11
-        self._writer: AbstractStreamWriter | None = None
-        self._is_head_sent = False
+        self._keeps_connection = self._is_chunked and request.keep_alive
+        self._head = b""  # until it is sent
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Prepare the head. The first event, or the next round of the event loop, sends it."""
-        response = self._response
-        response.set_status(status)
-        response.headers.update(sse.HEADERS)
-        response.headers["X-Starling-Request"] = self._request_id
-        if not self._is_chunked:
-            response.force_close()
+        self._status = status
+        fields = {**sse.HEADERS, **self._headers, "Date": _date(int(time.time()))}
+        if self._is_chunked:
+            fields["Transfer-Encoding"] = "chunked"
+            if not self._keeps_connection:
+                fields["Connection"] = "close"
+        first = f"HTTP/1.{int(self._is_chunked)} {status} {HTTPStatus(status).phrase}\r\n"
+        self._head = (first + "".join([f"{name}: {value}\r\n" for name, value in fields.items()]) + "\r\n").encode()
         self.is_begun = self._request[BEGUN] = True
-        self._writer = await response.prepare(self._request)
         asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits
 
     def _send_head(self) -> None:
-        if self._writer is not None and not self._is_head_sent:
-            self._is_head_sent = True
-            with contextlib.suppress(ConnectionError):  # `write` reports it
-                self._writer.send_headers()
+        transport = self._request.transport
+        if self._head and transport is not None and not transport.is_closing():  # else `write` reports it
+            self._send(transport, b"")
+
+    def _send(self, transport: asyncio.Transport, data: bytes) -> None:
+        if data and self._is_chunked:  # what came from the engine at once is one chunk
+            data = sse.http_chunk(data)
+        head, self._head = self._head, b""
+        transport.write(head + data if head else data)
+
+    def write_now(self, data: bytes) -> bool:
+        """See `Out`."""
+        transport = self._request.transport
+        if (
+            transport is None
+            or transport.is_closing()
+            or transport.get_write_buffer_size() + len(data) >= BUFFERED_BYTES
+        ):
+            return False
+        self._send(transport, data)
+        return True
 
     async def write(self, data: bytes) -> None:
         """Send events. Raises `ConnectionResetError` if the client has left or does not read."""
-        transport, writer = self._request.transport, self._writer
-        if transport is None or writer is None or transport.is_closing():
-            raise ConnectionResetError("the client has disconnected")
-        if not self._is_head_sent:
-            self._is_head_sent = True
-            await writer.write(data[:UNDRAINED_BYTES])
-            data = data[UNDRAINED_BYTES:]
-        if data:  # what came from the engine at once is one chunk
-            transport.write(sse.http_chunk(data) if self._is_chunked else data)
+        transport = self._open_transport()
+        self._send(transport, data)
         if transport.get_write_buffer_size() >= BUFFERED_BYTES:
-            await _while_read(transport, writer.drain())
+            await _while_read(transport, self._request.writer.drain())
+
+    def _open_transport(self) -> asyncio.Transport:
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
+            raise ConnectionResetError("the client has disconnected")
+        return transport
 
     async def fail(self, error: StarlingError) -> None:
         """Send an event with the error."""
@@ -83,12 +116,20 @@ class EventResponse:
 
     async def end(self) -> web.StreamResponse:
         """Send the end, and wait until little is buffered. Raises `ConnectionResetError` as `write` does."""
-        transport = self._request.transport
-        if transport is None or transport.get_write_buffer_size() < UNDRAINED_BYTES:
-            await self._response.write_eof()  # which does not wait: asyncio's bounds are 16 KiB and 64 KiB
-        else:
-            await _while_read(transport, self._response.write_eof())
-        return self._response
+        transport = self._open_transport()
+        if self._head:
+            self._send(transport, b"")
+        if self._is_chunked:
+            transport.write(b"0\r\n\r\n")
+        if transport.get_write_buffer_size() >= UNDRAINED_BYTES:
+            await _while_read(transport, self._request.writer.drain())
+        return _Sent(self._status, keeps_connection=self._keeps_connection)
+
+
+@lru_cache(maxsize=1)
+def _date(seconds: int) -> str:
+    """The field of a time, s since 1970."""
+    return formatdate(seconds, usegmt=True)
 
 
 async def _while_read(transport: asyncio.Transport, drained: Coroutine[Any, Any, None]) -> None:

@@ -28,7 +28,7 @@ class NotRepeated(ModelUnavailable):
     """An engine has died under a request which must not be sent again, also if another agent is there."""
 
 
-class Forward(msgspec.Struct, frozen=True, kw_only=True):
+class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as it is sent to engines, the same to each of them."""
 
     routed: RoutedRequest
@@ -111,6 +111,9 @@ class Out(Protocol):
 
     async def write(self, data: bytes) -> None:
         """Send a part of the body: whole events."""
+
+    def write_now(self, data: bytes) -> bool:
+        """Send them if nothing must be waited for; False: `write` must send them."""
 
     async def fail(self, error: StarlingError) -> None:
         """Send the event of an error, the last one."""
@@ -281,15 +284,12 @@ class Tries:
         return self._clock() - self._failing_since if self._failing_since is not None else 0.0
 
 
-class _Kept(msgspec.Struct):
+class _Kept(msgspec.Struct, gc=False):
     forward: Forward
     agent_id: str
     until: float  # inf while its client is connected
+    nbytes: int  # as it is counted
     record: OutputRecord | None = None  # what its client may continue from
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.forward.body) + (self.record.nbytes if self.record is not None else 0)
 
 
 class KeptRequests:
@@ -318,7 +318,7 @@ class KeptRequests:
         if known is not None:
             known.agent_id, known.until = agent_id, float("inf")
             return
-        self._kept[forward.id] = _Kept(forward, agent_id, float("inf"))
+        self._kept[forward.id] = _Kept(forward, agent_id, float("inf"), len(forward.body))
         self.nbytes += len(forward.body)
         self._trim()
 
@@ -328,9 +328,9 @@ class KeptRequests:
         if known is not None:
             known.until = self._clock() + KEPT_S
             if record is not None:
-                self.nbytes -= known.nbytes
-                known.record = record
-                self.nbytes += known.nbytes
+                nbytes = len(known.forward.body) + record.nbytes
+                self.nbytes += nbytes - known.nbytes
+                known.nbytes, known.record = nbytes, record
                 self._trim()
 
     def record(self, forward: Forward) -> OutputRecord:

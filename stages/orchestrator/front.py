@@ -41,6 +41,7 @@ from stages.orchestrator.responses.keeping import Keep, KeepingOut
 from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.router import ScoreRouter
+from stages.orchestrator.session_reader import SESSION, SessionReader
 from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 # Bodies that are larger or have more values are read on a thread.
@@ -52,7 +53,6 @@ CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens ar
 CLOSE_PATH = "/v1/session/close"
 _KEY = re.compile(r"[!-~]{1,128}")
 _LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
-_SESSION = re.compile(rb'"session_id":"([^"\\]{1,256})"')
 
 
 class Ticket(NamedTuple):
@@ -398,7 +398,7 @@ class Front:
 
     async def stream(self, ticket: Ticket, out: Out) -> None:
         """Forward a streamed request. Raises `StarlingError`, `Refusal`, `Unreachable` before it has begun."""
-        reader = _SessionReader(out) if ticket.session is not None else None
+        reader = SessionReader(out) if ticket.session is not None else None
         if ticket.forward.may_be_response:
             is_response = ticket.forward.path == PATH
             keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response)
@@ -419,7 +419,7 @@ class Front:
             await self._keep_of(ticket)(body, kept)
         if ticket.session is not None and ticket.forward.path == CLOSE_PATH:
             self._sessions.pop((ticket.tenant, ticket.session), None)
-        elif ticket.session is not None and (match := _SESSION.search(body)):
+        elif ticket.session is not None and (match := SESSION.search(body)):
             self._remember(ticket, match[1].decode())
         end = body if ticket.forward.path == PATH else body[-512:]
         if ticket.is_charged and ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
@@ -460,27 +460,6 @@ class Front:
 
 
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":([0-9]{1,9})')
-
-
-class _SessionReader:
-    """Passes a stream on, and reads the session from its events."""
-
-    def __init__(self, out: Out) -> None:
-        self.session = ""
-        self.is_begun = False
-        self._out = out
-
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_begun = True
-        await self._out.begin(status, headers)
-
-    async def write(self, data: bytes) -> None:
-        if not self.session and (match := _SESSION.search(data)):
-            self.session = match[1].decode()
-        await self._out.write(data)
-
-    async def fail(self, error: StarlingError) -> None:
-        await self._out.fail(error)
 
 
 def _request_of(last_id: str) -> str:

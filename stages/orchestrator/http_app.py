@@ -46,6 +46,7 @@ OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it
 NAMES = web.RequestKey("names", BodyNames)  # of its body
 FORWARD = web.RequestKey("forward", Forward)
 
+SERVER = {"Server": "starling"}
 BODY_TIMEOUT_S = 30.0
 CLIENT_CLOSED = 499
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
@@ -224,7 +225,7 @@ def _too_large(limit_mb: int) -> TooLarge:
 
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "starling"
+    response.headers.update(SERVER)
     if name := request.get(REQUEST_ID):
         response.headers["X-Request-Id"] = name
 
@@ -271,7 +272,8 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:
-            response = EventResponse(request, ticket.forward.id)
+            names = {"X-Starling-Request": ticket.forward.id, "X-Request-Id": request[REQUEST_ID]}
+            response = EventResponse(request, {**SERVER, **names})
             await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
             return await response.end()
         status, headers, body = await front.whole(ticket)

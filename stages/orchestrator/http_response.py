@@ -70,6 +70,9 @@ class _State(Enum):
     ENDED = auto()
 
 
+_AT_SIZE = _State.SIZE
+
+
 class ResponseReader:
     """One response to a request of `method`, without interim responses."""
 
@@ -90,12 +93,8 @@ class ResponseReader:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes of the body in `data`. Raises `ResponseError`; then the connection is of no more use."""
-        if self._state is _State.SIZE and not self._rest:
-            line = _SIZE.match(data)
-            if line is not None and line.end() <= MAX_SIZE_BYTES:
-                begin, end = line.end(), len(data) - 2
-                if int(line[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
-                    return data[begin:end]  # one chunk, as an event comes
+        if chunk := self.whole_chunk(data):
+            return chunk
         if self._rest:
             data, self._rest = self._rest + data, b""
         at = 0
@@ -117,6 +116,16 @@ class ResponseReader:
             else:
                 self._rest = data[at:]
         return body
+
+    def whole_chunk(self, data: bytes) -> bytes:
+        """The body if `data` is one chunk, as an event comes; b"": `feed` reads it."""
+        if self._state is _AT_SIZE and not self._rest:
+            line = _SIZE.match(data)
+            if line is not None and line.end() <= MAX_SIZE_BYTES:
+                begin, end = line.end(), len(data) - 2
+                if int(line[1], 16) == end - begin > 0 and data.endswith(b"\r\n"):
+                    return data[begin:end]
+        return b""
 
     # ---------------------------------------------------------------- head
 

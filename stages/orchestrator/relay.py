@@ -43,6 +43,7 @@ from stages.orchestrator.forward import (
 )
 from stages.orchestrator.handover import BringPages, Handovers
 from stages.orchestrator.opening import Abortable, E, Opening, Registered
+from stages.orchestrator.passing import Passing
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
@@ -126,6 +127,7 @@ class Relay:
 
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
+        assert route.engine is not None
         begun = self._clock()
         self._router.begin(route, forward.routed)
         try:
@@ -136,21 +138,14 @@ class Relay:
                 self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
                 if not out.is_begun:
                     await out.begin(200, answer.headers)
-                is_first = tries.count == 1 and not cutter.last_id
                 self._streams[answer] = cutter, tries
-                while data := await _next(answer, cutter):
-                    if is_first:
-                        is_first = False
-                        self._router.first_token(route, forward.routed, self._clock() - begun)
-                    events = cutter.feed(data)
-                    if not tries.version and (events or cutter.output.n_tokens):
-                        assert route.engine is not None
-                        tries.version = cutter.output.version = version_of(route.engine)
-                    if events:
-                        tries.advanced()
-                        if forward.is_bound:
-                            tries.hold(route.agent_id)
-                        await out.write(events)
+                passing = Passing(
+                    cutter, tries, out, version_of(route.engine), route.agent_id if forward.is_bound else ""
+                )
+                if tries.count == 1 and not cutter.last_id:
+                    passing.begins = lambda: self._router.first_token(route, forward.routed, self._clock() - begun)
+                while await _pass(answer, passing, cutter):
+                    await passing.deliver()
                     if cutter.error:
                         await self._on_error_event(cutter.error, out, cutter.error_code)
                         return
@@ -462,12 +457,20 @@ class Relay:
         return await self._send(route, copy, {}, output=output, is_kept=False)
 
 
-async def _next(answer: Answer, stream: EventCutter | TextStream) -> bytes:
-    """The next bytes of an answer; b"" at its end, and when its last event was delivered. Raises `Unreachable`.
-
-    The last event may take its time, because the response is stored before it: an engine that dies meanwhile is not
-    missed.
+async def _pass(answer: Answer, passing: Passing, cutter: EventCutter) -> bool:
+    """See `Answer.pass_to`. The last event may take its time, because the response is stored before it: an engine that
+    dies meanwhile is not missed.
     """
+    try:
+        return await answer.pass_to(passing.take)
+    except Unreachable:
+        if not cutter.is_over:
+            raise
+        return False
+
+
+async def _next(answer: Answer, stream: TextStream) -> bytes:
+    """The next bytes of an answer; b"" at its end, and when its last event was delivered. Raises `Unreachable`."""
     try:
         data = await answer.read()
         while data and stream.is_over:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+Take = Callable[[bytes], bool]  # takes the next bytes of a body; whether it may be given more at once. Raises nothing
 MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
 
 
@@ -20,6 +21,12 @@ class Answer(Protocol):
 
     async def read(self) -> bytes:
         """The next bytes; b"" at the end. Raises `Unreachable`."""
+
+    async def pass_to(self, take: Take) -> bool:
+        """Give the next bytes to `take` as they come, until it returns False: then True. False at the end.
+
+        Raises `Unreachable`.
+        """
 
     def abort(self, reason: str) -> None:
         """Close the connection. A `read` under way raises `Unreachable` with the reason."""

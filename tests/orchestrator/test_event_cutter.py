@@ -132,3 +132,46 @@ def test_messages_end_with_their_last_event() -> None:
     cutter = EventCutter()
     last = b'id: r:1d\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'
     assert cutter.feed(last) == last and cutter.is_over
+
+
+BLOCKS = [
+    b": tokens 0 0 0 7",
+    b": tokens 0 1 0 8,9",
+    b": loading",
+    b": failed DRAINING",
+    b'id: r:1\ndata: {"n":1}',
+    b'id: r:2\nevent: delta\ndata: {"type":"delta"}',
+    b'event: delta\nid: r:3\ndata: {"n":3}',
+    b"id: r:3\n: a comment\ndata: {}",
+    b"id: r:4d\ndata: [DONE]",
+    b'id: r:4d\nevent: message_stop\ndata: {"type":"message_stop"}',
+    b'id: r:4d\nevent: x\ndata: {"type":"response.completed","response":{}}',
+    b'id: r:4d\nevent: x\ndata: {"type":"response.failed","response":{}}',
+    b'id: r:4e\ndata: {"error":{}}',
+    b'retry: 1000\ndata: {"n":0}',
+    b"data: {}",
+    b"id: r:5",
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(BLOCKS), st.booleans()), max_size=8), st.booleans())
+def test_events_that_come_singly_are_taken_like_those_that_come_together(
+    blocks: list[tuple[bytes, bool]], is_replay: bool
+) -> None:
+    """A part of a stream ends behind each block that is marked."""
+    opening, together, singly = b'id: r:1\ndata: {"n":1}\n\n', EventCutter(), EventCutter()
+    for cutter in (together, singly):
+        cutter.feed(opening)
+        cutter.restart(is_replay=is_replay)
+    parts = [b""]
+    for block, is_end in blocks:
+        parts[-1] += block + b"\n\n"
+        if is_end:
+            parts.append(b"")
+    data = b"".join(parts)
+    # Its last byte comes by itself, so that no part is one event.
+    whole = together.feed(data[:-1]) + together.feed(data[-1:])
+    assert b"".join(map(singly.feed, parts)) == whole
+    for name in ("last_id", "n_events", "is_over", "error", "error_code"):
+        assert getattr(singly, name) == getattr(together, name)
+    assert singly.output.counts() == together.output.counts()

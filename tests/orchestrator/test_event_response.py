@@ -16,6 +16,7 @@ from stages.orchestrator.event_response import BUFFERED_BYTES, MIN_READ_BYTES, U
 from stages.orchestrator.http_response import ResponseReader
 
 WAIT_S = 300.0
+HEADERS = {"X-Starling-Request": "req-1"}
 accepted_bytes = event_response._accepted_bytes
 
 
@@ -28,7 +29,7 @@ class Stream:
         self.failure: BaseException | None = None
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
-        response = EventResponse(request, "req-1")
+        response = EventResponse(request, HEADERS)
         await response.begin(200, {})
         try:
             while part := await self.parts.get():
@@ -121,7 +122,7 @@ class SlowClient:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         """The server's handler."""
-        response, transport = EventResponse(request, "req-1"), request.transport
+        response, transport = EventResponse(request, HEADERS), request.transport
         assert transport is not None
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
         most = BUFFERED_BYTES // 2 if self.waits_at_end else 1 << 30

@@ -38,6 +38,9 @@ class Client:
         self.data += data
         self.log += [one.name for one in parsed(data)]
 
+    def write_now(self, data: bytes) -> bool:
+        return False
+
     async def fail(self, error: StarlingError) -> None:
         raise AssertionError("not in the form of this API")
 

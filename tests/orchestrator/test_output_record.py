@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.output_tokens import comment, decode_output
 from stages.orchestrator.event_cutter import EventCutter
-from stages.orchestrator.output_record import MAX_CHOICES, OutputRecord
+from stages.orchestrator.output_record import MAX_CHOICES, UNREAD_BYTES, OutputRecord
 
 CHOICES = st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30), min_size=1, max_size=3)
 
@@ -39,16 +39,33 @@ def test_tokens_are_recorded_once_however_they_come(choices: list[list[int]], da
     assert cutter.output.nbytes == 4 * sum(map(len, choices))
 
 
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5)), max_size=600)
+)
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+def test_comments_that_are_read_together_say_what_each_of_them_says(steps: list[tuple[int, list[int]]]) -> None:
+    together, singly = OutputRecord(), OutputRecord()
+    for choice, tokens in steps:
+        counts = [*singly.counts(), 0, 0, 0]
+        block = comment(choice, counts[choice], choice, tokens).removesuffix(b"\n\n")
+        together.add(block)
+        singly.add(block)
+        assert singly.n_tokens and together.nbytes < 4 * 5 * len(steps) + 2 * UNREAD_BYTES
+    together.version = singly.version = "v"
+    assert together.encode() == singly.encode()
+
+
 def test_what_does_not_follow_is_left_out() -> None:
     record = OutputRecord()
     assert record.encode() == b""
-    record.read(b": tokens 0 5 0 1,2")
-    record.read(b": tokens %d 0 0 1" % MAX_CHOICES)
-    record.read(b": tokens 0 0 0 4294967296")
-    record.read(b": tokens of something else")
-    record.read(b": loading a model")
-    assert record.n_tokens == 0
+    record.add(b": tokens 0 5 0 1,2")
+    record.add(b": tokens %d 0 0 1" % MAX_CHOICES)
+    record.add(b": tokens 0 0 0 4294967296")
+    record.add(b": tokens of something else")
+    record.add(b": loading a model")
+    record.add(b": tokens 0 00 0 01")  # what is no JSON is read, too
+    assert record.n_tokens == 1
+    assert record.encode() == b""  # of no version
     record.version = "v"
-    assert record.encode() == b""
-    record.read(b": tokens 0 0 0 7")
-    assert decode_output(record.encode()).tokens == [array("i", [7]).tobytes()]
+    record.add(b": tokens 0 1 0 7")
+    assert decode_output(record.encode()).tokens == [array("i", [1, 7]).tobytes()]

@@ -18,7 +18,7 @@ from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Refusal
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
-from stages.orchestrator.upstream import Answer, Unreachable
+from stages.orchestrator.upstream import Answer, Take, Unreachable
 from tests.orchestrator.agents import engine, heartbeat, request, router, view
 
 BEGUN = comment(1) + sse.event(b'{"choices":[{"index":0,"text":"a","finish_reason":null}]}')
@@ -37,6 +37,12 @@ class Scripted:
 
     async def read(self) -> bytes:
         return self._parts.pop() if self._parts else b""
+
+    async def pass_to(self, take: Take) -> bool:
+        while data := await self.read():
+            if not take(data):
+                return True
+        return False
 
     def abort(self, reason: str) -> None:
         raise NotImplementedError
@@ -92,6 +98,10 @@ class Received:
 
     async def write(self, data: bytes) -> None:
         self.data += data
+
+    def write_now(self, data: bytes) -> bool:
+        self.data += data
+        return True
 
     async def fail(self, error: StarlingError) -> None:
         self.data += sse.event(error_event(error, [0]))

@@ -64,9 +64,14 @@ class Begun:
             self._begins()
 
     async def write(self, data: bytes) -> None:
+        """See `Out`."""
+        self.write_now(data)
+
+    def write_now(self, data: bytes) -> bool:
         """See `Out`. Comments come also while it waits for an agent."""
         if not self.is_taken and any(block and not block.startswith(b":") for block in data.split(END)):
             self._begins()
+        return True
 
     def _begins(self) -> None:
         self.is_taken = True

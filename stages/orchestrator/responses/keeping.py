@@ -74,6 +74,10 @@ class KeepingOut:
             passed.append(block)
         await self._pass(passed)
 
+    def write_now(self, data: bytes) -> bool:
+        """See `Out`. Never: the last event waits for the store."""
+        return False
+
     async def _pass(self, blocks: list[bytes]) -> None:
         if blocks:
             await self._out.write(END.join([*blocks, b""]))
@@ -137,6 +141,10 @@ class AfterOut:
             data = END.join([*blocks, b""]) if blocks else b""
         if data:
             await self._out.write(data)
+
+    def write_now(self, data: bytes) -> bool:
+        """See `Out`. Never."""
+        return False
 
     async def fail(self, error: StarlingError) -> None:
         """End the stream with an error."""
