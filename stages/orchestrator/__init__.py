@@ -18,8 +18,10 @@ handover.py     moves streams of an agent that drains
 page_transfers.py  KV pages that agents send each other for them
 session_moves.py  sessions of an agent that drains, or is busy
 session_cost.py whether a session moves for a turn
+session_reader.py  the session that the stream of a turn names
 session_pages.py  KV pages that are sent with it
 prefix_moves.py the prefixes that most of its requests shared
+passing.py      the events of one engine, on their way to the client
 event_cutter.py whole events of a stream, none lost and none twice
 output_record.py  the output tokens of a stream, from which another engine continues
 text_stream.py  the text of a stream of another engine, from which another one goes on
@@ -34,6 +36,7 @@ responses/      responses that all orchestrators share
 quotas/         quotas that hold for all orchestrators together
 upstream.py     the interface of the HTTP client
 http_client.py  that client, with TLS where it is configured: connections that are kept
+connecting.py   opens them: to the first address of a host that answers
 engine_connection.py  one of them: a request and its response
 http_response.py  the bytes of a response
 http_app.py     the routes

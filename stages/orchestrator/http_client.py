@@ -1,6 +1,6 @@
 """HTTP/1.1 requests to agents and engines, over connections that are kept for the next request.
 
-A connection is used for one host, port and TLS context, so for one agent; stage.py makes the sockets.  Bounded: those
+A connection is used for one host, port and TLS context, so for one agent; connecting.py opens it.  Bounded: those
 that wait for a request, in number and in time; those with a request are as many as the requests that are admitted.
 """
 
@@ -27,8 +27,8 @@ _IDEMPOTENT = ("GET", "HEAD", "DELETE")  # they may be sent again if their conne
 _TARGET = re.compile(r"/[!-~]*")
 _LINE = re.compile(rb"[^\r\n\0]+(?:\r\n[^\r\n\0]+)*\r\n\r\n")  # a head: each line ends, and none is empty
 
-Factory = Callable[[], asyncio.Protocol]
-Connect = Callable[[Factory, str, int, ssl.SSLContext | None], Awaitable[object]]
+Factory = Callable[[], Connection]
+Connect = Callable[[Factory, str, int, ssl.SSLContext | None], Awaitable[Connection]]
 
 
 class _Origin(NamedTuple):
@@ -50,7 +50,7 @@ class HttpClient:
     """A `Client`. Used in one event loop. `clock`: monotonic, s."""
 
     def __init__(self, connect: Connect, clock: Callable[[], float], tls: PeerTls | None = None) -> None:
-        """`connect(factory, host, port, context)`: open a connection, with a protocol of its own for each attempt.
+        """`connect(factory, host, port, context)`: open a connection, with one of `factory` for each attempt.
 
         It raises `OSError` or `TimeoutError`.
         """
@@ -125,7 +125,7 @@ class HttpClient:
     # ---------------------------------------------------------------- connections
 
     async def _make(self, peer: _Peer) -> Connection:
-        made: list[Connection] = []  # the last one is used: the end of an attempt must not end the next one
+        made: list[Connection] = []  # one for each attempt
 
         def make() -> Connection:
             made.append(Connection(self._keep, self._forget))
@@ -133,7 +133,7 @@ class HttpClient:
 
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._connect(make, *peer)
+                connection = await self._connect(make, *peer)
         except TimeoutError:
             raise Unreachable(f"no connection to {peer.host}:{peer.port} within {CONNECT_S:g} s") from None
         except (OSError, ValueError) as error:  # also ssl.SSLError, and UnicodeError of a name that is none
@@ -142,7 +142,6 @@ class HttpClient:
             for one in made:
                 one.abort()
             raise
-        connection = made[-1]
         if self._is_closed:
             connection.abort()
             raise Unreachable("the client was closed")

@@ -17,7 +17,6 @@ import logging
 import secrets
 import signal
 import socket
-import ssl
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -49,11 +48,12 @@ from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator import response_routes
 from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.connecting import connect
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import make_app
-from stages.orchestrator.http_client import CONNECT_S, Factory, HttpClient
+from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
@@ -84,7 +84,6 @@ CATALOG_S = 30.0  # between two reads of the catalog
 FIRST_CATALOG_S = 30.0  # for the first one to end: then models are placed without it
 CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
-NEXT_S = 0.3  # for an address of a host that has others
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -101,7 +100,7 @@ class OrchestratorStage:
         self._blobs: BlobStore = open_blobs(config)
         self.identity = f"{socket.gethostname()}-{bounds.port}"
         self._tls = open_tls(config.fleet.tls, "orchestrator")
-        self.client = HttpClient(_connect, time.monotonic, self._tls)
+        self.client = HttpClient(connect, time.monotonic, self._tls)
         self.metrics = Metrics("orchestrator", None)
         self.events = EventLog(time.time)
         self.registry = Registry(self._heartbeat, time.monotonic)
@@ -456,31 +455,6 @@ class OrchestratorStage:
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)
-
-
-async def _connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
-    """Connect to the first address of a host that answers. Raises `OSError`, `TimeoutError`."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(_address(info[4]) for info in found))
-    within_s = min(NEXT_S, CONNECT_S / len(addresses))
-    for number, address in enumerate(addresses, 1):
-        try:
-            async with asyncio.timeout(within_s if number < len(addresses) else None):  # the client has a bound, too
-                await loop.create_connection(
-                    factory, address, port, ssl=context, server_hostname=host if context is not None else None
-                )
-            return
-        except (OSError, TimeoutError):
-            if number == len(addresses):
-                raise
-
-
-def _address(found: tuple[Any, ...]) -> str:
-    """An IP address of `getaddrinfo`: a link-local one of IPv6 is that of one interface."""
-    if len(found) == 4 and found[3]:
-        return f"{found[0]}%{socket.if_indextoname(found[3])}"  # uvloop reads no number there
-    return str(found[0])
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:

@@ -8,17 +8,16 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.orchestrator import http_client, stage
+from stages.orchestrator import connecting, http_client
+from stages.orchestrator.connecting import connect
 from stages.orchestrator.engine_connection import MAX_EARLY_BYTES, MAX_UNREAD_BYTES, Connection
 from stages.orchestrator.http_client import Factory, HttpClient, request_head
 from stages.orchestrator.opening import Opening
-from stages.orchestrator.stage import _connect
 from stages.orchestrator.upstream import Answer, Unreachable, read_whole
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
@@ -31,7 +30,7 @@ MOST_RECEIVED = 256 << 10  # by one call of the event loop
 def patient() -> Iterator[None]:
     """A machine that stands still for some seconds makes no host unreachable."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (http_client, stage):
+        for module in (http_client, connecting):
             patch.setattr(module, "CONNECT_S", WAIT_S)
         yield
 
@@ -86,7 +85,7 @@ class Server:
 @contextlib.asynccontextmanager
 async def serving(server: Server) -> AsyncIterator[HttpClient]:
     """A client, and the server that it asks."""
-    client = HttpClient(_connect, time.monotonic)
+    client = HttpClient(connect, time.monotonic)
     listening = await asyncio.get_running_loop().create_server(lambda: Peer(server), "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
     try:
@@ -173,21 +172,16 @@ async def test_a_response_that_comes_before_its_request_is_read(sent: bytes, clo
             if closes:
                 transport.close()
 
-    async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
+    async def connect_late(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> Connection:
         """The connection is used when everything has come."""
-        made: list[Connection] = []
-
-        def make() -> asyncio.Protocol:
-            made.append(cast(Connection, factory()))
-            return made[-1]
-
-        await _connect(make, host, port, context)
-        while made[0].is_open and (closes or len(made[0]._early) < len(sent)):
+        made = await connect(factory, host, port, context)
+        while made.is_open and (closes or len(made._early) < len(sent)):
             await asyncio.sleep(0)
         has_come.set()
+        return made
 
     server = Server()
-    client = HttpClient(connect, time.monotonic)
+    client = HttpClient(connect_late, time.monotonic)
     listening = await asyncio.get_running_loop().create_server(lambda: Early(server), "127.0.0.1", 0)
     server.port = listening.sockets[0].getsockname()[1]
     asked = asyncio.ensure_future(ask(client, server))
@@ -379,7 +373,7 @@ async def test_a_large_request_is_sent_whole() -> None:
 async def test_a_host_that_takes_no_connection_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    client = HttpClient(_connect, time.monotonic)
+    client = HttpClient(connect, time.monotonic)
     for url in (f"http://127.0.0.1:{port}/", "ftp://127.0.0.1/", "http://", "http://a@127.0.0.1/", "http://[::1/"):
         with pytest.raises(Unreachable):
             await client.open("GET", url, {}, b"", agent_id="one")
@@ -397,7 +391,7 @@ async def test_a_host_that_takes_no_connection_is_unreachable() -> None:
     ],
 )
 async def test_a_request_that_cannot_be_sent_is_unreachable(url: str, headers: dict[str, str]) -> None:
-    client = HttpClient(_connect, time.monotonic)
+    client = HttpClient(connect, time.monotonic)
     with pytest.raises(Unreachable):
         await client.open("GET", url, headers, b"", agent_id="one")
     await client.close()
@@ -459,16 +453,17 @@ async def test_the_addresses_of_a_host_are_tried_in_turn(monkeypatch: pytest.Mon
 
 
 async def test_an_attempt_that_ends_late_does_not_end_the_next_one() -> None:
-    async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> None:
+    async def connect_twice(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> Connection:
         loop = asyncio.get_running_loop()
         first, _ = await loop.create_connection(factory, host, port)
-        await loop.create_connection(factory, host, port)
+        _, second = await loop.create_connection(factory, host, port)
         first.abort()
         await asyncio.sleep(0)  # its protocol receives the end
+        return second
 
     server = Server()
     async with serving(server):
-        client = HttpClient(connect, time.monotonic)
+        client = HttpClient(connect_twice, time.monotonic)
         assert await read_whole(await ask(client, server)) == b"hello"
         await client.close()
 
