@@ -12,7 +12,7 @@ MAX_DECISIONS = 2000  # requests; some 2 KiB each with four agents
 MAX_MOVES = 16  # of one request
 
 
-class AgentScore(msgspec.Struct, frozen=True, kw_only=True):
+class AgentScore(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An agent as routing saw it."""
 
     agent_id: str
@@ -26,7 +26,7 @@ class AgentScore(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why it is none
 
 
-class Choice(msgspec.Struct, kw_only=True):
+class Choice(msgspec.Struct, kw_only=True, gc=False):
     """One choice of an agent."""
 
     agent_id: str
@@ -36,7 +36,7 @@ class Choice(msgspec.Struct, kw_only=True):
     scores: tuple[AgentScore, ...]
 
 
-class PageTransfer(msgspec.Struct, kw_only=True):
+class PageTransfer(msgspec.Struct, kw_only=True, gc=False):
     """What was done with the KV pages of a request that moves."""
 
     source: str  # agents
@@ -50,7 +50,7 @@ class PageTransfer(msgspec.Struct, kw_only=True):
     took_s: float = 0.0
 
 
-class Decision(msgspec.Struct, kw_only=True):
+class Decision(msgspec.Struct, kw_only=True, gc=False):
     """All choices of one request."""
 
     request_id: str

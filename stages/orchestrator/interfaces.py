@@ -41,7 +41,7 @@ class NodeView(msgspec.Struct, frozen=True, kw_only=True):
 RoutingTable = Sequence[NodeView]
 
 
-class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True):
+class RoutedRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What routing uses of a request. It has no text: `blocks` are hashes."""
 
     request_id: str

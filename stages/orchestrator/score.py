@@ -33,7 +33,7 @@ class Weights(NamedTuple):
     delta: float = 1.0  # transfer
 
 
-class Terms(msgspec.Struct, frozen=True):
+class Terms(msgspec.Struct, frozen=True, gc=False):
     """The terms of one agent, s."""
 
     cache_level_s: float = 0.0
