@@ -35,9 +35,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @contextmanager
-def engine(path: Path, kv_cache_mb: int, caching: bool = True) -> Iterator[Embedded]:
-    config = resolve({"scheduler": {"max_step_tokens": 128}, "cache": {"enabled": caching}}, {})
-    how: dict[str, Any] = {"kv_cache_mb": kv_cache_mb, "ranks": 2, "page_tokens": PAGE_TOKENS}
+def engine(
+    path: Path, kv_cache_mb: int, caching: bool = True, kv_type: str = "f16", step_tokens: int = 128
+) -> Iterator[Embedded]:
+    config = resolve({"scheduler": {"max_step_tokens": step_tokens}, "cache": {"enabled": caching}}, {})
+    how: dict[str, Any] = {"kv_cache_mb": kv_cache_mb, "kv_type": kv_type, "ranks": 2, "page_tokens": PAGE_TOKENS}
     with Embedded.load(path, config=config, max_batch_size=4, **how) as loaded:
         yield loaded
         assert loaded._parts is not None
@@ -112,3 +114,24 @@ def test_long_sequences_run_at_once_that_did_not_fit(model: Path) -> None:
         assert tokens == expected
         assert most > room
         assert preemptions == 0
+
+
+@pytest.mark.parametrize(("kv_type", "kv_cache_mb"), [("int8", 3), ("f32", 6)])
+def test_other_kv_types_give_the_bytes_of_pages_with_all_layers(model: Path, kv_type: str, kv_cache_mb: int) -> None:
+    """Alone and among others, in chunks of other lengths, and over pages that were released, evicted or cached."""
+    n = 60
+    prompts = [PROMPT, PROMPT[300:], PROMPT[900:]]
+    with one_group(), engine(model, 4 * kv_cache_mb, False, kv_type) as loaded:
+        expected = [run(loaded, prompt, n)[0] for prompt in prompts]
+        more, _, _ = run(loaded, PROMPT + expected[0] + [7] * 40, n)
+    with engine(model, kv_cache_mb, True, kv_type, step_tokens=71) as loaded:
+        assert loaded.stats().kv_pages < GROUPS.n_pages((len(PROMPT) + n) // PAGE_TOKENS)
+        assert run(loaded, PROMPT, n)[0] == expected[0]
+        again, cached, _ = run(loaded, PROMPT + expected[0] + [7] * 40, n)
+        assert again == more
+        assert cached == (len(PROMPT) + n - 1) // PAGE_TOKENS * PAGE_TOKENS
+    with engine(model, 2 * kv_cache_mb, True, kv_type) as loaded:
+        requests = [loaded.submit(prompt, max_tokens=n, seed=3, ignore_eos=True) for prompt in prompts]
+        while not all(loaded.poll(one).finish_reason for one in requests):
+            loaded.step()
+        assert [list(loaded.release(one).tokens) for one in requests] == expected

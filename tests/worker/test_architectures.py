@@ -68,13 +68,16 @@ def test_kernels_equal_the_reference(tiny_gguf: TinyGguf, ingested: Ingested, tm
     assert same_bytes(kernel_logits(index, tmp_path, tokens, chunk=1, ranks=2), expected), "by single positions"
 
 
+@pytest.mark.parametrize("kv_type", ["int8", "f32"])
 @pytest.mark.parametrize("shape", ["gemma2", "gemma3", "qwen3"])
-def test_kernels_equal_the_reference_with_an_int8_cache(
-    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str
+def test_kernels_equal_the_reference_with_other_kv_types(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, shape: str, kv_type: str
 ) -> None:
-    path, tokens = tiny_gguf(shape, "Q4_K_M"), prompt(shape)[:80]
-    expected = ExactSequence(ExactModel(path), "int8").extend(tokens)
-    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, "int8", chunk=33), expected)
+    path, tokens = tiny_gguf(shape, "Q4_K_M"), prompt(shape)
+    expected = ExactSequence(ExactModel(path), kv_type).extend(tokens)
+    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk=60), expected)
+    found = kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk=33, ranks=2, others=5)
+    assert same_bytes(found, expected), "among others"
 
 
 @pytest.mark.timeout(900)  # it may have to compile every kernel for another CPU
