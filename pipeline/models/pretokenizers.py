@@ -88,25 +88,36 @@ _DEEPSEEK_LLM = (
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")
 
 
-def _deepseek_at_once(words: str, marks: str, digits: str, gap: str) -> str:
+def _deepseek_at_once(words: str, marks: str, digits: str, has_gaps: bool) -> str:
     """Return one pattern for DeepSeek's, which are applied one after the other.
 
     words, marks: the insides of two classes; runs of each begin with the white space in front, and the second class
     also cuts the runs of the first.  Characters of `_CJK` and numbers are cut out of all pieces, so that white space
-    in front of them is a piece of its own.  digits: how many numbers are a piece.  gap: white space that is a piece.
+    in front of them is a piece of its own.  digits: how many numbers are a piece.  has_gaps: white space at the end of
+    what no run of words or marks has is a piece.
+
+    Alternatives begin with a class, which Python's `re` compares before it tries one, and no run is given up to try a
+    shorter one: a long run of white space takes time in proportion to its length.
     """
     cjk = _CJK[1:-2].partition("&&")[0]
     space, number = r"[\s&&[^\r\n]]", r"\p{N}"
-    both, first, second = f"[[{words}]&&[{marks}]]", f"[[{words}]&&[^{marks}]]", f"[[{marks}]&&[^{words}]]"
-    runs = [f"{space}?[{one}&&[^{cjk}]]+" for one in (both, first, second)]
-    runs += [f"{space}(?=[{one}&&[{cjk}]])" for one in (both, first, second)]
-    runs += [f"[{one}&&[{cjk}]]+" for one in (both, first, second)]
-    others = rf"[{cjk}&&[^\s{words}{marks}{number}]]+|[{number}&&[{cjk}]]{digits}|[{number}&&[^{cjk}]]{digits}"
-    return r"[\r\n]|" + "|".join(runs) + f"|{gap}{others}"
+    sets = f"[{words}]&&[{marks}]", f"[{words}]&&[^{marks}]", f"[{marks}]&&[^{words}]"
+    runs = [f"[[{one}]&&[^{cjk}]]" for one in sets]
+    cjk_runs = [f"[[{one}]&&[{cjk}]]" for one in sets]
+    behind_space = "|".join([*(f"{run}++" for run in runs), *(f"(?={run})" for run in cjk_runs)])
+    parts = [r"[\r\n]", *(f"{run}{run}*+" for run in runs), f"{space}(?:{behind_space})"]
+    parts += [f"{run}{run}*+" for run in cjk_runs]
+    if has_gaps:
+        both = f"[{words}{marks}]"
+        parts.append(rf"{space}{space}*+(?=[\r\n]|\z)|{space}(?={space}*+{both}){space}*(?={space})")
+        # What no pattern matches: other characters, and white space in front of them or of what has none in front.
+        other = rf"[^\s{words}{marks}{number}{cjk}]"
+        parts.append(rf"(?:{other}++|{space}++(?=[^\s{words}{marks}]))++")
+    others = [rf"[{cjk}&&[^\s{words}{marks}{number}]]", rf"[{number}&&[{cjk}]]", rf"[{number}&&[^{cjk}]]"]
+    parts += [f"{others[0]}{others[0]}*+", *(f"{one}{digits}" for one in others[1:])]
+    return "|".join(parts)
 
 
-# White space at the end of what no run of words or marks has.
-_DEEPSEEK_GAP = rf"[\s&&[^\r\n]]+(?=[\s&&[^\r\n]][{_characters(_CASED)}{_DEEPSEEK_PUNCTUATION}]|[\r\n]|\z)|"
 _ASCII_PUNCTUATION = r"""[!"#$%\&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 _MARKED_WORDS = _ASCII_PUNCTUATION + r"[A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 _DEEPSEEK3 = (r"\p{N}{1,3}", _KANA_AND_HAN, _MARKED_WORDS + r"[\r\n]*|" + _SPACES)
@@ -221,9 +232,9 @@ _GROUPS: dict[PreTokenizer, str] = {
     PreTokenizer((r"[^\n]+|\n+", _QWEN2)): "laguna",
     PreTokenizer((r"\p{N}{1,3}", _QWEN2.replace(r"\p{N}|", r"\p{N}+|")), whole_pieces=True): "minicpm5",
     PreTokenizer(
-        _DEEPSEEK_LLM, at_once=_deepseek_at_once(_characters(_CASED), _DEEPSEEK_PUNCTUATION, "+", _DEEPSEEK_GAP)
+        _DEEPSEEK_LLM, at_once=_deepseek_at_once(_characters(_CASED), _DEEPSEEK_PUNCTUATION, "+", True)
     ): "deepseek-llm",
-    PreTokenizer(_DEEPSEEK_CODER, at_once=_deepseek_at_once(r"\p{L}", r"\p{P}", "", "")): "deepseek-coder",
+    PreTokenizer(_DEEPSEEK_CODER, at_once=_deepseek_at_once(r"\p{L}", r"\p{P}", "", False)): "deepseek-coder",
     PreTokenizer(_DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
     PreTokenizer(_SPARK): "spark2_5",
     PreTokenizer((_YOUTU_SCRIPTS, _YOUTU_WORDS), whole_pieces=True): "youtu",

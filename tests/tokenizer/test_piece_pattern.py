@@ -74,6 +74,16 @@ def test_long_runs_take_time_in_proportion_to_their_length(name: str, unit: str)
     assert time.thread_time() - begin <= 5
 
 
+@pytest.mark.parametrize("name", PRES)
+@pytest.mark.parametrize("end", ["1", "日", "\u200b"])
+def test_white_space_takes_time_in_proportion_to_its_length(name: str, end: str) -> None:
+    """Also in front of what does not join it."""
+    text = " " * 16_000 + end
+    begin = time.thread_time()
+    assert sum(piece_pattern(PRES[name]).lengths([text])) == len(text)
+    assert time.thread_time() - begin <= 5
+
+
 def test_classes_are_those_of_the_library() -> None:
     begins, classes = runs()
     found = np.repeat(classes, np.diff(np.append(begins, CODE_POINTS)))
