@@ -6,9 +6,9 @@ Merges therefore cross every place where a pre-tokenizer may split, so that a wr
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
 from functools import cache
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 from pipeline.models.vocabularies import SPACE, byte_name
@@ -22,19 +22,39 @@ CONTROL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 USER_DEFINED = ("<tool>", "[INST]")
 
 
-def _merges(texts: Sequence[list[str]], count: int) -> list[tuple[str, str]]:
-    """Return the merges of byte-pair encoding, most frequent pairs first."""
-    words, merges = [list(text) for text in texts], []
-    for _ in range(count):
-        pairs = Counter(pair for word in words for pair in pairwise(word))
-        left, right = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append((left, right))
-        for word in words:
+@cache
+def _merges(texts: tuple[str, ...], count: int) -> list[tuple[str, str]]:
+    """Return the merges of byte-pair encoding, most frequent pairs first. Stored: many specs have the same texts."""
+    words = [list(text) for text in texts]
+    counts = Counter(pair for word in words for pair in pairwise(word))
+    places: defaultdict[tuple[str, str], set[int]] = defaultdict(set)  # words that have, or had, a pair
+    for i, word in enumerate(words):
+        for pair in pairwise(word):
+            places[pair].add(i)
+    heap = [(-n, pair) for pair, n in counts.items()]
+    heapify(heap)
+    merges: list[tuple[str, str]] = []
+    while len(merges) < count:
+        negative, merged = heappop(heap)
+        if counts[merged] != -negative:
+            continue  # its count has changed, and it is in the heap with the new one
+        merges.append(merged)
+        changes: Counter[tuple[str, str]] = Counter()
+        for i in places.pop(merged):
+            word = words[i]
+            changes.subtract(pairwise(word))
             at = 0
             while at + 1 < len(word):
-                if word[at] == left and word[at + 1] == right:
-                    word[at : at + 2] = [left + right]
+                if word[at] == merged[0] and word[at + 1] == merged[1]:
+                    word[at : at + 2] = [merged[0] + merged[1]]
                 at += 1
+            changes.update(pairwise(word))
+            for pair in pairwise(word):
+                places[pair].add(i)
+        for pair, change in changes.items():
+            if change:
+                counts[pair] += change
+                heappush(heap, (-counts[pair], pair))
     return merges
 
 
@@ -44,15 +64,14 @@ def byte_level_spec(pre: str = "gpt-2") -> TokenizerSpec:
     stand_in = {byte: character for character, byte in byte_alphabet().items()}
     # Parts of numbers, white space and capitals, which the written lines have few of.
     extra = ["12 123 1234 12345 1 22 333 4444 123,456", "a  b   c    d\n\n\n e\t\tf \n  g", "ABC aB Ab É é's 'S'LL 'll"]
-    texts = [[stand_in[byte] for byte in line.encode()] for line in [*written(), *extra * 4]]
-    merges = _merges(texts, 600)
-    merges += [
+    texts = tuple("".join(stand_in[byte] for byte in line.encode()) for line in [*written(), *extra * 4])
+    added = [
         (one, other)
         for one in map(stand_in.get, b" 1'\nA")
         for other in map(stand_in.get, b" 12sa\n!")
         if one and other
     ]
-    merges = list(dict.fromkeys(merges))
+    merges = list(dict.fromkeys([*_merges(texts, 600), *added]))
     tokens = [*CONTROL, *USER_DEFINED, *stand_in.values(), *(left + right for left, right in merges)]
     types = [3] * len(CONTROL) + [4] * len(USER_DEFINED)
     tokens = list(dict.fromkeys(tokens))
@@ -65,7 +84,7 @@ def byte_level_spec(pre: str = "gpt-2") -> TokenizerSpec:
 @cache
 def sentencepiece_spec(add_space_prefix: bool = True) -> TokenizerSpec:
     """A SentencePiece vocabulary in which scores repeat, pieces overlap, and most characters are bytes."""
-    texts = [list((" " + line).replace(" ", SPACE)) for line in [*written(), "aaaaaaa      bbbbb ababab"] * 2]
+    texts = tuple((" " + line).replace(" ", SPACE) for line in [*written(), "aaaaaaa      bbbbb ababab"] * 2)
     merges = _merges(texts, 500)
     frequent = [c for c, n in Counter(c for text in texts for c in text).most_common(120) if n > 2 and c != "\n"]
     pieces = dict.fromkeys([*frequent, *(left + right for left, right in merges), "aaa", "aa", SPACE * 3, SPACE * 4])
@@ -129,7 +148,7 @@ def unigram_spec(
     inner: with tokens that have spaces behind and between letters.
     """
     lines = [(" " + line).replace(" ", SPACE) for line in [*written(), "aaaaaaa      bbbbb ababab"] * 2]
-    texts = [list(part) for line in lines for part in ([line] if inner else re.findall(f"{SPACE}?[^{SPACE}]+", line))]
+    texts = tuple(part for line in lines for part in ([line] if inner else re.findall(f"{SPACE}?[^{SPACE}]+", line)))
     merges = _merges(texts, 500)
     frequent = [c for c, n in Counter(c for text in texts for c in text).most_common(120) if n > 2 and c != "\n"]
     pieces = dict.fromkeys([*frequent, *(left + right for left, right in merges), "aaa", "aa", "日本", "日本語", "バ"])
