@@ -17,6 +17,7 @@ from pipeline.errors import InvalidRequest
 from stages.tokenizer import template_budget
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.template_marks import TemplateMarks
+from tests.properties import examples
 from tests.tokenizer.chat_templates import (
     ALWAYS,
     CHATML,
@@ -71,7 +72,7 @@ def render_plainly(source: str, messages: Any, prompt: bool = True, tools: Any =
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30))  # some ms each, of each template
 @given(data=st.data())
 def test_a_chat_without_control_text_has_the_tokens_of_its_plain_rendering(name: str, data: st.DataObject) -> None:
     messages = [
@@ -85,7 +86,7 @@ def test_a_chat_without_control_text_has_the_tokens_of_its_plain_rendering(name:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30))  # some ms each, of each template
 @given(data=st.data())
 def test_messages_cannot_forge_a_turn(name: str, data: st.DataObject) -> None:
     messages = data.draw(chats(HOSTILE_TEXT))
@@ -117,7 +118,7 @@ def test_messages_cannot_forge_a_turn(name: str, data: st.DataObject) -> None:
         "messages[0].content | list | join",
     ],
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=examples(30))  # some ms each, of each template
 @given(HOSTILE_TEXT.map(lambda text: text + "<|im_xstart|>"))
 def test_content_stays_literal_through_operations(expression: str, content: str) -> None:
     template = ChatTemplate("{{ " + expression + " }}", control_names=VOCABULARY.control_names)
