@@ -41,25 +41,36 @@ def test_every_shape_and_cache(
     assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk=33, ranks=2), expected)
 
 
-@pytest.mark.parametrize(("chunk", "ranks"), [(1, 2), (64, 1)])
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
-def test_across_kv_splits(
-    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, kv_type: str, chunk: int, ranks: int
-) -> None:
+def test_across_kv_splits(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, kv_type: str) -> None:
     """530 positions are three KV splits; by single positions, splits are separate units of work."""
     path = tiny_gguf("grouped", "Q4_1")
     tokens = np.random.default_rng(3).integers(0, 515, 530)
     expected = ExactSequence(ExactModel(path), kv_type).extend(tokens)
-    assert same_bytes(kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk, ranks), expected)
+    for chunk, ranks in ((1, 2), (64, 1)):
+        found = kernel_logits(ingested(path), tmp_path, tokens, kv_type, chunk, ranks)
+        assert same_bytes(found, expected), (chunk, ranks)
 
 
 # ------------------------------------------------------------------ the demo model
 
 
-def test_demo_model_equals_the_exact_reference(demo_gguf: Path, ingested: Ingested, tmp_path: Path) -> None:
-    tokens = reference.load().tokens[:24]
-    expected = ExactSequence(ExactModel(demo_gguf)).extend(tokens)
-    assert same_bytes(kernel_logits(ingested(demo_gguf), tmp_path, tokens, chunk=17), expected)
+@pytest.fixture(scope="module")
+def exact_demo(demo_gguf: Path) -> ExactModel:
+    """Unpacks its matrices once."""
+    return ExactModel(demo_gguf)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "int8"])
+def test_demo_model_equals_the_exact_reference(
+    demo_gguf: Path, exact_demo: ExactModel, ingested: Ingested, tmp_path: Path, kv_type: str
+) -> None:
+    """And the exact reference is near the engine, on the first positions only, where the mean NLL is noise."""
+    facts = reference.load()
+    expected = ExactSequence(exact_demo, kv_type).extend(facts.tokens[:24])
+    assert reference.distance(expected, facts).mean_kl <= 0.004
+    found = kernel_logits(ingested(demo_gguf), tmp_path, facts.tokens[:24], kv_type, chunk=17)
+    assert same_bytes(found, expected)
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
