@@ -13,15 +13,21 @@ export PYTHON ?=
 ARGS ?=
 # Slow tests that start no server: they compute, and run on all cores.
 KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
-# Slow tests whose servers may wait for a core, as runs beside other work have shown: two files at a time, because much
-# of their time is spent waiting. Those that take longest come first, so that neither process ends long before the other.
-SERVER_TESTS := $(patsubst %,tests/e2e/test_%.py,constraints cache compatibility adapters damaged_weights phase_matrix \
-  architectures draft_model models serving tcp_edges reasoning bert sentencepiece embeddings gateway_death \
-  shared_directories tool_calls metric_names sessions embedded) \
-  tests/kv/test_audit.py tests/kv/test_clear.py tests/kv/test_clock_jump.py tests/kv/test_disk_faults.py \
-  tests/kv/test_process.py tests/kv/test_slow_disk.py tests/pipeline/test_supervisor.py tests/scheduler/test_stage.py \
-  tests/gateway/test_adapter_endpoints.py tests/gateway/test_hostile_bodies.py tests/gateway/test_openapi.py \
-  tests/embedded/test_embedded.py tests/starling/test_pull.py tests/starling/test_pull_safetensors.py
+# Slow tests that run alone: they compare speeds, shares of cores or of memory, compile at the lowest priority, write to
+# the checkout, have failed beside other work, or need programs that most machines lack.
+ALONE_TESTS := $(patsubst %,tests/e2e/test_%.py,dashboards first_seconds memory model_weights readiness small_shm) \
+  $(patsubst %,tests/fleet/test_%.py,election hosts kernel_build kubernetes llama_server ray signed_s3 vllm) \
+  $(patsubst %,tests/docs/test_%.py,compose compose_key container debian_package deploy) \
+  tests/tools/test_bench.py tests/web/%
+# All other slow tests, whose servers may wait for a core: two files at a time, because much of their time is spent
+# waiting. Those that take longest come first, so that neither process ends long before the other.
+LONGEST_TESTS := tests/fleet/test_session_moves.py tests/docs/test_commands.py tests/tools/test_bench_fleet.py \
+  $(patsubst %,tests/e2e/test_%.py,chaos reload constraints phase_matrix kill_matrix run fleet_up cache \
+  compatibility prompt_logprobs adapters window_deaths on_demand damaged_weights full_disk architectures draft_model \
+  models serving tcp_edges)
+SLOW_TESTS = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.slow' tests))
+SERVER_TESTS = $(LONGEST_TESTS) $(filter-out $(addsuffix /%,$(KERNEL_TESTS) tests/clients) $(ALONE_TESTS) \
+  $(LONGEST_TESTS),$(SLOW_TESTS))
 # Of `make api-examples` and `make schema-check`: a server that runs.
 URL ?=
 # Of `make schema-check`: a folder of JSON Schemas, such as `data` of a checkout of guidance-ai/jsonschemabench.
@@ -52,9 +58,10 @@ test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow --durations=5 \
-	  $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]
-	@$(BIN)/python -m pytest -q -m slow --durations=10 $(addprefix --ignore=,$(KERNEL_TESTS) $(SERVER_TESTS)) $(ARGS)
+	@# A short folder: it is in the paths of sockets, which have at most 107 bytes. It stays if a test fails.
+	@folder=$$(mktemp -d -t s.XXXXXX); $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow \
+	  --durations=10 --basetemp=$$folder/t $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]; chmod -R u+rwX $$folder; rm -rf $$folder
+	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS)
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
 # the machine's in both. The first run compiles the kernels, which takes too long in the emulator.
