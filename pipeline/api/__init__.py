@@ -16,6 +16,8 @@ request_name.py        id, time and seed that the sender gives a request
 output_tokens.py       how an answer goes on at another engine from its tokens
 output_text.py         and at one that is not ours, from its text
 response_object.py     responses of OpenAI's Responses API as objects, and the messages that they become
+conversation_object.py conversations as objects, their bounds, and the messages of their items
+idempotency_key.py     keys of repetitions, and the digest of a body
 response_context.py    how an orchestrator gives an engine the conversation before a request
 item_pages.py          lists in pages
 json_prefix.py         JSON while it is being generated, and the whole value of one that was cut off

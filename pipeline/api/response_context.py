@@ -39,6 +39,7 @@ class KeptResponse(msgspec.Struct, array_like=True, frozen=True):
 
     conversation: bytes  # MessagePack, messages of the chat template without instructions, with the answer's
     inputs: bytes  # JSON, the items of the input
+    digest: bytes = b""  # of the body of a request with an Idempotency-Key; b"" also from older releases
 
 
 def encode_kept(kept: KeptResponse) -> bytes:

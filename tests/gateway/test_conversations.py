@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.conversation_object import MAX_ITEMS, Conversation, TooLargeError
 from pipeline.api.requests.conversations import ConversationItem
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as stored
-from stages.gateway.requests.stored_conversations import Conversation
 from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL
@@ -352,11 +352,11 @@ def test_bounds_of_conversations_and_responses_together() -> None:
         store.put(response, again.set_result)  # by a successor
         assert await again is None
         assert await store.transact(lambda db, now: len(stored.messages(db, "a", "c1"))) == 2
-        with pytest.raises(stored.TooLargeError, match="tenant_mb"):
+        with pytest.raises(TooLargeError, match="tenant_mb"):
             await make(store, "huge", item("i1", MIB + 1))
         assert await names(store, "huge") == []
-        with pytest.raises(stored.TooLargeError, match="at most 4096"):
-            await make(store, "many", *(item(f"i{i}", 1) for i in range(stored.MAX_ITEMS + 1)))
+        with pytest.raises(TooLargeError, match="at most 4096"):
+            await make(store, "many", *(item(f"i{i}", 1) for i in range(MAX_ITEMS + 1)))
         large: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         store.put(response._replace(id="r2", added=(item("i3", MIB),)), large.set_result)
         error = await large

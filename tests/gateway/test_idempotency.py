@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.idempotency_key import read_key
 from pipeline.errors import Conflict, InvalidRequest, Overloaded
-from stages.gateway.requests.idempotency import KEY_BYTES, Claim, IdempotencyKeys, read_key
+from stages.gateway.requests.idempotency import KEY_BYTES, Claim, IdempotencyKeys
 from stages.gateway.requests.spec import RequestSpec
 from tests.gateway.request_states import make_spec
 

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pipeline.api import response_context
+from pipeline.api.idempotency_key import body_digest
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.response_context import KeptResponse, decode_kept, read_kept
 from tests.gateway.response_bodies import CUT, assembled, parse_events, prompt, said
@@ -71,6 +72,18 @@ def test_a_stream_has_it_before_its_last_event(server: Server) -> None:
 def test_what_is_not_stored_has_no_record(server: Server) -> None:
     answer = sent(server, said("Hello", store=False), [])
     assert answer.json["status"] == "completed" and response_context.KEPT_HEADER not in answer.headers
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_the_sender_keeps_the_conversation(server: Server, is_stored: bool) -> None:
+    """It is none of this server, which adds nothing to it, and takes further requests for it."""
+    body = said("Hello", store=is_stored, conversation="conv_elsewhere")
+    response, kept = whole(sent(server, body, **{"Idempotency-Key": f"conversation-{is_stored}"}))
+    assert (response["conversation"], response["store"]) == ({"id": "conv_elsewhere"}, is_stored)
+    assert prompt(server).index("please say Ada") < prompt(server).index("please say Hello")
+    assert len(json.loads(kept.inputs)) == 1
+    assert kept.digest == body_digest("responses", "", json.dumps(body).encode())
+    assert whole(sent(server, said("More", conversation="conv_elsewhere")))[1].digest == b""
 
 
 def test_the_sender_runs_what_is_in_the_background(server: Server) -> None:

@@ -183,11 +183,11 @@ def _usage(request: RequestState) -> dict[str, Any]:
 def kept_record(request: RequestState) -> bytes:
     """Return what an orchestrator stores with the answer of a request; b"": nothing."""
     fields = request.spec.generation.response
-    if not fields or not fields.is_kept_elsewhere or not fields.is_stored:
+    if not fields or not fields.is_kept_elsewhere or not (fields.is_stored or fields.conversation_id):
         return b""
     conversation = [*fields.conversation, answer_message(response_object(request)["output"])]
     inputs = to_json([msgspec.Raw(item.item) for item in input_items(fields, request.id)])
-    return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs))
+    return encode_kept(KeptResponse(msgspec.msgpack.encode(conversation), inputs, request.spec.body_digest))
 
 
 class ResponsesFormatter:

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
+from pipeline.api.conversation_object import Conversation, TooLargeError, deleted_body, missing, missing_item
 from pipeline.api.item_pages import list_body, page_body, read_page, unknown_after
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.conversations import ID_PREFIX, ConversationItem, NewConversation
-from pipeline.errors import InvalidRequest, NotFound
+from pipeline.errors import NotFound
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
 from stages.gateway.http.request_body import read_body
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests import stored_conversations as stored
-from stages.gateway.requests.stored_conversations import Conversation, TooLargeError
 
 if TYPE_CHECKING:
     import sqlite3
 
 T = TypeVar("T")
-
-
-def _missing(name: str) -> NoReturn:
-    raise NotFound(f"there is no conversation {name[:80]!r}; it was deleted, or has expired")
-
-
-def _missing_item(name: str, item_id: str) -> NoReturn:
-    raise NotFound(f"conversation {name[:80]!r} has no item {item_id[:80]!r}")
 
 
 def _named(new: NewConversation) -> list[ConversationItem]:
@@ -45,13 +37,13 @@ async def _transact(
 
     def run(db: sqlite3.Connection, now: float) -> T:
         if name and stored.find(db, tenant, name, now) is None:
-            _missing(name)
+            raise missing(name)
         return job(db, now, tenant, name)
 
     try:
         return await store.transact(run, tenant if writes else "")
     except TooLargeError as error:
-        raise InvalidRequest(f"the items do not fit into the conversation: {error}", "items") from None
+        raise error.of_items() from None
 
 
 def _add(request: web.Request, items: list[ConversationItem]) -> Callable[[sqlite3.Connection, float, str, str], None]:
@@ -89,7 +81,10 @@ async def get(request: web.Request) -> web.StreamResponse:
 
 
 def _found(db: sqlite3.Connection, now: float, tenant: str, name: str) -> Conversation:
-    return stored.find(db, tenant, name, now) or _missing(name)
+    found = stored.find(db, tenant, name, now)
+    if found is None:
+        raise missing(name)
+    return found
 
 
 async def update(request: web.Request) -> web.StreamResponse:
@@ -114,8 +109,7 @@ async def delete(request: web.Request) -> web.StreamResponse:
 
     with request.app[SERVICE].in_flight.counted(request[PRINCIPAL]):
         await _transact(request, job)
-    answer = {"id": request.match_info["id"], "object": "conversation.deleted", "deleted": True}
-    return await send_body(request, to_json(answer))
+    return await send_body(request, deleted_body(request.match_info["id"]))
 
 
 async def list_items(request: web.Request) -> web.StreamResponse:
@@ -148,7 +142,10 @@ async def get_item(request: web.Request) -> web.StreamResponse:
     item_id = request.match_info["item"]
 
     def job(db: sqlite3.Connection, now: float, tenant: str, name: str) -> bytes:
-        return stored.item(db, tenant, name, item_id) or _missing_item(name, item_id)
+        found = stored.item(db, tenant, name, item_id)
+        if found is None:
+            raise missing_item(name, item_id)
+        return found
 
     with request.app[SERVICE].in_flight.counted(request[PRINCIPAL]):
         return await send_body(request, await _transact(request, job))
@@ -160,7 +157,7 @@ async def delete_item(request: web.Request) -> web.StreamResponse:
 
     def job(db: sqlite3.Connection, now: float, tenant: str, name: str) -> Conversation:
         if not stored.delete_item(db, tenant, name, item_id):
-            _missing_item(name, item_id)
+            raise missing_item(name, item_id)
         return _found(db, now, tenant, name)
 
     with request.app[SERVICE].in_flight.counted(request[PRINCIPAL]):

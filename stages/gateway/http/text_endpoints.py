@@ -19,6 +19,8 @@ from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api import response_context, session_header, sse
+from pipeline.api.idempotency_key import HEADER as IDEMPOTENCY_KEY
+from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.output_tokens import OUTPUT, RELAY
 from pipeline.api.request_name import HEADER as NAME
@@ -57,8 +59,6 @@ from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
-from stages.gateway.requests.idempotency import HEADER as IDEMPOTENCY_KEY
-from stages.gateway.requests.idempotency import read_key
 from stages.gateway.requests.readers import FanOutSink
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
@@ -131,7 +131,7 @@ async def _handle_keyed(
     with slot(request[PRINCIPAL]):
         service.admission.charge_attempt(caller)
         coding = ", ".join(request.headers.getall("Content-Encoding", []))
-        digest = hashlib.sha256(f"{endpoint.name}\n{coding}\n".encode())
+        digest = hashlib.sha256(digest_head(endpoint.name, coding))
         generation = _marked(request, await read_body(request, config, endpoint.name, on_part=digest.update))
         claim, is_new = await keys.claim(caller.tenant, key, digest.digest())
         if is_new:

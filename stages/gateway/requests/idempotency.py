@@ -13,27 +13,14 @@ The clock is injected; `on_drop(request_id)` is called for each answer that need
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
-from pipeline.errors import Conflict, InvalidRequest, Overloaded
+from pipeline.api.idempotency_key import HEADER, other_body
+from pipeline.errors import Overloaded
 from stages.gateway.requests.spec import RequestSpec
 
-HEADER = "Idempotency-Key"
 KEY_BYTES = 512  # estimated size of a key in the table, beside its answer
-_KEY = re.compile(r"[!-~]{1,128}")
-
-
-def read_key(given: str | None) -> str:
-    """Return the value of the header; "" without one. Raises `InvalidRequest`."""
-    if given is None:
-        return ""
-    if not _KEY.fullmatch(given):
-        raise InvalidRequest(
-            f"{HEADER} is {given[:80]!r}; it must have 1 to 128 printable ASCII characters and no space", HEADER
-        )
-    return given
 
 
 class Claim:
@@ -80,11 +67,7 @@ class IdempotencyKeys:
         """
         while (held := self._claims.get((tenant, key))) is not None:
             if held.digest != digest:
-                raise Conflict(
-                    f"{HEADER} {key!r} was sent with another body or to another endpoint before; "
-                    f"send the same bytes again, or use a new key",
-                    HEADER,
-                )
+                raise other_body(key)
             if held.request_id:
                 self.attached += 1
                 return held, False

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pipeline.api.conversation_object import joined, missing
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
-from pipeline.api.requests.response_items import add_message
 from pipeline.api.response_object import (
     answer_items,
     answer_message,
@@ -122,11 +122,8 @@ class Responses:
 
         found = await self.store.transact(read)
         if found is None:
-            raise NotFound(f"there is no conversation {name[:80]!r}; it was deleted, or has expired", "conversation")
-        joined: list[dict[str, Any]] = []
-        for message in found:
-            add_message(joined, message)
-        return joined
+            raise missing(name, "conversation")
+        return joined(found)
 
     def _check_background(self, tenant: str) -> None:
         running = Counter(r.spec.tenant for r in self._requests() if r.spec.generation.is_in_background)

@@ -11,17 +11,16 @@ again has no effect, so that an answer that is finished by the successor of this
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pipeline.api.conversation_object import CONVERSATION_BYTES, Conversation, check_bounds
 from pipeline.api.requests.conversations import ENTRY_BYTES, ConversationItem
 
 if TYPE_CHECKING:
     import sqlite3
 
-MAX_ITEMS = 4096  # of a conversation
-CONVERSATION_BYTES = 4096  # of a conversation without items: bounds how many a tenant has
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (tenant TEXT NOT NULL, id TEXT NOT NULL, created INTEGER NOT NULL,
   used REAL NOT NULL, ends REAL NOT NULL, size INTEGER NOT NULL, metadata BLOB NOT NULL, PRIMARY KEY (tenant, id));
@@ -33,28 +32,6 @@ TRIGGERS = """
 CREATE TRIGGER IF NOT EXISTS conversation_items AFTER DELETE ON conversations BEGIN
   DELETE FROM items WHERE tenant = OLD.tenant AND conversation = OLD.id; END;
 """
-
-
-class Conversation(NamedTuple):
-    """A conversation without its items."""
-
-    id: str
-    created: int  # s since 1970
-    metadata: bytes  # JSON
-
-    @property
-    def shown(self) -> dict[str, Any]:
-        """As clients see it."""
-        return {
-            "id": self.id,
-            "object": "conversation",
-            "created_at": self.created,
-            "metadata": msgspec.Raw(self.metadata),
-        }
-
-
-class TooLargeError(Exception):
-    """A conversation cannot have so many items, or so many bytes."""
 
 
 def create(db: sqlite3.Connection, tenant: str, made: Conversation, now: float, ttl_s: float) -> None:
@@ -110,10 +87,7 @@ def add(
         values = (*where, last + 1, item.id, item.item, message)
         if db.execute("INSERT OR IGNORE INTO items VALUES (?, ?, ?, ?, ?, ?)", values).rowcount:
             last, count, size = last + 1, count + 1, size + item.size
-    if count > MAX_ITEMS:
-        raise TooLargeError(f"it would have {count} items; at most {MAX_ITEMS} are allowed")
-    if size > max_bytes:
-        raise TooLargeError(f"it would have {size} bytes, more than stored_responses.tenant_mb allows")
+    check_bounds(count, size, max_bytes)
     db.execute(
         "UPDATE conversations SET used = ?, ends = ?, size = ? WHERE tenant = ? AND id = ?",
         (now, now + ttl_s, size, *where),

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
+from pipeline.api.conversation_object import TooLargeError
 from pipeline.api.requests.conversations import ConversationItem
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as conversations
-from stages.gateway.requests.stored_conversations import TooLargeError
 
 if TYPE_CHECKING:
     import sqlite3
@@ -89,11 +89,7 @@ class StoredResponses:
             try:
                 self._safely(lambda: self._put(response))
             except TooLargeError as problem:
-                error = StarlingError(
-                    "INSUFFICIENT_RESOURCES",
-                    f"the response does not fit into its conversation: {problem}; begin another one",
-                    "conversation",
-                )
+                error = problem.of_response()
             except StarlingError as problem:
                 error = problem
             except Exception as problem:
