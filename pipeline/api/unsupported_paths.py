@@ -38,16 +38,11 @@ UNSUPPORTED_PATHS = {
     "edits": "the edits API has ended: use /v1/chat/completions",
 }
 
-_STORED = "it keeps no conversations: continue a response of /v1/responses with its previous_response_id"
 _ADAPTERS = "it serves no adapters: ask a server that has the model and its adapters for MODEL:ADAPTER"
 _FLEET_OWN = "its operator has the command `starling fleet` and /v1/fleet"
 
 # What an orchestrator does not have, besides and instead of those.
 FLEET_UNSUPPORTED_PATHS = {
-    "conversations": _STORED,
-    "assistants": _STORED,
-    "threads": _STORED,
-    "chatkit": _STORED,
     "moderations": "it has no moderation model",
     "admin": "its operator has `starling fleet`; for one engine, call /load_model and /unload_model of its agent",
     "load_lora_adapter": _ADAPTERS,

@@ -33,6 +33,7 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.keepalive_time_ms", 10_000),  # a silent host is noticed
     ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.max_receive_message_length", 64 << 20),  # a scan is one answer; by default 4 MiB
 )
 
 

@@ -17,8 +17,8 @@ forward.py      a request on its way, and what was tried
 handover.py     moves streams of an agent that drains
 page_transfers.py  KV pages that agents send each other for them
 session_moves.py  sessions of an agent that drains, or is busy
+known_sessions.py  which agent has a session
 session_cost.py whether a session moves for a turn
-session_reader.py  the session that the stream of a turn names
 session_pages.py  KV pages that are sent with it
 prefix_moves.py the prefixes that most of its requests shared
 passing.py      the events of one engine, on their way to the client
@@ -42,6 +42,7 @@ http_response.py  the bytes of a response
 http_app.py     the routes
 event_response.py  the response of a stream to its client
 response_routes.py  those of stored responses
+conversation_routes.py  those of conversations
 fleet_api.py    the fleet for operators
 stage.py        the process
 """

@@ -41,6 +41,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     last_id: str = ""  # the client's Last-Event-ID
     was_sent: bool = False  # before, for a client that reads the answer again
     in_background: bool = False  # a response that goes on without its client
+    digest: bytes = b""  # of the body as it was sent, of a request with an Idempotency-Key
 
     @property
     def id(self) -> str:
@@ -79,6 +80,7 @@ class Refusal(Exception):
         }
         self.body = body
         self.code, self.message = read_error(body)
+        self.param = read_param(body)
         # The agent that has the session of the request; "": this refusal is about something else.
         self.moved_to = next((value for name, value in headers.items() if name.lower() == MOVED_TO.lower()), "")
 
@@ -99,6 +101,14 @@ def read_error(body: bytes) -> tuple[str, str]:
         return str(error.get("code") or error.get("type") or ""), str(error.get("message") or "")
     except (*DECODE_ERRORS, KeyError, TypeError, AttributeError):
         return "", ""
+
+
+def read_param(body: bytes) -> str:
+    """The field at fault that an error body names; "" if it names none."""
+    try:
+        return str(msgspec.json.decode(body)["error"].get("param") or "")
+    except (*DECODE_ERRORS, KeyError, TypeError, AttributeError):
+        return ""
 
 
 class Out(Protocol):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,10 +20,11 @@ from pipeline.api import response_context
 from pipeline.api.body_names import names_of
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
-from pipeline.api.json_body import count_separators
+from pipeline.api.idempotency_key import body_digest, read_key
 from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
+from pipeline.api.requests.conversations import NewConversation
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError, Unauthenticated
 from pipeline.fleet import token as fleet_token
@@ -32,26 +32,22 @@ from pipeline.fleet.bodies import LoadedModel
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
+from stages.orchestrator.known_sessions import KnownSessions, SessionReader, session_in
 from stages.orchestrator.quotas.publisher import QuotaPublisher
-from stages.orchestrator.read_body import ReadBody, read_body
+from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, inline_or_not, read_body, read_fields
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses.jobs import Job
-from stages.orchestrator.responses.keeping import Keep, KeepingOut
+from stages.orchestrator.responses.keeping import Keep, KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH, Responses
-from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.shared import SharedResponses
+from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.session_reader import SESSION, SessionReader
 from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
-# Bodies that are larger or have more values are read on a thread.
-INLINE_BYTES = 64 << 10
-INLINE_SEPARATORS = 2_000
 LOCATE_S = 10.0  # for engines to say whether they have a request
-MAX_SESSIONS = 100_000  # whose agent is remembered; of others, the agents are asked
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
 CLOSE_PATH = "/v1/session/close"
-_KEY = re.compile(r"[!-~]{1,128}")
 _LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
 
 
@@ -64,6 +60,8 @@ class Ticket(NamedTuple):
     key_id: str = ""  # of a key of the key file
     job: Job | None = None  # of a response in the background
     is_charged: bool = True  # its output counts
+    continues: str = ""  # the conversation that gets its items; "": none
+    turn: Turn = Turn()  # in that
 
 
 def _name(error: StarlingError, read: ReadBody) -> None:
@@ -89,11 +87,11 @@ class Front:
         quotas: Quotas,
         publisher: QuotaPublisher,
         has_emptied: Callable[[str], bool] = lambda agent: False,
-        stored: ResponseStore | None = None,
+        shared: SharedResponses | None = None,
     ) -> None:
         """`learn(model)`: look whether an unknown model has been published. `has_emptied`: see registry.py.
 
-        `stored`: the fleet's stored responses; None: it has no place for them.
+        `shared`: the fleet's stored responses; None: it has no place for them.
         """
         self.config = config
         self._learn = learn
@@ -104,12 +102,12 @@ class Front:
         self.clock = clock
         self._ids = RequestIds(secret, wall)
         self._wall = wall
-        self.responses = Responses(stored, self._ids)
+        self.responses = Responses(shared, self._ids)
         self._secret = secret
         self._relay = relay
         self._router = router
         self._client = client
-        self._has_emptied = has_emptied
+        self.sessions = KnownSessions(has_emptied)
         # (request, tenant, session, model, agent): the agent for a session's turn, which may move. Raises nothing.
         self.move_session: Callable[[str, str, str, str, str], Awaitable[str]] | None = None
         self._begun = clock()
@@ -120,8 +118,6 @@ class Front:
             return min(share, keys.concurrent(principal)) if is_key(principal) else share
 
         self._bounds = FairShares(total, share, total // 8, share_of=share_of)
-        self._sessions: OrderedDict[tuple[str, str], str] = OrderedDict()  # agent by tenant and session
-        self._moved: OrderedDict[tuple[str, str], bool] = OrderedDict()  # of those, without a turn since their move
 
     # ---------------------------------------------------------------- bounds and counts
 
@@ -181,17 +177,28 @@ class Front:
     async def ticket(
         self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str], key: str | None, last_id: str
     ) -> Ticket:
-        """A request for text. Raises `StarlingError`."""
-        if key is not None and not _KEY.fullmatch(key):
-            raise InvalidRequest(
-                f"Idempotency-Key is {key[:80]!r}; it must have 1 to 128 printable ASCII characters and no space",
-                "Idempotency-Key",
-            )
+        """A request for text. End its turn after it. Raises `StarlingError`."""
+        key = read_key(key)
         read = await self._read(caller, path, body, headers)
+        turn = Turn()
         try:
-            return await self._ticket(read, caller, path, body, headers, key, last_id)
-        except StarlingError as error:
-            _name(error, read)
+            if last_id:
+                request_id = self._ids.check(_request_of(last_id), caller.tenant)
+            else:
+                request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
+            digest = b""
+            if key:
+                digest = body_digest(TEXT_PATHS[path], headers.get("Content-Encoding", ""), body)
+                if read.generation is not None:
+                    await self.responses.check_key(read.generation, caller.tenant, request_id, key, digest)
+            if read.generation is not None and not last_id:
+                turn = await self.responses.take_turn(read.generation, caller.tenant, request_id)
+            ticket = await self._ticket(read, caller, path, body, headers, key, last_id, request_id, digest)
+            return ticket._replace(turn=turn)
+        except BaseException as error:
+            await turn.end()
+            if isinstance(error, StarlingError):
+                _name(error, read)
             raise
 
     async def _ticket(
@@ -201,23 +208,21 @@ class Front:
         path: str,
         body: bytes,
         headers: Mapping[str, str],
-        key: str | None,
+        key: str,
         last_id: str,
+        request_id: str,
+        digest: bytes,
     ) -> Ticket:
         context, joined = None, None
         if read.generation is not None:
-            joined = await self.responses.join(read.generation, caller.tenant, caller.salt)
+            joined = await self.responses.join(read.generation, caller.tenant, caller.salt, request_id)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
         await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
         self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
-        if last_id:
-            request_id = self._ids.check(_request_of(last_id), caller.tenant)
-        else:
-            request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
         is_bound = read.session is not None
-        agent = self._agent_of(caller.tenant, read.session)
+        agent = self.sessions.agent_of(caller.tenant, read.session)
         if not agent and (last_id or key):
             agent = await self._locate(request_id, read.model, caller, is_certain=is_bound)
         elif agent and read.session and not (last_id or key) and self.move_session is not None:
@@ -236,7 +241,7 @@ class Front:
             pinned=agent,
             is_held=bool(read.session) and not read.begins_session,
             begins=f"{caller.tenant}\0{read.session}" if read.begins_session else "",
-            has_moved=read.session is not None and self._moved.pop((caller.tenant, read.session), False),
+            has_moved=read.session is not None and self.sessions.take_moved(caller.tenant, read.session),
             has_context=context is not None,
         )
         forward = Forward(
@@ -247,20 +252,23 @@ class Front:
             is_stream=read.is_stream,
             is_bound=is_bound,
             last_id=last_id,
+            digest=digest,
         )
         job = None
         if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
             with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
                 self._router.choose(routed)
-            digest = hashlib.sha256(body).digest()
+            job_digest = hashlib.sha256(body).digest()
             whose = caller.tenant, caller.key_id
-            job = self.responses.job_of(forward, joined, read.generation, *whose, digest, self._wall())
-        return Ticket(forward, caller.tenant, read.session, caller.key_id, job)
+            job = self.responses.job_of(forward, joined, read.generation, *whose, job_digest, self._wall())
+        fields = read.generation.response if read.generation is not None else None
+        continues = fields.conversation_id if fields else ""
+        return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
         read = await self._read(caller, path, body, headers)
-        agent = self._agent_of(caller.tenant, read.session)
+        agent = self.sessions.agent_of(caller.tenant, read.session)
         routed = RoutedRequest(request_id="", model=read.model, pinned=agent, is_held=read.session is not None)
         sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}
         forward = Forward(routed=routed, path=path, body=body, headers=sent, is_bound=read.session is not None)
@@ -297,6 +305,13 @@ class Front:
                 return Ticket(forward, caller.tenant, key_id=caller.key_id, is_charged=is_charged)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
+    async def read_conversation(self, reader: str, body: bytes, headers: Mapping[str, str]) -> NewConversation:
+        """The body of a request about a conversation. Raises `InvalidRequest`, `TooLarge`."""
+        kind, coding = headers.get("Content-Type", ""), headers.get("Content-Encoding", "")
+        read = partial(read_fields, reader, body, kind, coding, self.config.server.max_body_mb << 20)
+        new: NewConversation = (await inline_or_not(body, headers, read))[1]
+        return new
+
     async def _read(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> ReadBody:
         arguments = (
             path,
@@ -306,11 +321,7 @@ class Front:
             self.config.server.max_body_mb << 20,
             caller.salt,
         )
-        is_small = len(body) <= INLINE_BYTES and count_separators(body) <= INLINE_SEPARATORS
-        if is_small and not headers.get("Content-Encoding"):
-            read = read_body(*arguments)
-        else:
-            read = await asyncio.to_thread(read_body, *arguments)
+        read = await inline_or_not(body, headers, partial(read_body, *arguments))
         try:
             await self._learn(read.model)
         except StarlingError as error:
@@ -401,7 +412,7 @@ class Front:
         reader = SessionReader(out) if ticket.session is not None else None
         if ticket.forward.may_be_response:
             is_response = ticket.forward.path == PATH
-            keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response)
+            keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response, before_end=ticket.turn.end)
             events = await self._relay.stream(ticket.forward, keeping)
             events = keeping.usage.get("output_tokens", events)
         else:
@@ -417,17 +428,20 @@ class Front:
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
         if kept is not None:
             await self._keep_of(ticket)(body, kept)
+        elif ticket.continues:
+            raise without_record()
         if ticket.session is not None and ticket.forward.path == CLOSE_PATH:
-            self._sessions.pop((ticket.tenant, ticket.session), None)
-        elif ticket.session is not None and (match := SESSION.search(body)):
-            self._remember(ticket, match[1].decode())
+            self.sessions.forget(ticket.tenant, ticket.session)
+        elif ticket.session is not None:
+            self._remember(ticket, session_in(body))
         end = body if ticket.forward.path == PATH else body[-512:]
         if ticket.is_charged and ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
             self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)
         return status, headers, body
 
     def _keep_of(self, ticket: Ticket) -> Keep:
-        return partial(self.responses.keep, ticket.tenant, is_again=ticket.forward.is_read_again)
+        forward = ticket.forward
+        return partial(self.responses.keep, ticket.tenant, digest=forward.digest, is_again=forward.is_read_again)
 
     async def delete_response(self, caller: Caller, name: str) -> None:
         """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
@@ -437,26 +451,7 @@ class Front:
     def _remember(self, ticket: Ticket, session: str) -> None:
         kept = self._relay.kept.find(ticket.forward.id)
         if session and kept is not None:
-            self.bind(ticket.tenant, session, kept[1])
-
-    def _agent_of(self, tenant: str, session: str | None) -> str:
-        """The agent that has the session, as far as is known; "" if it is not."""
-        agent = self._sessions.get((tenant, session), "") if session else ""
-        return "" if agent and self._has_emptied(agent) else agent
-
-    def bind_moved(self, tenant: str, session: str, agent_id: str) -> None:
-        """The session has moved to this agent."""
-        self.bind(tenant, session, agent_id)
-        self._moved[tenant, session] = True
-        if len(self._moved) > MAX_SESSIONS:
-            self._moved.popitem(last=False)
-
-    def bind(self, tenant: str, session: str, agent_id: str) -> None:
-        """The session is at this agent."""
-        self._sessions[tenant, session] = agent_id
-        self._sessions.move_to_end((tenant, session))
-        if len(self._sessions) > MAX_SESSIONS:
-            self._sessions.popitem(last=False)
+            self.sessions.bind(ticket.tenant, session, kept[1])
 
 
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":([0-9]{1,9})')

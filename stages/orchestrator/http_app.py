@@ -20,6 +20,8 @@ from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import address_principal
+from pipeline.api.idempotency_key import HEADER as KEY
+from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.unsupported_paths import unsupported_path
@@ -242,14 +244,17 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         ticket = await front.ticket(
             request[CALLER],
             request.path,
-            await _body(request),
-            _headers(request),
-            request.headers.get("Idempotency-Key"),
+            await body_of(request),
+            headers_of(request),
+            request.headers.get(KEY),
             request.headers.get("Last-Event-ID", ""),
         )
-        if ticket.job is not None:
-            return await _in_background(request, front, ticket.job)
-        return await answer(request, front, ticket)
+        try:
+            if ticket.job is not None:
+                return await _in_background(request, front, ticket.job)
+            return await answer(request, front, ticket)
+        finally:
+            await ticket.turn.end()
 
 
 async def _in_background(request: web.Request, front: Front, job: Job) -> web.StreamResponse:
@@ -278,6 +283,8 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
             return await response.end()
         status, headers, body = await front.whole(ticket)
     except Refusal as refusal:
+        if refusal.param == KEY:  # the engine names the key by a hash
+            raise other_body(request.headers.get(KEY, "")) from None
         return _passed_on(refusal.status, refusal.headers, refusal.body, ticket.forward)
     except Unreachable as error:
         raise StarlingError("MODEL_UNAVAILABLE", str(error)) from None
@@ -297,7 +304,7 @@ async def _convert(request: web.Request) -> web.StreamResponse:
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
         await front.take_request(request[CALLER])
-        ticket = await front.plain_ticket(request[CALLER], request.path, await _body(request), _headers(request))
+        ticket = await front.plain_ticket(request[CALLER], request.path, await body_of(request), headers_of(request))
         return await answer(request, front, ticket)
 
 
@@ -326,7 +333,8 @@ def _check_version(request: web.Request) -> None:
         message_version.check(request.headers.get(message_version.HEADER))
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
+    """The body of a request. Raises `TooLarge`, and a 408 for one that is late."""
     limit_mb = request.app[FRONT].config.server.max_body_mb
     if (request.content_length or 0) > limit_mb << 20:
         raise _too_large(limit_mb)
@@ -340,7 +348,8 @@ async def _body(request: web.Request) -> bytes:
         raise StarlingError("INVALID_REQUEST", message, status=408) from None
 
 
-def _headers(request: web.Request) -> dict[str, str]:
+def headers_of(request: web.Request) -> dict[str, str]:
+    """The headers of a request that go to engines."""
     headers = {name: ", ".join(request.headers.getall(name)) for name in _PASSED_ON if name in request.headers}
     if name := request[REQUEST_ID]:
         headers["X-Request-Id"] = name
@@ -387,7 +396,7 @@ def _admin(read: Callable[[FleetApi, web.Request], Any], text: str) -> Handler:
 def _admin_change(op: str, text: str) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         _check_admin(request)
-        body = await _body(request)
+        body = await body_of(request)
         return _json(await request.app[FLEET].change(op, body, request.headers.get("Content-Type", "")))
 
     handle.__doc__ = text

@@ -7,11 +7,13 @@ prompt's bytes; engines get the body as it was sent.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from pipeline.api.body_names import names_of
 from pipeline.api.content_coding import decompress
-from pipeline.api.json_body import parse_object
+from pipeline.api.json_body import count_separators, parse_object
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.readers import READERS
 from pipeline.errors import InvalidRequest, StarlingError
@@ -35,6 +37,10 @@ OTHER_PATHS = {
     "/v1/score": "score",
 }
 _READER_OF = {**TEXT_PATHS, **OTHER_PATHS}
+# Bodies that are larger or have more values are read on a thread.
+INLINE_BYTES = 64 << 10
+INLINE_SEPARATORS = 2_000
+T = TypeVar("T")
 
 
 class ReadBody(NamedTuple):
@@ -49,17 +55,28 @@ class ReadBody(NamedTuple):
     generation: GenerationRequest | None = None  # of a request for /v1/responses, whose prompt is not complete here
 
 
+async def inline_or_not(body: bytes, headers: Mapping[str, str], read: Callable[[], T]) -> T:
+    """Read a body, on a thread if that may take long."""
+    is_small = len(body) <= INLINE_BYTES and count_separators(body) <= INLINE_SEPARATORS
+    return read() if is_small and not headers.get("Content-Encoding") else await asyncio.to_thread(read)
+
+
+def read_fields(reader: str, body: bytes, content_type: str, coding: str, max_bytes: int) -> tuple[dict[str, Any], Any]:
+    """The fields of a body, and what a reader makes of them. Raises `InvalidRequest`, `TooLarge`."""
+    fields: dict[str, Any] = parse_object(decompress(body, coding, max_bytes), content_type)
+    try:
+        return fields, READERS[reader](fields)
+    except StarlingError as error:
+        error.names = names_of(fields)
+        raise
+
+
 def read_body(
     path: str, body: bytes, content_type: str, coding: str, max_bytes: int, tenant_salt: str = ""
 ) -> ReadBody:
     """Read the body of a request for `path`. Raises `InvalidRequest`, `TooLarge`."""
-    fields: dict[str, Any] = parse_object(decompress(body, coding, max_bytes), content_type)
     reader = _READER_OF[path]
-    try:
-        request = READERS[reader](fields)
-    except StarlingError as error:
-        error.names = names_of(fields)
-        raise
+    fields, request = read_fields(reader, body, content_type, coding, max_bytes)
     is_stream, salt, session, begins = False, "", None, False
     if isinstance(request, GenerationRequest):
         is_stream, salt, session = request.stream, request.cache_salt, request.session_id

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+from pipeline.api.idempotency_key import HEADER as KEY
 from pipeline.api.output_text import REPLAYED, TEXT
 from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
@@ -214,7 +215,7 @@ class Relay:
             await discard(answer)
             answer = await self._send(route, forward, {})
         if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-            await discard(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
+            await self._check_same(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 
@@ -249,7 +250,7 @@ class Relay:
         try:
             answer = await self._send(route, forward, {})
             if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-                await discard(answer)
+                await self._check_same(answer)
                 answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
             with self._registered(route, forward, answer, self._end):
                 await self._check(answer)
@@ -406,6 +407,13 @@ class Relay:
         """Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
+
+    @staticmethod
+    async def _check_same(answer: Answer) -> None:
+        """Raises `Refusal` if the engine has another request with the key of this one."""
+        refusal = Refusal(answer.status, answer.headers, await read_whole(answer))
+        if refusal.param == KEY:
+            raise refusal
 
     def _end(self, answer: Answer) -> None:
         """An exchange has ended, or is given up."""

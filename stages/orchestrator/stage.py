@@ -46,7 +46,7 @@ from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
-from stages.orchestrator import response_routes
+from stages.orchestrator import conversation_routes, response_routes
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.connecting import connect
 from stages.orchestrator.fleet_api import EventLog, FleetApi
@@ -161,7 +161,7 @@ class OrchestratorStage:
             Quotas(config.rate_limits, time.monotonic, None, steady, keys.limits, use),
             self.quotas,
             self.registry.has_emptied,
-            self.responses.store,
+            self.responses.shared,
         )
         self.responses.attach(self.front, self.relay, self.identity)
         self.session_moves = SessionMoves(
@@ -169,7 +169,7 @@ class OrchestratorStage:
             self.registry,
             self.router,
             self.events.add,
-            self.front.bind_moved,
+            self.front.sessions.bind_moved,
             bounds.session_gain_ms / 1000,
         )
         find, answer_of = self.registry.find, self.registry.answer_of
@@ -212,6 +212,7 @@ class OrchestratorStage:
             loop.add_signal_handler(number, self._stopping.set)
         app = make_app(self.front, self.fleet, self._pages)
         response_routes.add_routes(app)
+        conversation_routes.add_routes(app)
         runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, keepalive_timeout=75.0, shutdown_timeout=SHUTDOWN_S
         )

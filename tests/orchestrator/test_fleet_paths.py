@@ -56,10 +56,12 @@ def test_the_document_describes_what_is_served(fleet: Fleet) -> None:
     paths = answer.json["paths"]
     assert {"get", "delete"} <= set(paths["/v1/requests/{id}"]) and "/v1/fleet/why/{id}" in paths
     assert {"get", "delete"} <= set(paths["/v1/responses/{id}"]) and "/v1/responses/{id}/input_items" in paths
-    assert not [path for path in paths if "conversations" in path or "admin" in path or "lora" in path]
+    assert {"get", "post", "delete"} <= set(paths["/v1/conversations/{id}"])
+    assert {"get", "delete"} <= set(paths["/v1/conversations/{id}/items/{item}"])
+    assert not [path for path in paths if "admin" in path or "lora" in path]
     for path, operations in paths.items():
         for method in operations:
-            found = fleet.request(method.upper(), path.replace("{id}", MODEL), None, MINE)
+            found = fleet.request(method.upper(), path.replace("{id}", MODEL).replace("{item}", "x"), None, MINE)
             assert found.status not in (405, 501), (method, path)
             if found.status == 404:
                 assert "unknown path" not in found.error["message"], (method, path)
@@ -78,8 +80,7 @@ def test_the_page_of_the_document_has_its_files(fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        ("/v1/conversations", "previous_response_id"),
-        ("/v1/threads/x/runs", "previous_response_id"),
+        ("/v1/threads/x/runs", "/v1/conversations"),
         ("/v1/admin/load", "starling fleet"),
         ("/v1/load_lora_adapter", "MODEL:ADAPTER"),
         ("/lora-adapters", "MODEL:ADAPTER"),
@@ -95,7 +96,7 @@ def test_what_is_not_served_is_named_with_a_remedy(fleet: Fleet, path: str, reme
 def test_no_remedy_is_a_path_that_an_orchestrator_refuses(fleet: Fleet) -> None:
     for name in UNSUPPORTED_PATHS:
         message = fleet.post(f"/v1/{name}", {}, MINE).json["error"]["message"]
-        assert "/v1/conversations" not in message and "/v1/admin" not in message, message
+        assert "/v1/admin" not in message, message
 
 
 def test_adapters_are_refused_by_name(fleet: Fleet) -> None:

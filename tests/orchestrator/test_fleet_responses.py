@@ -126,12 +126,6 @@ def test_what_is_not_stored_cannot_be_continued(pair: Pair) -> None:
     assert (refused.status, refused.error["param"]) == (404, "previous_response_id")
 
 
-@pytest.mark.parametrize(("field", "value"), [("conversation", "conv_1")])
-def test_what_is_not_served_is_refused_by_name(pair: Pair, field: str, value: Any) -> None:
-    refused = pair[0].post(PATH, said("Hello", **{field: value}), MINE)
-    assert (refused.status, refused.error["code"], refused.error["param"]) == (501, "NOT_IMPLEMENTED", field)
-
-
 def begin(orchestrator: Fleet, body: dict[str, Any], headers: dict[str, str]) -> Any:
     connection = orchestrator.connect()
     headers = {"Content-Type": "application/json", **headers}

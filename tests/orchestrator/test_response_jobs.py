@@ -30,9 +30,12 @@ from stages.orchestrator.forward import NotRepeated
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses import background
 from stages.orchestrator.responses.background import MAX_OF_TENANT, Background, Begun, KeepJob
+from stages.orchestrator.responses.heads import Heads
 from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
 from stages.orchestrator.responses.service import Responses
-from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.shared import SharedResponses
+from stages.orchestrator.responses.tenant_blobs import TenantBlobs
+from stages.orchestrator.responses.turns import ConversationTurns
 from stages.orchestrator.responses.use import ResponseUse
 
 MIB = 1 << 20
@@ -76,16 +79,26 @@ class Orchestrator:
     def __init__(self, path: Path, name: str, wall: Wall, max_open: int = 100) -> None:
         self.store = SqliteStore(path / "fleet.db")
         self.blobs = FolderStore(path / "responses")
-        config = StoredResponsesConfig()
-        self.responses = ResponseStore(self.blobs, ResponseUse(self.store, 64 * MIB, 256 * MIB, wall), config, wall)
+        use = ResponseUse(self.store, 64 * MIB, 256 * MIB, wall)
+        place = TenantBlobs(self.blobs, use, Heads(self.store), StoredResponsesConfig(), wall)
         self.jobs = Jobs(self.store, self.blobs, wall)
+        self.shared = SharedResponses(place, self.jobs, ConversationTurns(self.store, self.jobs), wall)
+        self.responses = self.shared.store
         self.began: list[str] = []
         self.n_kept = 0
         self.may_end = asyncio.Event()
         self.failure: StarlingError | None = None
         self.absences: list[StarlingError] = []  # of agents, one for each attempt
         self.background = Background(
-            self.store, self.jobs, self.responses, self.answer, name, wall, timeout_s=60.0, max_open=max_open
+            self.store,
+            self.jobs,
+            self.responses,
+            self.shared.keeper,
+            self.answer,
+            name,
+            wall,
+            timeout_s=60.0,
+            max_open=max_open,
         )
 
     async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
@@ -311,7 +324,7 @@ async def test_a_deleted_response_is_not_stored_again(both: tuple[Orchestrator, 
     """By those who read its stream once more."""
     first, second = both
     ids = RequestIds("secret", Wall())
-    services = [Responses(one.responses, ids) for one in both]
+    services = [Responses(one.shared, ids) for one in both]
     for service, one in zip(services, both):
         service.background = one.background
     open_job = job(request_id=ids.new("a"))

@@ -15,7 +15,9 @@ from pipeline.config.schema import StoredResponsesConfig
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import ConfigError, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.responses import use as response_use
-from stages.orchestrator.responses.store import ENTRY_BYTES, SETTLED_S, ResponseStore
+from stages.orchestrator.responses.heads import Heads
+from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.tenant_blobs import ENTRY_BYTES, SETTLED_S, TenantBlobs
 from stages.orchestrator.responses.use import ALL, USE, ResponseUse, Use, folder_of
 
 MIB = 1 << 20
@@ -58,7 +60,11 @@ class Orchestrators:
         self.blobs = Blobs(path / "responses", self.wall)
         self.config = StoredResponsesConfig(tenant_mb=tenant_mb, max_size_mb=max_mb, ttl_s=ttl_s)
         self.uses = [ResponseUse(store, tenant_mb * MIB, max_mb * MIB, self.wall) for store in self.stores]
-        self.first, self.second = (ResponseStore(self.blobs, use, self.config, self.wall) for use in self.uses)
+        self.places = [
+            TenantBlobs(self.blobs, use, Heads(store), self.config, self.wall)
+            for use, store in zip(self.uses, self.stores)
+        ]
+        self.first, self.second = (ResponseStore(place, self.wall) for place in self.places)
 
     async def put(self, store: ResponseStore, tenant: str, name: str, nbytes: int = 100) -> None:
         self.wall.now += 1
@@ -146,7 +152,7 @@ async def test_expired_responses_are_not_found_and_then_removed(both: Orchestrat
     both.wall.now += 3600
     await both.put(both.first, "a", "resp_2")
     assert await both.second.get("a", "resp_1") is None and await both.there("a") == ["resp_1", "resp_2"]
-    await both.second.sweep()
+    await both.places[1].sweep()
     assert await both.there("a") == ["resp_2"] and await both.counted("a") == (ENTRY_BYTES, 1)
 
 
@@ -164,10 +170,10 @@ async def test_what_a_death_between_count_and_blob_leaves_is_settled(both: Orche
     both.blobs.put = kept  # type: ignore[method-assign]
     both.blobs.is_lost = False
     assert (await both.counted("a"))[1] == 2
-    await both.second.sweep()
+    await both.places[1].sweep()
     assert (await both.counted("a"))[1] == 2  # it might still be written
     both.wall.now += SETTLED_S + 1
-    await both.second.sweep()
+    await both.places[1].sweep()
     assert await both.counted("a") == (ENTRY_BYTES, 1)
 
 
@@ -190,7 +196,7 @@ async def test_what_expires_does_not_hide_a_wrong_count(both: Orchestrators) -> 
     await both.put(both.first, "a", "resp_1")
     await both.uses[0].reserve(folder_of("a"), ENTRY_BYTES)  # and the process dies
     both.wall.now += 3601 + SETTLED_S
-    await both.second.sweep()
+    await both.places[1].sweep()
     assert await both.counted("a") == (0, 0) and await both.there("a") == []
 
 

@@ -15,18 +15,21 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import to_json
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import failed_response, request_id_of
 from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import Conflict, Overloaded, StarlingError, StorageUnavailable
+from pipeline.errors import Overloaded, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import MOVABLE, NotRepeated
 from stages.orchestrator.responses.jobs import Job, Jobs
+from stages.orchestrator.responses.keeper import ResponseKeeper
 from stages.orchestrator.responses.keeping import END
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import PREFIX
@@ -93,6 +96,7 @@ class Background:
         store: CoordinationStore,
         jobs: Jobs,
         responses: ResponseStore,
+        keeper: ResponseKeeper,
         run: Run,
         identity: str,
         wall: Callable[[], float],
@@ -104,6 +108,7 @@ class Background:
         self._store = store
         self._jobs = jobs
         self._responses = responses
+        self._keeper = keeper
         self._run_job = run
         self._identity = identity.encode()
         self._wall = wall
@@ -184,6 +189,7 @@ class Background:
         shown: dict[str, Any] = msgspec.json.decode(running or job.shown)
         ended = {**shown, "status": "cancelled", "usage": None, "incomplete_details": None}
         await self._responses.put(job.tenant, job.name, to_json(ended), job.conversation, job.inputs, job.digest)
+        await self._keeper.withdraw_if_ended(job.tenant, job.name, job.conversation_id)
         await self._jobs.end(job.request_id)
         if (task := self._tasks.get(job.request_id)) is not None:
             task.cancel()
@@ -306,18 +312,23 @@ class Background:
 
     async def _put_failed(self, job: Job, body: bytes) -> None:
         """Store a response that has failed."""
+
+        async def put(conversation: bytes, inputs: bytes) -> None:
+            await self._responses.put(job.tenant, job.name, body, conversation, inputs, job.digest)
+            await self._keeper.withdraw_if_ended(job.tenant, job.name, job.conversation_id)
+
         try:
-            await self._put(job, body, job.conversation, job.inputs, LATE_S)
+            await self._put(job, partial(put, job.conversation, job.inputs), LATE_S)
         except StarlingError as problem:
             if problem.code != "INSUFFICIENT_RESOURCES":
                 raise
-            await self._put(job, body, b"\x90", b"[]", LATE_S)  # it can be read
+            await self._put(job, partial(put, b"\x90", b"[]"), LATE_S)  # it can be read
 
     async def _keep(self, job: Job, body: bytes, kept: KeptResponse) -> None:
         """Store what an engine has completed. Raises `StarlingError`."""
-        await self._put(job, body, kept.conversation, kept.inputs, 0.0)
+        await self._put(job, partial(self._keeper.put, job.tenant, body, kept, job.digest), 0.0)
 
-    async def _put(self, job: Job, body: bytes, conversation: bytes, inputs: bytes, late_s: float) -> None:
+    async def _put(self, job: Job, put: Callable[[], Awaitable[None]], late_s: float) -> None:
         """Store a response, unless it was stored, or was cancelled and maybe deleted since; again if that fails.
 
         `late_s`: after the request's time, then nothing is stored.
@@ -326,7 +337,7 @@ class Background:
         while True:
             try:
                 if await self._jobs.is_open(job.request_id):
-                    await self._responses.put(job.tenant, job.name, body, conversation, inputs, job.digest)
+                    await put()
                 return
             except StorageUnavailable as error:
                 log.warning(
@@ -341,7 +352,4 @@ class Background:
 
 def _check_same(digest: bytes, job: Job) -> None:
     if digest != job.digest:
-        raise Conflict(
-            "Idempotency-Key was sent with another body before; send the same bytes again, or use a new key",
-            "Idempotency-Key",
-        )
+        raise other_body()

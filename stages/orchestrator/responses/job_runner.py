@@ -10,13 +10,13 @@ import msgspec
 
 from pipeline.api import response_context
 from pipeline.api.quotas import Quotas
-from pipeline.errors import InternalError, ModelUnavailable
+from pipeline.errors import ModelUnavailable
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.responses.background import Begun, KeepJob
 from stages.orchestrator.responses.jobs import Job
-from stages.orchestrator.responses.keeping import KeepingOut
+from stages.orchestrator.responses.keeping import KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH
 from stages.orchestrator.upstream import Unreachable
 
@@ -74,7 +74,7 @@ class JobRunner:
         _, headers, body = await self._relay.whole(forward)
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
         if kept is None:
-            raise InternalError("the engine's answer has no record to be stored: run the same release everywhere")
+            raise without_record()
         await keep(job, body, kept)
         self._charge(job, msgspec.json.decode(body, type=dict[str, Any]).get("usage") or {})
 

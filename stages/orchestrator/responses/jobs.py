@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -39,6 +39,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     at: float  # s since 1970
     blob: str
+    conversation: str = ""  # that the response continues; "": none
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +65,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         """The id of its response."""
         return response_id_of(self.request_id)
 
+    @property
+    def conversation_id(self) -> str:
+        """The conversation that it continues; "": none."""
+        shown = msgspec.json.decode(self.shown, type=dict[str, Any])
+        return str((shown.get("conversation") or {}).get("id", ""))
+
 
 def queued_response(generation: GenerationRequest, headers: dict[str, str]) -> bytes:
     """JSON of the response to a request that has not begun. `headers`: as engines get them."""
@@ -86,6 +93,7 @@ class Opened(NamedTuple):
     tenant: str
     at: float
     blob: str
+    conversation: str
 
 
 class Jobs:
@@ -110,7 +118,8 @@ class Jobs:
 
     async def add(self, job: Job) -> bool:
         """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`."""
-        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=_blob_of(job)[0])
+        blob, conversation = _blob_of(job)[0], job.conversation_id
+        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=blob, conversation=conversation)
         return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
 
     async def all(self) -> list[Opened]:
@@ -170,4 +179,4 @@ def _opened(key: str, value: bytes) -> Opened | None:
         record = msgspec.json.decode(value, type=OpenRecord)
     except DECODE_ERRORS:
         return None
-    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob)
+    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob, record.conversation)

@@ -35,8 +35,13 @@ Keep = Callable[[bytes, KeptResponse], Awaitable[None]]  # the response's JSON, 
 class KeepingOut:
     """An `Out` that stores a response before its last event. `keep` raises `StarlingError`."""
 
-    def __init__(self, out: Out, keep: Keep, *, is_response: bool = True) -> None:
-        """`is_response`: false if the stream, which is read again, may be another endpoint's."""
+    def __init__(
+        self, out: Out, keep: Keep, *, is_response: bool = True, before_end: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`is_response`: false if the stream, which is read again, may be another endpoint's.
+
+        `before_end`: is called before the last event is sent, after which the client may send its next request.
+        """
         self.is_begun = False
         self.usage: dict[str, Any] = {}  # of the response, when it is complete
         self.failed = b""  # JSON of the response, if the engine says that it has failed
@@ -44,6 +49,7 @@ class KeepingOut:
         self._out = out
         self._keep = keep
         self._is_response = is_response
+        self._before_end = before_end
         self._kept: KeptResponse | None = None
         self._created = b""  # data of the first event
         self._number = -1  # of the last event
@@ -69,6 +75,7 @@ class KeepingOut:
                 self._created = event[6:]
             elif event.startswith(_FAILED):
                 self.failed = bytes(msgspec.json.decode(event[6:], type=dict[str, msgspec.Raw])["response"])
+                await self._ends()
             if event.startswith(_RESPONSE) and (found := _NUMBER.search(block)):
                 self._number, self._is_response = int(found[1]), True
             passed.append(block)
@@ -77,6 +84,10 @@ class KeepingOut:
     def write_now(self, data: bytes) -> bool:
         """See `Out`. Never: the last event waits for the store."""
         return False
+
+    async def _ends(self) -> None:
+        if self._before_end is not None:
+            await self._before_end()
 
     async def _pass(self, blocks: list[bytes]) -> None:
         if blocks:
@@ -87,22 +98,27 @@ class KeepingOut:
         try:
             event = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
             body = bytes(event["response"])
-            self.usage = msgspec.json.decode(body, type=dict[str, Any]).get("usage") or {}
+            response = msgspec.json.decode(body, type=dict[str, Any])
+            self.usage = response.get("usage") or {}
         except (*DECODE_ERRORS, KeyError):
             raise InternalError("the engine's last event is no event of a response") from None
-        if self._kept is None:
-            return block
         try:
-            await self._keep(body, self._kept)
+            if self._kept is not None:
+                await self._keep(body, self._kept)
+            elif response.get("conversation"):
+                raise without_record()
         except StarlingError as error:
             self.error = error
             found = _NUMBER.search(block)
-            return _failed_event(msgspec.json.decode(body), error, int(found[1]) if found else self._number + 1)
+            return _failed_event(response, error, int(found[1]) if found else self._number + 1)
+        finally:
+            await self._ends()
         return block
 
     async def fail(self, error: StarlingError) -> None:
         """End the stream with an error."""
         self.error = error
+        await self._ends()
         if not self._is_response:
             await self._out.fail(error)
             return
@@ -113,6 +129,11 @@ class KeepingOut:
             shown = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
             event = sse.event(to_json({**shown, "sequence_number": self._number + 1}), name=b"error")
         await self._out.write(event)
+
+
+def without_record() -> InternalError:
+    """The error for an answer that has nothing to be stored, although it is to be."""
+    return InternalError("the engine's answer has no record to be stored: run the same release everywhere")
 
 
 def _failed_event(response: dict[str, Any], error: StarlingError, number: int) -> bytes:

@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pipeline.api import response_context
+from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import to_json
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import input_items, request_id_of, response_id_of, with_conversation
-from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError
+from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.prefixes import block_hashes
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses.background import Background
+from stages.orchestrator.responses.conversation_store import ConversationStore, to_its_end
 from stages.orchestrator.responses.jobs import Job, queued_response
-from stages.orchestrator.responses.store import ResponseStore, Stored
+from stages.orchestrator.responses.keeper import read_finished
+from stages.orchestrator.responses.shared import SharedResponses
+from stages.orchestrator.responses.store import Stored
+from stages.orchestrator.responses.turns import Turn
 
 PATH = "/v1/responses"
 INLINE_MESSAGES = 64  # a longer conversation is read on a thread
@@ -41,23 +47,54 @@ class Joined(NamedTuple):
 class Responses:
     """One per orchestrator."""
 
-    def __init__(self, store: ResponseStore | None, ids: RequestIds) -> None:
-        """`store` None: the fleet has no place for responses that all orchestrators share."""
-        self.background: Background | None = None  # set if there is a store
-        self._store = store
+    def __init__(self, shared: SharedResponses | None, ids: RequestIds) -> None:
+        """`shared` None: the fleet has no place for responses that all orchestrators share."""
+        self.background: Background | None = None  # set if there is a place
+        self._shared = shared
         self._ids = ids
+
+    @property
+    def conversations(self) -> ConversationStore:
+        """The fleet's conversations. Raises `StarlingError` if it has no place for them."""
+        return self._required("conversation").conversations
 
     # ---------------------------------------------------------------- before a request
 
-    async def join(self, generation: GenerationRequest, tenant: str, salt: str) -> Joined:
+    async def check_key(
+        self, generation: GenerationRequest, tenant: str, request_id: str, key: str, digest: bytes
+    ) -> None:
+        """Raises `Conflict` if the response of a request with this key was stored, and has another body's digest."""
+        fields = generation.response or ResponseFields()
+        if self._shared is None or fields.in_background:  # which compares them by itself
+            return
+        stored = await self._shared.store.get(tenant, response_id_of(request_id))
+        if stored is not None and stored.digest and stored.digest != digest:
+            raise other_body(key)
+
+    async def take_turn(self, generation: GenerationRequest, tenant: str, request_id: str) -> Turn:
+        """Begin the response of a request, if it continues a conversation. Raises `Conflict`, `StarlingError`."""
+        fields = generation.response or ResponseFields()
+        if not fields.conversation_id:
+            return Turn()
+        shared, name = self._required("conversation"), fields.conversation_id
+        try:
+            return await shared.turns.take(tenant, name, request_id)
+        except Conflict:
+            with suppress(NotFound):
+                if (await shared.conversations.get(tenant, name)).has_had(request_id):
+                    return Turn()  # an answered request is repeated: it changes nothing
+            raise
+
+    async def join(self, generation: GenerationRequest, tenant: str, salt: str, request_id: str) -> Joined:
         """What a request continues. `salt`: of the tenant's cached pages. Raises `StarlingError`."""
         fields = generation.response or ResponseFields()
-        if fields.conversation_id:
-            raise _unsupported("conversation", "continue a response with previous_response_id")
         if fields.is_stored:
-            self._required()
+            self._required("store")
         previous: list[dict[str, Any]] = []
-        if fields.previous:
+        if fields.conversation_id:
+            conversation = await self.conversations.get(tenant, fields.conversation_id, "conversation")
+            previous = conversation.messages(before=request_id)
+        elif fields.previous:
             stored = await self.find(tenant, fields.previous, "previous_response_id")
             previous = stored.messages
             if not previous:  # it has failed, and there was no room for its conversation
@@ -69,17 +106,18 @@ class Responses:
     def _joined(
         self, generation: GenerationRequest, fields: ResponseFields, previous: Sequence[dict[str, Any]], salt: str
     ) -> Joined:
-        whole = with_conversation(generation, previous)
+        before = "conversation" if fields.conversation_id else "previous_response_id"
+        whole = with_conversation(generation, previous, before)
         context = response_context.encode(previous)
         size = len(context) + len(fields.inputs) + len(fields.repeated)
         if size > response_context.MAX_BYTES:
             raise ResourceError(
                 f"the conversation has {size} bytes; at most {response_context.MAX_BYTES} are allowed: begin another "
                 "one",
-                "previous_response_id" if previous else "input",
+                before if previous else "input",
             )
         if fields.is_stored:
-            self._required().check_fits(size)
+            self._required("store").store.check_fits(size)
         tools = generation.template.tools if generation.template else None
         text = (to_json(tools) if tools else b"") + to_json(whole.messages).removesuffix(b"]")
         blocks = block_hashes(text, f"{generation.model}\0{salt}\0{generation.cache_salt}")
@@ -126,30 +164,35 @@ class Responses:
 
     async def is_in_background(self, tenant: str, request_id: str) -> bool:
         """Whether a request makes, or has made, a response in the background. Raises `StorageUnavailable`."""
-        if self._store is None:
+        if self._shared is None:
             return False
         name = response_id_of(request_id)
         if await self.job(tenant, name) is not None:
             return True
-        stored = await self._store.get(tenant, name)
+        stored = await self._shared.store.get(tenant, name)
         return stored is not None and msgspec.json.decode(stored.body, type=dict[str, Any]).get("background") is True
 
-    async def keep(self, tenant: str, body: bytes, kept: KeptResponse, *, is_again: bool = False) -> None:
-        """Store a response, also if its client leaves meanwhile. Raises `StarlingError`.
+    async def keep(
+        self, tenant: str, body: bytes, kept: KeptResponse, *, digest: bytes = b"", is_again: bool = False
+    ) -> None:
+        """Store a response, and add it to its conversation, also if its client leaves meanwhile.
 
-        `is_again`: its stream is read again, maybe while it runs in the background, or after it was deleted.
+        `digest`: of the body of a request with a key; `is_again`: its stream is read again, maybe while it runs in the
+        background, or after it was deleted.  Raises `StarlingError`.
         """
-        name = msgspec.json.decode(body, type=dict[str, Any])["id"]
-        self._check(tenant, name)
-        digest = b""
+        shared = self._required("store")
+        response = read_finished(body)
+        name = response.id
+        request_id = self._check(tenant, name)
         if is_again:
-            if await self._required().was_deleted(tenant, name):
+            if await shared.store.was_deleted(tenant, name):
                 return
             job = await self.job(tenant, name)
-            digest = job.digest if job is not None else b""
-        put = asyncio.ensure_future(self._required().put(tenant, name, body, kept.conversation, kept.inputs, digest))
-        put.add_done_callback(lambda done: done.cancelled() or done.exception())
-        await asyncio.shield(put)
+            digest = job.digest if job is not None else digest
+        await to_its_end(shared.keeper.put(tenant, body, kept, digest))
+        if is_again:
+            with suppress(StorageUnavailable):  # it ends by itself
+                await shared.turns.end_of(tenant, response.conversation, request_id)
 
     async def find(self, tenant: str, name: str, field: str = "") -> Stored:
         """A stored response. `field`: of the request that names it. Raises `NotFound`, `StorageUnavailable`."""
@@ -157,7 +200,7 @@ class Responses:
             self._check(tenant, name)
         except NotFound:
             raise _missing(name, field) from None
-        stored = await self._required().get(tenant, name)
+        stored = await self._required("store").store.get(tenant, name)
         if stored is None:
             raise _missing(name, field)
         return stored
@@ -167,7 +210,7 @@ class Responses:
         await self.find(tenant, name)
         if self.background is not None:
             await self.background.forget(tenant, name)
-        if not await self._required().delete(tenant, name):
+        if not await self._required("store").store.delete(tenant, name):
             raise _missing(name)
 
     def request_of(self, tenant: str, name: str) -> str:
@@ -185,19 +228,17 @@ class Responses:
     def _check(self, tenant: str, name: str) -> str:
         return self._ids.check(request_id_of(name), tenant)
 
-    def _required(self) -> ResponseStore:
-        if self._store is None:
-            raise _unsupported(
-                "store",
-                "set fleet.orchestrator.responses to a directory or bucket that all orchestrators share, "
-                'or send "store": false',
+    def _required(self, field: str) -> SharedResponses:
+        if self._shared is None:
+            instead = "leave it out" if field == "conversation" else 'send "store": false'
+            raise StarlingError(
+                "NOT_IMPLEMENTED",
+                f"this orchestrator does not support {field}: set fleet.orchestrator.responses to a directory or "
+                f"bucket that all orchestrators share, or {instead}",
+                field,
             )
-        return self._store
+        return self._shared
 
 
 def _missing(name: str, field: str = "") -> NotFound:
     return NotFound(f"there is no response {name[:80]!r}; it was not stored, or was deleted, or has expired", field)
-
-
-def _unsupported(field: str, remedy: str) -> StarlingError:
-    return StarlingError("NOT_IMPLEMENTED", f"this orchestrator does not support {field}: {remedy}", field)

@@ -140,36 +140,36 @@ class ResponseUse:
 
     async def tenants(self) -> dict[str, Use]:
         """The records, by folder."""
-        items, _ = await _answer(self._store.scan(USE))
+        items, _ = await answer(self._store.scan(USE))
         return {item.key.removeprefix(USE): _decode(item.value) for item in items}
 
     @contextlib.asynccontextmanager
     async def removing(self, folder: str) -> AsyncIterator[None]:
         """Exclude other removals of the tenant. Raises `StorageUnavailable` if that is not possible in time."""
-        lease = await _answer(self._store.grant(LOCK_S))
+        lease = await answer(self._store.grant(LOCK_S))
         try:
             async with asyncio.timeout(REMOVE_S):
-                while await _answer(self._store.swap(LOCK + folder, 0, b"1", lease)) is None:
+                while await answer(self._store.swap(LOCK + folder, 0, b"1", lease)) is None:
                     await asyncio.sleep(PAUSE_S)
                 yield
         except TimeoutError:
             raise StorageUnavailable(f"responses were not removed within {REMOVE_S:g} s", retry_after_s=1.0) from None
         finally:
             with contextlib.suppress(StorageUnavailable):  # its time ends it
-                await _answer(self._store.revoke(lease))
+                await answer(self._store.revoke(lease))
 
     async def bury(self, name: str) -> None:
         """A client deletes a response, FOLDER/ID. Raises `StorageUnavailable`."""
-        lease = await _answer(self._store.grant(GONE_S))
-        await _answer(self._store.swap(GONE + name, 0, b"1", lease))
+        lease = await answer(self._store.grant(GONE_S))
+        await answer(self._store.swap(GONE + name, 0, b"1", lease))
         self._gone.append(lease)
         if len(self._gone) > MAX_GONE:
             with contextlib.suppress(StorageUnavailable):  # its time ends it
-                await _answer(self._store.revoke(self._gone.popleft()))
+                await answer(self._store.revoke(self._gone.popleft()))
 
     async def is_buried(self, name: str) -> bool:
         """Whether a client has deleted a response lately. Raises `StorageUnavailable`."""
-        return await _answer(self._store.get(GONE + name)) is not None
+        return await answer(self._store.get(GONE + name)) is not None
 
     async def _largest(self) -> tuple[str, Use]:
         records = await self.tenants()
@@ -179,7 +179,7 @@ class ResponseUse:
 
     async def _check_tenants(self) -> None:
         """There is a new tenant: forget those that have nothing. Raises `ResourceError` if there are too many."""
-        items, _ = await _answer(self._store.scan(USE))
+        items, _ = await answer(self._store.scan(USE))
         if len(items) < MAX_TENANTS:
             return
         empty = [item for item in items if not _decode(item.value).count]
@@ -189,10 +189,10 @@ class ResponseUse:
                 '"store": false',
                 "store",
             )
-        await _answer(self._store.swap(empty[0].key, empty[0].revision, None))
+        await answer(self._store.swap(empty[0].key, empty[0].revision, None))
 
     async def _read(self, key: str) -> _Read:
-        item = await _answer(self._store.get(key))
+        item = await answer(self._store.get(key))
         return _Read(_decode(item.value), item.revision) if item is not None else _Read(Use(), 0)
 
     async def _write(self, folder: str, mine: _Read, every: _Read, nbytes: int, count: int) -> bool:
@@ -202,7 +202,7 @@ class ResponseUse:
             for key, read in ((USE + folder, mine), (ALL, every))
         ]
         conditions = [Condition(USE + folder, mine.revision), Condition(ALL, every.revision)]
-        return await _answer(self._store.transact(conditions, changes)) is not None
+        return await answer(self._store.transact(conditions, changes)) is not None
 
 
 def _added(use: Use, nbytes: int, count: int, now: float) -> Use:
@@ -222,7 +222,7 @@ def _busy() -> StorageUnavailable:
     )
 
 
-async def _answer(call: Awaitable[T]) -> T:
+async def answer(call: Awaitable[T]) -> T:
     """Raises `StorageUnavailable` if the store does not answer."""
     try:
         async with asyncio.timeout(STORE_S):

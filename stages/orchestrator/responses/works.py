@@ -13,9 +13,12 @@ from pipeline.errors import StarlingError
 from stages.orchestrator.front import Front
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.responses.background import Background
+from stages.orchestrator.responses.heads import Heads
 from stages.orchestrator.responses.job_runner import JobRunner
 from stages.orchestrator.responses.jobs import Jobs
-from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.shared import SharedResponses
+from stages.orchestrator.responses.tenant_blobs import TenantBlobs
+from stages.orchestrator.responses.turns import ConversationTurns
 from stages.orchestrator.responses.use import ResponseUse
 
 log = logging.getLogger("starling.orchestrator")
@@ -30,29 +33,31 @@ class ResponseWorks:
         self, config: Config, store: CoordinationStore, wall: Callable[[], float], clock: Callable[[], float]
     ) -> None:
         """Raises `ConfigError`."""
-        self.store: ResponseStore | None = None  # None: there is no place that all orchestrators would share
+        # None: there is no place that all orchestrators would share.
+        self.shared: SharedResponses | None = None
         self._config = config
         self._coordination = store
         self._wall = wall
         self._clock = clock
         self._blobs = open_responses(config)
         self._background: Background | None = None
-        self._jobs: Jobs | None = None
         self._swept = float("-inf")
         self._sweeping: asyncio.Task[None] | None = None
         if self._blobs is not None:
             bounds = config.stored_responses
             use = ResponseUse(store, bounds.tenant_mb << 20, bounds.max_size_mb << 20, wall)
-            self.store = ResponseStore(self._blobs, use, bounds, wall)
-            self._jobs = Jobs(store, self._blobs, wall)
+            place = TenantBlobs(self._blobs, use, Heads(store), bounds, wall)
+            jobs = Jobs(store, self._blobs, wall)
+            self.shared = SharedResponses(place, jobs, ConversationTurns(store, jobs), wall)
 
     def attach(self, front: Front, relay: Relay, identity: str) -> None:
         """Let clients use it. `identity`: of this orchestrator."""
-        if self.store is not None and self._jobs is not None:
+        if self.shared is not None:
             self._background = front.responses.background = Background(
                 self._coordination,
-                self._jobs,
-                self.store,
+                self.shared.jobs,
+                self.shared.store,
+                self.shared.keeper,
                 JobRunner(relay, front.quotas, front.locate_job).run,
                 identity,
                 self._wall,
@@ -68,25 +73,26 @@ class ResponseWorks:
     def sweep_if_due(self, *, is_store_up: bool) -> None:
         """Begin to remove what has expired, now and then."""
         is_running = self._sweeping is not None and not self._sweeping.done()
-        if is_store_up and self.store is not None and not is_running and self._clock() - self._swept >= SWEEP_S:
+        if is_store_up and self.shared is not None and not is_running and self._clock() - self._swept >= SWEEP_S:
             self._swept = self._clock()
-            self._sweeping = asyncio.get_running_loop().create_task(self._sweep(self.store))
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep(self.shared))
 
-    async def _sweep(self, store: ResponseStore) -> None:
+    async def _sweep(self, shared: SharedResponses) -> None:
         try:
-            await store.sweep()
-            if self._jobs is not None:
-                await self._jobs.sweep(self._config.server.request_timeout_ms / 1000)
+            await shared.place.sweep()
+            await shared.jobs.sweep(self._config.server.request_timeout_ms / 1000)
         except StarlingError as error:
             log.warning("stored responses were not swept", extra={"reason": error.message})
 
     async def close(self) -> None:
-        """Leave what runs in the background to other orchestrators."""
+        """Leave what runs in the background to other orchestrators, and end the turns of conversations."""
         if self._background is not None:
             await self._background.close()
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        if self.shared is not None:
+            await self.shared.turns.close()
 
     async def close_store(self) -> None:
         """Release connections, when all requests have ended."""

@@ -1,0 +1,24 @@
+"""What orchestrators share of responses and conversations, where the fleet has a place for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stages.orchestrator.responses.conversation_store import ConversationStore
+from stages.orchestrator.responses.jobs import Jobs
+from stages.orchestrator.responses.keeper import ResponseKeeper
+from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.tenant_blobs import TenantBlobs
+from stages.orchestrator.responses.turns import ConversationTurns
+
+
+class SharedResponses:
+    """One per orchestrator. `wall`: s since 1970."""
+
+    def __init__(self, place: TenantBlobs, jobs: Jobs, turns: ConversationTurns, wall: Callable[[], float]) -> None:
+        self.place = place
+        self.jobs = jobs
+        self.turns = turns
+        self.store = ResponseStore(place, wall)
+        self.conversations = ConversationStore(place, wall)
+        self.keeper = ResponseKeeper(self.store, self.conversations)
