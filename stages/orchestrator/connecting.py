@@ -8,10 +8,9 @@ one.  The first success ends the other attempts.
 from __future__ import annotations
 
 import asyncio
-import socket
 import ssl
-from typing import Any
 
+from pipeline.addresses import resolve
 from stages.orchestrator.engine_connection import Connection
 from stages.orchestrator.http_client import CONNECT_S, Factory
 
@@ -21,8 +20,7 @@ NEXT_S = 0.3  # for an address to answer, before the next one is tried, too
 async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> Connection:
     """A connection to the host, by a protocol of `factory`. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    addresses = list(dict.fromkeys(_address(info[4]) for info in found))
+    addresses = await resolve(host, port)
 
     async def attempt(address: str) -> Connection:
         name = host if context is not None else None
@@ -52,10 +50,3 @@ async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContex
         for ended in await asyncio.gather(*others, return_exceptions=True):
             if isinstance(ended, Connection):  # it has connected at the same time
                 ended.abort()
-
-
-def _address(found: tuple[Any, ...]) -> str:
-    """An IP address of `getaddrinfo`: a link-local one of IPv6 is that of one interface."""
-    if len(found) == 4 and found[3]:
-        return f"{found[0]}%{socket.if_indextoname(found[3])}"  # uvloop reads no number there
-    return str(found[0])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Coroutine, Mapping
 from email.utils import formatdate
 from functools import lru_cache
-from http import HTTPStatus
 from typing import Any
 
 from aiohttp import HttpVersion11, web
@@ -69,7 +68,7 @@ class EventResponse:
             fields["Transfer-Encoding"] = "chunked"
             if not self._keeps_connection:
                 fields["Connection"] = "close"
-        first = f"HTTP/1.{int(self._is_chunked)} {status} {HTTPStatus(status).phrase}\r\n"
+        first = f"HTTP/1.{int(self._is_chunked)} {status} {web.StreamResponse(status=status).reason}\r\n"
         self._head = (first + "".join([f"{name}: {value}\r\n" for name, value in fields.items()]) + "\r\n").encode()
         self.is_begun = self._request[BEGUN] = True
         asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits

@@ -163,7 +163,8 @@ def _find_equal(scratch, vocab, n, value, total, target, exceeds):
     """`_find` among n candidates of one value, behind others whose weights are `total`: id and sum."""
     first = nth_equal(scratch, vocab, value, 1)
     weight = np.float64(get_f32(scratch + 4 * padded(vocab) + 4 * first))
-    count = max(np.int64((target - total) / weight) - 1, 1)
+    count = np.int64((target - total) / weight) - 1
+    count = count if count > 1 else np.int64(1)
     while count <= n and not _reaches(total + count * weight, target, exceeds):
         count += 1
     return (nth_equal(scratch, vocab, value, count) if count <= n else -1), total + count * weight
