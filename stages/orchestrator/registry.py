@@ -45,6 +45,8 @@ class _Agent:
         self.empty_since = math.inf  # its answers have named no session since then, s of the clock
         self.idle_since = math.inf  # nor requests; likewise
         self.problem = "it has not answered yet"
+        self.n_polls = 0
+        self.counted = 0  # number of the last poll whose result counts
 
     @property
     def health(self) -> Health:
@@ -120,14 +122,21 @@ class Registry(NodeManager):
         return self.health()
 
     async def check_node(self, agent_id: str) -> None:
-        """Poll one agent."""
+        """Poll one agent. Nothing changes if a poll that began later has its result already."""
         agent = self._agents.get(agent_id)
         if agent is None:
             return
+        agent.n_polls = number = agent.n_polls + 1
+        details, failure = None, ""
         try:
             details = await self._poll(agent.record)
         except (StarlingError, OSError, TimeoutError) as error:
-            agent.problem = str(error) or type(error).__name__
+            failure = str(error) or type(error).__name__
+        if number < agent.counted:
+            return
+        agent.counted = number
+        if details is None:
+            agent.problem = failure
             return
         if details.version != VERSION:
             agent.problem = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from pipeline.errors import StorageUnavailable
 from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.fleet.records import AgentRecord
@@ -57,6 +59,28 @@ async def test_a_silent_agent_is_suspect_with_its_last_answer() -> None:
     assert fleet.registry.table()[0].health == "READY"
     fleet.registry.suspect("a", "a stream broke")
     assert fleet.registry.table()[0].health == "SUSPECT"
+
+
+async def test_an_answer_that_another_has_overtaken_changes_nothing() -> None:
+    """Else a model that has been unloaded would be seen again, and unloaded again."""
+    may_answer, asked = asyncio.Event(), asyncio.Event()
+    before, after = heartbeat("a", engine()), heartbeat("a")
+
+    async def poll(record: AgentRecord) -> HeartbeatResponse:
+        if asked.is_set():
+            return after
+        asked.set()
+        await may_answer.wait()
+        return before
+
+    registry = Registry(poll, lambda: 0.0)
+    await registry.register_node(AgentRecord(agent_id="a", url="http://a", incarnation="1"))
+    slow = asyncio.ensure_future(registry.check_node("a"))
+    await asked.wait()
+    await registry.check_node("a")
+    may_answer.set()
+    await slow
+    assert registry.table()[0].details is after
 
 
 async def test_an_agent_of_another_version_gets_no_requests_and_is_named() -> None:
