@@ -14,13 +14,14 @@ from pipeline.addresses import resolve
 from stages.orchestrator.engine_connection import Connection
 from stages.orchestrator.http_client import CONNECT_S, Factory
 
+MAX_ADDRESSES = 8  # that are tried for one connection
 NEXT_S = 0.3  # for an address to answer, before the next one is tried, too
 
 
 async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> Connection:
     """A connection to the host, by a protocol of `factory`. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
-    addresses = await resolve(host, port)
+    addresses = (await resolve(host, port))[:MAX_ADDRESSES]
 
     async def attempt(address: str) -> Connection:
         name = host if context is not None else None

@@ -30,10 +30,9 @@ _LAST = (DONE, MESSAGE_STOP, *RESPONSE_ENDS)
 RETRY = b"retry: "  # the reconnection delay, before the first event of a stream, also of a resumed one
 MAX_EVENT_BYTES = 16 << 20  # of one event that is not complete
 
-# Most of what comes: one event with an id that is neither the last one nor an error, and the comment before it.
-_USUAL = re.compile(
-    rb"(?:(: tokens [^\n]*)\n\n)?"
-    rb"id: ([^\n]+)\n(?:event: [^\n]*\n)?data: (?!%b)[^\n]*\n\n"
+# Most of what comes: one event with an id that is neither the last one nor an error, and the comment behind it.
+USUAL = re.compile(
+    rb"id: ([^\n]+)\n(?:event: [^\n]*\n)?data: (?!%b)[^\n]*\n\n(?:(: tokens [^\n]*)\n\n)?"
     % b"|".join(re.escape(begin.removeprefix(b"data: ")) for begin in (*_LAST, *ERRORS))
 )
 
@@ -79,14 +78,14 @@ class EventCutter:
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward. Raises `EventTooLargeError`."""
         if not (self._rest or self._is_opening or self._replay or self.is_over or self.error):
-            usual = _USUAL.fullmatch(data)
+            usual = USUAL.fullmatch(data)
             if usual is not None:
-                comment, self.last_id = usual.groups()
+                self.last_id, comment = usual.groups()
                 self.n_events += 1
                 if comment is None:
                     return data
                 self.output.add(comment)
-                return data[usual.end(1) + 2 :]
+                return data[: usual.start(2)]
         data = self._rest + data if self._rest else data
         cut = data.rfind(END) + 2
         if cut == 1:

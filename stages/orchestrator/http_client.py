@@ -135,6 +135,8 @@ class HttpClient:
             async with asyncio.timeout(CONNECT_S):
                 connection = await self._connect(make, *peer)
         except TimeoutError:
+            for one in made:  # one may have connected at the same time
+                one.abort()
             raise Unreachable(f"no connection to {peer.host}:{peer.port} within {CONNECT_S:g} s") from None
         except (OSError, ValueError) as error:  # also ssl.SSLError, and UnicodeError of a name that is none
             raise Unreachable(f"cannot connect to {peer.host}:{peer.port}: {error}") from None

@@ -411,7 +411,10 @@ class Relay:
     @staticmethod
     async def _check_same(answer: Answer) -> None:
         """Raises `Refusal` if the engine has another request with the key of this one."""
-        refusal = Refusal(answer.status, answer.headers, await read_whole(answer))
+        try:
+            refusal = Refusal(answer.status, answer.headers, await read_whole(answer))
+        finally:
+            answer.close()
         if refusal.param == KEY:
             raise refusal
 

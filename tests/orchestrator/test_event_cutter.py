@@ -8,7 +8,8 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.orchestrator.event_cutter import EventCutter
+from stages.orchestrator.event_cutter import USUAL, EventCutter
+from tests.gateway.test_event_stream import Transport, make
 
 
 def stream_of(lengths: list[int], order: list[int], n_opening: int = 1) -> bytes:
@@ -175,3 +176,25 @@ def test_events_that_come_singly_are_taken_like_those_that_come_together(
     for name in ("last_id", "n_events", "is_over", "error", "error_code"):
         assert getattr(singly, name) == getattr(together, name)
     assert singly.output.counts() == together.output.counts()
+
+
+async def test_what_an_engine_sends_for_a_step_is_taken_at_once() -> None:
+    """The bytes are those that the gateway writes to an orchestrator for one token."""
+    stream, request, _ = make()
+    transport = Transport()
+    stream.name_tokens()
+    stream.attach(transport, is_chunked=False)  # type: ignore[arg-type]
+    (sequence,) = request.sequences
+    for number in range(1, 5):
+        sequence.tokens.append(100 + number)
+        stream.text(sequence, f"word{number}", number - 1, number)
+        stream.flush()
+    _opening, *steps = transport.writes
+    assert len(steps) == 3 and all(USUAL.fullmatch(step) for step in steps)
+    at_once, byte_by_byte = EventCutter(), EventCutter()
+    forwarded = [b"".join(map(at_once.feed, transport.writes))]
+    forwarded.append(b"".join(byte_by_byte.feed(bytes([one])) for one in b"".join(transport.writes)))
+    assert forwarded[0] == forwarded[1] and b": tokens" not in forwarded[0]
+    for cutter in (at_once, byte_by_byte):
+        assert (cutter.last_id, cutter.output.counts()) == (b"req-1:4", [4])
+    assert at_once.n_events == byte_by_byte.n_events

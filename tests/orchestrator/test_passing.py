@@ -106,11 +106,11 @@ class Stream:
 
 
 def event(number: int, n_bytes: int = 1) -> bytes:
-    return b': tokens 0 %d 0 7\n\nid: r:%d\ndata: {"n":"%b"}\n\n' % (number - 1, number, b"x" * n_bytes)
+    return b'id: r:%d\ndata: {"n":"%b"}\n\n: tokens 0 %d 0 7\n\n' % (number, b"x" * n_bytes, number - 1)
 
 
 def shown(numbers: range, n_bytes: int = 1) -> bytes:
-    return b"".join(event(number, n_bytes).partition(b"\n\n")[2] for number in numbers)
+    return b"".join(event(number, n_bytes).partition(b": tokens")[0] for number in numbers)
 
 
 def chunk(data: bytes) -> bytes:

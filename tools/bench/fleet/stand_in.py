@@ -60,9 +60,9 @@ def event(name: bytes, number: int, total: int) -> bytes:
     """One event of a completion, as an engine sends it to an orchestrator."""
     finish = b'"length"' if number == total else b"null"
     return (
-        b'%bid: %b:%x\ndata: {"id":"%b","object":"text_completion","created":0,"model":"%b","choices":[{"index":0,'
-        b'"text":" token","logprobs":null,"finish_reason":%b}]}\n\n'
-        % (comment(0, number - 1, 0, (1000 + number,)), name, number, name, DEMO_MODEL.encode(), finish)
+        b'id: %b:%x\ndata: {"id":"%b","object":"text_completion","created":0,"model":"%b","choices":[{"index":0,'
+        b'"text":" token","logprobs":null,"finish_reason":%b}]}\n\n%b'
+        % (name, number, name, DEMO_MODEL.encode(), finish, comment(0, number - 1, 0, (1000 + number,)))
     )
 
 
