@@ -24,6 +24,7 @@ KEPT = ("ts", "level", "stage", "pid", "event", "request_id", "session_id", "mod
 
 # Its errors quote bytes that a client has sent and that are no HTTP: a header with a key, a part of a prompt.
 _QUOTING = "aiohttp.http_exceptions"
+_SHOWING = "asyncio"  # the logger whose text has the error
 
 _NOT_EXTRA = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "suppressed", "admitted"}
 
@@ -38,31 +39,38 @@ def fields(record: logging.LogRecord, stage: str) -> dict[str, Any]:
         "pid": record.process,
         "event": _short(record.getMessage()) if is_ours else LIBRARY_EVENT,
     }
+    error = record.exc_info[1] if record.exc_info else None
+    is_quoting = _quotes(error)
     if not is_ours:
-        line |= {"logger": record.name, "text": _short(record.getMessage())}
+        line["logger"] = record.name
+        if not (is_quoting and record.name == _SHOWING):
+            line["text"] = _short(record.getMessage())
     for key, value in vars(record).items():
         if key not in _NOT_EXTRA:  # no field replaces the stage, the pid or the event
             line[f"extra_{key}" if key in line else key] = _short(value)
     suppressed = getattr(record, "suppressed", 0)
     if suppressed:
         line["suppressed"] = suppressed
-    if record.exc_info and record.exc_info[1] is not None:
-        error = record.exc_info[1]
+    if error is not None:
         line["error"] = type(error).__name__
-        if not _quotes(error):
+        if not is_quoting:
             line["message"] = _short(str(error))
             line["stack"] = "".join(traceback.format_exception(error))[-MAX_STACK_CHARS:]
     return line
 
 
 def _quotes(error: BaseException | None) -> bool:
-    """Whether the error, or one that it comes from, quotes what a client has sent."""
+    """Whether the error, one that it comes from, or one of its group, quotes what a client has sent."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+    errors = [error]
+    while errors:
+        error = errors.pop()
+        if error is None or id(error) in seen:
+            continue
         if type(error).__module__ == _QUOTING:
             return True
-        error = error.__cause__ or error.__context__
+        seen.add(id(error))
+        errors += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
     return False
 
 

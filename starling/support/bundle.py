@@ -151,7 +151,8 @@ def _tail(path: Path, nbytes: int) -> str:
         if size > nbytes:
             file.readline()
         text = file.read().decode("utf-8", "replace")
-    return "".join(_without_output(line) if _PLUGIN in line else line for line in text.splitlines(keepends=True))
+    # Not `splitlines`: a text in a line may have other line ends, such as U+2028.
+    return "\n".join(_without_output(line) if _PLUGIN in line else line for line in text.split("\n"))
 
 
 # ------------------------------------------------------------------ plugins
@@ -162,10 +163,10 @@ def _without_output(line: str) -> str:
     try:
         found = msgspec.json.decode(line, type=dict[str, Any])
     except DECODE_ERRORS:
-        return f"[a line of {len(line.rstrip())} characters that is no JSON]\n"
+        return f"[a line of {len(line.rstrip())} characters that is no JSON]"
     if isinstance(text := found.get("text"), str):
         found["text"] = f"[{len(text)} characters]"
-    return json.dumps(found, ensure_ascii=False) + "\n"
+    return json.dumps(found, ensure_ascii=False)
 
 
 def _without_options(config: Config) -> Config:

@@ -79,6 +79,17 @@ def test_what_a_client_sent_is_in_no_line(is_cause: bool) -> None:
         assert type(error).__name__ in text and "192.0.2.1" in text
 
 
+def test_what_a_client_sent_is_in_no_line_of_asyncio_or_of_a_group() -> None:
+    cause = BadHttpMessage("Invalid header value char:\n\n    b'X-Api-Key: the-key\\x01'")
+    lost = record(f"Task exception was never retrieved: {cause!r}", exc_info=(type(cause), cause, None))
+    lost.name = "asyncio"
+    group = ExceptionGroup("tasks", [ValueError("other"), ExceptionGroup("more", [cause])])
+    grouped = record("failed", exc_info=(type(group), group, None))
+    for made in (lost, grouped):
+        text = JsonFormatter("gateway").format(made)
+        assert "the-key" not in text and type(made.exc_info[1]).__name__ in text
+
+
 def test_a_pretty_line_has_no_control_characters() -> None:
     text = PrettyFormatter("kv").format(record(user="\x1b[31mred\r\nforged line"))
     assert text == r"22:13:20.250 INFO    kv  page dropped  user=\x1b[31mred\r\nforged line"

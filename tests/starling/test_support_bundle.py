@@ -99,17 +99,24 @@ def test_what_plugins_print_and_are_given_is_not_in_it(tmp_path: Path, monkeypat
     options = {"webhook": "https://hooks.example.org/CANARY-1", "lists": [{"door": "CANARY-22"}], "limit": 3}
     plugin = {"name": "redaction", "object": "starling.plugins.redaction:Redaction", "options": options}
     (tmp_path / "logs").mkdir()
-    printed = {"event": "output of a helper process", "plugin": "redaction", "text": "the prompt is CANARY-3"}
+    printed = {
+        "event": "output of a helper process",
+        "plugin": "redaction",
+        "text": "the prompt is CANARY-3\u2028CANARY-5\x85CANARY-6",
+    }
     failed = {"event": "a plugin cannot be started", "plugin": "redaction", "reason": "no answer from CANARY-22"}
     other = {"event": "output of a helper process", "helper": "parser", "text": "Traceback"}
-    lines = [json.dumps(line) for line in (printed, failed, other)] + ['{"plugin": "redaction", "text": "CANARY-4']
+    # As a log has them: U+2028 is not escaped, and ends no line.
+    lines = [json.dumps(line, ensure_ascii=False) for line in (printed, failed, other)] + [
+        '{"plugin": "redaction", "text": "CANARY-4'
+    ]
     (tmp_path / "logs" / "gateway.log").write_text("\n".join(lines) + "\n")
     found = bundle(tmp_path, monkeypatch, yaml.safe_dump({"plugins": [plugin]}))
     assert "CANARY" not in "\n".join(found.values())
     shown = yaml.safe_load(found["configuration.yaml"])["plugins"][0]["options"]
     assert shown == {"webhook": MASK, "lists": [{"door": MASK}], "limit": 3}
     first, second, third, cut = found["logs/gateway.log"].splitlines()
-    assert json.loads(first) == {**printed, "text": "[22 characters]"}
+    assert json.loads(first) == {**printed, "text": "[40 characters]"}
     assert json.loads(second)["reason"] == f"no answer from {MASK}"
     assert json.loads(third) == other
     assert cut == "[a line of 41 characters that is no JSON]"
