@@ -22,7 +22,7 @@ from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import ATTEMPTS, delay_s
 from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
-from pipeline.errors import ConfigError, NotFound, StarlingError, StorageUnavailable
+from pipeline.errors import ConfigError, DiskFailed, NotFound, StarlingError, StorageUnavailable
 from pipeline.files import replace_file
 from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
@@ -219,6 +219,8 @@ async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) 
             try:
                 raw = await store.get(entry.index_key, 0, entry.index_bytes)
                 return raw, await asyncio.to_thread(_checked_index, raw, entry, store.address, context.cache)
+            except DiskFailed:  # it is this machine's, not the store's
+                raise
             except StorageUnavailable as error:
                 failure = error
                 waits_s.append(error.retry_after_s)

@@ -11,11 +11,12 @@ import os
 from pathlib import Path
 from typing import Self
 
-from pipeline.errors import DiskFailed, ResourceError, StarlingError
+from pipeline.errors import DiskFailed, ResourceError, StarlingError, StorageUnavailable
 from pipeline.files import begin_writeback, sync_directory, write_all
 from shm.checkpoint import PIECE_BYTES, piece_checksum
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)  # of the process or the machine
 
 
 class PartFile:
@@ -88,11 +89,16 @@ class PartFile:
 
 
 def disk_error(error: OSError, path: Path, nbytes: int) -> StarlingError:
-    """What it means that `path`, of `nbytes`, cannot be written: `ResourceError` or `DiskFailed`."""
+    """What it means that `path`, of `nbytes`, cannot be written.
+
+    `ResourceError`: no room; `StorageUnavailable`: a limit of the process; else `DiskFailed`.
+    """
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return ResourceError(
             f"{path}: {reason} ({nbytes:,} bytes needed); free space there, lower fleet.cache_mb or move "
             f"STARLING_HOME; what has arrived is kept"
         )
+    if error.errno in _LIMITS:
+        return StorageUnavailable(f"{path}: {reason}; what has arrived is kept")
     return DiskFailed(f"{path}: {reason}; check the disk")
