@@ -82,7 +82,10 @@ class EventResponse:
         if data and self._is_chunked:  # what came from the engine at once is one chunk
             data = sse.http_chunk(data)
         head, self._head = self._head, b""
-        transport.write(head + data if head else data)
+        if head:
+            data = head + data
+            self._request.writer.output_size = len(head)  # tells aiohttp that no other response may follow
+        transport.write(data)
 
     def write_now(self, data: bytes) -> bool:
         """See `Out`."""

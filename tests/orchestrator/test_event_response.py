@@ -76,6 +76,24 @@ async def test_every_byte_comes_once_behind_one_head(first: int, is_early: bool)
         assert received.keeps_connection
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a fault"), ConnectionError("the store has gone")])
+async def test_after_an_error_no_other_response_follows_in_the_stream(error: Exception) -> None:
+    async def fail(request: web.Request) -> web.StreamResponse:
+        response = EventResponse(request, HEADERS)
+        await response.begin(200, {})
+        await response.write(b"data: 1\n\n")
+        raise error
+
+    app = web.Application()
+    app.router.add_get("/", fail)
+    async with TestServer(app) as server, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = await reader.read()
+        writer.close()
+    assert answer.count(b"HTTP/1.1 ") == 1 and answer.endswith(b"data: 1\n\n\r\n")
+
+
 async def test_a_client_of_http_1_0_gets_no_chunks() -> None:
     async with streaming(b"1.0") as (stream, client, _), asyncio.timeout(WAIT_S):
         for part in (b"data: 1\n\n", b"data: 2\n\n", b""):
