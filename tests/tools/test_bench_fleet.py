@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from shm.checkpoint import PIECE_BYTES
 from starling.bench.load import drive
-from tools.bench.fleet import deaths, forwarding
+from tools.bench.fleet import cold_start, deaths, forwarding
 from tools.bench.fleet.fleet_under_test import FleetUnderTest
+from tools.bench.fleet.limited_store import BURST_S, LimitedStore, limited_store, link
 from tools.bench.fleet.overhead import body
 
 pytestmark = pytest.mark.slow
@@ -42,6 +46,34 @@ def test_events_are_compared_byte_by_byte_and_answers_by_their_text() -> None:
         assert deaths.verdict(kind, one[:-1], one)[0] and deaths.verdict(kind, [], one) == (True, True)
     assert deaths.verdict("orchestrator", grouped, one) == (False, False)
     assert deaths.verdict("host", grouped, one) == (False, True)
+
+
+@pytest.mark.skipif(not Path(forwarding.NGINX).exists(), reason=f"{forwarding.NGINX} is not installed")
+def test_the_rate_of_one_connection_is_measured(tmp_path: Path) -> None:
+    """A link whose bound holds for every request is the known answer; nginx's own bound is not."""
+    digest, blobs = "d" * 64, tmp_path / "blobs"
+    folder = blobs / "models" / digest
+    folder.mkdir(parents=True)
+    for number, nbytes in enumerate((PIECE_BYTES + 1, 1 << 20)):  # three pieces
+        (folder / f"{number}.bin").write_bytes(bytes(nbytes))
+    with limited_store(tmp_path / "nginx", blobs) as store, link(store.port, 20) as url:
+        behind = LimitedStore(int(url.rpartition(":")[2]), tmp_path / "nginx/sent.log", blobs)
+        found, seconds = behind.one_connection_s(digest)
+        assert found == PIECE_BYTES + 1 + (1 << 20) and seconds >= found / 20e6 - BURST_S
+        with pytest.raises(RuntimeError, match="no weights"):
+            behind.one_connection_s("e" * 64)
+    assert [line.split()[0] for line in (tmp_path / "nginx/sent.log").read_text().splitlines()] == [
+        str(PIECE_BYTES),
+        "1",
+        str(1 << 20),
+    ]
+
+
+def test_a_cold_start_is_divided_by_the_measured_rate() -> None:
+    ways = {"download, then load": [3.0, 9.0, 4.0], "layers as they arrive": [2.2], "page cache": [0.5]}
+    found = cold_start.summary(110, (50, 1.0), ways)
+    assert (found["size_over_rate_s"], found["medians"]["download, then load"]) == (2.2, 4.0)
+    assert found["of_size_over_rate"] == {"download, then load": 1.818, "layers as they arrive": 1.0}
 
 
 def test_a_kill_that_misses_its_stream_is_refused_and_a_host_may_die() -> None:
