@@ -193,15 +193,17 @@ class TakeSessionRequest(Request, frozen=True, kw_only=True):
     record: Annotated[bytes, Meta(min_length=1, max_length=MAX_SESSION_BYTES)]  # of the source's answer
 
 
-class MoveSessionRequest(Request, frozen=True, kw_only=True):
+class MoveSessionRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     """A step of the move of a session (stages/kv/sessions/session_transfer.py)."""
 
     model_id: ModelId
     tenant: Tenant
     session: SessionId
     move: Annotated[str, Meta(pattern="^[0-9a-f]{40}$")]  # of the source's answer
-    step: Literal["give_up", "activate", "settle", "refuse", "discard"]
+    # `check` changes nothing. Sent to agents that say that they do it.
+    step: Literal["give_up", "activate", "settle", "refuse", "discard", "check"]
     agent_id: Annotated[str, Meta(min_length=1, max_length=63)]  # the other agent of the move
+    tokens: Annotated[int, Meta(ge=0, le=MAX_SESSION_BYTES // 4)] = 0  # of the session, for `check`; 0: not known
 
 
 class InferRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -305,6 +307,7 @@ class GiveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     record: bytes
     move: str
+    tokens: int = 0  # of the session; 0: an older release does not say
     tails: tuple[str, ...] = ()  # hashes of its last pages, hex, the last one first: those that are here can be sent
     owner: str = ""  # whose pages they are; "": everybody's
 
@@ -354,6 +357,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     page_tokens: int = 0  # of a KV page; 0: not known
     continues_text: bool = False  # it goes on from the text of another one of its kind and digest: not the same bytes
     moves_sessions: bool = False  # its sessions can move to another engine of its digest, and those of one to it
+    checks_sessions: bool = False  # it answers, before anything large is sent, whether it would take a session
     takes_conversations: bool = False  # it answers /v1/responses for orchestrators, which keep the conversations
     sessions_moving: int = 0  # whose move from or to another agent is not complete
     moves_prefixes: bool = False  # it gives pages of its most used prefixes to engines of its version, and takes theirs

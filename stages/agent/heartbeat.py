@@ -182,6 +182,7 @@ class Reporter:
             held_pages=len(self._prefixes.get(placement.model_id, ())) if is_ready else 0,
             prefixes=self._published(placement, cursor) if is_ready else None,
             moves_sessions=is_ready and engine is not None and engine.control_dir is not None,
+            checks_sessions=is_ready and engine is not None and engine.control_dir is not None,
             sessions_moving=placement.queue.sessions_moving if is_ready else 0,
             moves_prefixes=is_ready
             and engine is not None

@@ -3,6 +3,7 @@
     {"op": "session", "do": ..., "model", "agent"}     `agent`: the one whose engine this is
         list       "after", "limit", "moving"          sessions after a (tenant, id), in order
         export     "tenant", "session", "target", "path", "inode"    write what is sent into a file
+        check      "tenant", "session", "move", "target", "tokens"   whether `adopt` would keep a copy from "target"
         adopt      "path"                              keep the copy in a file
         give_up, activate, settle, refuse, discard     "tenant", "session", "move"; of the first and `refuse` "target"
 
@@ -84,6 +85,14 @@ class SessionExchange:
             geometry = self._geometry(request)
             return lambda store, ends: _export(store, tenant, session, ends, path, inode, geometry)
         move = _text(request, "move")
+        if do == "check":
+            source, n_tokens = _text(request, "target"), _count(request, "tokens")
+
+            def look(store: SessionStore, ends: Ends) -> dict[str, Any]:
+                transfer.check(store, tenant, session, move, source, n_tokens)
+                return {}
+
+            return look
         if do == "give_up":
             _text(request, "target")
             return lambda store, ends: {"state": transfer.give_up(store, tenant, session, move, ends)}
@@ -113,6 +122,13 @@ def _text(request: dict[str, Any], name: str) -> str:
     value = request.get(name)
     if not isinstance(value, str) or not value:
         raise InvalidRequest(f"{name} is {str(value)[:80]!r}; expected a text", name)
+    return value
+
+
+def _count(request: dict[str, Any], name: str) -> int:
+    value = request.get(name, 0)
+    if type(value) is not int or value < 0:
+        raise InvalidRequest(f"{name} is {str(value)[:80]!r}; expected a number of at least 0", name)
     return value
 
 
@@ -179,7 +195,13 @@ def _export(
             os.close(fd)
     except OSError as error:
         raise InvalidRequest(f"the session cannot be written: {error.strerror}", "path") from None
-    return {"move": sent.move, "bytes": len(raw), "owner": owner_of(sent.salt), "tails": _tails(sent, geometry)}
+    return {
+        "move": sent.move,
+        "bytes": len(raw),
+        "tokens": len(sent.tokens) // 4,
+        "owner": owner_of(sent.salt),
+        "tails": _tails(sent, geometry),
+    }
 
 
 def _tails(sent: SentSession, geometry: KvGeometry | None) -> list[str]:

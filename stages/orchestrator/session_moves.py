@@ -26,8 +26,9 @@ the session afterwards: an engine that has a tombstone or a copy names the other
 there.
 
 The KV pages are sent between steps 2 and 3 if that is expected to be faster than computing them (session_pages.py);
-else the target computes them with the next turn.  It takes its time, so step 2 is done again after it: turns that were
-served meanwhile stop no move.  A move that is tried again sends nothing for `SENT_S`.  Without sockets.
+else the target computes them with the next turn.  Before it the target says whether it has room for the session
+(`check`): pages of a session that it would refuse are not sent.  It takes its time, so step 2 is done again after it:
+turns that were served meanwhile stop no move.  A move that is tried again sends nothing for `SENT_S`.  Without sockets.
 """
 
 from __future__ import annotations
@@ -207,7 +208,13 @@ class SessionMoves:
         while len(refused) < MAX_TARGETS and (target := self._target(source, model, refused)):
             give = GiveSessionRequest(model_id=model, tenant=entry.tenant, session=entry.session, agent_id=target)
             given = await self.call(source, "/give_session", give, GiveSessionResponse)
-            if self.pages is not None and self._may_send(give):
+            if self.pages is not None and self._may_send(give, given):
+                try:
+                    await self._check(source, give, given)
+                except StarlingError as error:
+                    refused.add(target)
+                    failure = error
+                    continue
                 ticket = await self.pages.ticket(source, target, model, given)
                 given = await self._send_pages(source, give, given, ticket)
             moving = msgspec.structs.replace(entry, move=given.move)
@@ -239,7 +246,7 @@ class SessionMoves:
         self, source: str, give: GiveSessionRequest, given: GiveSessionResponse, ticket: Ticket | None
     ) -> GiveSessionResponse:
         """The session as it is after its pages were sent, if that is faster than computing. Raises `StarlingError`."""
-        if self.pages is None or ticket is None or not self._may_send(give):
+        if self.pages is None or ticket is None or not self._may_send(give, given):
             return given
         computing_s = len(given.record) * self._router.place(give.agent_id, give.model_id).prefill_s_per_byte
         if not await self.pages.send(give.agent_id, give.model_id, ticket, computing_s):
@@ -251,9 +258,27 @@ class SessionMoves:
             del self._sent[next(iter(self._sent))]
         return await self.call(source, "/give_session", give, GiveSessionResponse)
 
-    def _may_send(self, give: GiveSessionRequest) -> bool:
-        """Whether the session's pages were not sent to that agent lately."""
-        return self._clock() >= self._sent.get((give.tenant, give.session, give.agent_id), float("-inf"))
+    def _may_send(self, give: GiveSessionRequest, given: GiveSessionResponse) -> bool:
+        """Whether the session has pages that were not sent to that agent lately."""
+        until = self._sent.get((give.tenant, give.session, give.agent_id), float("-inf"))
+        return bool(given.tails) and self._clock() >= until
+
+    async def _check(self, source: str, give: GiveSessionRequest, given: GiveSessionResponse) -> None:
+        """Nothing if the target would take the session now, or does not say. Raises `StarlingError`."""
+        view = next((view for view in self._router.table if view.agent_id == give.agent_id), None)
+        one = loaded(view.details, give.model_id) if view is not None else None
+        if one is None or not one.checks_sessions:
+            return
+        asked = MoveSessionRequest(
+            model_id=give.model_id,
+            tenant=give.tenant,
+            session=give.session,
+            move=given.move,
+            step="check",
+            agent_id=source,
+            tokens=given.tokens,
+        )
+        await self.call(give.agent_id, "/move_session", asked, MoveSessionResponse)
 
     # ---------------------------------------------------------------- for a turn
 
@@ -304,6 +329,8 @@ class SessionMoves:
             self._router.note_turn(request_id, model, chosen, home, [target], size)
             if chosen == source:
                 return source
+            if ticket is not None and self._may_send(give, given):
+                await self._check(source, give, given)
             given = await self._send_pages(source, give, given, ticket)
             await self._take(chosen, model, given)
             await self._hand_over(source, chosen, model, msgspec.structs.replace(entry, move=given.move))

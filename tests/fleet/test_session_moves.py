@@ -84,6 +84,26 @@ def test_a_session_moves_when_its_agent_drains(hosts: Hosts, unmoved: list[str])
     assert fleet.post("/v1/session/close", {"model": "tiny", "session_id": "s"}, MINE).status == 404
 
 
+@pytest.mark.slow
+def test_an_agent_says_whether_it_would_take_a_session(hosts: Hosts) -> None:
+    one, two = (hosts.agents[name] for name in NAMES)
+    hosts.cordon("two", True)
+    turn(hosts.fleet, "asked", 0)
+    hosts.cordon("two", False)
+    (report,) = two.call("/heartbeat")[1]["loaded_models"]
+    assert report["checks_sessions"]
+    status, given = one.call("/give_session", model_id="tiny", tenant="mine", session="asked", agent_id="two")
+    assert status == 200 and given["tokens"] > 0
+    asked = {"model_id": "tiny", "tenant": "mine", "session": "asked", "move": given["move"], "step": "check"}
+    check(two.call("/move_session", **asked, agent_id="one", tokens=given["tokens"]))
+    assert "asked" not in two.sessions()
+    status, answer = two.call("/move_session", **asked, agent_id="one", tokens=1 << 22)
+    assert status == 400 and f"{1 << 22} tokens, at most" in answer["error"]["message"], answer
+    status, answer = one.call("/move_session", **asked, agent_id="two")
+    assert status == 409 and "held here" in answer["error"]["message"], answer
+    assert hosts.fleet.post("/v1/session/close", {"model": "tiny", "session_id": "asked"}, MINE).status == 200
+
+
 def advance(hosts: Hosts, session: str, step: str) -> None:
     """What an orchestrator has done up to its death."""
     one, two = (hosts.agents[name] for name in NAMES)

@@ -93,7 +93,9 @@ class Agent:
         assert path == "/move_session", path
         step = msgspec.json.decode(body, type=bodies.MoveSessionRequest)
         key, ends = (step.tenant, step.session, step.move), self.ends(step.agent_id)
-        if step.step == "give_up":
+        if step.step == "check":
+            transfer.check(store, *key, step.agent_id, step.tokens)
+        elif step.step == "give_up":
             transfer.give_up(store, *key, ends)
         elif step.step == "refuse":
             return {"given_up": transfer.refuse(store, *key, ends)}
@@ -413,6 +415,50 @@ def test_what_is_damaged_or_too_large_is_refused(world: World, tmp_path: Path) -
     small = Agent("small", tmp_path, world.clock, max_tokens=49)
     with pytest.raises(InvalidRequest, match="at most 49"):
         transfer.adopt(small.store, sent)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "held", "refusal", "numbers"),
+    [
+        ({"max_sessions": 3}, 3, Overloaded, "3 sessions are held"),
+        ({"per_tenant": 2}, 2, Overloaded, "2 sessions are held for this API key's tenant"),
+        ({"max_sessions": 4, "n_tenants": 4}, 3, Overloaded, "3 of 4 sessions are held .*, 3 of them for this tenant"),
+        ({"max_bytes": 2048}, 2, Overloaded, r"2 KiB of 2 \(cache.session_mb\)"),
+        ({"max_tokens": 49}, 0, InvalidRequest, "50 tokens, at most 49"),
+    ],
+)
+def test_a_target_says_before_it_gets_a_copy_that_it_has_no_room(
+    world: World, tmp_path: Path, bounds: dict[str, int], held: int, refusal: type[StarlingError], numbers: str
+) -> None:
+    one, full = world.agents["one"], Agent("full", tmp_path, world.clock, **bounds)
+    one.turn(*range(50), create=True)
+    sent = transfer.export(one.store, *NAME, one.ends("full"))
+    asked = full.store, *NAME, sent.move, "one", 50
+    for n in range(held):
+        transfer.check(*asked)
+        full.turn(*range(256), create=True, name=("t", f"s{n}"))
+    with pytest.raises(refusal, match=numbers):
+        transfer.check(*asked)
+    with pytest.raises(refusal, match=numbers):
+        transfer.adopt(full.store, sent)
+    assert len(full.store.all()) == held
+
+
+def test_a_target_that_has_the_copy_or_must_not_replace_a_session_says_so(world: World, tmp_path: Path) -> None:
+    one, two = world.agents["one"], Agent("two", tmp_path / "small", world.clock, max_sessions=1)
+    one.turn(1, create=True)
+    sent = transfer.export(one.store, *NAME, one.ends("two"))
+    transfer.check(two.store, *NAME, sent.move, "one", 1)
+    transfer.adopt(two.store, sent)
+    transfer.check(two.store, *NAME, sent.move, "one", 1)  # it came again, late
+    one.turn(2)
+    later = transfer.export(one.store, *NAME, one.ends("two")).move
+    transfer.check(two.store, *NAME, later, "one", 2)  # in the place of the copy before
+    with pytest.raises(Conflict, match="arrived here"):
+        transfer.check(two.store, *NAME, later, "three", 2)
+    assert transfer.activate(two.store, *NAME, sent.move)
+    with pytest.raises(Conflict, match="held here"):
+        transfer.check(two.store, *NAME, later, "one", 2)
 
 
 def test_tombstones_end(world: World) -> None:

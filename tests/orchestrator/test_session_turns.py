@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pipeline.errors import Conflict, NotFound, StarlingError
+from pipeline.errors import Conflict, NotFound, Overloaded, StarlingError
 from pipeline.fleet import bodies
 from pipeline.fleet.records import AgentRecord
 from shm.sent_pages import MAX_KEPT_BYTES, TENANT_SHARE
@@ -42,6 +42,7 @@ class World:
         self.most = 0  # bytes that were asked for
         self.move = "a" * 40
         self.given_up: list[str] = []
+        self.checks: list[tuple[str, int]] = []  # the source and the tokens of each
         self.calls: list[str] = []
         self.bound: list[str] = []
         self.events: list[str] = []
@@ -91,12 +92,15 @@ class World:
         self.calls.append(call)
         if path == "/take_session":
             await self.may_take.wait()
+        if getattr(asked, "step", "") == "check":
+            self.checks.append((asked.agent_id, asked.tokens))
         if (failure := self.before(call)) is not None:
             raise failure
         answer: msgspec.Struct = bodies.MoveSessionResponse()
         if path == "/give_session":
             tails = ("ab" * 16,) if self.sends else ()
-            answer = bodies.GiveSessionResponse(record=self.tokens, move=self.move, tails=tails, owner="mine")
+            n = len(self.tokens) // 4
+            answer = bodies.GiveSessionResponse(record=self.tokens, move=self.move, tokens=n, tails=tails, owner="mine")
         elif path == "/list_sessions":
             entry = bodies.SessionEntry(tenant="mine", session="s", state="held")
             answer = bodies.ListSessionsResponse(sessions=(entry,))
@@ -182,6 +186,33 @@ async def test_pages_of_a_session_that_cannot_move_are_sent_once(fails: str) -> 
     world.now += SENT_S
     await world.moves.run("one", MODEL, is_draining=True)
     assert world.calls.count("two /take_prefixes") == 2
+
+
+async def test_an_agent_without_room_gets_no_pages() -> None:
+    """It refuses the session before its pages are sent; for a turn, and in a drain."""
+    full = Overloaded("10 of 10 sessions are held (max_sessions)")
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+    world.set("two", checks_sessions=True)
+    world.before = lambda call: full if call in ("two check", "two /take_session") else None
+    assert await world.turn() == "one" and world.bound == []
+    assert world.calls == [MOVE[0], "one /give_prefixes", "two check"]
+    assert world.checks == [("one", 2000)] and world.moves.outcomes == {"failed": 1}
+    world.calls.clear()
+    world.views["one"] = msgspec.structs.replace(world.views["one"], is_draining=True)
+    world.router.update_routing_table(list(world.views.values()))
+    await world.moves.run("one", MODEL, is_draining=True)
+    assert world.calls == ["one /list_sessions", MOVE[0], "two check"]
+
+
+async def test_pages_follow_when_an_agent_has_said_that_it_has_room() -> None:
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+    world.set("two", checks_sessions=True)
+    assert await world.turn() == "two"
+    assert world.calls == [MOVE[0], "one /give_prefixes", "two check", "two /take_prefixes", *MOVE]
+    # A session without pages to send is refused as early without it.
+    world = World()
+    world.set("two", checks_sessions=True)
+    assert await world.turn() == "two" and world.calls == MOVE
 
 
 @pytest.mark.parametrize("lost", ["one /give_prefixes", "two /take_prefixes"])

@@ -68,8 +68,13 @@ class EngineSessions:
             record = os.pread(memory, int(found["bytes"]), 0)
             if len(record) != found["bytes"]:
                 raise InternalError(f"the engine has written {len(record)} of {found['bytes']} bytes of a session")
-            tails, owner = tuple(found.get("tails", ())), str(found.get("owner", ""))
-            return GiveSessionResponse(record=record, move=found["move"], tails=tails, owner=owner)
+            return GiveSessionResponse(
+                record=record,
+                move=found["move"],
+                tokens=int(found.get("tokens", 0)),
+                tails=tuple(found.get("tails", ())),
+                owner=str(found.get("owner", "")),
+            )
         finally:
             self._close(memory)
 
@@ -92,6 +97,7 @@ class EngineSessions:
             session=asked.session,
             move=asked.move,
             target=asked.agent_id,
+            tokens=asked.tokens,
         )
         return MoveSessionResponse(
             given_up=bool(found.get("given_up", False)),

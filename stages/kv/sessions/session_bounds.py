@@ -29,7 +29,10 @@ class SessionBounds(NamedTuple):
         if held_by_tenant >= most:
             return f"{most} sessions are held for this API key's tenant (cache.max_sessions_per_tenant)"
         if self._exceeds_part(held + 1, held_by_tenant + 1, self.max_sessions):
-            return "the remaining sessions (max_sessions) are reserved for tenants with fewer"
+            return (
+                f"{held} of {self.max_sessions} sessions are held (max_sessions), {held_by_tenant} of them for this "
+                "tenant: the others are reserved for tenants with fewer"
+            )
         return ""
 
     def refuses_bytes(self, held: int, held_by_tenant: int) -> str:

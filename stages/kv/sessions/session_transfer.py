@@ -1,6 +1,7 @@
 """How a session moves to another agent: what each of the two engines does with it.
 
     export     source  what is sent; the session stays HELD there
+    check      target  whether it would adopt it, which is asked before anything large is sent; changes nothing
     adopt      target  keeps a copy: ARRIVED
     give_up    source  if the session is still what was exported: MOVED, and only a tombstone is left
     activate   target  its copy is HELD
@@ -41,6 +42,19 @@ def export(store: SessionStore, tenant: str, session_id: str, ends: Ends) -> Sen
     return _sent(_movable(store, tenant, session_id), ends)
 
 
+def check(store: SessionStore, tenant: str, session_id: str, move: str, source: str, n_tokens: int) -> None:
+    """Whether `adopt` would keep this copy now, as far as that can be said without it.
+
+    `n_tokens`: of the session; 0: not known.  Raises what `adopt` raises but for `StorageUnavailable`.
+    """
+    known = store.find(tenant, session_id)
+    if known is not None and known.state in (HELD, ARRIVED) and known.move == move:
+        return
+    if known is not None and not _may_be_replaced(known, source):
+        raise _not_replaced(known)
+    _check_room(store, known, tenant, session_id, n_tokens)
+
+
 def adopt(store: SessionStore, sent: SentSession) -> State:
     """Keep a copy, of which no turn begins before `activate`.
 
@@ -51,13 +65,9 @@ def adopt(store: SessionStore, sent: SentSession) -> State:
     if known is not None and known.state in (HELD, ARRIVED) and known.move == sent.move:
         return known.state
     if known is not None and not _is_replaced(known, sent):
-        raise Conflict(f"session {sent.id!r} is {known.state} here, and this copy must not replace it", "session_id")
+        raise _not_replaced(known)
     tokens = sent.token_ids
-    if len(tokens) > store.bounds.max_tokens:
-        most = store.bounds.max_tokens
-        raise InvalidRequest(f"session {sent.id!r} has {len(tokens)} tokens, at most {most} are kept", "session_id")
-    if known is None or known.state != ARRIVED:
-        store.check_room(sent.tenant)
+    _check_room(store, known, sent.tenant, sent.id, len(tokens))
     session = Session(sent.id, sent.tenant, sent.salt, sent.ttl_s, sent.created, sent.last_use)
     mark = Mark(ARRIVED, sent.source, sent.move, sent.turns, sent.changes, store.clock())
     _replace_file(store, session, tokens, mark)
@@ -168,9 +178,24 @@ def _sent(session: Session, ends: Ends) -> SentSession:
 
 def _is_replaced(known: Session, sent: SentSession) -> bool:
     """Whether `sent` is later than what is known here, and replaces nothing that a source may have given up."""
-    if known.state == HELD or (known.state == ARRIVED and known.agent != sent.source):
-        return False
-    return sent.version > (known.created, known.changes, known.turns)
+    return _may_be_replaced(known, sent.source) and sent.version > (known.created, known.changes, known.turns)
+
+
+def _may_be_replaced(known: Session, source: str) -> bool:
+    """Whether a later version from `source` may replace what is known here."""
+    return known.state != HELD and (known.state != ARRIVED or known.agent == source)
+
+
+def _not_replaced(known: Session) -> Conflict:
+    return Conflict(f"session {known.id!r} is {known.state} here, and this copy must not replace it", "session_id")
+
+
+def _check_room(store: SessionStore, known: Session | None, tenant: str, session_id: str, n_tokens: int) -> None:
+    """Raises `Overloaded`, `InvalidRequest`. `known`: what is here of the session."""
+    if n_tokens > (most := store.bounds.max_tokens):
+        raise InvalidRequest(f"session {session_id!r} has {n_tokens} tokens, at most {most} are kept", "session_id")
+    if known is None or known.state != ARRIVED:
+        store.check_room(tenant)
 
 
 def _replace_file(store: SessionStore, session: Session, tokens: array[int], mark: Mark) -> None:
