@@ -112,6 +112,14 @@ class Keys:
             raise Unauthenticated("unknown API key; check the key, or ask the server's operator")
         return found
 
+    def salts(self) -> dict[str, str]:
+        """The salts of all tenants that have keys, by their names. Await `follower.refresh()` before."""
+        if not self:
+            return {DEFAULT_TENANT: ""}
+        stored = {one.tenant for one in self._file.keys.values()} if self._file is not None else set()
+        found = {one.tenant: one.salt for _, one in self._keys}
+        return {name: tenant_salt(self._config, name, has_key_file=True) for name in stored} | found
+
     def limits(self, key_id: str) -> KeyLimits:
         """The limits of a key of the key file; none for other keys, and for a key that has been revoked."""
         key = self._file.keys.get(key_id) if self._file is not None and key_id else None

@@ -156,7 +156,7 @@ class GivePrefixesRequest(Request, frozen=True, kw_only=True):
     max_bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # that it takes
 
 
-class TakePrefixesRequest(Request, frozen=True, kw_only=True):
+class TakePrefixesRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     """Tells an agent to get KV pages of one tenant, which its engine caches for no request."""
 
     model_id: ModelId
@@ -164,9 +164,10 @@ class TakePrefixesRequest(Request, frozen=True, kw_only=True):
     ticket: Annotated[str, Meta(pattern="^[0-9A-Za-z_-]{16,64}$")]  # of the source's answer
     bytes: Annotated[int, Meta(gt=0, le=1 << 40)]  # likewise
     timeout_ms: Annotated[int, Meta(ge=1, le=60_000)]
-    tenant: Annotated[str, Meta(max_length=130)]  # the salt of its pages; "": everybody's
+    tenant: Annotated[str, Meta(max_length=130)]  # their owner, as the engine knows it; "": everybody's
     uses: Annotated[int, Meta(ge=1, le=2**32 - 1)]  # of the least used one
     idle_s: Annotated[float, Meta(ge=0, le=MAX_IDLE_S)]  # since the last use of that which was used longest ago
+    account: Tenant = ""  # the tenant's name; "": not known. Sent to agents that say that they count by it
 
 
 class ListSessionsRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
@@ -272,7 +273,7 @@ class HotPrefix(msgspec.Struct, frozen=True, kw_only=True):
 
     tail: str  # hash of its last page, hex
     names: bytes  # of its pages, the first one first: u64 little-endian (pipeline/api/page_names.py)
-    tenant: str  # whose pages they are; "": everybody's
+    tenant: str  # their owner, as the engine knows it (pipeline/api/page_owner.py); "": everybody's
     uses: int  # sequences that have held the last page
     idle_s: float  # since then
 
@@ -309,7 +310,7 @@ class GiveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
     move: str
     tokens: int = 0  # of the session; 0: an older release does not say
     tails: tuple[str, ...] = ()  # hashes of its last pages, hex, the last one first: those that are here can be sent
-    owner: str = ""  # whose pages they are; "": everybody's
+    owner: str = ""  # of its pages, as the engine knows it; "": everybody's
 
 
 class TakeSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,6 +411,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     download_bytes_per_s: float = 0.0  # measured; 0: no download yet
     shares_pieces: bool = False  # it gives pieces of its files to other agents, and gets them from these
     exchanges_kv_pages: bool = False  # it gives KV pages to other agents, and gets them from these
+    counts_page_tenants: bool = False  # it counts all KV pages that it gets by the names of tenants
     kv_page_bytes: int = 0  # of one request's KV pages that it gives and takes; 0: not known
     takes_signed_urls: bool = False  # it has no credentials of the blob store
     wanted_urls: tuple[WantedUrls, ...] = ()

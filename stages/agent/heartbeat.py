@@ -89,6 +89,7 @@ class Reporter:
             download_bytes_per_s=round(self._models.download_rate, 1),
             shares_pieces=self._config.fleet.agent.peers,
             exchanges_kv_pages=self._config.fleet.agent.page_mb > 0,
+            counts_page_tenants=self._config.fleet.agent.page_mb > 0,
             kv_page_bytes=bytes_of_request(self._config.fleet.agent.page_mb << 20),
             takes_signed_urls=self._models.takes_signed_urls,
             wanted_urls=self._models.wanted_urls(),

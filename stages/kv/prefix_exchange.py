@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.api.page_names import name_of
+from pipeline.api.page_owner import key_owner
 from pipeline.errors import InvalidRequest, NotFound, Overloaded
 from shm.pages import PAGE_FULL
 from shm.prefix_hash import PageHash
@@ -42,7 +43,7 @@ MAX_CANDIDATES = 2048  # pages that are ranked: some ms of the loop
 MAX_PREFIXES = 64  # of one model
 MAX_PREFIX_PAGES = 1024  # of one prefix
 MAX_NAMES = 4096  # of all of them: an answer is one line, of which a control socket takes some 200 KiB at once
-MAX_KEPT = 8  # files that wait, or are being copied
+MAX_KEPT = 64  # files that wait, or are being copied: each has the prefixes of one owner
 KEEP_S = 30.0  # for which a file may wait for its turn
 MAX_USES = 2**32 - 1  # a page's header has 32 bits for them
 MAX_IDLE_S = 1e9
@@ -216,7 +217,8 @@ class PrefixExchange:
         """Whether the page before it is here, and no other tenant's."""
         manager = one.manager
         known = manager.owners.owner(identity.root, manager.root_hash_of)
-        if known not in (None, one.tenant):
+        # Engines of older releases tell only the owners of API keys apart: either name may be without the rest.
+        if known not in (None, one.tenant, key_owner(one.tenant)) and one.tenant != key_owner(known or ""):
             return False
         if identity.ordinal == 0:
             return identity.parent == identity.root

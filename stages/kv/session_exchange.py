@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.api.page_owner import owner_of
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable
 from pipeline.files import write_all
 from pipeline.ipc.control_poll import Later
 from shm.pages import KvGeometry
 from shm.prefix_hash import page_hashes, root_hash
 from stages.kv.loaded_versions import LoadedVersions
-from stages.kv.pool.root_owners import owner_of
 from stages.kv.sessions import session_transfer as transfer
 from stages.kv.sessions.model_sessions import ModelSessions
 from stages.kv.sessions.session_files import Session

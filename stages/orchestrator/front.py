@@ -305,6 +305,11 @@ class Front:
                 return Ticket(forward, caller.tenant, key_id=caller.key_id, is_charged=is_charged)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
+    async def tenants_by_salt(self) -> dict[str, str]:
+        """The names of tenants by what engines get of their salts (`RequestIds.tenants`)."""
+        await self.keys.follower.refresh()
+        return self._ids.tenants(self.keys.salts())
+
     async def read_conversation(self, reader: str, body: bytes, headers: Mapping[str, str]) -> NewConversation:
         """The body of a request about a conversation. Raises `InvalidRequest`, `TooLarge`."""
         kind, coding = headers.get("Content-Type", ""), headers.get("Content-Encoding", "")

@@ -18,13 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
 
+from pipeline.api.page_owner import forwarded_salt, key_owner
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import (
     MAX_IDLE_S,
@@ -74,12 +75,16 @@ class Nodes(Protocol):
         """The record of an agent."""
 
 
+async def _no_tenants() -> Mapping[str, str]:
+    return {}
+
+
 class PrefixMove(msgspec.Struct, kw_only=True):
     """What was done with one prefix."""
 
     model: str
     tail: str  # hash of its last page
-    tenant: str
+    tenant: str  # their owner, as engines know it
     pages: int
     uses: int
     target: str = ""  # agent
@@ -91,7 +96,8 @@ class _Batch(NamedTuple):
     """What is sent at once."""
 
     target: str
-    tenant: str
+    tenant: str  # their owner, as the target gets it
+    account: str  # the name of their tenant; "": not known, or the target does not count by it
     prefixes: list[tuple[HotPrefix, PrefixMove]]
     names: set[int]  # of all their pages; prefixes share some
     page_bytes: int
@@ -105,6 +111,8 @@ class PrefixMoves:
     ) -> None:
         self.outcomes: Counter[str] = Counter()
         self.nbytes = 0  # sent
+        # Names of tenants by the salts that engines get for them (`RequestIds.tenants`).
+        self.tenants: Callable[[], Awaitable[Mapping[str, str]]] = _no_tenants
         self._calls = calls
         self._nodes = nodes
         self._router = router
@@ -193,7 +201,8 @@ class PrefixMoves:
                 )
                 for prefix in prefixes
             ]
-            for batch in self._batches(source, one, list(zip(prefixes, moves)), found.page_bytes):
+            tenants = await self.tenants()
+            for batch in self._batches(source, one, list(zip(prefixes, moves)), found.page_bytes, tenants):
                 await self._send(source, one.model_id, batch, deadline)
         finally:
             # It drains: whether this call arrives matters to what waits for the drain alone, and for a bounded time.
@@ -202,14 +211,19 @@ class PrefixMoves:
             )
 
     def _batches(
-        self, source: str, one: LoadedModel, prefixes: list[tuple[HotPrefix, PrefixMove]], page_bytes: int
+        self,
+        source: str,
+        one: LoadedModel,
+        prefixes: list[tuple[HotPrefix, PrefixMove]],
+        page_bytes: int,
+        tenants: Mapping[str, str],
     ) -> list[_Batch]:
         """What is sent to whom, the most used first; sets the outcome of the others."""
         fit = self._fit(source, one)
         source_bytes = self._page_bytes_of(source)
         targets: dict[tuple[str, int], str] = {}  # by tenant and first page
         batches: dict[tuple[str, str], _Batch] = {}
-        n_bytes: Counter[str] = Counter()  # by tenant
+        n_bytes: Counter[str] = Counter()  # by tenant, or by owner where the tenant is not known
         for prefix, move in prefixes:
             names = _names(prefix)
             held = {name: self._router.prefixes.count_held(engine, names) for name, engine in fit.items()}
@@ -226,12 +240,19 @@ class PrefixMoves:
                 move.outcome, move.reason = "skipped", "no other agent gets requests for the model now"
                 continue
             targets[first] = move.target = target
-            batch = batches.get((target, prefix.tenant)) or _Batch(target, prefix.tenant, [], set(), page_bytes)
-            part = TENANT_SHARE if prefix.tenant else 1
+            # Shared pages are their group's.
+            account = tenants.get(forwarded_salt(prefix.tenant), "") if prefix.tenant else ""
+            payer = account or key_owner(prefix.tenant)
+            is_counted = self._counts_tenants(target)
+            owner = prefix.tenant if is_counted else key_owner(prefix.tenant)
+            batch = batches.get((target, owner))
+            if batch is None:
+                batch = _Batch(target, owner, account if is_counted else "", [], set(), page_bytes)
+            part = TENANT_SHARE if payer else 1
             most = min(source_bytes, self._page_bytes_of(target), MAX_KEPT_BYTES // part)
             room = min(
                 most - HEAD_BYTES - len(batch.names) * page_bytes,
-                MAX_BYTES // part - n_bytes[prefix.tenant],
+                MAX_BYTES // part - n_bytes[payer],
                 MAX_BYTES - n_bytes.total(),
             )
             new = [name for name in names if name not in batch.names]
@@ -244,10 +265,10 @@ class PrefixMoves:
                 continue
             if len(added) < len(new):
                 move.pages, move.reason = len(names) - len(new) + len(added), f"the first of {len(names)} pages"
-            n_bytes[prefix.tenant] += len(added) * page_bytes
+            n_bytes[payer] += len(added) * page_bytes
             batch.names.update(added)
             batch.prefixes.append((prefix, move))
-            batches[target, prefix.tenant] = batch
+            batches[target, owner] = batch
         return list(batches.values())
 
     def _fit(self, source: str, one: LoadedModel) -> dict[str, str]:
@@ -274,6 +295,9 @@ class PrefixMoves:
             return self._router.choose(RoutedRequest(request_id="", model=model, excluded=others), "prefix").agent_id
         except (ModelNotFound, ModelUnavailable, Overloaded):
             return ""
+
+    def _counts_tenants(self, agent_id: str) -> bool:
+        return any(view.details.counts_page_tenants for view in self._router.table if view.agent_id == agent_id)
 
     def _page_bytes_of(self, agent_id: str) -> int:
         """Bytes of pages that the agent gives or takes at once."""
@@ -318,6 +342,7 @@ class PrefixMoves:
             bytes=given.bytes,
             timeout_ms=max(1, int(1000 * rest_s)),
             tenant=batch.tenant,
+            account=batch.account,
             uses=max(1, min(prefix.uses for prefix, _ in batch.prefixes)),
             idle_s=min(MAX_IDLE_S, max(prefix.idle_s for prefix, _ in batch.prefixes)),
         )

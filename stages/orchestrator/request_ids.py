@@ -13,7 +13,8 @@ from __future__ import annotations
 import hmac
 import re
 import secrets
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 from pipeline.errors import NotFound
 
@@ -56,7 +57,17 @@ class RequestIds:
         """
         created = int(self._wall()) if is_keyed else int(request_id[4:12], 16)
         name = f"{request_id}; created={created}; seed={self.seed(request_id)}"
-        return f"{name}; salt={self._digest('salt', salt)[:32]}" if salt else name
+        return f"{name}; salt={self.salt(salt)}" if salt else name
+
+    def salt(self, salt: str) -> str:
+        """What engines get of a tenant's salt (pipeline/api/page_owner.py); "" for ""."""
+        return self._digest("salt", salt)[:32] if salt else ""
+
+    def tenants(self, salts: Mapping[str, str]) -> dict[str, str]:
+        """The names of tenants by what engines get of their salts, if one tenant alone has it. `salts`: by name."""
+        sent = [(self.salt(salt), name) for name, salt in salts.items()]
+        count = Counter(salt for salt, _ in sent)
+        return {salt: name for salt, name in sent if count[salt] == 1}
 
     def _sealed(self, digits: str, tenant: str) -> str:
         return f"req-{digits}{self._digest('tenant', tenant, digits)[:6]}"

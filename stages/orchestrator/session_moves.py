@@ -249,7 +249,7 @@ class SessionMoves:
         if self.pages is None or ticket is None or not self._may_send(give, given):
             return given
         computing_s = len(given.record) * self._router.place(give.agent_id, give.model_id).prefill_s_per_byte
-        if not await self.pages.send(give.agent_id, give.model_id, ticket, computing_s):
+        if not await self.pages.send(give.agent_id, give.model_id, give.tenant, ticket, computing_s):
             return given
         key = give.tenant, give.session, give.agent_id
         self._sent.pop(key, None)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
+from pipeline.api.page_owner import key_owner
 from pipeline.errors import StarlingError
 from pipeline.fleet.bodies import (
     GivePagesResponse,
@@ -108,23 +109,26 @@ class SessionPages:
             return None
         return Ticket(given, source, session.owner)
 
-    async def send(self, target_id: str, model: str, ticket: Ticket, computing_s: float) -> bool:
+    async def send(self, target_id: str, model: str, tenant: str, ticket: Ticket, computing_s: float) -> bool:
         """Send them if that is faster than computing as many. Whether that was tried.
 
-        `computing_s`: of all pages of the session.
+        `tenant`: of the session.  `computing_s`: of all its pages.
         """
         source_id, nbytes = ticket.source.agent_id, ticket.given.bytes
         speed = self._link.speed(source_id, target_id)
         if not speed or FIXED_S + nbytes / speed >= ticket.part * computing_s:
             return False
         limit_s = max(LEAST_S, 2 * nbytes / speed)
+        details = self._details(target_id)
+        is_counted = details is not None and details.counts_page_tenants
         take = TakePrefixesRequest(
             model_id=model,
             source=ticket.source,
             ticket=ticket.given.ticket,
             bytes=nbytes,
             timeout_ms=min(60_000, int(1000 * limit_s)),
-            tenant=ticket.owner,
+            tenant=ticket.owner if is_counted else key_owner(ticket.owner),
+            account=tenant if is_counted else "",
             uses=USES,
             idle_s=0.0,
         )

@@ -177,6 +177,7 @@ class OrchestratorStage:
         self.session_moves.is_store_up = lambda: self.fleet.is_store_up
         self.front.move_session = self.session_moves.for_turn
         self.prefix_moves = PrefixMoves(self._calls, self.registry, self.router, self.events.add, time.monotonic)
+        self.prefix_moves.tenants = self.front.tenants_by_salt
         self.follower = StoreFollower(
             self._store,
             self.registry,

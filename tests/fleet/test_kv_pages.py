@@ -325,6 +325,35 @@ async def test_bytes_under_way_are_bounded_per_tenant_and_in_total(folder: Path,
         assert (await target.taker.take(source.asked(given[1], tenant=tenant))).pages == 6
 
 
+async def test_streams_prefixes_and_sessions_of_a_tenant_have_one_share(folder: Path) -> None:
+    """Streams come with the tenant's name; prefixes and sessions with it besides the owner that the engine checks."""
+    async with two(folder, 3 * NBYTES) as (source, target):
+        held, arrived = asyncio.Event(), asyncio.Event()
+
+        async def hold(request: web.Request) -> None:
+            arrived.set()
+            await held.wait()
+
+        source.before = hold
+        given = await source.offer()
+        fields: Any = {"source": source.record, "ticket": given.ticket, "bytes": NBYTES, "timeout_ms": 30_000}
+        fields |= {"model_id": "tiny", "uses": 2, "idle_s": 0.0}
+        mine, other = (f"\x01fleet\0{digit * 32}" for digit in "12")
+        first = asyncio.create_task(target.taker.take(source.asked(given, tenant="mine")))
+        await arrived.wait()
+        used = f"{NBYTES} of {3 * NBYTES} are under way, {NBYTES} of {3 * NBYTES // 2} of their tenant"
+        with pytest.raises(Overloaded, match=used):
+            await target.taker.take_prefixes(TakePrefixesRequest(tenant=mine, account="mine", **fields))
+        # Owners that are not known as tenants are one, whatever their requests have for a salt.
+        fields["ticket"] = (await source.offer("else")).ticket
+        second = asyncio.create_task(target.taker.take_prefixes(TakePrefixesRequest(tenant=mine, **fields)))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=f"{2 * NBYTES} of {3 * NBYTES} are under way, {NBYTES} of"):
+            await target.taker.take_prefixes(TakePrefixesRequest(tenant=other, **fields))
+        held.set()
+        assert ((await first).pages, (await second).pages) == (6, 6)
+
+
 async def test_pages_take_no_memory_that_the_host_needs(folder: Path) -> None:
     async with two(folder) as (source, target):
         given = await source.offer()

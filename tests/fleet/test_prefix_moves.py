@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.page_owner import forwarded_salt
+from stages.orchestrator.request_ids import RequestIds
 from tests.fleet.two_agents import MINE, Hosts
 from tests.orchestrator.fleet import Fleet
 
@@ -46,6 +48,11 @@ def test_the_first_request_after_a_drain_finds_its_prefix(hosts: Hosts) -> None:
     assert found[0][0] == 0 and min(found[1][0], found[2][0]) > 0
     assert cached_tokens(fleet, ALONE + "for years")[0] == 0
     assert {served_by(fleet, request_id) for _, request_id in found} == {"one"}
+    # The engine, which knows one key, tells by the salt whose they are.
+    status, listed = hosts.agents["one"].call("/list_prefixes", model_id="tiny", limit=100)
+    assert status == 200, listed
+    salt = RequestIds(fleet.secret, lambda: 0.0).salt("\x01mine")
+    assert [forwarded_salt(one["tenant"]) for one in listed["prefixes"]] == [salt]
     hosts.cordon("two", False)
     done = hosts.run("drain", "one", "--wait", "--timeout", "120")
     assert done.exit_code == 0, done.output

@@ -20,6 +20,8 @@ from tests.kv.engine_side import Side
 from tests.kv.world import GEOMETRY, PAGE_TOKENS, contents
 
 MINE, OTHER = "mine\0", "other\0"
+# Of two tenants for whom an orchestrator forwards, at an engine with one API key.
+ONE, TWO = f"fleet\0{'1' * 32} a", f"fleet\0{'2' * 32} "
 SYSTEM = [token for page in range(3) for token in [page + 5] * PAGE_TOKENS]
 USES = 2
 
@@ -125,6 +127,37 @@ def test_a_tenant_gets_half_of_what_is_listed(source: Engine, monkeypatch: pytes
     for number in range(2):
         source.run(prompt(number), OTHER)
     assert sorted(one["tenant"] for one in source.listed()) == ["mine", "mine", "other"]
+
+
+def test_tenants_behind_an_orchestrator_are_tenants(source: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_exchange, "MAX_PREFIXES", 4)
+    for begin in range(6):
+        for number in range(2):
+            source.run(prompt(number, [50 + begin] * PAGE_TOKENS), ONE)
+    for number in range(2):
+        source.run(prompt(number), TWO)
+    owners = [f"fleet\0{'1' * 32}"] * 2 + [f"fleet\0{'2' * 32}"]
+    assert sorted(one["tenant"] for one in source.listed()) == owners
+
+
+@pytest.mark.parametrize("is_older", ["source", "target"])
+def test_engines_that_do_not_tell_forwarded_tenants_apart_exchange_prefixes_with_those_that_do(
+    source: Engine, target: Engine, tmp_path: Path, is_older: str
+) -> None:
+    for number in range(2):
+        source.run(prompt(number), ONE)
+    (found,) = source.listed()
+    path = source.file(tmp_path, [found["tail"]])
+    if is_older == "source":
+        target.run([*[9] * PAGE_TOKENS, 1], ONE)
+        target.take(path, tenant=f"fleet\0{'2' * 32}")
+        assert target.run(prompt(7), ONE) == 0  # of another tenant, with a root that is known here
+        told = "fleet"
+    else:
+        target.manager.owners.learn_owner(target.manager.root_hash_of(ONE), "fleet")
+        told = found["tenant"]
+    target.take(path, tenant=told)
+    assert target.run(prompt(8), ONE) == len(SYSTEM)
 
 
 def test_an_answer_has_a_bounded_number_of_prefixes_and_names(source: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,6 +210,36 @@ def test_bytes_are_bounded_for_one_agent_and_per_tenant(monkeypatch: pytest.Monk
     assert MAX_BYTES > ROOM
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_tenants_behind_an_orchestrator_count_by_their_names(monkeypatch: pytest.MonkeyPatch, counts: bool) -> None:
+    monkeypatch.setattr(prefix_moves, "MAX_BYTES", 120 * PAGE)
+    salts = {letter: letter * 32 for letter in "abef"}
+    a, b, e, f = (f"fleet\0{salt}" for salt in salts.values())
+    world = World()
+    details = msgspec.structs.replace(world.views["two"].details, counts_page_tenants=counts)
+    world.views["two"] = msgspec.structs.replace(world.views["two"], details=details)
+    del world.views["three"]
+    world.set_table()
+    given = ((e, 50), (f, 20), ("fleet", 1), (b, 10), (a, 30), (a, 40))
+    world.prefixes = tuple(
+        prefix(*range(100 * n, 100 * n + pages), tenant=owner) for n, (owner, pages) in enumerate(given, 1)
+    )
+
+    async def tenants() -> dict[str, str]:
+        return {salts["a"]: "mine", salts["b"]: "other"}
+
+    world.moves.tenants = tenants
+    moves = world.drain()
+    taken = [(asked.tenant, asked.account) for _, path, asked, _ in world.calls if path == "/take_prefixes"]
+    if counts:
+        # Half for a tenant; salts of no tenant are of one together.
+        sent = [(one.tenant, one.pages) for one in moves if one.outcome == "sent"]
+        assert sent == [(e, 50), (f, 10), (b, 10), (a, 30), (a, 20)]
+        assert taken == [(e, ""), (f, ""), (b, "other"), (a, "mine")]
+    else:  # an older release tells only the owners of keys apart
+        assert taken == [("fleet", "")]
+
+
 def test_a_prefix_that_is_larger_than_the_bound_is_sent_in_part() -> None:
     world = World()
     world.prefixes = (prefix(*range(1, 301)),)

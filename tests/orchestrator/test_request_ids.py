@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.request_name import read_request_name
 from pipeline.errors import NotFound
 from stages.orchestrator.request_ids import RequestIds
 
@@ -24,6 +25,17 @@ def test_an_id_belongs_to_its_tenant(tenant: str, other: str, key: str) -> None:
                     ids().check(wrong, who)
         with pytest.raises(NotFound):
             ids("another secret").check(made, tenant)
+
+
+def test_engines_get_the_salt_by_which_a_tenant_is_found() -> None:
+    salts = {"a": "\x01a", "b": "\x01b", "c": "a group", "d": "a group", "e": ""}
+    found = ids().tenants(salts)
+    assert sorted(found.values()) == ["a", "b", "e"]
+    for name, salt in salts.items():
+        given = read_request_name(ids().name(ids().new(name), is_keyed=False, salt=salt))
+        assert given is not None and found.get(given.salt, "") == (name if name in "abe" else "")
+    assert ids("another secret").tenants(salts).keys() & found.keys() == {""}
+    assert ids().tenants({"e": "", "f": ""}) == {}
 
 
 def test_what_follows_from_an_id_is_the_same_everywhere() -> None:

@@ -42,6 +42,8 @@ class World:
         self.most = 0  # bytes that were asked for
         self.move = "a" * 40
         self.given_up: list[str] = []
+        self.owner = "mine"  # of its pages
+        self.payers: list[tuple[str, str]] = []  # owner and tenant of pages that were sent
         self.checks: list[tuple[str, int]] = []  # the source and the tokens of each
         self.calls: list[str] = []
         self.bound: list[str] = []
@@ -100,7 +102,9 @@ class World:
         if path == "/give_session":
             tails = ("ab" * 16,) if self.sends else ()
             n = len(self.tokens) // 4
-            answer = bodies.GiveSessionResponse(record=self.tokens, move=self.move, tokens=n, tails=tails, owner="mine")
+            answer = bodies.GiveSessionResponse(
+                record=self.tokens, move=self.move, tokens=n, tails=tails, owner=self.owner
+            )
         elif path == "/list_sessions":
             entry = bodies.SessionEntry(tenant="mine", session="s", state="held")
             answer = bodies.ListSessionsResponse(sessions=(entry,))
@@ -112,6 +116,7 @@ class World:
             answer = bodies.GivePagesResponse(ticket="t" * 32, pages=1, bytes=self.sends, of_pages=self.of_pages)
             self.most = asked.max_bytes
         elif path == "/take_prefixes":
+            self.payers.append((asked.tenant, asked.account))
             answer = bodies.TakePagesResponse(pages=1, seconds=0.2)
         return msgspec.json.encode(answer)
 
@@ -213,6 +218,17 @@ async def test_pages_follow_when_an_agent_has_said_that_it_has_room() -> None:
     world = World()
     world.set("two", checks_sessions=True)
     assert await world.turn() == "two" and world.calls == MOVE
+
+
+@pytest.mark.parametrize("counts", [True, False])
+async def test_pages_of_a_session_count_as_its_tenants(counts: bool) -> None:
+    world = World(tokens=b"t" * 8000, sends=50_000_000)
+    world.owner = f"fleet\0{'1' * 32}"
+    details = msgspec.structs.replace(world.views["two"].details, counts_page_tenants=counts)
+    world.views["two"] = msgspec.structs.replace(world.views["two"], details=details)
+    world.router.update_routing_table(list(world.views.values()))
+    assert await world.turn() == "two"
+    assert world.payers == [(world.owner, "mine") if counts else ("fleet", "")]
 
 
 @pytest.mark.parametrize("lost", ["one /give_prefixes", "two /take_prefixes"])

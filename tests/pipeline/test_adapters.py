@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from pipeline.api.adapter_salt import with_adapter, without_adapter
 from pipeline.api.keys import Caller
+from pipeline.api.page_owner import owner_of
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, ModelNotFound, ResourceError
 from pipeline.models import capacity, versions
 from pipeline.models.capacity import FreeMemory, MemoryPlan
 from pipeline.models.collect import collect
 from stages.gateway.versions.catalog import VersionCatalog
-from stages.kv.pool.root_owners import owner_of
 
 DIGESTS = st.sampled_from(["", "ab" * 32, "cd" * 32])
 TENANT_SALTS = st.one_of(st.just(""), st.text(st.characters(exclude_characters="\0"), max_size=6))

@@ -77,6 +77,8 @@ def test_configured_keys_stay_valid_and_tenants_keep_their_salts(tmp_path: Path)
     assert caller(keys, "Bearer sk-a").salt == "\x01a"
     assert caller(keys, "Bearer sk-c2").salt == caller(keys, "Bearer sk-conf").salt == "team"
     assert caller(keys, "Bearer sk-c2").is_admin
+    assert keys.salts() == {"a": "\x01a", "c": "team", "o": "\x01o"}
+    assert Keys(Config()).salts() == {"default": ""}
     for name in ("models", "admin", "metrics"):
         caller(keys, "Bearer sk-root").require(name)
     caller(keys, "Bearer sk-a").require("models")

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from pipeline import procfs
+from pipeline.api.page_owner import key_owner
 from pipeline.errors import ModelUnavailable, NotFound, Overloaded, ResourceError, StarlingError, StorageUnavailable
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse, TakePrefixesRequest
@@ -61,23 +62,27 @@ class Taker:
         self._tls = tls
         self._clock = clock
         self._available_memory = available_memory
-        self._used: Counter[str] = Counter()  # bytes by tenant
+        self._used: Counter[str] = Counter()  # bytes by tenant, or by owner where the tenant is not known
 
     async def take(self, asked: TakePagesRequest) -> TakePagesResponse:
         """Get pages and offer them to the engine. Raises `StarlingError`: then the engine computes them."""
-        return await self._take(asked, {"op": "take", "request": asked.request_id})
+        return await self._take(asked, {"op": "take", "request": asked.request_id}, asked.tenant)
 
     async def take_prefixes(self, asked: TakePrefixesRequest) -> TakePagesResponse:
         """Get pages, which the engine caches. Raises `StarlingError`: then the engine computes them."""
-        return await self._take(asked, {"op": "keep", "uses": asked.uses, "idle_s": asked.idle_s})
+        # Who forwards for many tenants and does not name this one is one tenant: requests choose their own salts.
+        account = asked.account or key_owner(asked.tenant)
+        return await self._take(asked, {"op": "keep", "uses": asked.uses, "idle_s": asked.idle_s}, account)
 
-    async def _take(self, asked: TakePagesRequest | TakePrefixesRequest, call: dict[str, Any]) -> TakePagesResponse:
+    async def _take(
+        self, asked: TakePagesRequest | TakePrefixesRequest, call: dict[str, Any], account: str
+    ) -> TakePagesResponse:
         placement = self._models.find(asked.model_id)
         run_dir = placement.engine.control_dir if placement.engine is not None else None
         if placement.state != "READY" or run_dir is None:
             raise ModelUnavailable(f"no engine of {asked.model_id!r} takes KV pages here")
         begun = self._clock()
-        with self._reserved(asked.tenant, asked.bytes):
+        with self._reserved(account, asked.bytes):
             try:
                 async with asyncio.timeout(asked.timeout_ms / 1000):
                     pages = await self._bring(asked, run_dir, call)
@@ -159,7 +164,8 @@ class Taker:
         share = bytes_of_request(self._max_bytes) if tenant else self._max_bytes
         if self._used.total() + nbytes > self._max_bytes or self._used[tenant] + nbytes > share:
             raise Overloaded(
-                f"{nbytes} bytes of KV pages exceed fleet.agent.page_mb: {self._used.total()} are under way",
+                f"{nbytes} bytes of KV pages exceed fleet.agent.page_mb: {self._used.total()} of {self._max_bytes} are "
+                f"under way, {self._used[tenant]} of {share} of their tenant",
                 retry_after_s=1.0,
             )
         if self._available_memory() - nbytes < MEMORY_FLOOR:

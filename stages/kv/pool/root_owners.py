@@ -1,4 +1,4 @@
-"""Whose prefixes begin at a root hash: the tenant's salt of each root that sequences have come with.
+"""Whose prefixes begin at a root hash: the owner (pipeline/api/page_owner.py) of each root that sequences came with.
 
 A root depends on the tenant's salt and on the request's own `cache_salt`, so it does not show its tenant. The owners of
 roots without a request's salt are always known; others are learned as sequences arrive, and forgotten with the process
@@ -10,16 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 
-from pipeline.api.adapter_salt import without_adapter
+from pipeline.api.page_owner import key_owner, owner_of
 from shm.prefix_hash import PageHash, RootHasher
 
 MAX_ROOTS = 16_384
-
-
-def owner_of(salt: str) -> str:
-    """The tenant's part of a sequence's salt; "": its pages are shared (`Caller.salted`)."""
-    tenant, separator, _ = without_adapter(salt)[0].partition("\0")
-    return tenant if separator else ""
 
 
 class RootOwners:
@@ -30,10 +24,8 @@ class RootOwners:
 
     def learn(self, root: PageHash, salt: str) -> None:
         """A sequence with this salt has come; its chain begins at `root`."""
-        if root in self._owners:
-            self._owners.move_to_end(root)
-            return
-        self._owners[root] = owner_of(salt)
+        self._owners[root] = owner_of(salt)  # also instead of what another engine has said
+        self._owners.move_to_end(root)
         if len(self._owners) > MAX_ROOTS:
             self._owners.popitem(last=False)
 
@@ -50,7 +42,7 @@ class RootOwners:
         return self._owners.get(root)
 
     def others(self, owner: str, root_hash_of: RootHasher, owners: Collection[str]) -> frozenset[PageHash]:
-        """The roots that are certainly not of `owner`. `owners`: all that are configured."""
-        known = {root for root, one in self._owners.items() if one != owner}
+        """The roots that are certainly not of the API keys with the salt `owner`. `owners`: all that are configured."""
+        known = {root for root, one in self._owners.items() if key_owner(one) != owner}
         known.update(root_hash_of(f"{one}\0" if one else "") for one in (*owners, "") if one != owner)
         return frozenset(known)
