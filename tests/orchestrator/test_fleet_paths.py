@@ -103,4 +103,11 @@ def test_adapters_are_refused_by_name(fleet: Fleet) -> None:
     refused = fleet.post("/v1/generate", {**BODY, "model": f"{MODEL}:french"}, MINE)
     assert (refused.status, refused.error["code"], refused.error["param"]) == (501, "NOT_IMPLEMENTED", "model")
     assert "'french'" in refused.error["message"] and repr(MODEL) in refused.error["message"]
+    named = {"model": f"{MODEL}:french"}
+    for path, body in (
+        ("/v1/chat/completions", {**named, "messages": [{"role": "user", "content": "x"}], "stream": True}),
+        ("/v1/generate", {**BODY, **named, "session_id": "s", "create_session": True}),
+        ("/v1/embeddings", {**named, "input": "x"}),
+    ):
+        assert fleet.post(path, body, MINE).error["message"] == refused.error["message"], path
     assert fleet.post("/v1/generate", {**BODY, "model": "unknown:french"}, MINE).error["code"] == "MODEL_NOT_FOUND"
