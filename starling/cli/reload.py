@@ -58,7 +58,8 @@ def reload(model: str, path: str, timeout: float, wait: bool, as_json: bool) -> 
 
     The new version is loaded beside the old one and gets all new requests once it has passed a self-test. Streams in
     flight finish on the old version, which is then unloaded. Sessions continue if the tokenizer is the same; otherwise
-    their next turn is refused (409). Without --path the model's file is read again.
+    their next turn is refused (409). Without --path the model's file is read again, of a pulled model the one that was
+    pulled last.
 
     MODEL:ADAPTER replaces one adapter; the model's file and other adapters stay as they are.
     """

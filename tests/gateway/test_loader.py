@@ -13,6 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.catalog import pulled
+from pipeline.catalog.entry import PART_BYTES
+from pipeline.catalog.publish import describe
 from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import ModelConfig
@@ -20,12 +23,15 @@ from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavai
 from pipeline.models import digests, registry, versions
 from pipeline.models.pull import pull
 from pipeline.models.sources import FileSource
+from pipeline.models.versions import Op
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
 from stages.gateway.versions import load_steps
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.load_settings import adapter_settings, demand_settings, known_digest, load_settings
 from stages.gateway.versions.loader import Loader
+from stages.worker.checkpoint.prepare import prepare_checkpoint
+from tools.tiny_gguf import SHAPES, write_model
 
 NAME = "model"
 SECONDS = 60.0
@@ -112,6 +118,48 @@ def test_a_pulled_name_leads_to_the_file_that_was_pulled_only(
         assert settings.path == str(registry.blob_path(paths.models_dir(), record.digest))
         assert settings.sha256 == record.digest
     assert load_settings(loader._catalog, "mine", str(file)).sha256 == ""  # the operator's own file
+
+
+@pytest.mark.parametrize("op", ["demand", "load"])
+def test_a_reload_takes_the_file_that_was_pulled_last(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch, op: Op
+) -> None:
+    """Though the version that serves was loaded from an earlier one, which its settings name."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    catalog = make_loader(tmp_path, str(file))._catalog
+    old = pull(FileSource(file), paths.models_dir(), "mine")
+    loaded = demand_settings(catalog, "mine") if op == "demand" else load_settings(catalog, "mine", "", 7)
+    catalog.switch(catalog.begin(loaded, "change", op, SECONDS).id)
+    assert load_settings(catalog, "mine", "") == loaded
+    file.write_bytes(b"GGUF and another model")
+    new = pull(FileSource(file), paths.models_dir(), "mine")
+    assert new.digest != old.digest
+    reloaded = load_settings(catalog, "mine", "")
+    assert reloaded.path == str(registry.blob_path(paths.models_dir(), new.digest))
+    assert reloaded.sha256 == new.digest
+    assert reloaded.kv_cache_mb == loaded.kv_cache_mb
+    # A change of an adapter keeps the weights, and a version of an operator's own file that file.
+    (tmp_path / "adapter.gguf").write_bytes(b"GGUF")
+    with_adapter = adapter_settings(catalog, "load", "mine:a", str(tmp_path / "adapter.gguf"))
+    assert (with_adapter.path, with_adapter.sha256) == (loaded.path, old.digest)
+    own = load_settings(catalog, "mine", str(file))
+    catalog.switch(catalog.begin(own, "another", op, SECONDS).id)
+    assert load_settings(catalog, "mine", "") == own
+
+
+def test_a_reload_takes_what_was_published_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a model of the catalog, once `starling pull` has brought another one under its name."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    folder = paths.models_dir()
+    folder.mkdir()
+    catalog = make_loader(tmp_path, "catalog:mine")._catalog
+    for seed in (1, 2):
+        source = write_model(tmp_path / f"{seed}.gguf", SHAPES["small"], seed=seed)
+        index_path = prepare_checkpoint(ModelConfig(name="x", path=str(source)), folder)
+        pulled.write(folder, pulled.Pulled(entry=describe(index_path, "mine", "x", 1, PART_BYTES)[0], is_owned=True))
+        settings = load_settings(catalog, NAME, "")
+        assert settings.path == str(index_path)
+        catalog.switch(catalog.begin(settings, f"change-{seed}", "reload", SECONDS).id)
 
 
 def test_the_name_all_is_rejected(tmp_path: Path, file: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from pipeline.catalog.pulled import published_name
 from pipeline.config import paths
 from pipeline.config.rules import MAX_ADAPTERS, check_adapter_name, check_name
 from pipeline.config.schema import AdapterConfig, ModelConfig
@@ -23,8 +24,8 @@ from stages.gateway.versions.catalog import VersionCatalog
 def load_settings(catalog: VersionCatalog, name: str, path: str, kv_cache_mb: int = 0) -> ModelConfig:
     """Return the settings of a new version of the model `name`.
 
-    path: the GGUF file; "": the file of the serving version, or of the configuration.  kv_cache_mb: 0: as before.
-    Raises `InvalidRequest` and `ModelNotFound`.
+    path: the GGUF file; "": the file of the serving version, or of the configuration, or the one that the name was
+    pulled with last.  kv_cache_mb: 0: as before.  Raises `InvalidRequest` and `ModelNotFound`.
     """
     if path and not _is_usable_path(path):
         raise InvalidRequest(
@@ -42,11 +43,7 @@ def load_settings(catalog: VersionCatalog, name: str, path: str, kv_cache_mb: in
     if path:
         settings = msgspec.structs.replace(settings, path=os.path.normpath(path), sha256="")
     else:
-        # Only the store can resolve the configured path (a URL, `~` or nothing), by the model's name. The path that
-        # it finds must lead to the file that was pulled, whose digest is known by that name as well.
-        folder = paths.models_dir()
-        path, sha256 = str(store.gguf_path(settings, folder)), store.expected_digest(settings, folder)
-        settings = msgspec.structs.replace(settings, path=path, sha256=sha256)
+        settings = _located(_renamed(catalog, settings))
     if kv_cache_mb:
         settings = msgspec.structs.replace(settings, kv_cache_mb=kv_cache_mb)
     _check_file(settings)
@@ -83,10 +80,11 @@ def adapter_settings(catalog: VersionCatalog, op: str, name: str, path: str) -> 
         known[adapter] = AdapterConfig(name=adapter, path=os.path.normpath(path))
     if len(known) > MAX_ADAPTERS:
         raise InvalidRequest(f"model {model!r} has {MAX_ADAPTERS} adapters, the most that it can have", "target")
-    settings = load_settings(catalog, model, "")
     # The weights are those of the serving version, whatever its name has been given since.
-    sha256 = catalog.settings(model).sha256
-    return msgspec.structs.replace(settings, sha256=sha256, adapters=tuple(known.values()))
+    serving = catalog.settings(model)
+    settings = _located(serving)
+    _check_file(settings)
+    return msgspec.structs.replace(settings, sha256=serving.sha256, adapters=tuple(known.values()))
 
 
 def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
@@ -126,6 +124,31 @@ def check_slug(catalog: VersionCatalog, settings: ModelConfig) -> None:
                 f"cached pages would be in the same files; use another name, or unload that model",
                 "target",
             )
+
+
+def _renamed(catalog: VersionCatalog, settings: ModelConfig) -> ModelConfig:
+    """The settings with the path of the configuration if their file is a stored one, to which a name has led.
+
+    A stored file never changes, but a later `starling pull` lets the name lead to another one.
+    """
+    path, named = Path(settings.path), catalog.loadable.settings(settings.name)
+    is_stored = path.parent == paths.models_dir() and path.stem == settings.sha256
+    if named is None or not is_stored:
+        return settings
+    return msgspec.structs.replace(settings, path=named.path, sha256=named.sha256)
+
+
+def _located(settings: ModelConfig) -> ModelConfig:
+    """The settings with the path of the file itself.
+
+    Only the store can resolve the configured path (a URL, `~` or nothing), by the model's name. The path that it finds
+    must lead to the file that was pulled, whose digest is known by that name as well.
+    """
+    folder = paths.models_dir()
+    path, sha256 = store.gguf_path(settings, folder), store.expected_digest(settings, folder)
+    if published_name(settings.path) and path.suffix == ".idx":
+        sha256 = sha256 or path.stem
+    return msgspec.structs.replace(settings, path=str(path), sha256=sha256)
 
 
 def _is_usable_path(path: str) -> bool:
