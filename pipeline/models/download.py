@@ -111,7 +111,7 @@ def download(
     headers_of: Callable[[str], dict[str, str]] = no_headers,
     first_attempts: int = ATTEMPTS,
 ) -> str:
-    """Download `url` into `part`, which keeps the received bytes when this raises; the file's SHA-256, hex.
+    """Download `url` into `part`, which keeps the received ranges when this raises; the file's SHA-256, hex.
 
     Call `discard(part)` when the file has been placed: until then another download of it has all bytes.
     `reader` gets the file while it arrives, if it arrives in ranges; the caller reports the end to it. `allow(url)`
@@ -286,7 +286,12 @@ class _Download:
             reason.removeprefix(f"{self._subject}: "), min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0
         )
 
-    async def _with_attempts(self, attempt: Callable[[], Awaitable[Any]], attempts: int = ATTEMPTS) -> Any:
+    async def _with_attempts(
+        self,
+        attempt: Callable[[], Awaitable[Any]],
+        attempts: int = ATTEMPTS,
+        remedy: str = "the received part is kept, try again",
+    ) -> Any:
         """The result of `attempt`, repeated after a failure. An attempt that received bytes is not counted."""
         failures = 0
         while True:
@@ -296,9 +301,7 @@ class _Download:
             except _Failed as failed:
                 failures = 1 if self._received > received and not failed.is_slow else failures + 1
                 if failures >= attempts:
-                    raise ModelUnavailable(
-                        f"{self._named} could not be downloaded ({failed}); the received part is kept, try again"
-                    ) from None
+                    raise ModelUnavailable(f"{self._named} could not be downloaded ({failed}); {remedy}") from None
                 await self._pause(max(failed.wait_s, BACKOFF_S * 2 ** (failures - 1)))
             except OSError as error:
                 raise ResourceError(
@@ -425,7 +428,8 @@ class _Download:
                     raise _Failed(f"connection lost after {done:,} of {total:,} bytes")
             return digest.hexdigest()
 
-        result = await self._with_attempts(attempt)
+        remedy = "the server sends no ranges, so that another attempt begins anew"
+        result = await self._with_attempts(attempt, remedy=remedy)
         return str(result)
 
 
