@@ -171,6 +171,24 @@ def test_many_header_lines_are_refused(server: Server) -> None:
         assert b" 400 " in sock.recv(100)
 
 
+def test_malformed_http_is_a_warning_without_what_was_sent(make_server: MakeServer) -> None:
+    """It is the client's error, and one of its headers may have a key."""
+    server = make_server()
+    server.wait_ready()
+    header = b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-\x00secret\r\n\r\n"
+    chunk = raw_request("POST", "/v1/generate", headers="Transfer-Encoding: chunked\r\n") + b"secret\r\n"
+    for request in (header, chunk):
+        with connect(server) as sock:
+            sock.sendall(request)
+            assert b" 400 " in read_to_end(sock)
+        line = server.wait_log("a client sent malformed HTTP")
+        assert (line["level"], line["client"], line["kind"]) == ("warning", "127.0.0.1", "BadHttpMessage")
+    assert "secret" not in "".join(server.lines)
+    lines = [json.loads(line) for line in server.lines]
+    assert {line["level"] for line in lines} == {"info", "warning"}
+    assert sum("malformed" in line["event"] for line in lines) == 2
+
+
 def test_a_head_that_does_not_end_is_cut_off(make_server: MakeServer) -> None:
     server = make_server(preamble="import stages.gateway.http.idle_connections as i; i.HEAD_S = 0.5")
     server.wait_ready()

@@ -9,16 +9,21 @@ half close  a client that has closed its sending side still gets the answers to 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from aiohttp import HttpVersion11, web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from pipeline.api.error_response import error_response
 from pipeline.errors import StarlingError
+
+log = logging.getLogger("starling.gateway")
 
 MAX_HEAD_BYTES = 64 << 10  # aiohttp bounds a line (8,190 bytes) and their number (128): together a megabyte
 # Set by the application when the headers of a response are about to be written: no other response can be sent.
@@ -81,6 +86,15 @@ class Connection(RequestHandler):
                 self.head_since = time.monotonic()
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """aiohttp answers malformed HTTP with 400 and logs it as an error, which it is of the client alone."""
+        error = kw.get("exc_info")
+        if not isinstance(error, HttpProcessingError):
+            super().log_exception(*args, **kw)
+            return
+        # Its text quotes the request, keys and prompts included.
+        log.warning("a client sent malformed HTTP", extra={"client": self.peer, "kind": type(error).__name__})
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """The connection is closed."""
