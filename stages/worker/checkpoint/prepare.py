@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -68,14 +68,15 @@ def fetch_and_convert(
     progress: store.Progress,
     allowed: Sequence[str],
     conversion: Conversion | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> store.LocalModel:
     """The model, fetched if necessary: what is downloaded is converted meanwhile, safetensors when all are here.
 
-    A file of this machine is not converted.  Raises `StarlingError`.
+    A file of this machine is not converted.  note: gets what a wait is for.  Raises `StarlingError`.
     """
     conversion = conversion or DirectoryConversion(models_dir, model.pretokenizer)
     with IngestWhileArriving(models_dir, model.pretokenizer, progress) as reader:
-        return store.fetch(model, models_dir, progress, allowed, reader, conversion)
+        return store.fetch(model, models_dir, progress, allowed, reader, conversion, note)
 
 
 def _ingest_if_missing(
