@@ -2,6 +2,7 @@
 
     StarlingError                any code; (code, message, param) is what crosses process boundaries
     ├── ConfigError              CONFIG                 500  a setting is wrong; the server does not start
+    │   └── ModelDamaged         MODEL_DAMAGED          500  a stored file is not the one that was pulled
     ├── InvalidRequest           INVALID_REQUEST        400  the request is wrong; `param` names the field
     ├── Unauthenticated          INVALID_API_KEY        401  no API key, or an unknown one
     ├── Forbidden                FORBIDDEN              403  the key is known and lacks the permission
@@ -63,6 +64,7 @@ CODES: dict[str, Code] = {
     "INFERENCE": Code(500, "inference_error"),
     "CACHE": Code(500, "cache_error"),
     "CONFIG": Code(500, "config_error"),
+    "MODEL_DAMAGED": Code(500, "config_error"),
     "INTERNAL": Code(500, "internal_error"),
 }
 
@@ -134,6 +136,12 @@ class ConfigError(_Kind):
     """A setting is wrong, and the server does not start."""
 
     CODE = "CONFIG"
+
+
+class ModelDamaged(ConfigError):
+    """A stored file of a model is not the one that was pulled. The text is for clients, too: it names no path."""
+
+    CODE = "MODEL_DAMAGED"
 
 
 class InvalidRequest(_Kind):

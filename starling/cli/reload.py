@@ -164,7 +164,7 @@ def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False
     return EXIT_FATAL if done["ended"] else 0
 
 
-_CONFIG_CODES = ("INSUFFICIENT_RESOURCES", "CONFIG", "INVALID_REQUEST")
+_CONFIG_CODES = ("INSUFFICIENT_RESOURCES", "CONFIG", "MODEL_DAMAGED", "INVALID_REQUEST")
 
 
 def _json(value: Any) -> str:

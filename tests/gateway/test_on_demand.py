@@ -21,6 +21,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.models.capacity import FreeMemory, MemoryPlan, check_plan
+from pipeline.models.store import damaged
 from pipeline.models.versions import ModelVersion, write_failure
 from pipeline.protocol import messages as m
 from stages.gateway.requests.readers import FanOutSink
@@ -377,6 +378,31 @@ def test_requests_of_a_load_that_fails_get_no_path_of_the_server(tmp_path: Path)
             assert error.headers() == {"Retry-After": "5"}
             assert str(tmp_path) not in error.message
         assert not gateway.catalog.versions("b")
+
+    with_gateway(tmp_path, test)
+
+
+def test_requests_for_a_damaged_file_learn_what_its_operator_must_do(tmp_path: Path) -> None:
+    """And that waiting does not help: no Retry-After. Neither text names a path of the server."""
+
+    async def test(gateway: Gateway) -> None:
+        task = gateway.ask("b")
+        await gateway.until(lambda: gateway.loading("b"))
+        gateway.report(is_ready=False)
+        request = await task
+        request.sink = FanOutSink()
+        await gateway.service.lifecycle.start(request)
+        (version,) = gateway.loading("b")
+        run_dir = paths.run_dir(gateway.config)
+        run_dir.mkdir()
+        reason = damaged(version.model, f"has SHA-256 {'1' * 64}, expected {'2' * 64}")
+        write_failure(run_dir, version.stage, reason)
+        await gateway.until(lambda: request.error)
+        for error in (request.error, await refused(gateway.ask("b"), "MODEL_DAMAGED")):
+            assert error is not None
+            assert (error.code, error.status, error.headers()) == ("MODEL_DAMAGED", 500, {})
+            assert f"model 'b': its stored file has SHA-256 {'1' * 64}, expected {'2' * 64}" in error.message
+            assert "`starling verify b` checks it, and another `starling pull` of its source" in error.message
 
     with_gateway(tmp_path, test)
 

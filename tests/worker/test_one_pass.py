@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import ModelConfig
-from pipeline.errors import ConfigError
-from pipeline.models import digests
+from pipeline.errors import ConfigError, ModelDamaged
+from pipeline.models import digests, registry
+from pipeline.models.pull import pull
+from pipeline.models.sources import FileSource
 from stages.worker.checkpoint import one_pass
 from stages.worker.checkpoint.gguf import GgufFile
 from stages.worker.checkpoint.prepare import prepare_checkpoint
@@ -78,6 +80,24 @@ def test_a_file_with_another_digest_than_the_configured_leaves_nothing(source: P
         ):
             prepare_checkpoint(model, folder)
         assert not list(folder.rglob("*.idx")) + list(folder.rglob("*.bin")) + list(folder.rglob("tensors"))
+
+
+def test_a_stored_file_that_was_changed_is_named_without_its_path(source: Path, folder: Path) -> None:
+    """Whether it is another model or no model at all. The text is for clients of the server, too."""
+    record = pull(FileSource(source), folder, "mine")
+    model = ModelConfig(name="mine@3", path=str(registry.blob_path(folder, record.digest)), sha256=record.digest)
+    blob = Path(model.path)
+    blob.chmod(0o600)
+    for content in (write_model(folder / "other", SHAPES["small"], seed=9).read_bytes(), b"GGUF and no more"):
+        blob.write_bytes(content)
+        expected = f"model 'mine': its stored file has SHA-256 {sha256(blob)}, expected {record.digest}"
+        for known in (model, ModelConfig(name="mine")):
+            with pytest.raises(ModelDamaged, match=f"^{expected}.*`starling verify mine`") as refused:
+                prepare_checkpoint(known, folder)
+            assert str(folder) not in refused.value.message
+    # A pull stores the right one again.
+    assert pull(FileSource(source), folder, "mine").digest == record.digest
+    assert prepare_checkpoint(model, folder).stem == record.digest
 
 
 def test_a_process_that_waited_for_another_uses_its_result(

@@ -15,7 +15,7 @@ from pipeline.catalog.pulled import published_name
 from pipeline.config import paths
 from pipeline.config.rules import MAX_ADAPTERS, check_adapter_name, check_name
 from pipeline.config.schema import AdapterConfig, ModelConfig
-from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable
+from pipeline.errors import Conflict, InvalidRequest, ModelDamaged, ModelNotFound, ModelUnavailable
 from pipeline.models import store
 from stages.gateway.versions import load_errors
 from stages.gateway.versions.catalog import VersionCatalog
@@ -99,7 +99,7 @@ def demand_settings(catalog: VersionCatalog, name: str) -> ModelConfig:
         )
     try:
         return load_settings(catalog, name, "")
-    except InvalidRequest as error:
+    except (InvalidRequest, ModelDamaged) as error:
         raise load_errors.for_requests(name, error) from None
 
 
@@ -160,7 +160,10 @@ def _is_usable_path(path: str) -> bool:
 
 
 def _check_file(settings: ModelConfig) -> None:
-    """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file, or is a prepared model."""
+    """Raise `InvalidRequest` unless the file is readable and starts like a GGUF file, or is a prepared model.
+
+    A stored file that starts otherwise raises `ModelDamaged`.
+    """
     path = Path(settings.path)
     if store.is_checkpoint(settings, paths.models_dir()):
         if store.find(settings, paths.models_dir()) is None:
@@ -186,6 +189,8 @@ def _check_file(settings: ModelConfig) -> None:
     if not is_file:
         raise InvalidRequest(f"model {settings.name!r}: {path} is not a regular file; path must be a GGUF file", "path")
     if head != store.MAGIC:
+        if store.stored_digest(settings, paths.models_dir()):
+            raise store.damaged(settings, "is not a GGUF file")
         raise InvalidRequest(
             f"model {settings.name!r}: {path} is not a GGUF file (it starts with {head!r}, not {store.MAGIC!r})",
             "path",

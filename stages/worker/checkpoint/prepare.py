@@ -107,7 +107,7 @@ def _ingest_if_missing(
 def _convert_local(source: Path, model: ModelConfig, models_dir: Path, progress: store.Progress) -> None:
     """Check a file that is here. Hash and convert it in one pass, unless its checkpoint may exist."""
     try:
-        check_source(source, model.pretokenizer)
+        _check(source, model, models_dir, progress)
         if store.find(model, models_dir) is None and not _may_be_converted(source, model, models_dir):
             file = GgufFile(source)
             prepare_file(
@@ -117,6 +117,17 @@ def _convert_local(source: Path, model: ModelConfig, models_dir: Path, progress:
         raise ConfigError(str(error), param="model") from None
     except OSError as error:
         raise ModelUnavailable(str(error), param="model") from None
+
+
+def _check(source: Path, model: ModelConfig, models_dir: Path, progress: store.Progress) -> None:
+    """As `check_source`. A stored file that is refused and has been changed since raises `ModelDamaged`."""
+    try:
+        check_source(source, model.pretokenizer)
+    except ConfigError:
+        expected = store.stored_digest(model, models_dir)
+        if expected and (found := digests.compute(source, progress).sha256) != expected:
+            raise store.damaged(model, f"has SHA-256 {found}, expected {expected}") from None
+        raise
 
 
 def _may_be_converted(source: Path, model: ModelConfig, models_dir: Path) -> bool:
