@@ -54,9 +54,10 @@ PROMPT, CONTINUED = ">>> ", "... "
 def chat(model: str | None, stats: bool, no_history: bool, **options: Any) -> int:
     """Converse with MODEL.
 
-    MODEL is a configured model or a GGUF file; default: the first configured one. Ctrl-C stops an answer, Ctrl-D ends,
-    /help lists the commands. If standard input is not a terminal, each of its lines is a message. If no server of this
-    home runs, one is started for the command and ends with it.
+    MODEL is a configured model or a GGUF file; default: the first configured one. Ctrl-C stops an answer or discards
+    what is being typed; at an empty prompt a second one ends, as Ctrl-D does. /help lists the commands. If standard
+    input is not a terminal, each of its lines is a message. If no server of this home runs, one is started for the
+    command and ends with it.
     """
     config = load()
     name = model or config.models[0].name
@@ -173,6 +174,7 @@ class _Editor:
     def __init__(self, history: Path | None) -> None:
         self._history = history
         self._readline: Any = None
+        self._is_ending = False  # the next Ctrl-C at an empty prompt ends
         try:
             import readline  # from here on `input` edits lines
         except ImportError:  # an interpreter that was built without it
@@ -199,20 +201,33 @@ class _Editor:
                 self._readline.write_history_file(self._history)
 
     def line(self, is_continued: bool) -> str | None:
-        """The next line; None at Ctrl-D. Ctrl-C discards what was typed."""
+        """The next line; None at Ctrl-D, or at the second Ctrl-C in a row at an empty prompt.
+
+        Another Ctrl-C discards what was typed.
+        """
         while True:
             before = self._length()
             try:
                 line = input(CONTINUED if is_continued else PROMPT)
                 self._keep(self._length() - before)
+                self._is_ending = False
                 return line
             except EOFError:
                 click.echo()
                 return None
             except KeyboardInterrupt:
-                click.echo("\n(Ctrl-D or /bye ends)")
+                is_empty = not is_continued and not self._typed()
+                if is_empty and self._is_ending:
+                    click.echo()
+                    return None
+                self._is_ending = is_empty
+                click.echo(f"\n({'Ctrl-C again, ' if is_empty else ''}Ctrl-D or /bye ends)")
                 if is_continued:
                     raise Discarded from None
+
+    def _typed(self) -> str:
+        """What was typed before Ctrl-C; "" where that is not known."""
+        return self._readline.get_line_buffer() if self._readline is not None else ""
 
     def _length(self) -> int:
         return self._readline.get_current_history_length() if self._readline is not None else 0

@@ -138,7 +138,7 @@ class Conversation:
 
 HELP = {
     "help": ("", "this list"),
-    "bye": ("", "end (Ctrl-D does the same)"),
+    "bye": ("", "end (so does Ctrl-D, or Ctrl-C twice at an empty prompt)"),
     "clear": ("", "forget the conversation"),
     "undo": ("", "remove the last message and its answer"),
     "retry": ("", "answer the last message again"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import pty
@@ -11,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,49 +172,104 @@ def test_a_request_that_the_gateway_forgot_is_sent_again(tmp_path: Path) -> None
 
 
 def test_a_chat_on_a_terminal(server: Server) -> None:
+    """Ctrl-C stops an answer, discards what is being typed, and ends at the second time at an empty prompt."""
+    with chat_on_terminal(server, "--no-history") as chat:
+        chat.wait_for(">>> ")
+        chat.write(b"Tell me a story.\n")
+        chat.wait_for(r"story\.\r\n..")
+        chat.write(b"\x03")
+        chat.wait_for("stopped")
+        for _ in range(2):
+            chat.wait_for(">>> ")
+            chat.write(b"not finished")
+            chat.wait_for("not finished")
+            chat.write(b"\x03")
+            chat.wait_for(r"\n\(Ctrl-D or /bye ends\)")
+        chat.wait_for(">>> ")
+        chat.write(b"two lines\\\n")
+        chat.wait_for(r"\n\.\.\. ")
+        chat.write(b"\x03")
+        chat.wait_for(r"\n\(Ctrl-D or /bye ends\)")
+        for command in (b"/show\n", b""):
+            chat.wait_for(">>> ")
+            chat.write(b"\x03")
+            chat.wait_for(r"\(Ctrl-C again, Ctrl-D or /bye ends\)")
+            chat.wait_for(">>> ")
+            chat.write(command)
+            if command:
+                chat.wait_for("messages: 2")
+        chat.write(b"\x03")
+        assert chat.process.wait(60) == 0
+    assert not (server.home / "chat-history").exists()
+
+
+class Chat:
+    """`starling chat` on a terminal of its own, which it controls: keys send signals."""
+
+    def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
+        self.process = process
+        self._terminal = terminal
+        self._seen = ""
+
+    def wait_for(self, pattern: str) -> None:
+        """Read until the pattern has been shown, and forget what was before its end."""
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, self._seen):
+            assert select.select([self._terminal], [], [], max(0, deadline - time.monotonic()))[0], self._seen
+            self._seen += os.read(self._terminal, 65536).decode("utf-8", "replace")
+        self._seen = re.split(pattern, self._seen, maxsplit=1)[-1]
+
+    def write(self, keys: bytes) -> None:
+        os.write(self._terminal, keys)
+
+
+@contextlib.contextmanager
+def chat_on_terminal(server: Server, *options: str) -> Iterator[Chat]:
     master, slave = pty.openpty()
     environment = {**server.environment, "TERM": "dumb", "COLUMNS": "80"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "starling", "chat", "--max-tokens", "2000", "--seed", "1"],
+        [sys.executable, "-m", "starling", "chat", "--max-tokens", "2000", "--seed", "1", *options],
         cwd=ROOT,
         env=environment,
         stdin=slave,
         stdout=slave,
         stderr=slave,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests under nohup ignore it
+        preexec_fn=take_terminal,
     )
     os.close(slave)
-    seen = ""
-
-    def wait_for(pattern: str) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 60
-        while not re.search(pattern, seen):
-            assert select.select([master], [], [], max(0, deadline - time.monotonic()))[0], seen
-            seen += os.read(master, 65536).decode("utf-8", "replace")
-        seen = re.split(pattern, seen, maxsplit=1)[-1]
-
     try:
-        wait_for("Ctrl-D ends")
-        wait_for(">>> ")
-        os.write(master, b"Tell me a story.\n")
-        wait_for(r"story\.\r\n..")
-        process.send_signal(signal.SIGINT)  # the terminal would send it to the foreground process
-        wait_for("stopped")
-        wait_for(">>> ")
-        os.write(master, b"/show\n")
-        wait_for("messages: 2")
-        wait_for(">>> ")
-        os.write(master, b"/sett\n")
-        wait_for("no command /sett; /help lists them")
-        wait_for(">>> ")
-        process.send_signal(signal.SIGHUP)  # the terminal is closed
-        assert process.wait(60) == -signal.SIGHUP
+        yield Chat(process, master)
     finally:
         process.kill()
         process.wait()
         os.close(master)
+
+
+def take_terminal() -> None:
+    """Standard input becomes the terminal of this session; its signals are not ignored, as under nohup."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def test_a_closed_terminal_costs_no_line_of_the_history(server: Server) -> None:
+    with chat_on_terminal(server) as chat:
+        chat.wait_for("Ctrl-D ends")
+        chat.wait_for(">>> ")
+        chat.write(b"Tell me a story.\n")
+        chat.wait_for(r"story\.\r\n..")
+        chat.process.send_signal(signal.SIGINT)
+        chat.wait_for("stopped")
+        chat.wait_for(">>> ")
+        chat.write(b"/show\n")
+        chat.wait_for("messages: 2")
+        chat.wait_for(">>> ")
+        chat.write(b"/sett\n")
+        chat.wait_for("no command /sett; /help lists them")
+        chat.wait_for(">>> ")
+        chat.process.send_signal(signal.SIGHUP)  # the terminal is closed
+        assert chat.process.wait(60) == -signal.SIGHUP
     history = server.home / "chat-history"
     assert history.stat().st_mode & 0o777 == 0o600
     assert history.read_text().splitlines() == ["Tell me a story.", "/show", "/sett"]
