@@ -1,12 +1,17 @@
-"""Plots of a run as PNG files, by matplotlib, which is the extra `bench`."""
+"""Plots of a run as PNG files, by matplotlib, which is the extra `bench`.
+
+A plot is drawn in memory: a file that exists is complete, also when the process ends meanwhile.
+"""
 
 from __future__ import annotations
 
+import io
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from pipeline.extras import how_to_install
+from pipeline.files import replace_file
 from starling.bench.load import Run
 from starling.bench.response import Response
 
@@ -38,8 +43,10 @@ def write_plots(run: Run, directory: Path) -> list[Path]:
         FigureCanvasAgg(figure)
         draw(figure.subplots(), run, complete)
         figure.tight_layout()
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=120)
         paths.append(directory / name)
-        figure.savefig(paths[-1], dpi=120)
+        replace_file(paths[-1], drawn.getvalue())
     return paths
 
 

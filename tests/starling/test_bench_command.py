@@ -294,3 +294,18 @@ def test_ctrl_c_prints_what_there_is(server: Server, home: Path, tmp_path: Path)
         names = ["between_tokens.png", "latency.png", "timeline.png"]
         assert sorted(path.name for path in figures.iterdir()) == names
         assert all(path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n") for path in figures.iterdir())
+
+
+def test_a_run_that_is_killed_while_it_plots_leaves_no_part_of_a_plot(tmp_path: Path) -> None:
+    """The kernel ends it at the first byte that it writes to a file."""
+    if not plots.can_plot():
+        pytest.skip("not installed: matplotlib")
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from matplotlib import font_manager\n"
+        "from starling.bench.load import Run; from starling.bench.plots import write_plots\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_DFL); resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+        "write_plots(Run([], 0.0, 1.0), Path(sys.argv[1]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=LIMIT_S)
+    assert done.returncode == -signal.SIGXFSZ, done.stderr
+    assert not {path.name for path in tmp_path.iterdir()} & set(plots.FILES)
