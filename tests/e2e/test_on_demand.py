@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -161,6 +162,42 @@ def test_a_pulled_model_is_loaded_by_its_name(server: Server) -> None:
     wait_state(server, "mine/pulled", "unloaded")
     starling(server, "rm", "mine/pulled")
     assert "mine/pulled" not in states(server)
+
+
+def test_a_reload_of_a_pulled_model_takes_the_file_that_was_pulled_last(server: Server) -> None:
+    second, third = tokens(server, "second"), tokens(server, "third", keep_alive=0)
+    assert second != third
+    starling(server, "pull", str(server.home / "second.gguf"), "--name", "mine/pulled")
+    assert tokens(server, "mine/pulled") == second
+    starling(server, "pull", str(server.home / "third.gguf"), "--name", "mine/pulled")
+    assert tokens(server, "mine/pulled") == second
+    starling(server, "unload", "second")  # two fit
+    starling(server, "reload", "mine/pulled", "--wait")
+    assert tokens(server, "mine/pulled", keep_alive=0) == third
+    wait_state(server, "mine/pulled", "unloaded")
+    starling(server, "load", "second")
+
+
+def test_a_pulled_file_that_was_changed_is_refused_until_it_is_pulled_again(server: Server) -> None:
+    """After the test before, which has pulled it."""
+    wait_state(server, "mine/pulled", "unloaded")
+    path = next(
+        Path(one["path"]) for one in json.loads(starling(server, "models", "--json")) if one["name"] == "mine/pulled"
+    )
+    path.chmod(0o600)
+    path.write_bytes((server.home / "second.gguf").read_bytes())
+    for _ in range(2):
+        status, body, headers = server.request("POST", "/v1/generate", {**REQUEST, "model": "mine/pulled"})
+        assert (status, body["error"]["code"]) == (500, "MODEL_DAMAGED")
+        assert "Retry-After" not in headers
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        assert f"its stored file has SHA-256 {digest}, expected {path.stem}" in body["error"]["message"]
+        assert str(server.home) not in body["error"]["message"]
+    starling(server, "pull", str(server.home / "third.gguf"), "--name", "mine/pulled")
+    starling(server, "load", "mine/pulled")  # at once; requests get the error for some seconds more
+    assert tokens(server, "mine/pulled") == tokens(server, "third")
+    starling(server, "unload", "mine/pulled")
+    starling(server, "rm", "mine/pulled")
 
 
 def test_what_an_operator_has_unloaded_is_not_loaded_by_a_request(server: Server) -> None:
