@@ -18,7 +18,7 @@ from pipeline.api.keys import Caller
 from pipeline.api.requests import generate
 from pipeline.config import paths
 from pipeline.config.load import resolve
-from pipeline.config.schema import Config
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ResourceError, StarlingError
 from pipeline.models.capacity import FreeMemory, MemoryPlan, check_plan
 from pipeline.models.store import damaged
@@ -357,8 +357,12 @@ def test_a_failure_is_repeated_for_seconds_without_another_attempt(tmp_path: Pat
     with_gateway(tmp_path, test)
 
 
-def test_requests_of_a_load_that_fails_get_no_path_of_the_server(tmp_path: Path) -> None:
-    """Neither the one that is submitted already nor a later one."""
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_requests_of_a_load_that_fails_get_no_path_of_the_server(tmp_path: Path, is_damaged: bool) -> None:
+    """Neither the one that is submitted already nor a later one. No waiting helps with a file that is damaged."""
+    problem = f"has SHA-256 {'1' * 64}, expected {'2' * 64}"
+    reason = damaged(ModelConfig(name="b@1"), problem) if is_damaged else ConfigError(f"{tmp_path} is not a model")
+    expected = ("MODEL_DAMAGED", 500, {}) if is_damaged else ("MODEL_UNAVAILABLE", 503, {"Retry-After": "5"})
 
     async def test(gateway: Gateway) -> None:
         task = gateway.ask("b")
@@ -370,39 +374,15 @@ def test_requests_of_a_load_that_fails_get_no_path_of_the_server(tmp_path: Path)
         (version,) = gateway.loading("b")
         run_dir = paths.run_dir(gateway.config)
         run_dir.mkdir()
-        write_failure(run_dir, version.stage, ConfigError(f"{tmp_path} is not a model"))
-        await gateway.until(lambda: request.error)
-        for error in (request.error, await refused(gateway.ask("b"))):
-            assert error is not None
-            assert error.code == "MODEL_UNAVAILABLE"
-            assert error.headers() == {"Retry-After": "5"}
-            assert str(tmp_path) not in error.message
-        assert not gateway.catalog.versions("b")
-
-    with_gateway(tmp_path, test)
-
-
-def test_requests_for_a_damaged_file_learn_what_its_operator_must_do(tmp_path: Path) -> None:
-    """And that waiting does not help: no Retry-After. Neither text names a path of the server."""
-
-    async def test(gateway: Gateway) -> None:
-        task = gateway.ask("b")
-        await gateway.until(lambda: gateway.loading("b"))
-        gateway.report(is_ready=False)
-        request = await task
-        request.sink = FanOutSink()
-        await gateway.service.lifecycle.start(request)
-        (version,) = gateway.loading("b")
-        run_dir = paths.run_dir(gateway.config)
-        run_dir.mkdir()
-        reason = damaged(version.model, f"has SHA-256 {'1' * 64}, expected {'2' * 64}")
         write_failure(run_dir, version.stage, reason)
         await gateway.until(lambda: request.error)
-        for error in (request.error, await refused(gateway.ask("b"), "MODEL_DAMAGED")):
+        for error in (request.error, await refused(gateway.ask("b"), expected[0])):
             assert error is not None
-            assert (error.code, error.status, error.headers()) == ("MODEL_DAMAGED", 500, {})
-            assert f"model 'b': its stored file has SHA-256 {'1' * 64}, expected {'2' * 64}" in error.message
-            assert "`starling verify b` checks it, and another `starling pull` of its source" in error.message
+            assert (error.code, error.status, error.headers()) == expected
+            assert str(tmp_path) not in error.message
+            for part in (f"model 'b': its stored file {problem}", "`starling verify b`", "another `starling pull`"):
+                assert (part in error.message) == is_damaged
+        assert not gateway.catalog.versions("b")
 
     with_gateway(tmp_path, test)
 
