@@ -192,7 +192,7 @@ class Front:
                 if read.generation is not None:
                     await self.responses.check_key(read.generation, caller.tenant, request_id, key, digest)
             if read.generation is not None and not last_id:
-                turn = await self.responses.take_turn(read.generation, caller.tenant, request_id)
+                turn = await self.responses.take_turn(read.generation, caller.tenant, request_id, key, digest)
             ticket = await self._ticket(read, caller, path, body, headers, key, last_id, request_id, digest)
             return ticket._replace(turn=turn)
         except BaseException as error:

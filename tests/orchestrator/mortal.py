@@ -15,7 +15,6 @@ from stages.orchestrator.responses.heads import Heads
 from stages.orchestrator.responses.jobs import Jobs
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.tenant_blobs import TenantBlobs
-from stages.orchestrator.responses.turns import ConversationTurns
 from stages.orchestrator.responses.use import ResponseUse
 
 MIB = 1 << 20
@@ -178,7 +177,7 @@ class MortalOrchestrator(Mortal):
         use = ResponseUse(store, world.tenant_bytes, world.max_bytes, world.wall)
         place = TenantBlobs(blobs, use, Heads(store), world.config, world.wall)
         jobs = Jobs(store, blobs, world.wall)
-        self.shared = SharedResponses(place, jobs, ConversationTurns(store, jobs), world.wall)
+        self.shared = SharedResponses(place, jobs, store, world.wall)
 
 
 class World:

@@ -19,7 +19,7 @@ from stages.orchestrator.responses import conversation_store, use
 from stages.orchestrator.responses.heads import HEADS
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.tenant_blobs import ABANDONED_S, SETTLED_S, counted
-from stages.orchestrator.responses.turns import TURNS
+from stages.orchestrator.responses.turns import END_S, TURNS
 from stages.orchestrator.responses.use import ALL, USE, Use, folder_of
 from tests.orchestrator.mortal import NEVER, DeathError, MortalOrchestrator, World
 from tests.properties import examples
@@ -440,3 +440,71 @@ async def test_one_response_at_a_time_continues_a_conversation() -> None:
     await second.turns.close()  # the process ends
     await (await first.turns.take("a", name, "req-4")).end()
     assert [item.key for item in (await world.store.scan(TURNS))[0]] == []
+
+
+async def test_a_client_that_leaves_at_any_moment_leaves_no_turn() -> None:
+    """The task that takes a turn is cancelled after each number of steps."""
+    name, n_steps = f"conv_{1:048x}", 0
+    while True:
+        n_steps += 1
+        world = World()
+        one = world.orchestrator().shared
+        transact = one.turns._store.transact
+
+        async def late(*arguments: Any) -> int | None:
+            made = await transact(*arguments)  # noqa: B023
+            await asyncio.sleep(0)  # the store has the record, and the answer is on its way
+            return made
+
+        one.turns._store.transact = late  # type: ignore[method-assign]
+        taking = asyncio.ensure_future(one.turns.take("a", name, "req-1"))
+        for _ in range(n_steps):
+            await asyncio.sleep(0)
+        if taking.done():
+            break
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        async with asyncio.timeout(END_S):  # before a lease would end
+            while (await world.store.scan(TURNS))[0]:
+                await asyncio.sleep(0)
+            await (await one.turns.take("a", name, "req-2")).end()
+    assert n_steps > 3
+
+
+async def test_a_turn_that_is_ended_twice_ends() -> None:
+    """The second end does not interrupt the first one, which waits for the store."""
+    world, name = World(), f"conv_{1:048x}"
+    one = world.orchestrator().shared
+    turn = await one.turns.take("a", name, "req-1")
+    world.order.is_on = True
+    ending = [asyncio.ensure_future(turn.end())]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    ending.append(asyncio.ensure_future(turn.end()))
+    await world.order.run(ending, lambda count: 0)
+    assert not (await world.store.scan(TURNS))[0]
+
+
+async def test_a_stored_response_in_the_background_is_not_in_progress() -> None:
+    """Its clients see it completed before its request is removed."""
+    world = World()
+    one = world.orchestrator().shared
+    made = await one.conversations.create("a", b"{}", [])
+    running = job("req-" + response(3)[5:], made.id)
+    await one.jobs.write(running)
+    assert await one.jobs.add(running)
+    with pytest.raises(Conflict):
+        await one.turns.take("a", made.id, "req-2")
+    await one.keeper.put("a", *completed(running.name, made.id))
+    await (await one.turns.take("a", made.id, "req-2")).end()
+
+
+async def test_a_key_with_another_body_is_refused_while_its_request_is_in_progress() -> None:
+    world, name = World(), f"conv_{1:048x}"
+    first, second = (world.orchestrator().shared for _ in range(2))
+    turn = await first.turns.take("a", name, "req-1", b"d" * 32, "k")
+    await (await second.turns.take("a", name, "req-1", b"d" * 32, "k")).end()
+    with pytest.raises(Conflict, match="'k' was sent with another body"):
+        await second.turns.take("a", name, "req-1", b"e" * 32, "k")
+    await turn.end()

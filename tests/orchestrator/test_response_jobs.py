@@ -35,7 +35,6 @@ from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
 from stages.orchestrator.responses.service import Responses
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.tenant_blobs import TenantBlobs
-from stages.orchestrator.responses.turns import ConversationTurns
 from stages.orchestrator.responses.use import ResponseUse
 
 MIB = 1 << 20
@@ -82,7 +81,7 @@ class Orchestrator:
         use = ResponseUse(self.store, 64 * MIB, 256 * MIB, wall)
         place = TenantBlobs(self.blobs, use, Heads(self.store), StoredResponsesConfig(), wall)
         self.jobs = Jobs(self.store, self.blobs, wall)
-        self.shared = SharedResponses(place, self.jobs, ConversationTurns(self.store, self.jobs), wall)
+        self.shared = SharedResponses(place, self.jobs, self.store, wall)
         self.responses = self.shared.store
         self.began: list[str] = []
         self.n_kept = 0

@@ -71,15 +71,22 @@ class Responses:
         if stored is not None and stored.digest and stored.digest != digest:
             raise other_body(key)
 
-    async def take_turn(self, generation: GenerationRequest, tenant: str, request_id: str) -> Turn:
-        """Begin the response of a request, if it continues a conversation. Raises `Conflict`, `StarlingError`."""
+    async def take_turn(
+        self, generation: GenerationRequest, tenant: str, request_id: str, key: str = "", digest: bytes = b""
+    ) -> Turn:
+        """Begin the response of a request, if it continues a conversation. `digest`: of its body, if it has a key.
+
+        Raises `Conflict`, `StarlingError`.
+        """
         fields = generation.response or ResponseFields()
         if not fields.conversation_id:
             return Turn()
         shared, name = self._required("conversation"), fields.conversation_id
         try:
-            return await shared.turns.take(tenant, name, request_id)
-        except Conflict:
+            return await shared.turns.take(tenant, name, request_id, digest, key)
+        except Conflict as error:
+            if error.param != "conversation":  # the key has another body
+                raise
             with suppress(NotFound):
                 if (await shared.conversations.get(tenant, name)).has_had(request_id):
                     return Turn()  # an answered request is repeated: it changes nothing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pipeline.coordination.interface import CoordinationStore
 from stages.orchestrator.responses.conversation_store import ConversationStore
 from stages.orchestrator.responses.jobs import Jobs
 from stages.orchestrator.responses.keeper import ResponseKeeper
@@ -15,10 +16,10 @@ from stages.orchestrator.responses.turns import ConversationTurns
 class SharedResponses:
     """One per orchestrator. `wall`: s since 1970."""
 
-    def __init__(self, place: TenantBlobs, jobs: Jobs, turns: ConversationTurns, wall: Callable[[], float]) -> None:
+    def __init__(self, place: TenantBlobs, jobs: Jobs, store: CoordinationStore, wall: Callable[[], float]) -> None:
         self.place = place
         self.jobs = jobs
-        self.turns = turns
         self.store = ResponseStore(place, wall)
+        self.turns = ConversationTurns(store, jobs, self.store)
         self.conversations = ConversationStore(place, wall)
         self.keeper = ResponseKeeper(self.store, self.conversations)

@@ -88,6 +88,10 @@ class ResponseStore:
             raise StorageUnavailable(f"{key} cannot be read: {error}") from None
         return stored if stored.at + self._place.ttl_s >= self._wall() else None
 
+    async def has(self, tenant: str, response_id: str) -> bool:
+        """Whether a response is stored, maybe an expired one. Raises `StorageUnavailable`."""
+        return await self._place.is_there(f"{folder_of(tenant)}/{response_id}")
+
     async def delete(self, tenant: str, response_id: str) -> bool:
         """Remove a response. False: there is none. Raises `StarlingError`."""
         folder = folder_of(tenant)

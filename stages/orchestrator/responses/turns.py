@@ -1,21 +1,26 @@
 """One response at a time continues a conversation, at whichever orchestrator.
 
-    responses/turn/FOLDER/ID   the request that continues the conversation, with a lease of its orchestrator
+    responses/turn/FOLDER/ID   the request that continues the conversation and its body's digest, with a lease of its
+                               orchestrator
 
-A request in the background has the record only until it is written down (jobs.py), which says the same of it.  After
-the death of an orchestrator, whose requests may go on at another one, the next response may begin: the items of both
-are then added, in the order in which they end.
+A request in the background has the record only until it is written down (jobs.py), which says the same of it until its
+response is stored.  After the death of an orchestrator, whose requests may go on at another one, the next response may
+begin: the items of both are then added, in the order in which they end.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
+from pipeline.api.idempotency_key import other_body
+from pipeline.api.response_object import response_id_of
 from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import Conflict
 from stages.orchestrator.responses.heads import is_conversation
 from stages.orchestrator.responses.jobs import Jobs
+from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import PREFIX, answer, folder_of
 
 TURNS = f"{PREFIX}turn/"
@@ -29,47 +34,78 @@ class Turn:
 
     def __init__(self, holding: asyncio.Future[None] | None = None) -> None:
         self._holding = holding
+        self._has_ended = False
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is this request that must end it."""
+        return self._holding is not None
 
     async def end(self) -> None:
         """Let the next request begin. Idempotent."""
         if self._holding is not None:
-            self._holding.cancel()
+            self.resign()
             await asyncio.wait({self._holding}, timeout=END_S)
+
+    def resign(self) -> None:
+        """Begin to end it. Once: cancelled again, the task would leave the record until its lease ends."""
+        if self._holding is not None and not self._has_ended:
+            self._has_ended = True
+            self._holding.cancel()
 
 
 class ConversationTurns:
     """One per orchestrator."""
 
-    def __init__(self, store: CoordinationStore, jobs: Jobs) -> None:
+    def __init__(self, store: CoordinationStore, jobs: Jobs, responses: ResponseStore) -> None:
         self._store = store
         self._jobs = jobs
-        self._holding: set[asyncio.Future[None]] = set()
+        self._responses = responses
+        self._held: dict[asyncio.Future[None], Turn] = {}
+        self._leaving: set[asyncio.Future[None]] = set()  # ends of turns whose clients have left before they had them
 
-    async def take(self, tenant: str, name: str, request_id: str) -> Turn:
-        """Begin a response. Raises `Conflict` if another one is in progress, and `StorageUnavailable`."""
+    async def take(self, tenant: str, name: str, request_id: str, digest: bytes = b"", key: str = "") -> Turn:
+        """Begin a response. `digest`: of the body of a request with an Idempotency-Key, which is `key`.
+
+        Raises `Conflict` if another one is in progress, or this one with another body, and `StorageUnavailable`.
+        """
         if not is_conversation(name):
             return Turn()  # it will not be found
-        key = f"{TURNS}{folder_of(tenant)}/{name}"
-        election = Election(self._store, key, request_id.encode(), LEASE_S)
+        taking = asyncio.ensure_future(self._take(tenant, name, request_id, digest, key))
+        try:
+            return await asyncio.shield(taking)
+        except asyncio.CancelledError:  # the store may have the record already
+            leaving = asyncio.ensure_future(_end(taking))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            raise
+
+    async def _take(self, tenant: str, name: str, request_id: str, digest: bytes, key: str) -> Turn:
+        place = f"{TURNS}{folder_of(tenant)}/{name}"
+        value = f"{request_id} {digest.hex()}".rstrip().encode()
+        election = Election(self._store, place, value, LEASE_S)
         for _ in range(TRIES):
             term = await answer(election.attempt())
             if term is not None:
                 holding = asyncio.ensure_future(election.hold(term))
-                self._holding.add(holding)
-                holding.add_done_callback(self._holding.discard)
-                await asyncio.sleep(0)  # it has begun, so that it will resign
-                turn = Turn(holding)
+                turn = self._held[holding] = Turn(holding)
+                holding.add_done_callback(self._held.pop)
                 try:
+                    await asyncio.sleep(0)  # it has begun, so that it will resign
                     await self._check_background(tenant, name, request_id)
                 except BaseException:
                     await turn.end()
                     raise
                 return turn
-            item = await answer(self._store.get(key))
-            if item is not None and item.value != request_id.encode():
+            item = await answer(self._store.get(place))
+            if item is None:
+                continue
+            holder, _, known = item.value.partition(b" ")
+            if holder != request_id.encode():
                 raise _in_progress(name)
-            if item is not None:
-                return Turn()
+            if digest and known and known != digest.hex().encode():
+                raise other_body(key)
+            return Turn()
         raise _in_progress(name)
 
     async def end_of(self, tenant: str, name: str, request_id: str) -> None:
@@ -79,20 +115,28 @@ class ConversationTurns:
         """
         if is_conversation(name):
             item = await answer(self._store.get(f"{TURNS}{folder_of(tenant)}/{name}"))
-            if item is not None and item.value == request_id.encode():
+            if item is not None and item.value.partition(b" ")[0] == request_id.encode():
                 await answer(self._store.swap(item.key, item.revision, None))
 
     async def _check_background(self, tenant: str, name: str, request_id: str) -> None:
         for opened in await answer(self._jobs.all()):
-            if (opened.tenant, opened.conversation) == (tenant, name) and opened.request_id != request_id:
+            if (opened.tenant, opened.conversation) != (tenant, name) or opened.request_id == request_id:
+                continue
+            # One whose response is stored has ended, as clients see it.
+            if not await self._responses.has(tenant, response_id_of(opened.request_id)):
                 raise _in_progress(name)
 
     async def close(self) -> None:
         """End all turns, when all requests have ended."""
-        holding = list(self._holding)
-        for one in holding:
-            one.cancel()
-        await asyncio.gather(*holding, return_exceptions=True)
+        await asyncio.gather(*self._leaving)
+        for turn in self._held.values():
+            turn.resign()
+        await asyncio.gather(*self._held, return_exceptions=True)
+
+
+async def _end(taking: asyncio.Future[Turn]) -> None:
+    with suppress(Exception):  # then there is no turn
+        await (await taking).end()
 
 
 def _in_progress(name: str) -> Conflict:

@@ -18,7 +18,6 @@ from stages.orchestrator.responses.job_runner import JobRunner
 from stages.orchestrator.responses.jobs import Jobs
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.tenant_blobs import TenantBlobs
-from stages.orchestrator.responses.turns import ConversationTurns
 from stages.orchestrator.responses.use import ResponseUse
 
 log = logging.getLogger("starling.orchestrator")
@@ -48,7 +47,7 @@ class ResponseWorks:
             use = ResponseUse(store, bounds.tenant_mb << 20, bounds.max_size_mb << 20, wall)
             place = TenantBlobs(self._blobs, use, Heads(store), bounds, wall)
             jobs = Jobs(store, self._blobs, wall)
-            self.shared = SharedResponses(place, jobs, ConversationTurns(store, jobs), wall)
+            self.shared = SharedResponses(place, jobs, store, wall)
 
     def attach(self, front: Front, relay: Relay, identity: str) -> None:
         """Let clients use it. `identity`: of this orchestrator."""
