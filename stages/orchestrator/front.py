@@ -446,7 +446,13 @@ class Front:
 
     def _keep_of(self, ticket: Ticket) -> Keep:
         forward = ticket.forward
-        return partial(self.responses.keep, ticket.tenant, digest=forward.digest, is_again=forward.is_read_again)
+        return partial(
+            self.responses.keep,
+            ticket.tenant,
+            digest=forward.digest,
+            is_again=forward.is_read_again,
+            turn=ticket.turn,
+        )
 
     async def delete_response(self, caller: Caller, name: str) -> None:
         """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""

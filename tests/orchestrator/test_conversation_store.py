@@ -15,9 +15,11 @@ from pipeline.api.requests.conversations import ConversationItem
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
 from pipeline.errors import Conflict, NotFound, StarlingError, StorageUnavailable
+from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses import conversation_store, use
 from stages.orchestrator.responses.heads import HEADS
 from stages.orchestrator.responses.jobs import Job
+from stages.orchestrator.responses.service import Responses
 from stages.orchestrator.responses.tenant_blobs import ABANDONED_S, SETTLED_S, counted
 from stages.orchestrator.responses.turns import END_S, TURNS
 from stages.orchestrator.responses.use import ALL, USE, Use, folder_of
@@ -508,3 +510,50 @@ async def test_a_key_with_another_body_is_refused_while_its_request_is_in_progre
     with pytest.raises(Conflict, match="'k' was sent with another body"):
         await second.turns.take("a", name, "req-1", b"e" * 32, "k")
     await turn.end()
+
+
+def service(world: World) -> tuple[MortalOrchestrator, Responses, RequestIds]:
+    """An orchestrator with what clients' requests use of it."""
+    one, ids = world.orchestrator(), RequestIds("secret", world.wall)
+    return one, Responses(one.shared, ids), ids
+
+
+async def test_a_turn_lasts_until_the_items_are_there_although_the_client_has_left() -> None:
+    world = World()
+    one, responses, ids = service(world)
+    made = await one.shared.conversations.create("a", b"{}", [])
+    request_id = ids.new("a")
+    turn = await one.shared.turns.take("a", made.id, request_id)
+    world.order.is_on = True
+    keeping = asyncio.ensure_future(responses.keep("a", *completed(response_id_of(request_id), made.id), turn=turn))
+    for _ in range(4):
+        await asyncio.sleep(0)
+    keeping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    await turn.end()  # as for a client that has left
+    assert (await world.store.scan(TURNS))[0]
+
+    async def next_one() -> None:
+        while (await world.store.scan(TURNS))[0]:
+            await asyncio.sleep(0)
+
+    await world.order.run([next_one()], lambda count: 0)
+    assert len((await one.shared.conversations.get("a", made.id)).items) == 2
+
+
+async def test_a_repetition_ends_the_turn_of_an_orchestrator_that_has_died() -> None:
+    world = World()
+    (first, _, _), (second, responses, ids) = service(world), service(world)
+    made = await first.shared.conversations.create("a", b"{}", [])
+    request_id = ids.of_key("a", "key")
+    await first.shared.turns.take("a", made.id, request_id, b"d" * 32, "key")
+    first.dies_before = first.n_operations + 1
+    again = await second.shared.turns.take("a", made.id, request_id, b"d" * 32, "key")
+    assert not again.holds
+    body, kept = completed(response_id_of(request_id), made.id)
+    kept = KeptResponse(kept.conversation, kept.inputs, b"d" * 32)
+    await responses.keep("a", body, kept, digest=b"e" * 32, turn=again)
+    await (await second.shared.turns.take("a", made.id, ids.new("a"))).end()
+    stored = await second.shared.store.get("a", response_id_of(request_id))
+    assert stored is not None and stored.digest == b"d" * 32  # the first attempt's, as its engine says

@@ -214,3 +214,23 @@ def test_a_record_of_the_largest_conversation_fits_into_an_event() -> None:
     comment = kept_comment(b"x" * response_context.MAX_KEPT_BYTES)
     assert len(comment) <= MAX_EVENT_BYTES
     assert response_context.MAX_KEPT_BYTES > 2 * response_context.MAX_BYTES
+
+
+async def test_the_turn_of_a_conversation_ends_before_any_last_event() -> None:
+    """Also if the engine ends the stream with an error before it has a response."""
+    lasts = [
+        event("error", 0, code="server_error"),
+        event("response.failed", 7, response=RESPONSE),
+        stream()[-1],
+    ]
+    for last in lasts:
+        client = Client()
+
+        async def keep(body: bytes, kept: KeptResponse) -> None:
+            raise AssertionError
+
+        async def ends() -> None:
+            client.log.append("ends")  # noqa: B023
+
+        await KeepingOut(client, keep, before_end=ends).write(last)
+        assert client.log[0] == "ends" and len(client.log) == 2

@@ -326,7 +326,11 @@ class Background:
 
     async def _keep(self, job: Job, body: bytes, kept: KeptResponse) -> None:
         """Store what an engine has completed. Raises `StarlingError`."""
-        await self._put(job, partial(self._keeper.put, job.tenant, body, kept, job.digest), 0.0)
+
+        async def put() -> None:
+            await self._keeper.put(job.tenant, body, kept, job.digest)
+
+        await self._put(job, put, 0.0)
 
     async def _put(self, job: Job, put: Callable[[], Awaitable[None]], late_s: float) -> None:
         """Store a response, unless it was stored, or was cancelled and maybe deleted since; again if that fails.

@@ -45,8 +45,8 @@ class ResponseKeeper:
         self._responses = responses
         self._conversations = conversations
 
-    async def put(self, tenant: str, body: bytes, kept: KeptResponse, digest: bytes = b"") -> None:
-        """Store a complete response, as far as it is to be stored. Raises `StarlingError`."""
+    async def put(self, tenant: str, body: bytes, kept: KeptResponse, digest: bytes = b"") -> Finished:
+        """Store a complete response, as far as it is to be stored; what is used of it. Raises `StarlingError`."""
         response = read_finished(body)
         nbytes = 0
         if response.is_stored:
@@ -63,6 +63,7 @@ class ResponseKeeper:
             is_new = await self._responses.put(tenant, response.id, *parts, digest or kept.digest)
             if not is_new:
                 await self.withdraw_if_ended(tenant, response.id, response.conversation)
+        return response
 
     async def withdraw_if_ended(self, tenant: str, name: str, conversation: str) -> None:
         """Withdraw the items of a response if it is stored as one that has none. Raises `StarlingError`."""

@@ -76,6 +76,8 @@ class KeepingOut:
             elif event.startswith(_FAILED):
                 self.failed = bytes(msgspec.json.decode(event[6:], type=dict[str, msgspec.Raw])["response"])
                 await self._ends()
+            elif event.startswith(_ERROR):
+                await self._ends()
             if event.startswith(_RESPONSE) and (found := _NUMBER.search(block)):
                 self._number, self._is_response = int(found[1]), True
             passed.append(block)

@@ -180,26 +180,43 @@ class Responses:
         return stored is not None and msgspec.json.decode(stored.body, type=dict[str, Any]).get("background") is True
 
     async def keep(
-        self, tenant: str, body: bytes, kept: KeptResponse, *, digest: bytes = b"", is_again: bool = False
+        self,
+        tenant: str,
+        body: bytes,
+        kept: KeptResponse,
+        *,
+        digest: bytes = b"",
+        is_again: bool = False,
+        turn: Turn | None = None,
     ) -> None:
-        """Store a response, and add it to its conversation, also if its client leaves meanwhile.
+        """Store a response, and add it to its conversation, also if its client leaves meanwhile; then end its turn.
 
-        `digest`: of the body of a request with a key; `is_again`: its stream is read again, maybe while it runs in the
-        background, or after it was deleted.  Raises `StarlingError`.
+        `digest`: of the body of a request with a key, if its engine gives none; `is_again`: its stream is read again,
+        maybe while it runs in the background, or after it was deleted.  Raises `StarlingError`.
         """
-        shared = self._required("store")
-        response = read_finished(body)
-        name = response.id
-        request_id = self._check(tenant, name)
+        shared, name = self._required("store"), read_finished(body).id
+        self._check(tenant, name)
+        digest = kept.digest or digest  # the engine's is that of the first attempt
         if is_again:
             if await shared.store.was_deleted(tenant, name):
                 return
             job = await self.job(tenant, name)
             digest = job.digest if job is not None else digest
-        await to_its_end(shared.keeper.put(tenant, body, kept, digest))
-        if is_again:
+        turn = turn or Turn()
+        turn.keep()
+        await to_its_end(self._keep(shared, tenant, body, kept, digest, turn))
+
+    @staticmethod
+    async def _keep(
+        shared: SharedResponses, tenant: str, body: bytes, kept: KeptResponse, digest: bytes, turn: Turn
+    ) -> None:
+        try:
+            response = await shared.keeper.put(tenant, body, kept, digest)
+        finally:
+            await turn.kept()
+        if not turn.holds:  # maybe it is that of an earlier attempt, whose orchestrator has died
             with suppress(StorageUnavailable):  # it ends by itself
-                await shared.turns.end_of(tenant, response.conversation, request_id)
+                await shared.turns.end_of(tenant, response.conversation, request_id_of(response.id))
 
     async def find(self, tenant: str, name: str, field: str = "") -> Stored:
         """A stored response. `field`: of the request that names it. Raises `NotFound`, `StorageUnavailable`."""

@@ -35,6 +35,7 @@ class Turn:
     def __init__(self, holding: asyncio.Future[None] | None = None) -> None:
         self._holding = holding
         self._has_ended = False
+        self._is_keeping = False
 
     @property
     def holds(self) -> bool:
@@ -42,10 +43,19 @@ class Turn:
         return self._holding is not None
 
     async def end(self) -> None:
-        """Let the next request begin. Idempotent."""
-        if self._holding is not None:
+        """Let the next request begin. Idempotent. While the response is being stored it has no effect."""
+        if self._holding is not None and not self._is_keeping:
             self.resign()
             await asyncio.wait({self._holding}, timeout=END_S)
+
+    def keep(self) -> None:
+        """The response is being stored, also if its client leaves: the turn lasts until `kept`."""
+        self._is_keeping = True
+
+    async def kept(self) -> None:
+        """The response was stored, or could not be."""
+        self._is_keeping = False
+        await self.end()
 
     def resign(self) -> None:
         """Begin to end it. Once: cancelled again, the task would leave the record until its lease ends."""
