@@ -215,7 +215,10 @@ class Front:
     ) -> Ticket:
         context, joined = None, None
         if read.generation is not None:
-            joined = await self.responses.join(read.generation, caller.tenant, caller.salt, request_id)
+            # A request in the background has a digest without a key, too.
+            stored = hashlib.sha256(body).digest() if read.generation.is_in_background else digest
+            of = caller.tenant, caller.salt, request_id
+            joined = await self.responses.join(read.generation, *of, key, stored)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)

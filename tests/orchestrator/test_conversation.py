@@ -133,3 +133,17 @@ def test_a_value_survives_its_encoding() -> None:
     output = [{"id": "fc_1", "status": "completed", **CALL}]
     value = added(EMPTY, 1).with_items(answer_items(output), 2.0, MIB).without_response(response(7), 3.0)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(value), type=StoredConversation) == value
+
+
+def test_a_response_whose_key_may_be_used_again_is_remembered_with_its_body() -> None:
+    failed = EMPTY.without_response(response(1), 2.0, b"d" * 32)
+    assert failed.has_had(response(1)) and failed.digest_of(response(1)) == b"d" * 32
+    assert not failed.forgetting(response(1), 3.0).has_had(response(1))
+    assert failed.forgetting(response(2), 3.0) is failed
+    value = EMPTY.with_response(response(1), items_of(1), 2.0, MIB, b"d" * 32)
+    assert value.forgetting(response(1), 3.0) is value and value.digest_of(response(1)) == b"d" * 32
+    assert value.without_response(response(1), 3.0).digest_of(response(1)) == b"d" * 32
+    assert value.digest_of(response(2)) == b""
+    for one in items_of(1):
+        value = value.without_item(one.id, 3.0)
+    assert value.has_had(response(1)) and not value.forgetting(response(1), 4.0).has_had(response(1))

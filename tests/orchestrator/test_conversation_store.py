@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.conversation_object import TooLargeError
 from pipeline.api.requests.conversations import ConversationItem
+from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
 from pipeline.errors import Conflict, NotFound, StarlingError, StorageUnavailable
@@ -557,3 +558,31 @@ async def test_a_repetition_ends_the_turn_of_an_orchestrator_that_has_died() -> 
     await (await second.shared.turns.take("a", made.id, ids.new("a"))).end()
     stored = await second.shared.store.get("a", response_id_of(request_id))
     assert stored is not None and stored.digest == b"d" * 32  # the first attempt's, as its engine says
+
+
+async def test_a_key_makes_another_response_when_its_failed_one_was_deleted() -> None:
+    world = World()
+    one, responses, ids = service(world)
+    made = await one.shared.conversations.create("a", b"{}", [])
+    name = response_id_of(ids.of_key("a", "key"))
+    body, kept = completed(name, made.id)
+    failed = msgspec.json.encode({**msgspec.json.decode(body), "status": "failed"})
+    await one.shared.store.put("a", name, failed, b"\x90", b"[]", b"d" * 32)
+    await one.shared.keeper.withdraw_if_ended("a", name, made.id)
+    await responses.delete("a", name)
+    await responses.keep("a", body, kept, digest=b"d" * 32)
+    assert [found.id for found in (await one.shared.conversations.get("a", made.id)).items] == ids_of(name)
+    assert await one.shared.store.get("a", name) is not None
+
+
+async def test_a_key_whose_response_is_not_stored_has_one_body() -> None:
+    """Also when no engine has the request any longer."""
+    world = World()
+    one, responses, ids = service(world)
+    made = await one.shared.conversations.create("a", b"{}", [])
+    request_id = ids.of_key("a", "key")
+    await responses.keep("a", *completed(response_id_of(request_id), made.id, is_stored=False), digest=b"d" * 32)
+    generation = READERS["responses"]({"model": "m", "input": "x", "conversation": made.id})
+    await responses.join(generation, "a", "", request_id, "key", b"d" * 32)
+    with pytest.raises(Conflict, match="'key' was sent with another body"):
+        await responses.join(generation, "a", "", request_id, "key", b"e" * 32)

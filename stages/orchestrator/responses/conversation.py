@@ -2,7 +2,8 @@
 
 The items of a response are added together and once, however often an orchestrator adds them: the conversation remembers
 which responses it has.  It remembers the last ones even if their items were deleted meanwhile, because a stream can be
-read again after its end.
+read again after its end.  With them it remembers the digests of the bodies of keyed requests: a key gives the same id
+again when the response is no longer stored.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StoredConversation(msgspec.Struct, array_like=True, frozen=True, kw_only=T
     metadata: bytes  # JSON
     items: tuple[ConversationItem, ...] = ()
     items_bytes: int = 0
-    added: tuple[bytes, ...] = ()  # the digits of responses that have added theirs, or never will; the last ones
+    # The digits, and then the digest, of responses that have added theirs, or never will; the last ones.
+    added: tuple[bytes, ...] = ()
 
     @property
     def shown(self) -> dict[str, Any]:
@@ -58,19 +60,26 @@ class StoredConversation(msgspec.Struct, array_like=True, frozen=True, kw_only=T
         return made
 
     def with_response(
-        self, name: str, items: Sequence[ConversationItem], now: float, max_bytes: int
+        self, name: str, items: Sequence[ConversationItem], now: float, max_bytes: int, digest: bytes = b""
     ) -> StoredConversation:
         """With the items of a response; itself if it has had them. Raises `TooLargeError`."""
         if self.has_had(name):
             return self
-        return self.with_items(items, now, max_bytes)._remembering(name)
+        return self.with_items(items, now, max_bytes)._remembering(name, digest)
 
-    def without_response(self, name: str, now: float) -> StoredConversation:
+    def without_response(self, name: str, now: float, digest: bytes = b"") -> StoredConversation:
         """Without the items of a response, which will not be added any more either."""
         its = [item for item in self.items if _is_of(item, name)]
         if not its and self.has_had(name):
             return self
-        return self._without(its, now)._remembering(name)
+        return self._without(its, now)._remembering(name, digest)
+
+    def forgetting(self, name: str, now: float) -> StoredConversation:
+        """With no memory of a response that is deleted, which may be made anew; itself if an item of it is left."""
+        left = tuple(one for one in self.added if not one.startswith(_key_of(name)))
+        if len(left) == len(self.added) or any(_is_of(item, name) for item in self.items):
+            return self
+        return self.changed(now, added=left)
 
     def without_item(self, item_id: str, now: float) -> StoredConversation:
         """Without an item; itself if it has none of this id."""
@@ -84,12 +93,20 @@ class StoredConversation(msgspec.Struct, array_like=True, frozen=True, kw_only=T
 
     def has_had(self, name: str) -> bool:
         """Whether the items of a response were added, or never will be."""
-        return digits_of(name).encode() in self.added or any(_is_of(item, name) for item in self.items)
+        return self._memory_of(name) is not None or any(_is_of(item, name) for item in self.items)
 
-    def _remembering(self, name: str) -> StoredConversation:
-        mine = digits_of(name).encode()
-        others = tuple(one for one in self.added if one != mine)
-        return msgspec.structs.replace(self, added=(*others, mine)[-MAX_ADDED:])
+    def digest_of(self, name: str) -> bytes:
+        """The digest of the body of a request that has added its items, or never will; b"": not known."""
+        return (self._memory_of(name) or b"")[_ID_DIGITS:]
+
+    def _memory_of(self, name: str) -> bytes | None:
+        return next((one for one in self.added if one.startswith(_key_of(name))), None)
+
+    def _remembering(self, name: str, digest: bytes) -> StoredConversation:
+        mine = _key_of(name)
+        digest = digest or self.digest_of(name)
+        others = tuple(one for one in self.added if not one.startswith(mine))
+        return msgspec.structs.replace(self, added=(*others, mine + digest)[-MAX_ADDED:])
 
     def find(self, item_id: str) -> ConversationItem | None:
         """An item; None: there is none of this id."""
@@ -110,6 +127,10 @@ class StoredConversation(msgspec.Struct, array_like=True, frozen=True, kw_only=T
                 raise unknown_after(page.after)
         shown = ordered[first : first + page.limit]
         return list_body([(item.id, item.item) for item in shown], has_more=len(ordered) > first + page.limit)
+
+
+def _key_of(name: str) -> bytes:
+    return digits_of(name).encode()
 
 
 def _is_of(item: ConversationItem, name: str) -> bool:

@@ -88,20 +88,30 @@ class ConversationStore:
         return await self._change(tenant, name, make)
 
     async def add_response(
-        self, tenant: str, name: str, response_id: str, items: Sequence[ConversationItem], nbytes: int
+        self,
+        tenant: str,
+        name: str,
+        response_id: str,
+        items: Sequence[ConversationItem],
+        nbytes: int,
+        digest: bytes = b"",
     ) -> None:
         """Add the items of a response, once; none if the conversation is gone. `nbytes`: what is stored beside.
 
-        Raises `StarlingError`, `TooLargeError`.
+        `digest`: of the request's body, if it has a key.  Raises `StarlingError`, `TooLargeError`.
         """
         bound = self.most_bytes(nbytes)
         await self._change_if_there(
-            tenant, name, lambda value, now: value.with_response(response_id, items, now, bound)
+            tenant, name, lambda value, now: value.with_response(response_id, items, now, bound, digest)
         )
 
-    async def withdraw_response(self, tenant: str, name: str, response_id: str) -> None:
+    async def withdraw_response(self, tenant: str, name: str, response_id: str, digest: bytes = b"") -> None:
         """The response has failed or was cancelled: it has added nothing, and will not. Raises `StarlingError`."""
-        await self._change_if_there(tenant, name, lambda value, now: value.without_response(response_id, now))
+        await self._change_if_there(tenant, name, lambda value, now: value.without_response(response_id, now, digest))
+
+    async def forget_response(self, tenant: str, name: str, response_id: str) -> None:
+        """The response was deleted: its key may make another one, if no item of it is left. Raises `StarlingError`."""
+        await self._change_if_there(tenant, name, lambda value, now: value.forgetting(response_id, now))
 
     async def delete(self, tenant: str, name: str) -> None:
         """Drop a conversation with its items. Raises `NotFound`, `StarlingError`."""

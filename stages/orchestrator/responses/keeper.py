@@ -52,15 +52,17 @@ class ResponseKeeper:
         if response.is_stored:
             nbytes = len(body) + len(kept.conversation) + len(kept.inputs)
             self._responses.check_fits(nbytes + FRAME_BYTES)
+        digest = digest or kept.digest
         if response.conversation:
             items = [*stored_items(kept.inputs), *answer_items(response.output)]
             try:
-                await self._conversations.add_response(tenant, response.conversation, response.id, items, nbytes)
+                added = response.conversation, response.id, items, nbytes, digest
+                await self._conversations.add_response(tenant, *added)
             except TooLargeError as error:
                 raise error.of_response() from None
         if response.is_stored:
             parts = body, kept.conversation, kept.inputs
-            is_new = await self._responses.put(tenant, response.id, *parts, digest or kept.digest)
+            is_new = await self._responses.put(tenant, response.id, *parts, digest)
             if not is_new:
                 await self.withdraw_if_ended(tenant, response.id, response.conversation)
         return response
@@ -71,4 +73,4 @@ class ResponseKeeper:
             return
         stored = await self._responses.get(tenant, name)
         if stored is not None and stored.status in ENDED_WITHOUT_ITEMS:
-            await self._conversations.withdraw_response(tenant, conversation, name)
+            await self._conversations.withdraw_response(tenant, conversation, name, stored.digest)

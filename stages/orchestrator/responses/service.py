@@ -92,14 +92,27 @@ class Responses:
                     return Turn()  # an answered request is repeated: it changes nothing
             raise
 
-    async def join(self, generation: GenerationRequest, tenant: str, salt: str, request_id: str) -> Joined:
-        """What a request continues. `salt`: of the tenant's cached pages. Raises `StarlingError`."""
+    async def join(
+        self,
+        generation: GenerationRequest,
+        tenant: str,
+        salt: str,
+        request_id: str,
+        key: str = "",
+        digest: bytes = b"",
+    ) -> Joined:
+        """What a request continues. `salt`: of the tenant's cached pages. Raises `StarlingError`.
+
+        `digest`: of the body of a request with a key, as it is stored; another one gets `Conflict`.
+        """
         fields = generation.response or ResponseFields()
         if fields.is_stored:
             self._required("store")
         previous: list[dict[str, Any]] = []
         if fields.conversation_id:
             conversation = await self.conversations.get(tenant, fields.conversation_id, "conversation")
+            if key and (known := conversation.digest_of(request_id)) and known != digest:
+                raise other_body(key)
             previous = conversation.messages(before=request_id)
         elif fields.previous:
             stored = await self.find(tenant, fields.previous, "previous_response_id")
@@ -231,11 +244,13 @@ class Responses:
 
     async def delete(self, tenant: str, name: str) -> None:
         """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
-        await self.find(tenant, name)
+        shared, found = self._required("store"), read_finished((await self.find(tenant, name)).body)
         if self.background is not None:
             await self.background.forget(tenant, name)
-        if not await self._required("store").store.delete(tenant, name):
+        if not await shared.store.delete(tenant, name):
             raise _missing(name)
+        if found.conversation:
+            await shared.conversations.forget_response(tenant, found.conversation, name)
 
     def request_of(self, tenant: str, name: str) -> str:
         """The id of the request that makes or has made a response. Raises `NotFound`."""
