@@ -39,6 +39,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_stream: bool = False
     is_bound: bool = False  # to a session, also a new one: no other agent can go on with it
     last_id: str = ""  # the client's Last-Event-ID
+    is_only_continued: bool = False  # its conversation may have changed: another engine would give another answer
     was_sent: bool = False  # before, for a client that reads the answer again
     in_background: bool = False  # a response that goes on without its client
     digest: bytes = b""  # of the body as it was sent, of a request with an Idempotency-Key
@@ -51,7 +52,7 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     @property
     def can_replay(self) -> bool:
         """Whether another engine gives the same answer from its beginning."""
-        return self.method == "POST" and not self.is_bound
+        return self.method == "POST" and not self.is_bound and not self.is_only_continued
 
     @property
     def may_be_response(self) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -62,6 +62,7 @@ class Ticket(NamedTuple):
     is_charged: bool = True  # its output counts
     continues: str = ""  # the conversation that gets its items; "": none
     turn: Turn = Turn()  # in that
+    stored: bytes = b""  # the response, if the request was answered before: then nothing is forwarded
 
 
 def _name(error: StarlingError, read: ReadBody) -> None:
@@ -186,14 +187,21 @@ class Front:
                 request_id = self._ids.check(_request_of(last_id), caller.tenant)
             else:
                 request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
-            digest = b""
+            digest, stored, before = b"", None, None
             if key:
                 digest = body_digest(TEXT_PATHS[path], headers.get("Content-Encoding", ""), body)
-                if read.generation is not None:
-                    await self.responses.check_key(read.generation, caller.tenant, request_id, key, digest)
-            if read.generation is not None and not last_id:
+            if read.generation is not None and (key or last_id):
+                of = caller.tenant, request_id, key, digest
+                stored = await self.responses.check_key(read.generation, *of)
+                before = self.responses.before(read.generation, stored)
+                is_answered = stored is not None and before is not None and bool(digest) and stored.digest == digest
+                if stored is not None and is_answered and not (read.is_stream or last_id):
+                    routed = RoutedRequest(request_id=request_id, model=read.model)
+                    forward = Forward(routed=routed, path=path, body=b"", headers={})
+                    return Ticket(forward, caller.tenant, key_id=caller.key_id, stored=stored.body)
+            if read.generation is not None and not last_id and before is None:
                 turn = await self.responses.take_turn(read.generation, caller.tenant, request_id, key, digest)
-            ticket = await self._ticket(read, caller, path, body, headers, key, last_id, request_id, digest)
+            ticket = await self._ticket(read, caller, path, body, headers, key, last_id, request_id, digest, before)
             return ticket._replace(turn=turn)
         except BaseException as error:
             await turn.end()
@@ -212,13 +220,14 @@ class Front:
         last_id: str,
         request_id: str,
         digest: bytes,
+        before: list[dict[str, Any]] | None,
     ) -> Ticket:
         context, joined = None, None
         if read.generation is not None:
             # A request in the background has a digest without a key, too.
             stored = hashlib.sha256(body).digest() if read.generation.is_in_background else digest
             of = caller.tenant, caller.salt, request_id
-            joined = await self.responses.join(read.generation, *of, key, stored)
+            joined = await self.responses.join(read.generation, *of, key, stored, before)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
@@ -236,6 +245,8 @@ class Front:
             sent[response_context.HEADER] = str(len(context))
         if key:
             sent["Idempotency-Key"] = hashlib.sha256(f"{caller.tenant}\0{key}".encode()).hexdigest()
+        fields = read.generation.response if read.generation is not None else None
+        continues = fields.conversation_id if fields else ""
         routed = RoutedRequest(
             request_id=request_id,
             model=read.model,
@@ -255,8 +266,13 @@ class Front:
             is_stream=read.is_stream,
             is_bound=is_bound,
             last_id=last_id,
+            is_only_continued=bool(last_id and continues and before is None),
             digest=digest,
         )
+        kept = self._relay.kept.find(request_id) if forward.is_only_continued else None
+        if kept is not None and kept[0].path == path:  # with the conversation as it was
+            same = {"body": kept[0].body, "headers": {**kept[0].headers, RELAY: sent[RELAY]}}
+            forward = msgspec.structs.replace(forward, is_only_continued=False, **same)
         job = None
         if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
             with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
@@ -264,8 +280,6 @@ class Front:
             job_digest = hashlib.sha256(body).digest()
             whose = caller.tenant, caller.key_id
             job = self.responses.job_of(forward, joined, read.generation, *whose, job_digest, self._wall())
-        fields = read.generation.response if read.generation is not None else None
-        continues = fields.conversation_id if fields else ""
         return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:

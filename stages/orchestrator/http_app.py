@@ -250,6 +250,11 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             request.headers.get("Last-Event-ID", ""),
         )
         try:
+            if ticket.stored:
+                request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
+                request[NAMES] = names_of({"model": ticket.forward.routed.model})
+                headers = {"X-Starling-Request": ticket.forward.id}
+                return web.Response(body=ticket.stored, headers=headers, content_type=CONTENT_TYPE)
             if ticket.job is not None:
                 return await _in_background(request, front, ticket.job)
             return await answer(request, front, ticket)

@@ -28,7 +28,7 @@ from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
 from pipeline.api.session_header import EXISTING
 from pipeline.api.session_header import HEADER as SESSION
-from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, NotFound, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
 from stages.orchestrator.forward import (
@@ -204,6 +204,11 @@ class Relay:
                 cutter.restart(is_replay=False)
                 return answer
             await discard(answer)
+        if cutter.has_begun and forward.is_only_continued:
+            raise NotFound(
+                f"no engine has the request {forward.id} any longer, and its conversation may have changed, so that "
+                "no other one can continue the stream; read the response, or send the request again"
+            )
         if cutter.has_begun and not forward.can_replay:
             raise Unreachable("the engine does not have the request any longer, and no other one can repeat it")
         cutter.restart(is_replay=True)

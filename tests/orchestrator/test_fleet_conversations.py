@@ -313,6 +313,38 @@ def test_a_key_belongs_to_one_body(pair: Pair) -> None:
         second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
 
 
+def test_a_repeated_request_continues_what_its_conversation_was(pair: Pair, engines: list[Server]) -> None:
+    """Although items were deleted since, and the engine that has answered is gone."""
+    first, second = pair
+    for number, is_stream in enumerate((False, True)):
+        say, keyed = f"again {number}", {**MINE, "Idempotency-Key": f"again-{number}"}
+        name = make(first, items=[message("old")])
+        body = said(say, conversation=name)
+
+        def ask(orchestrator: Fleet) -> dict[str, Any]:
+            if is_stream:  # noqa: B023
+                return assembled(read_events(orchestrator, RESPONSES, body, keyed))  # noqa: B023
+            answer = orchestrator.post(RESPONSES, body, keyed)  # noqa: B023
+            assert answer.status == 200, answer.body
+            return dict(answer.json)
+
+        made = ask(first)
+        (prompt,) = prompts(engines, say)
+        index = next(index for index, engine in enumerate(engines) if prompts([engine], say))
+        (item, *_) = first.get(f"{PATH}/{name}/items?order=asc", MINE).json["data"]
+        assert first.request("DELETE", f"{PATH}/{name}/items/{item['id']}", None, MINE).status == 200
+        agent = first.agents[("one", "two")[index]]
+        first.write(f"agents/{agent.name}", None)
+        agent.is_silent = True
+        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY"])
+        again = ask(second)
+        assert again["output"] == made["output"] and (is_stream or again == made)
+        assert prompts(engines, say) == [prompt] * (2 if is_stream else 1)
+        agent.is_silent = False
+        first.register(agent)
+        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+
+
 def test_the_official_client(pair: Pair) -> None:
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{pair[1].port}/v1", api_key="sk-mine", max_retries=0)
     with client:

@@ -40,6 +40,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     at: float  # s since 1970
     blob: str
     conversation: str = ""  # that the response continues; "": none
+    digest: str = ""  # of the client's body; "" also from older releases
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +95,7 @@ class Opened(NamedTuple):
     at: float
     blob: str
     conversation: str
+    digest: str  # hexadecimal
 
 
 class Jobs:
@@ -119,7 +121,9 @@ class Jobs:
     async def add(self, job: Job) -> bool:
         """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`."""
         blob, conversation = _blob_of(job)[0], job.conversation_id
-        record = OpenRecord(tenant=job.tenant, at=self._wall(), blob=blob, conversation=conversation)
+        record = OpenRecord(
+            tenant=job.tenant, at=self._wall(), blob=blob, conversation=conversation, digest=job.digest.hex()
+        )
         return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
 
     async def all(self) -> list[Opened]:
@@ -131,11 +135,16 @@ class Jobs:
         """Whether a job has not ended. Raises `StorageUnavailable`."""
         return await self._store.get(OPEN + request_id) is not None
 
-    async def find(self, request_id: str, tenant: str) -> Job | None:
-        """A job of the tenant that has not ended. Raises `StorageUnavailable`."""
+    async def opened(self, request_id: str, tenant: str) -> Opened | None:
+        """The record of a job of the tenant that has not ended. Raises `StorageUnavailable`."""
         item = await self._store.get(OPEN + request_id)
         opened = _opened(item.key, item.value) if item is not None else None
-        if opened is None or opened.tenant != tenant:
+        return opened if opened is not None and opened.tenant == tenant else None
+
+    async def find(self, request_id: str, tenant: str) -> Job | None:
+        """A job of the tenant that has not ended. Raises `StorageUnavailable`."""
+        opened = await self.opened(request_id, tenant)
+        if opened is None:
             return None
         try:
             data = await self._blobs.read(opened.blob, MAX_JOB_BYTES)
@@ -179,4 +188,4 @@ def _opened(key: str, value: bytes) -> Opened | None:
         record = msgspec.json.decode(value, type=OpenRecord)
     except DECODE_ERRORS:
         return None
-    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob, record.conversation)
+    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob, record.conversation, record.digest)

@@ -62,14 +62,30 @@ class Responses:
 
     async def check_key(
         self, generation: GenerationRequest, tenant: str, request_id: str, key: str, digest: bytes
-    ) -> None:
-        """Raises `Conflict` if the response of a request with this key was stored, and has another body's digest."""
+    ) -> Stored | None:
+        """The stored response of a request that was sent before. `key`: "" for one that is read after an event.
+
+        Raises `Conflict` if it has another body's digest, or is in progress in the background.
+        """
         fields = generation.response or ResponseFields()
         if self._shared is None or fields.in_background:  # which compares them by itself
-            return
+            return None
+        if key and (opened := await self._shared.jobs.opened(request_id, tenant)) and opened.digest:
+            raise other_body(key)  # which says that it is in the background
         stored = await self._shared.store.get(tenant, response_id_of(request_id))
-        if stored is not None and stored.digest and stored.digest != digest:
+        if key and stored is not None and stored.digest and stored.digest != digest:
             raise other_body(key)
+        return stored
+
+    @staticmethod
+    def before(generation: GenerationRequest, stored: Stored | None) -> list[dict[str, Any]] | None:
+        """What a stored response has continued of its conversation; None: it is not known."""
+        fields = generation.response or ResponseFields()
+        if stored is None or not fields.conversation_id:
+            return None
+        messages, given = stored.messages, fields.conversation
+        count = len(messages) - len(given) - 1  # the last one is the answer
+        return messages[:count] if count >= 0 and messages[count:-1] == given else None
 
     async def take_turn(
         self, generation: GenerationRequest, tenant: str, request_id: str, key: str = "", digest: bytes = b""
@@ -100,16 +116,20 @@ class Responses:
         request_id: str,
         key: str = "",
         digest: bytes = b"",
+        before: list[dict[str, Any]] | None = None,
     ) -> Joined:
         """What a request continues. `salt`: of the tenant's cached pages. Raises `StarlingError`.
 
-        `digest`: of the body of a request with a key, as it is stored; another one gets `Conflict`.
+        `digest`: of the body of a request with a key, as it is stored; another one gets `Conflict`.  `before`: what
+        the request has continued, if it was answered: its conversation may have changed since.
         """
         fields = generation.response or ResponseFields()
         if fields.is_stored:
             self._required("store")
         previous: list[dict[str, Any]] = []
-        if fields.conversation_id:
+        if before is not None:
+            previous = before
+        elif fields.conversation_id:
             conversation = await self.conversations.get(tenant, fields.conversation_id, "conversation")
             if key and (known := conversation.digest_of(request_id)) and known != digest:
                 raise other_body(key)
