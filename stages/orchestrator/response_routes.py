@@ -82,9 +82,12 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
         request_id = front.responses.request_of(caller.tenant, name)
         job = await front.responses.job(caller.tenant, name)
         if job is not None and front.responses.background is not None:
-            await front.responses.background.cancel(job, await front.running_response(caller, name))
-            with suppress(NotFound):
-                await front.cancel(caller, request_id)
+
+            async def stop() -> None:
+                with suppress(NotFound):
+                    await front.cancel(caller, request_id)
+
+            await front.responses.background.cancel(job, await front.running_response(caller, name), stop)
         try:
             return _json((await front.responses.find(caller.tenant, name)).body)
         except NotFound:

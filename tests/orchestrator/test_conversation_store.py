@@ -15,9 +15,9 @@ from pipeline.api.requests.conversations import ConversationItem
 from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
-from pipeline.errors import Conflict, NotFound, StarlingError, StorageUnavailable
+from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.request_ids import RequestIds
-from stages.orchestrator.responses import conversation_store, use
+from stages.orchestrator.responses import conversation_store, keeper, use
 from stages.orchestrator.responses.heads import HEADS
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.service import Responses
@@ -376,8 +376,11 @@ async def test_an_answer_of_the_store_that_is_lost_loses_no_conversation() -> No
             raise StorageUnavailable("the store has not answered")
 
         one.shared.place.heads.swap = lost  # type: ignore[method-assign]
-        with pytest.raises(StorageUnavailable):
+        if is_made:  # as the record says
             await put(one, "a", response(1), made.id)
+        else:
+            with pytest.raises(StorageUnavailable):
+                await put(one, "a", response(1), made.id)
         one.shared.place.heads.swap = swap  # type: ignore[method-assign]
         assert await ids(one, "a", made.id) == (ids_of(response(1)) if is_made else [])
         await put(one, "a", response(1), made.id)
@@ -586,3 +589,49 @@ async def test_a_key_whose_response_is_not_stored_has_one_body() -> None:
     await responses.join(generation, "a", "", request_id, "key", b"d" * 32)
     with pytest.raises(Conflict, match="'key' was sent with another body"):
         await responses.join(generation, "a", "", request_id, "key", b"e" * 32)
+
+
+async def test_items_of_a_response_that_cannot_be_stored_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are added when it can be; a short failure is not seen."""
+    monkeypatch.setattr(keeper, "PUT_PAUSES_S", (0.0, 0.0))
+    world = World()
+    one = world.orchestrator()
+    made = await one.shared.conversations.create("a", b"{}", [item("msg_first")])
+    put, faults = world.blobs.put, [5]
+
+    async def full(key: str, data: Any, *, replace: bool = False) -> None:
+        if response(1) in key and faults[0]:
+            faults[0] -= 1
+            raise ResourceError("the disk is full")
+        await put(key, data, replace=replace)
+
+    world.blobs.put = full  # type: ignore[method-assign]
+    with pytest.raises(StorageUnavailable, match="the disk is full"):
+        await one.shared.keeper.put("a", *completed(response(1), made.id))
+    assert await ids(one, "a", made.id) == ["msg_first"]
+    await one.shared.keeper.put("a", *completed(response(1), made.id))  # at the third attempt
+    assert not faults[0]
+    assert await ids(one, "a", made.id) == ["msg_first", *ids_of(response(1))]
+    assert await one.shared.store.get("a", response(1)) is not None
+    await check_counts(world, "a")
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+async def test_a_change_whose_answer_was_lost_is_made_once(is_made: bool) -> None:
+    world = World()
+    one = world.orchestrator()
+    made = await one.shared.conversations.create("a", b"{}", [])
+    swap, n_lost = one.shared.place.heads.swap, [1]
+
+    async def lost(*arguments: Any) -> bool:
+        if not n_lost[0] or is_made:
+            done = await swap(*arguments)
+        if n_lost[0]:
+            n_lost[0] -= 1
+            raise StorageUnavailable("the store has not answered")
+        return done
+
+    one.shared.place.heads.swap = lost  # type: ignore[method-assign]
+    await one.shared.conversations.add("a", made.id, [item("x")])
+    assert await ids(one, "a", made.id) == ["x"]
+    await check_counts(world, "a")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
 from pipeline.blobs.folder import FolderStore
@@ -341,6 +342,49 @@ async def test_a_deleted_response_is_not_stored_again(both: tuple[Orchestrator, 
         await asyncio.sleep(0)
     assert await first.status(open_job) == ""
     assert await second.background.find("a", open_job.name) is None
+
+
+async def test_a_cancelled_request_stops_although_its_conversation_cannot_be_changed(
+    both: tuple[Orchestrator, Orchestrator],
+) -> None:
+    """What is left of it is withdrawn by who finds the request again, and it is not run again."""
+    first, second = both
+    made = await first.shared.conversations.create("a", b"{}", [])
+    one = job()
+    shown = {**msgspec.json.decode(one.shown), "conversation": {"id": made.id}}
+    one = msgspec.structs.replace(one, shown=msgspec.json.encode(shown))
+    await first.background.begin(one)
+    await first.background.begun(one.request_id)
+    withdraw, stopped = first.shared.conversations.withdraw_response, []
+
+    async def fail(*arguments: Any) -> None:
+        raise StorageUnavailable("the store does not answer")
+
+    async def stop() -> None:
+        stopped.append(one.request_id)
+
+    first.shared.conversations.withdraw_response = fail  # type: ignore[method-assign]
+    with pytest.raises(StorageUnavailable):
+        await first.background.cancel(one, None, stop)
+    assert stopped == [one.request_id] and await first.status(one) == "cancelled"
+    first.shared.conversations.withdraw_response = withdraw  # type: ignore[method-assign]
+    looking = asyncio.ensure_future(second.background.run())
+    assert await second.ended(one) == "cancelled" and second.began == []
+    assert (await second.shared.conversations.get("a", made.id)).has_had(one.name)
+    looking.cancel()
+
+
+async def test_a_key_of_a_request_in_the_background_is_refused_for_another_one(
+    both: tuple[Orchestrator, Orchestrator],
+) -> None:
+    first, second = both
+    one = job()
+    await first.background.begin(one)
+    generation = READERS["responses"]({"model": "m", "input": "x"})
+    with pytest.raises(Conflict, match="'k' was sent with another body"):
+        await Responses(second.shared, RequestIds("secret", Wall())).check_key(
+            generation, "a", one.request_id, "k", b"e" * 32
+        )
 
 
 def _record_of(found: Any, number: int) -> tuple[str, int]:

@@ -184,15 +184,22 @@ class Background:
             if out.error is not None and not out.is_taken:
                 raise out.error
 
-    async def cancel(self, job: Job, running: bytes | None) -> None:
-        """End a request whose response has not been stored. `running`: the response as an engine shows it."""
+    async def cancel(self, job: Job, running: bytes | None, stop: Callable[[], Awaitable[None]] | None = None) -> None:
+        """End a request whose response has not been stored. `running`: the response as an engine shows it.
+
+        `stop`: ends it at its engine, when it is stored as cancelled.  Raises `StarlingError`.
+        """
         shown: dict[str, Any] = msgspec.json.decode(running or job.shown)
         ended = {**shown, "status": "cancelled", "usage": None, "incomplete_details": None}
         await self._responses.put(job.tenant, job.name, to_json(ended), job.conversation, job.inputs, job.digest)
-        await self._keeper.withdraw_if_ended(job.tenant, job.name, job.conversation_id)
-        await self._jobs.end(job.request_id)
-        if (task := self._tasks.get(job.request_id)) is not None:
-            task.cancel()
+        try:
+            await self._keeper.withdraw_if_ended(job.tenant, job.name, job.conversation_id)
+            await self._jobs.end(job.request_id)
+        finally:  # else what is not withdrawn is so when the request is found again
+            if (task := self._tasks.get(job.request_id)) is not None:
+                task.cancel()
+            if stop is not None:
+                await stop()
 
     # ---------------------------------------------------------------- running them
 
@@ -269,6 +276,10 @@ class Background:
     async def _finish(self, job: Job) -> None:
         """Run a request to its end. Raises `StorageUnavailable`: its end is not known."""
         out = self._begun[job.request_id]
+        if await self._responses.has(job.tenant, job.name):  # an orchestrator has died, or could not withdraw its items
+            await self._keeper.withdraw_if_ended(job.tenant, job.name, job.conversation_id)
+            await self._jobs.end(job.request_id)
+            return
         try:
             async with asyncio.timeout(max(0.0, self._left_s(job))):
                 failed = await self._run_until_taken(job, out)

@@ -74,6 +74,11 @@ class StoredConversation(msgspec.Struct, array_like=True, frozen=True, kw_only=T
             return self
         return self._without(its, now)._remembering(name, digest)
 
+    def taking_out(self, name: str, now: float) -> StoredConversation:
+        """Without the items of a response, which may be added later; itself if it has none of them."""
+        its = [item for item in self.items if _is_of(item, name)]
+        return self._without(its, now).forgetting(name, now) if its else self
+
     def forgetting(self, name: str, now: float) -> StoredConversation:
         """With no memory of a response that is deleted, which may be made anew; itself if an item of it is left."""
         left = tuple(one for one in self.added if not one.startswith(_key_of(name)))

@@ -36,6 +36,7 @@ INLINE_BYTES = 256 << 10  # a larger one is decoded and encoded on a thread
 TRIES = 32  # of a change at which other orchestrators change the same conversation
 TRY_PAUSE_S = 0.05  # at most, between two of them
 READ_TRIES = 8  # of a read at which the conversation changes
+SWAP_TRIES = 3  # of a change whose answer was lost: of two with the same condition only one is made
 T = TypeVar("T")
 
 MakeNext = Callable[[StoredConversation, float], StoredConversation]  # the present value, and the time
@@ -95,19 +96,30 @@ class ConversationStore:
         items: Sequence[ConversationItem],
         nbytes: int,
         digest: bytes = b"",
-    ) -> None:
-        """Add the items of a response, once; none if the conversation is gone. `nbytes`: what is stored beside.
+    ) -> bool:
+        """Add the items of a response, once; none if the conversation is gone. False: it has had them.
 
-        `digest`: of the request's body, if it has a key.  Raises `StarlingError`, `TooLargeError`.
+        `nbytes`: what is stored beside.  `digest`: of the request's body, if it has a key.  Raises `StarlingError`,
+        `TooLargeError`.
         """
-        bound = self.most_bytes(nbytes)
-        await self._change_if_there(
-            tenant, name, lambda value, now: value.with_response(response_id, items, now, bound, digest)
-        )
+        bound, is_added = self.most_bytes(nbytes), True
+
+        def make(value: StoredConversation, now: float) -> StoredConversation:
+            nonlocal is_added
+            made = value.with_response(response_id, items, now, bound, digest)
+            is_added = made is not value
+            return made
+
+        await self._change_if_there(tenant, name, make)
+        return is_added
 
     async def withdraw_response(self, tenant: str, name: str, response_id: str, digest: bytes = b"") -> None:
         """The response has failed or was cancelled: it has added nothing, and will not. Raises `StarlingError`."""
         await self._change_if_there(tenant, name, lambda value, now: value.without_response(response_id, now, digest))
+
+    async def take_out_response(self, tenant: str, name: str, response_id: str) -> None:
+        """The response could not be stored: it may add its items later. Raises `StarlingError`."""
+        await self._change_if_there(tenant, name, lambda value, now: value.taking_out(response_id, now))
 
     async def forget_response(self, tenant: str, name: str, response_id: str) -> None:
         """The response was deleted: its key may make another one, if no item of it is left. Raises `StarlingError`."""
@@ -180,12 +192,26 @@ class ConversationStore:
         content = await _inline_or_not(value.nbytes, partial(msgspec.msgpack.encode, value))
         key = new_blob(folder, value.id)
         nbytes = await self._place.write(folder, key, content, before.key if before is not None else "")
-        if await self._place.heads.swap(folder, value.id, before, key, nbytes):
+        if await self._swap(folder, value.id, before, key, nbytes):
             if before is not None:
                 await self._take_back(folder, before)
             return True
         await self._take_back(folder, Head(key, nbytes, 0))
         return False
+
+    async def _swap(self, folder: str, name: str, before: Head | None, key: str, nbytes: int) -> bool:
+        """See `Heads.swap`. If its answer was lost, the record says whether it was made."""
+        revision = before.revision if before is not None else 0
+        for _ in range(SWAP_TRIES - 1):
+            try:
+                return await self._place.heads.swap(folder, name, before, key, nbytes)
+            except StorageUnavailable:
+                now = await self._place.heads.find(folder, name)
+                if now is not None and now.key == key:
+                    return True
+                if (now.revision if now is not None else 0) != revision:
+                    raise  # ours may have come before that of another one
+        return await self._place.heads.swap(folder, name, before, key, nbytes)
 
     async def _take_back(self, folder: str, head: Head) -> None:
         try:

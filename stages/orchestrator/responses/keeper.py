@@ -2,12 +2,16 @@
 
 A response that is stored has its items in its conversation, exactly once: they are added before, and adding them again
 has no effect.  A process that dies in between has added the items of a response that the client has not received: the
-orchestrator that sends the stream again stores it.  Of one that was cancelled or has failed meanwhile the items are
-withdrawn.
+orchestrator that sends the stream again stores it.  If it surely cannot be stored, they are taken out again.  Of one
+that was cancelled or has failed meanwhile the items are withdrawn.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,11 +19,17 @@ import msgspec
 from pipeline.api.conversation_object import TooLargeError, stored_items
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import answer_items
+from pipeline.errors import StarlingError, StorageUnavailable
 from stages.orchestrator.responses.conversation_store import ConversationStore
 from stages.orchestrator.responses.store import ResponseStore
+from stages.orchestrator.responses.tenant_blobs import MaybeStored
 
 ENDED_WITHOUT_ITEMS = ("cancelled", "failed")
+PUT_PAUSES_S = (0.25, 0.5, 1.0, 2.0)  # between attempts to store a response whose items were added
 FRAME_BYTES = 512  # of a stored response beside its parts, at most
+
+
+_Store = Callable[[], Awaitable[bool]]
 
 
 class Finished(NamedTuple):
@@ -55,17 +65,45 @@ class ResponseKeeper:
         digest = digest or kept.digest
         if response.conversation:
             items = [*stored_items(kept.inputs), *answer_items(response.output)]
+            of = tenant, response.conversation, response.id
+            add = partial(self._conversations.add_response, *of, items, nbytes, digest)
             try:
-                added = response.conversation, response.id, items, nbytes, digest
-                await self._conversations.add_response(tenant, *added)
+                is_added = await add()
             except TooLargeError as error:
                 raise error.of_response() from None
         if response.is_stored:
-            parts = body, kept.conversation, kept.inputs
-            is_new = await self._responses.put(tenant, response.id, *parts, digest)
+            put = partial(self._responses.put, tenant, response.id, body, kept.conversation, kept.inputs, digest)
+            if not response.conversation:
+                await put()
+                return response
+            is_new = await self._put_or_take_out(put, add if is_added else None, tenant, response)
+            if not is_added:  # those who had added them may have taken them out meanwhile
+                await add()
             if not is_new:
                 await self.withdraw_if_ended(tenant, response.id, response.conversation)
         return response
+
+    async def _put_or_take_out(self, put: _Store, add: _Store | None, tenant: str, response: Finished) -> bool:
+        """Store a response whose items are in its conversation; if it surely is not stored, take them out again.
+
+        `add`: adds them; None: they were there before.
+        """
+        is_sure = True
+        for pause_s in (*PUT_PAUSES_S, None):
+            try:
+                return await put()
+            except StarlingError as error:
+                is_sure = is_sure and not isinstance(error, MaybeStored)
+                if isinstance(error, StorageUnavailable) and pause_s is not None:
+                    await asyncio.sleep(pause_s)
+                    continue
+                if is_sure and add is not None:
+                    with suppress(StarlingError):  # the next attempt of the request finds them, and adds none
+                        await self._conversations.take_out_response(tenant, response.conversation, response.id)
+                        if await self._responses.has(tenant, response.id):  # another orchestrator has stored it
+                            await add()
+                raise
+        raise AssertionError
 
     async def withdraw_if_ended(self, tenant: str, name: str, conversation: str) -> None:
         """Withdraw the items of a response if it is stored as one that has none. Raises `StarlingError`."""

@@ -38,6 +38,10 @@ def counted(nbytes: int) -> int:
     return max(ENTRY_BYTES, nbytes)
 
 
+class MaybeStored(StorageUnavailable):
+    """The blob store has not answered: the blob may be there now, or later."""
+
+
 class _Leaving(NamedTuple):
     key: str
     nbytes: int  # as counted
@@ -64,7 +68,7 @@ class TenantBlobs:
     async def write(self, folder: str, key: str, content: bytes, besides: str = "") -> int:
         """Store a blob; the bytes that are counted for it. `besides`: a blob that does not leave for it.
 
-        Raises `Conflict` if it is there, and other `StarlingError`s.
+        Raises `Conflict` if it is there, `MaybeStored`, and other `StarlingError`s: then it is not there.
         """
         data = xxhash.xxh3_64_digest(content) + content
         nbytes = counted(len(data))
@@ -79,11 +83,15 @@ class TenantBlobs:
             await self.use.release(folder, nbytes, 1)
             raise StorageUnavailable(f"the response could not be stored: {error.message}", "store") from None
         except (StorageUnavailable, TimeoutError) as error:
+            is_there = True
             with contextlib.suppress(StarlingError):  # else `sweep` corrects what is counted
-                if not await self.is_there(key):
+                is_there = await self.is_there(key)
+                if not is_there:
                     await self.use.release(folder, nbytes, 1)
             if isinstance(error, TimeoutError):
-                raise StorageUnavailable(f"the response was not stored within {PUT_S:g} s", "store") from None
+                raise MaybeStored(f"the response was not stored within {PUT_S:g} s", "store") from None
+            if is_there:
+                raise MaybeStored(error.message, error.param) from None
             raise
         return nbytes
 
