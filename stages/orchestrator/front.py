@@ -471,6 +471,12 @@ class Front:
             turn=ticket.turn,
         )
 
+    async def left(self, ticket: Ticket) -> None:
+        """The client of a request has left. One with a key goes on at its engine, if one has it."""
+        forward = ticket.forward
+        if ticket.job is None and forward.outlives_client and self._relay.kept.find(forward.id) is not None:
+            await ticket.turn.leave()
+
     async def delete_response(self, caller: Caller, name: str) -> None:
         """Remove a stored response. Raises `NotFound`, `StorageUnavailable`."""
         self._relay.kept.forget(self.responses.request_of(caller.tenant, name))

@@ -258,6 +258,9 @@ async def _generate(request: web.Request) -> web.StreamResponse:
             if ticket.job is not None:
                 return await _in_background(request, front, ticket.job)
             return await answer(request, front, ticket)
+        except (ConnectionError, asyncio.CancelledError):
+            await front.left(ticket)
+            raise
         finally:
             await ticket.turn.end()
 

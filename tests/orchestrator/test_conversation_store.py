@@ -635,3 +635,21 @@ async def test_a_change_whose_answer_was_lost_is_made_once(is_made: bool) -> Non
     await one.shared.conversations.add("a", made.id, [item("x")])
     assert await ids(one, "a", made.id) == ["x"]
     await check_counts(world, "a")
+
+
+async def test_a_turn_lasts_while_an_engine_goes_on_without_its_client() -> None:
+    """Until a repetition has its response."""
+    world, name = World(), f"conv_{1:048x}"
+    first, second = (world.orchestrator().shared for _ in range(2))
+    turn = await first.turns.take("a", name, "req-1")
+    await turn.leave()
+    await turn.end()
+    await first.turns.close()  # its process ends, too
+    with pytest.raises(Conflict):
+        await second.turns.take("a", name, "req-2")
+    assert not (await second.turns.take("a", name, "req-1")).holds
+    await second.turns.end_of("a", name, "req-1")
+    turn = await second.turns.take("a", name, "req-2")
+    await turn.end()
+    await turn.leave()  # it has ended before
+    assert not (await world.store.scan(TURNS))[0]

@@ -11,13 +11,15 @@ begin: the items of both are then added, in the order in which they end.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 
 from pipeline.api.idempotency_key import other_body
 from pipeline.api.response_object import response_id_of
 from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import Conflict
+from pipeline.errors import Conflict, StorageUnavailable
 from stages.orchestrator.responses.heads import is_conversation
 from stages.orchestrator.responses.jobs import Jobs
 from stages.orchestrator.responses.store import ResponseStore
@@ -25,6 +27,7 @@ from stages.orchestrator.responses.use import PREFIX, answer, folder_of
 
 TURNS = f"{PREFIX}turn/"
 LEASE_S = 10.0  # how long a conversation waits after the death of an orchestrator
+LEFT_S = 60.0  # how long an engine goes on with a keyed request whose client has left
 END_S = 1.0  # for the store to end a turn
 TRIES = 8  # while others end their turns
 
@@ -32,8 +35,12 @@ TRIES = 8  # while others end their turns
 class Turn:
     """What a request holds of its conversation. Nothing if an earlier attempt of the request holds it."""
 
-    def __init__(self, holding: asyncio.Future[None] | None = None) -> None:
+    def __init__(
+        self, holding: asyncio.Future[None] | None = None, last: Callable[[], Awaitable[object]] | None = None
+    ) -> None:
+        """`last`: lets the record last for `LEFT_S` although the turn ends here. Raises `StorageUnavailable`."""
         self._holding = holding
+        self._last = last
         self._has_ended = False
         self._is_keeping = False
 
@@ -47,6 +54,12 @@ class Turn:
         if self._holding is not None and not self._is_keeping:
             self.resign()
             await asyncio.wait({self._holding}, timeout=END_S)
+
+    async def leave(self) -> None:
+        """The client has left, and the engine goes on for a while: the turn ends later, or with a repetition."""
+        if self._last is not None and not (self._has_ended or self._is_keeping):
+            with suppress(StorageUnavailable):
+                await self._last()
 
     def keep(self) -> None:
         """The response is being stored, also if its client leaves: the turn lasts until `kept`."""
@@ -98,7 +111,7 @@ class ConversationTurns:
             term = await answer(election.attempt())
             if term is not None:
                 holding = asyncio.ensure_future(election.hold(term))
-                turn = self._held[holding] = Turn(holding)
+                turn = self._held[holding] = Turn(holding, partial(self._let_last, place, term.fence, value))
                 holding.add_done_callback(self._held.pop)
                 try:
                     await asyncio.sleep(0)  # it has begun, so that it will resign
@@ -117,6 +130,10 @@ class ConversationTurns:
                 raise other_body(key)
             return Turn()
         raise _in_progress(name)
+
+    async def _let_last(self, place: str, fence: int, value: bytes) -> None:
+        lease = await answer(self._store.grant(LEFT_S))
+        await answer(self._store.swap(place, fence, value, lease))
 
     async def end_of(self, tenant: str, name: str, request_id: str) -> None:
         """The response of a request is complete, which an orchestrator that has died may have held the turn for.
