@@ -18,6 +18,7 @@ from pipeline.api.response_object import response_id_of
 from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses import conversation_store, keeper, use
+from stages.orchestrator.responses.conversation_store import MAX_LARGE_READS
 from stages.orchestrator.responses.heads import HEADS
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.service import Responses
@@ -653,3 +654,42 @@ async def test_a_turn_lasts_while_an_engine_goes_on_without_its_client() -> None
     await turn.end()
     await turn.leave()  # it has ended before
     assert not (await world.store.scan(TURNS))[0]
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+async def test_a_record_that_a_power_cut_has_taken_loses_no_conversation(is_swept: bool) -> None:
+    """The coordination store has the former value again, whose blob is gone."""
+    world = World()
+    one = world.orchestrator()
+    made = await one.shared.conversations.create("a", b"{}", [item("x")])
+    (record,) = (await world.store.scan(HEADS))[0]
+    for name in ("y", "z"):
+        world.wall.now += 1
+        await one.shared.conversations.add("a", made.id, [item(name)])
+    await world.store.put(record.key, record.value)
+    if is_swept:
+        await settle(world, one)
+    assert await ids(one, "a", made.id) == ["x", "y", "z"]
+    await one.shared.conversations.add("a", made.id, [item("more")])
+    assert await ids(one, "a", made.id) == ["x", "y", "z", "more"]
+    await check_counts(world, "a")
+
+
+async def test_reads_of_large_conversations_wait_for_each_other() -> None:
+    world = World()
+    one = world.orchestrator()
+    made = await one.shared.conversations.create("a", b"{}", [item("x", 600_000)])
+    get, n_reading, most = world.blobs.get, 0, 0
+
+    async def counting(key: str, offset: int, nbytes: int) -> bytes:
+        nonlocal n_reading, most
+        n_reading += 1
+        most = max(most, n_reading)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        n_reading -= 1
+        return await get(key, offset, nbytes)
+
+    world.blobs.get = counting  # type: ignore[method-assign]
+    await asyncio.gather(*(one.shared.conversations.get("a", made.id) for _ in range(3 * MAX_LARGE_READS)))
+    assert most == MAX_LARGE_READS

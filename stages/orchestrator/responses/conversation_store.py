@@ -26,13 +26,13 @@ from pipeline.errors import StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.responses.conversation import StoredConversation
 from stages.orchestrator.responses.heads import Head, is_conversation, new_blob
-from stages.orchestrator.responses.tenant_blobs import TenantBlobs, counted
+from stages.orchestrator.responses.tenant_blobs import INLINE_BYTES, TenantBlobs, counted, inline_or_not
 from stages.orchestrator.responses.use import folder_of
 
 log = logging.getLogger("starling.orchestrator")
 
 MAX_BYTES = 8 << 20  # of a conversation, which each change writes as a whole: what a response can continue, twice
-INLINE_BYTES = 256 << 10  # a larger one is decoded and encoded on a thread
+MAX_LARGE_READS = 8  # at once, of conversations that are decoded on a thread
 TRIES = 32  # of a change at which other orchestrators change the same conversation
 TRY_PAUSE_S = 0.05  # at most, between two of them
 READ_TRIES = 8  # of a read at which the conversation changes
@@ -48,6 +48,7 @@ class ConversationStore:
     def __init__(self, place: TenantBlobs, wall: Callable[[], float]) -> None:
         self._place = place
         self._wall = wall
+        self._large = asyncio.Semaphore(MAX_LARGE_READS)
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def most_bytes(self, beside: int = 0) -> int:
@@ -175,21 +176,31 @@ class ConversationStore:
         before: Head | None = None
         for _ in range(READ_TRIES):
             head = await self._place.heads.find(folder, name)
-            if head is None or head == before:  # then the blob store has lost it
+            if head is None:
                 return None
-            content = await self._place.read(head.key)
-            if content is not None:
-                value = await _inline_or_not(len(content), partial(_decode, head.key, content))
+            if head == before:  # a store has lost its blob, or its last record
+                if not await self._place.adopt(folder, name, head):
+                    return None
+                continue
+            async with self._large if head.nbytes > INLINE_BYTES else contextlib.nullcontext():
+                value = await self._read(head)
+            if value is not None:
                 return (head, value) if value.used + self._place.ttl_s >= self._wall() else None
             before = head  # it has changed, or has ended
         raise _busy(name)
+
+    async def _read(self, head: Head) -> StoredConversation | None:
+        content = await self._place.read(head.key)
+        if content is None:
+            return None
+        return await inline_or_not(len(content), partial(_decode, head.key, content))
 
     async def _replace(self, folder: str, before: Head | None, value: StoredConversation) -> bool:
         """Write the next value. False: another one has come first. Raises `StarlingError`.
 
         If the coordination store has not answered, the blob stays: the swap may have been made, or may still be.
         """
-        content = await _inline_or_not(value.nbytes, partial(msgspec.msgpack.encode, value))
+        content = await inline_or_not(value.nbytes, partial(msgspec.msgpack.encode, value))
         key = new_blob(folder, value.id)
         nbytes = await self._place.write(folder, key, content, before.key if before is not None else "")
         if await self._swap(folder, value.id, before, key, nbytes):
@@ -229,10 +240,6 @@ def _decode(key: str, content: bytes) -> StoredConversation:
         return msgspec.msgpack.decode(content, type=StoredConversation)
     except DECODE_ERRORS as error:
         raise StorageUnavailable(f"{key} cannot be read: {error}") from None
-
-
-async def _inline_or_not(nbytes: int, work: Callable[[], T]) -> T:
-    return work() if nbytes <= INLINE_BYTES else await asyncio.to_thread(work)
 
 
 async def to_its_end(work: Awaitable[T]) -> T:

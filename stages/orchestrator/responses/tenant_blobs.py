@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import xxhash
 
@@ -31,6 +32,8 @@ ABANDONED_S = 600.0  # age of a conversation's blob that no head names after whi
 MAX_ATTEMPTS = 8  # to make room
 PUT_S = 60.0  # for the blob store to take a blob, less than SETTLED_S
 AT_ONCE = 32  # removals
+INLINE_BYTES = 256 << 10  # a larger blob is hashed, decoded and encoded on a thread
+T = TypeVar("T")
 
 
 def counted(nbytes: int) -> int:
@@ -70,7 +73,7 @@ class TenantBlobs:
 
         Raises `Conflict` if it is there, `MaybeStored`, and other `StarlingError`s: then it is not there.
         """
-        data = xxhash.xxh3_64_digest(content) + content
+        data = await inline_or_not(len(content), partial(_sealed, content))
         nbytes = counted(len(data))
         await self._reserve(folder, nbytes, besides)
         try:
@@ -114,14 +117,27 @@ class TenantBlobs:
             data = await self._blobs.read(key, MAX_BLOB_BYTES)
         except NotFound:
             return None
-        if data[:CHECKSUM_BYTES] != xxhash.xxh3_64_digest(data[CHECKSUM_BYTES:]):
-            raise StorageUnavailable(f"{key} is damaged")
-        return data[CHECKSUM_BYTES:]
+        return await inline_or_not(len(data), partial(_opened, key, data))
 
     async def take_back(self, folder: str, key: str, nbytes: int) -> None:
         """Remove a blob that only the caller removes. `nbytes`: as counted. Raises `StarlingError`."""
         await self._blobs.delete(key)
         await self.use.release(folder, nbytes, 1)
+
+    async def adopt(self, folder: str, name: str, head: Head) -> bool:
+        """Let a conversation whose record names a blob that is gone have its newest one. False: there is none.
+
+        A power cut can take the last writes of the coordination store, after which the former blob was removed.  Raises
+        `StorageUnavailable`.
+        """
+        listed = await self._blobs.scan(folder)
+        others = [blob for blob in listed if conversation_of(blob.key) == name and blob.key != head.key]
+        if not others:
+            return False
+        newest = max(others, key=lambda blob: (blob.modified, blob.key))
+        log.warning("a conversation has its newest blob again", extra={"blob": newest.key})
+        await self.heads.swap(folder, name, head, newest.key, counted(newest.nbytes))
+        return True
 
     async def remove_response(self, folder: str, key: str) -> bool:
         """Remove a blob that a client deletes. False: there is none. Raises `StarlingError`."""
@@ -152,12 +168,13 @@ class TenantBlobs:
             if (nbytes, len(listed)) != (use.bytes, use.count):
                 await self.use.settle(folder, use, nbytes, len(listed))
         await self._remove(folder, [blob for blob in listed if blob.modified + self.ttl_s < self._wall()])
-        heads = await self.heads.all(folder)
-        await self._remove_abandoned(folder, listed, heads)
         known = {blob.key for blob in listed}
-        for name, head in heads.items():
-            if head.key not in known and not await self.is_there(head.key):  # the blob store has lost it
+        for name, head in (await self.heads.all(folder)).items():
+            if head.key in known or await self.is_there(head.key):
+                continue
+            if not await self.adopt(folder, name, head):  # the blob store has lost it
                 await self.heads.remove(folder, name, head)
+        await self._remove_abandoned(folder, listed, await self.heads.all(folder))
 
     async def _remove_abandoned(self, folder: str, listed: list[BlobInfo], heads: dict[str, Head]) -> None:
         """Remove blobs of conversations that no head names. `settle` counts them later: their writer may, too."""
@@ -224,3 +241,19 @@ class TenantBlobs:
             return True
         head = await self.heads.find(folder, name)
         return head is not None and head.key == key and await self.heads.remove(folder, name, head)
+
+
+async def inline_or_not(nbytes: int, work: Callable[[], T]) -> T:
+    """Do what takes a time that grows with `nbytes`, on a thread if they are many."""
+    return work() if nbytes <= INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def _sealed(content: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(content) + content
+
+
+def _opened(key: str, data: bytes) -> bytes:
+    content = data[CHECKSUM_BYTES:]
+    if data[:CHECKSUM_BYTES] != xxhash.xxh3_64_digest(content):
+        raise StorageUnavailable(f"{key} is damaged")
+    return content
