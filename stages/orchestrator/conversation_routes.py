@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -11,7 +13,9 @@ from pipeline.api.item_pages import list_body, read_page
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.requests.conversations import ConversationItem, NewConversation
 from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL, body_of, headers_of
+from stages.orchestrator.responses.conversation_store import to_its_end
 
+T = TypeVar("T")
 PATH = "/v1/conversations"
 
 
@@ -34,6 +38,16 @@ async def _read(request: web.Request, reader: str) -> NewConversation:
     return await front.read_conversation(reader, await body_of(request), headers_of(request))
 
 
+async def _change(request: web.Request, work: Callable[[], Awaitable[T]]) -> T:
+    """Change a conversation. It counts as a request of its client until it ends, also when the client has left."""
+
+    async def counted() -> T:
+        with request.app[FRONT].counted(request[PRINCIPAL]):
+            return await work()
+
+    return await to_its_end(counted())
+
+
 def _named(new: NewConversation) -> list[ConversationItem]:
     return [item.named(secrets.token_hex(12)) for item in new.items]
 
@@ -44,10 +58,10 @@ async def _create(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         new = await _read(request, "conversation")
-        try:
-            made = await conversations.create(tenant, new.metadata, _named(new))
-        except TooLargeError as error:
-            raise error.of_items() from None
+    try:
+        made = await _change(request, lambda: conversations.create(tenant, new.metadata, _named(new)))
+    except TooLargeError as error:
+        raise error.of_items() from None
     return _json(to_json(made.shown))
 
 
@@ -65,15 +79,15 @@ async def _update(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         new = await _read(request, "conversation_update")
-        made = await conversations.set_metadata(tenant, request.match_info["id"], new.metadata)
+    name = request.match_info["id"]
+    made = await _change(request, lambda: conversations.set_metadata(tenant, name, new.metadata))
     return _json(to_json(made.shown))
 
 
 async def _delete(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/conversations/ID."""
     front, tenant, name = request.app[FRONT], request[CALLER].tenant, request.match_info["id"]
-    with front.counted(request[PRINCIPAL]):
-        await front.responses.conversations.delete(tenant, name)
+    await _change(request, lambda: front.responses.conversations.delete(tenant, name))
     return _json(deleted_body(name))
 
 
@@ -92,10 +106,10 @@ async def _add_items(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         items = _named(await _read(request, "conversation_items"))
-        try:
-            await conversations.add(tenant, request.match_info["id"], items)
-        except TooLargeError as error:
-            raise error.of_items() from None
+    try:
+        await _change(request, lambda: conversations.add(tenant, request.match_info["id"], items))
+    except TooLargeError as error:
+        raise error.of_items() from None
     return _json(list_body([(item.id, item.item) for item in items], has_more=False))
 
 
@@ -113,9 +127,8 @@ async def _get_item(request: web.Request) -> web.StreamResponse:
 async def _delete_item(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/conversations/ID/items/ITEM: returns the conversation."""
     front, tenant = request.app[FRONT], request[CALLER].tenant
-    with front.counted(request[PRINCIPAL]):
-        names = request.match_info["id"], request.match_info["item"]
-        left = await front.responses.conversations.delete_item(tenant, *names)
+    names = request.match_info["id"], request.match_info["item"]
+    left = await _change(request, lambda: front.responses.conversations.delete_item(tenant, *names))
     return _json(to_json(left.shown))
 
 

@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from pipeline.api.conversation_object import missing, missing_item
+from pipeline.api.conversation_object import check_bounds, missing, missing_item
 from pipeline.api.requests.conversations import ID_PREFIX, ConversationItem
 from pipeline.errors import StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
@@ -73,6 +73,7 @@ class ConversationStore:
     async def add(self, tenant: str, name: str, items: Sequence[ConversationItem]) -> None:
         """Add items to a conversation. Raises `StarlingError`, `TooLargeError`."""
         bound = self.most_bytes()
+        check_bounds(len(items), sum(item.size for item in items), bound)  # before it waits for others
         await self._change(tenant, name, lambda value, now: value.with_items(items, now, bound))
 
     async def set_metadata(self, tenant: str, name: str, metadata: bytes) -> StoredConversation:
