@@ -11,21 +11,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.conversation_object import TooLargeError
-from pipeline.api.requests.conversations import ConversationItem
-from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
-from pipeline.api.response_object import response_id_of
-from pipeline.errors import Conflict, NotFound, ResourceError, StarlingError, StorageUnavailable
-from stages.orchestrator.request_ids import RequestIds
+from pipeline.errors import NotFound, ResourceError, StarlingError, StorageUnavailable
 from stages.orchestrator.responses import conversation_store, keeper, use
 from stages.orchestrator.responses.conversation_store import MAX_LARGE_READS
 from stages.orchestrator.responses.heads import HEADS
-from stages.orchestrator.responses.jobs import Job
-from stages.orchestrator.responses.service import Responses
-from stages.orchestrator.responses.tenant_blobs import ABANDONED_S, SETTLED_S, counted
-from stages.orchestrator.responses.turns import END_S, TURNS
-from stages.orchestrator.responses.use import ALL, USE, Use, folder_of
-from tests.orchestrator.mortal import NEVER, DeathError, MortalOrchestrator, World
+from stages.orchestrator.responses.tenant_blobs import ABANDONED_S
+from stages.orchestrator.responses.use import folder_of
+from tests.orchestrator.conversations import (
+    check_counts,
+    completed,
+    ids,
+    ids_of,
+    item,
+    put,
+    response,
+    settle,
+)
+from tests.orchestrator.mortal import NEVER, DeathError, World
 from tests.properties import examples
 
 
@@ -34,76 +37,6 @@ def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (conversation_store, use):
         monkeypatch.setattr(module, "TRY_PAUSE_S", 0.0)
     monkeypatch.setattr(use, "PAUSE_S", 0.0)
-
-
-def response(number: int) -> str:
-    return f"resp_{number:024x}"
-
-
-def completed(name: str, conversation: str, *, is_stored: bool = True) -> tuple[bytes, KeptResponse]:
-    """A response and what an engine says of it."""
-    digits = name[5:]
-    message = {
-        "id": f"msg_{digits}000",
-        "type": "message",
-        "role": "assistant",
-        "status": "completed",
-        "content": [{"type": "output_text", "text": f"answer {digits}", "annotations": [], "logprobs": []}],
-    }
-    shown = {
-        "id": name,
-        "status": "completed",
-        "store": is_stored,
-        "conversation": {"id": conversation} if conversation else None,
-        "output": [message],
-    }
-    given = {
-        "id": f"msg_{digits}i000",
-        "type": "message",
-        "role": "user",
-        "status": "completed",
-        "content": [{"type": "input_text", "text": f"question {digits}"}],
-    }
-    return msgspec.json.encode(shown), KeptResponse(b"\x90", msgspec.json.encode([given]))
-
-
-def ids_of(name: str) -> list[str]:
-    return [f"msg_{name[5:]}i000", f"msg_{name[5:]}000"]
-
-
-def item(name: str, size: int = 10) -> ConversationItem:
-    return ConversationItem(name, b'"%s"' % (b"x" * size), {"role": "user", "content": name})
-
-
-async def put(one: MortalOrchestrator, tenant: str, name: str, conversation: str) -> None:
-    await one.shared.keeper.put(tenant, *completed(name, conversation))
-
-
-async def ids(one: MortalOrchestrator, tenant: str, conversation: str) -> list[str]:
-    return [found.id for found in (await one.shared.conversations.get(tenant, conversation)).items]
-
-
-async def check_counts(world: World, *tenants: str, is_exact: bool = True) -> None:
-    """What is counted is what is stored; after a death at least that."""
-    total = Use()
-    for tenant in tenants:
-        listed = await world.blobs.scan(folder_of(tenant))
-        record = await world.store.get(USE + folder_of(tenant))
-        found = msgspec.json.decode(record.value, type=Use) if record is not None else Use()
-        stored = sum(counted(blob.nbytes) for blob in listed), len(listed)
-        assert (found.bytes, found.count) == stored if is_exact else (found.bytes >= stored[0])
-        assert found.count >= stored[1]
-        total = Use(bytes=total.bytes + found.bytes, count=total.count + found.count)
-    record = await world.store.get(ALL)
-    every = msgspec.json.decode(record.value, type=Use) if record is not None else Use()
-    assert (every.bytes, every.count) == (total.bytes, total.count)
-
-
-async def settle(world: World, one: MortalOrchestrator) -> None:
-    """What the elected orchestrator does later, twice."""
-    for _ in range(2):
-        world.wall.now += ABANDONED_S + SETTLED_S
-        await one.shared.place.sweep()
 
 
 # ---------------------------------------------------------------- any order
@@ -391,205 +324,7 @@ async def test_an_answer_of_the_store_that_is_lost_loses_no_conversation() -> No
         assert len(await world.blobs.scan(folder_of("a"))) == 2
 
 
-# ---------------------------------------------------------------- turns
-
-
-def job(request_id: str, conversation: str) -> Job:
-    """A request in the background."""
-    shown = msgspec.json.encode({"id": response_id_of(request_id), "conversation": {"id": conversation}})
-    return Job(
-        request_id=request_id,
-        tenant="a",
-        key_id="",
-        model="m",
-        body=b"{}",
-        headers={},
-        is_stream=False,
-        prompt_bytes=1,
-        blocks=(),
-        at=1_000_000.0,
-        digest=b"d",
-        shown=shown,
-        conversation=b"\x90",
-        inputs=b"[]",
-    )
-
-
-async def test_one_response_at_a_time_continues_a_conversation() -> None:
-    """At two orchestrators; a request may be repeated, and one in the background counts until it has ended."""
-    world, name = World(), f"conv_{1:048x}"
-    pair = [world.orchestrator().shared for _ in range(2)]
-    first, second = pair
-    turn = await first.turns.take("a", name, "req-1")
-    for one in pair:
-        with pytest.raises(Conflict, match="in progress"):
-            await one.turns.take("a", name, "req-2")
-        await (await one.turns.take("a", name, "req-1")).end()  # which ends no turn
-        await (await one.turns.take("b", name, "req-2")).end()
-        with pytest.raises(Conflict):
-            await one.turns.take("a", name, "req-2")
-    await turn.end()
-    running = job("req-3", name)
-    await first.jobs.write(running)
-    assert await first.jobs.add(running)
-    for one in pair:
-        with pytest.raises(Conflict, match="in progress"):
-            await one.turns.take("a", name, "req-2")
-        await (await one.turns.take("a", name, running.request_id)).end()
-    await first.jobs.end(running.request_id)
-    await second.turns.take("a", name, "req-2")
-    await first.turns.end_of("a", name, "req-1")
-    with pytest.raises(Conflict):
-        await first.turns.take("a", name, "req-5")
-    await first.turns.end_of("a", name, "req-2")  # which the other one has forwarded, before it died
-    await (await first.turns.take("a", name, "req-5")).end()
-    await second.turns.take("a", name, "req-2")
-    await second.turns.close()  # the process ends
-    await (await first.turns.take("a", name, "req-4")).end()
-    assert [item.key for item in (await world.store.scan(TURNS))[0]] == []
-
-
-async def test_a_client_that_leaves_at_any_moment_leaves_no_turn() -> None:
-    """The task that takes a turn is cancelled after each number of steps."""
-    name, n_steps = f"conv_{1:048x}", 0
-    while True:
-        n_steps += 1
-        world = World()
-        one = world.orchestrator().shared
-        transact = one.turns._store.transact
-
-        async def late(*arguments: Any) -> int | None:
-            made = await transact(*arguments)  # noqa: B023
-            await asyncio.sleep(0)  # the store has the record, and the answer is on its way
-            return made
-
-        one.turns._store.transact = late  # type: ignore[method-assign]
-        taking = asyncio.ensure_future(one.turns.take("a", name, "req-1"))
-        for _ in range(n_steps):
-            await asyncio.sleep(0)
-        if taking.done():
-            break
-        taking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await taking
-        async with asyncio.timeout(END_S):  # before a lease would end
-            while (await world.store.scan(TURNS))[0]:
-                await asyncio.sleep(0)
-            await (await one.turns.take("a", name, "req-2")).end()
-    assert n_steps > 3
-
-
-async def test_a_turn_that_is_ended_twice_ends() -> None:
-    """The second end does not interrupt the first one, which waits for the store."""
-    world, name = World(), f"conv_{1:048x}"
-    one = world.orchestrator().shared
-    turn = await one.turns.take("a", name, "req-1")
-    world.order.is_on = True
-    ending = [asyncio.ensure_future(turn.end())]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    ending.append(asyncio.ensure_future(turn.end()))
-    await world.order.run(ending, lambda count: 0)
-    assert not (await world.store.scan(TURNS))[0]
-
-
-async def test_a_stored_response_in_the_background_is_not_in_progress() -> None:
-    """Its clients see it completed before its request is removed."""
-    world = World()
-    one = world.orchestrator().shared
-    made = await one.conversations.create("a", b"{}", [])
-    running = job("req-" + response(3)[5:], made.id)
-    await one.jobs.write(running)
-    assert await one.jobs.add(running)
-    with pytest.raises(Conflict):
-        await one.turns.take("a", made.id, "req-2")
-    await one.keeper.put("a", *completed(running.name, made.id))
-    await (await one.turns.take("a", made.id, "req-2")).end()
-
-
-async def test_a_key_with_another_body_is_refused_while_its_request_is_in_progress() -> None:
-    world, name = World(), f"conv_{1:048x}"
-    first, second = (world.orchestrator().shared for _ in range(2))
-    turn = await first.turns.take("a", name, "req-1", b"d" * 32, "k")
-    await (await second.turns.take("a", name, "req-1", b"d" * 32, "k")).end()
-    with pytest.raises(Conflict, match="'k' was sent with another body"):
-        await second.turns.take("a", name, "req-1", b"e" * 32, "k")
-    await turn.end()
-
-
-def service(world: World) -> tuple[MortalOrchestrator, Responses, RequestIds]:
-    """An orchestrator with what clients' requests use of it."""
-    one, ids = world.orchestrator(), RequestIds("secret", world.wall)
-    return one, Responses(one.shared, ids), ids
-
-
-async def test_a_turn_lasts_until_the_items_are_there_although_the_client_has_left() -> None:
-    world = World()
-    one, responses, ids = service(world)
-    made = await one.shared.conversations.create("a", b"{}", [])
-    request_id = ids.new("a")
-    turn = await one.shared.turns.take("a", made.id, request_id)
-    world.order.is_on = True
-    keeping = asyncio.ensure_future(responses.keep("a", *completed(response_id_of(request_id), made.id), turn=turn))
-    for _ in range(4):
-        await asyncio.sleep(0)
-    keeping.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await keeping
-    await turn.end()  # as for a client that has left
-    assert (await world.store.scan(TURNS))[0]
-
-    async def next_one() -> None:
-        while (await world.store.scan(TURNS))[0]:
-            await asyncio.sleep(0)
-
-    await world.order.run([next_one()], lambda count: 0)
-    assert len((await one.shared.conversations.get("a", made.id)).items) == 2
-
-
-async def test_a_repetition_ends_the_turn_of_an_orchestrator_that_has_died() -> None:
-    world = World()
-    (first, _, _), (second, responses, ids) = service(world), service(world)
-    made = await first.shared.conversations.create("a", b"{}", [])
-    request_id = ids.of_key("a", "key")
-    await first.shared.turns.take("a", made.id, request_id, b"d" * 32, "key")
-    first.dies_before = first.n_operations + 1
-    again = await second.shared.turns.take("a", made.id, request_id, b"d" * 32, "key")
-    assert not again.holds
-    body, kept = completed(response_id_of(request_id), made.id)
-    kept = KeptResponse(kept.conversation, kept.inputs, b"d" * 32)
-    await responses.keep("a", body, kept, digest=b"e" * 32, turn=again)
-    await (await second.shared.turns.take("a", made.id, ids.new("a"))).end()
-    stored = await second.shared.store.get("a", response_id_of(request_id))
-    assert stored is not None and stored.digest == b"d" * 32  # the first attempt's, as its engine says
-
-
-async def test_a_key_makes_another_response_when_its_failed_one_was_deleted() -> None:
-    world = World()
-    one, responses, ids = service(world)
-    made = await one.shared.conversations.create("a", b"{}", [])
-    name = response_id_of(ids.of_key("a", "key"))
-    body, kept = completed(name, made.id)
-    failed = msgspec.json.encode({**msgspec.json.decode(body), "status": "failed"})
-    await one.shared.store.put("a", name, failed, b"\x90", b"[]", b"d" * 32)
-    await one.shared.keeper.withdraw_if_ended("a", name, made.id)
-    await responses.delete("a", name)
-    await responses.keep("a", body, kept, digest=b"d" * 32)
-    assert [found.id for found in (await one.shared.conversations.get("a", made.id)).items] == ids_of(name)
-    assert await one.shared.store.get("a", name) is not None
-
-
-async def test_a_key_whose_response_is_not_stored_has_one_body() -> None:
-    """Also when no engine has the request any longer."""
-    world = World()
-    one, responses, ids = service(world)
-    made = await one.shared.conversations.create("a", b"{}", [])
-    request_id = ids.of_key("a", "key")
-    await responses.keep("a", *completed(response_id_of(request_id), made.id, is_stored=False), digest=b"d" * 32)
-    generation = READERS["responses"]({"model": "m", "input": "x", "conversation": made.id})
-    await responses.join(generation, "a", "", request_id, "key", b"d" * 32)
-    with pytest.raises(Conflict, match="'key' was sent with another body"):
-        await responses.join(generation, "a", "", request_id, "key", b"e" * 32)
+# ---------------------------------------------------------------- stores that fail
 
 
 async def test_items_of_a_response_that_cannot_be_stored_are_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,24 +371,6 @@ async def test_a_change_whose_answer_was_lost_is_made_once(is_made: bool) -> Non
     await one.shared.conversations.add("a", made.id, [item("x")])
     assert await ids(one, "a", made.id) == ["x"]
     await check_counts(world, "a")
-
-
-async def test_a_turn_lasts_while_an_engine_goes_on_without_its_client() -> None:
-    """Until a repetition has its response."""
-    world, name = World(), f"conv_{1:048x}"
-    first, second = (world.orchestrator().shared for _ in range(2))
-    turn = await first.turns.take("a", name, "req-1")
-    await turn.leave()
-    await turn.end()
-    await first.turns.close()  # its process ends, too
-    with pytest.raises(Conflict):
-        await second.turns.take("a", name, "req-2")
-    assert not (await second.turns.take("a", name, "req-1")).holds
-    await second.turns.end_of("a", name, "req-1")
-    turn = await second.turns.take("a", name, "req-2")
-    await turn.end()
-    await turn.leave()  # it has ended before
-    assert not (await world.store.scan(TURNS))[0]
 
 
 @pytest.mark.parametrize("is_swept", [False, True])

@@ -245,6 +245,41 @@ def test_an_orchestrator_dies_under_a_response(pair: Pair, engines: list[Server]
     assert texts(second, name) == [*expected, "please say more", "more"]
 
 
+def test_a_stream_is_not_continued_from_another_context(pair: Pair, engines: list[Server]) -> None:
+    """No engine has it any longer, nor its orchestrator, and the conversation has changed."""
+    first, second = pair
+    name, say = make(second, items=[message("old")]), "what no engine has"
+    for engine in engines:
+        hold(engine)
+    connection = begin(first, said(say, conversation=name))
+    index = serving(first)
+    response, received = connection.getresponse(), b""
+    step(engines[index], 9)
+    while b"response.output_text.delta" not in received:
+        received += response.read1(1 << 16)
+    last_id = received.rpartition(b"\nid: ")[2].partition(b"\n")[0].decode()
+    first.process.kill()
+    first.process.wait()
+    connection.close()
+    agent = first.agents[("one", "two")[index]]
+    first.write(f"agents/{agent.name}", None)
+    agent.is_silent = True
+    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY"])
+    (item, *_) = second.get(f"{PATH}/{name}/items?order=asc", MINE).json["data"]
+    assert second.request("DELETE", f"{PATH}/{name}/items/{item['id']}", None, MINE).status == 200
+    with closing(begin(second, said(say, conversation=name), **{"Last-Event-ID": last_id})) as connection:
+        refused = connection.getresponse()
+        assert refused.status == 404, refused.read()
+        assert "its conversation may have changed" in refused.read().decode()
+    for engine in engines:
+        hold(engine, False)
+    agent.is_silent = False
+    first.restart()
+    first.register(agent)
+    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+
+
 def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     name = make(first)
