@@ -410,3 +410,36 @@ async def test_reads_of_large_conversations_wait_for_each_other() -> None:
     world.blobs.get = counting  # type: ignore[method-assign]
     await asyncio.gather(*(one.shared.conversations.get("a", made.id) for _ in range(3 * MAX_LARGE_READS)))
     assert most == MAX_LARGE_READS
+
+
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.integers(1, 5), st.randoms(use_true_random=False))
+def test_of_two_that_store_a_response_one_may_fail(
+    monkeypatch: pytest.MonkeyPatch, n_faults: int, choices: Any
+) -> None:
+    """What the one takes out again is there if the other has stored the response."""
+    monkeypatch.setattr(keeper, "PUT_PAUSES_S", (0.0,))
+
+    async def run() -> None:
+        world = World()
+        pair = [world.orchestrator() for _ in range(2)]
+        made = await pair[0].shared.conversations.create("a", b"{}", [item("msg_first")])
+        write, left = world.blobs.put, [n_faults]
+
+        async def full(key: str, data: Any, *, replace: bool = False) -> None:
+            if response(1) in key and left[0]:
+                left[0] -= 1
+                raise ResourceError("the disk is full")
+            await write(key, data, replace=replace)
+
+        world.blobs.put = full  # type: ignore[method-assign]
+        works = [put(one, "a", response(1), made.id) for one in pair]
+        results = await world.order.run(works, choices.randrange)
+        assert all(result is None or isinstance(result, StorageUnavailable) for result in results)
+        is_stored = await pair[0].shared.store.get("a", response(1)) is not None
+        assert is_stored == (None in results)
+        expected = ["msg_first", *ids_of(response(1))] if is_stored else ["msg_first"]
+        assert await ids(pair[0], "a", made.id) == expected
+        await check_counts(world, "a")
+
+    asyncio.run(run())

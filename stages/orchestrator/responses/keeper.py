@@ -9,6 +9,7 @@ that was cancelled or has failed meanwhile the items are withdrawn.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,7 @@ from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.tenant_blobs import MaybeStored
 
 ENDED_WITHOUT_ITEMS = ("cancelled", "failed")
+PUT_AGAIN_S = 5.0  # after which no other attempt begins: one may take a minute
 PUT_PAUSES_S = (0.25, 0.5, 1.0, 2.0)  # between attempts to store a response whose items were added
 FRAME_BYTES = 512  # of a stored response beside its parts, at most
 
@@ -88,13 +90,13 @@ class ResponseKeeper:
 
         `add`: adds them; None: they were there before.
         """
-        is_sure = True
+        is_sure, end = True, time.monotonic() + PUT_AGAIN_S
         for pause_s in (*PUT_PAUSES_S, None):
             try:
                 return await put()
             except StarlingError as error:
                 is_sure = is_sure and not isinstance(error, MaybeStored)
-                if isinstance(error, StorageUnavailable) and pause_s is not None:
+                if isinstance(error, StorageUnavailable) and pause_s is not None and time.monotonic() < end:
                     await asyncio.sleep(pause_s)
                     continue
                 if is_sure and add is not None:
