@@ -6,11 +6,13 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.gateway.server import Server
-from tests.orchestrator.fleet import Fleet, TestAgent
+from tests.orchestrator.fleet import Fleet, Pair, TestAgent
+from tests.orchestrator.streams import hold
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +61,31 @@ def cold_agent(fleet: Fleet, engines: list[Server]) -> Iterator[TestAgent]:
     agent.cold.clear()
     agent.engines.pop("cold", None)
     fleet.wait(lambda state: all(one["id"] != "cold" for one in state["models"]))
+
+
+@pytest.fixture(scope="module")
+def sections() -> dict[str, Any]:
+    """Of the configuration of `pair`, besides its keys."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def pair(homes: Callable[[], Path], engines: list[Server], sections: dict[str, Any]) -> Iterator[Pair]:
+    """Two orchestrators of one fleet. The agents "one" and "two" belong to the first one's object."""
+    keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
+    home = homes()
+    first, second = (Fleet(home, {"auth": {"api_keys": keys}, **sections}, wait_ms=1000) for _ in range(2))
+    for name, engine in zip(("one", "two"), engines):
+        first.add_agent(name, engine)
+    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    yield first, second
+    for orchestrator in (second, first):
+        assert orchestrator.close() == 0, "".join(orchestrator.lines)
+
+
+@pytest.fixture
+def released(engines: list[Server]) -> Iterator[None]:
+    """No engine is held any more."""
+    yield
+    for engine in engines:
+        hold(engine, False)

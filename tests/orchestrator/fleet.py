@@ -254,3 +254,6 @@ class Fleet(HttpClient):
         assert answer.status == 200, answer.body
         found: dict[str, Any] = answer.json
         return found
+
+
+Pair = tuple[Fleet, Fleet]  # orchestrators of one fleet

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -18,34 +17,20 @@ from tests.gateway.peers import MODEL
 from tests.gateway.response_bodies import assembled, read_events, said
 from tests.gateway.server import Server
 from tests.gateway.test_conversations import CALL, REFUSED, TOOL, message
-from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.fleet import Fleet, Pair
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
 PATH = "/v1/conversations"
 RESPONSES = "/v1/responses"
-Pair = tuple[Fleet, Fleet]
 
 
 @pytest.fixture(scope="module")
-def pair(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Pair]:
-    """The agents "one" and "two" belong to the first one's object."""
-    keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
-    sections = {"auth": {"api_keys": keys}, "stored_responses": {"tenant_mb": 2}}
-    home = homes()
-    first, second = (Fleet(home, sections, wait_ms=1000) for _ in range(2))
-    for name, engine in zip(("one", "two"), engines):
-        first.add_agent(name, engine)
-    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
-    yield first, second
-    for orchestrator in (second, first):
-        assert orchestrator.close() == 0, "".join(orchestrator.lines)
+def sections() -> dict[str, Any]:
+    """A small bound, so that conversations are evicted."""
+    return {"stored_responses": {"tenant_mb": 2}}
 
 
-@pytest.fixture(autouse=True)
-def released(engines: list[Server]) -> Iterator[None]:
-    yield
-    for engine in engines:
-        hold(engine, False)
+pytestmark = pytest.mark.usefixtures("released")
 
 
 def make(orchestrator: Fleet, **body: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,13 @@ import pytest
 from tests.gateway.peers import MODEL
 from tests.gateway.response_bodies import CUT, PARIS, assembled, parse_events, prompt, read_events, said
 from tests.gateway.server import Server
-from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.fleet import Fleet, Pair
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
 PATH = "/v1/responses"
-Pair = tuple[Fleet, Fleet]
 
 
-@pytest.fixture(scope="module")
-def pair(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Pair]:
-    """Two orchestrators of one fleet. The agents "one" and "two" belong to the first one's object."""
-    keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
-    sections = {"auth": {"api_keys": keys}}
-    home = homes()
-    first, second = (Fleet(home, sections, wait_ms=1000) for _ in range(2))
-    for name, engine in zip(("one", "two"), engines):
-        first.add_agent(name, engine)
-    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
-    yield first, second
-    for orchestrator in (second, first):
-        assert orchestrator.close() == 0, "".join(orchestrator.lines)
-
-
-@pytest.fixture(autouse=True)
-def released(engines: list[Server]) -> Iterator[None]:
-    yield
-    for engine in engines:
-        hold(engine, False)
+pytestmark = pytest.mark.usefixtures("released")
 
 
 def texts(response: dict[str, Any]) -> str:
