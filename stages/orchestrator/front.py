@@ -36,7 +36,7 @@ from stages.orchestrator.known_sessions import KnownSessions, SessionReader, ses
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, inline_or_not, read_body, read_fields
 from stages.orchestrator.relay import Relay
-from stages.orchestrator.request_ids import RequestIds
+from stages.orchestrator.request_ids import RequestIds, request_of
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import Keep, KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH, Responses
@@ -48,7 +48,6 @@ from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 LOCATE_S = 10.0  # for engines to say whether they have a request
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
 CLOSE_PATH = "/v1/session/close"
-_LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
 
 
 class Ticket(NamedTuple):
@@ -184,7 +183,7 @@ class Front:
         turn = Turn()
         try:
             if last_id:
-                request_id = self._ids.check(_request_of(last_id), caller.tenant)
+                request_id = self._ids.check(request_of(last_id), caller.tenant)
             else:
                 request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
             digest, stored, before = b"", None, None
@@ -294,10 +293,8 @@ class Front:
     async def ticket_of(self, caller: Caller, request_id: str, last_id: str) -> Ticket:
         """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`."""
         self._ids.check(request_id, caller.tenant)
-        if last_id and _request_of(last_id) != request_id:
-            raise InvalidRequest(
-                f"Last-Event-ID is of request {_request_of(last_id)}, not of this one", "Last-Event-ID"
-            )
+        if last_id and request_of(last_id) != request_id:
+            raise InvalidRequest(f"Last-Event-ID is of request {request_of(last_id)}, not of this one", "Last-Event-ID")
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             forward, agent = kept
@@ -489,14 +486,3 @@ class Front:
 
 
 _COMPLETION_TOKENS = re.compile(rb'"(?:completion|output)_tokens":([0-9]{1,9})')
-
-
-def _request_of(last_id: str) -> str:
-    """The request of a `Last-Event-ID`. Raises `InvalidRequest`."""
-    match = _LAST_ID.fullmatch(last_id)
-    if match is None:
-        raise InvalidRequest(
-            f"Last-Event-ID is {last_id[:80]!r}; send the id of the last event as it was received, like req-0a1b2c:17",
-            "Last-Event-ID",
-        )
-    return match[1]

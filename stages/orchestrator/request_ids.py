@@ -16,9 +16,10 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from pipeline.errors import NotFound
+from pipeline.errors import InvalidRequest, NotFound
 
 _ID = re.compile(r"req-([0-9a-f]{18})([0-9a-f]{6})")
+_LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
 
 
 class RequestIds:
@@ -74,3 +75,14 @@ class RequestIds:
 
     def _digest(self, *parts: str) -> str:
         return hmac.digest(self._secret, "\0".join(parts).encode("utf-8", "surrogatepass"), "sha256").hex()
+
+
+def request_of(last_id: str) -> str:
+    """The request of a `Last-Event-ID`. Raises `InvalidRequest`."""
+    match = _LAST_ID.fullmatch(last_id)
+    if match is None:
+        raise InvalidRequest(
+            f"Last-Event-ID is {last_id[:80]!r}; send the id of the last event as it was received, like req-0a1b2c:17",
+            "Last-Event-ID",
+        )
+    return match[1]
