@@ -125,9 +125,18 @@ def _check(source: Path, model: ModelConfig, models_dir: Path, progress: store.P
         check_source(source, model.pretokenizer)
     except ConfigError:
         expected = store.stored_digest(model, models_dir)
-        if expected and (found := digests.compute(source, progress).sha256) != expected:
+        if expected and (found := _digest_of(source, model, models_dir, progress)) != expected:
             raise store.damaged(model, f"has SHA-256 {found}, expected {expected}") from None
         raise
+
+
+def _digest_of(source: Path, model: ModelConfig, models_dir: Path, progress: store.Progress) -> str:
+    """The file's digest: the one that is known while it does not change, so that it is read once at most."""
+    if (known := store.find(model, models_dir)) is not None:
+        return known.digest
+    stamp = digests.compute(source, progress)
+    digests.remember(model.name, source, stamp, models_dir)
+    return stamp.sha256
 
 
 def _may_be_converted(source: Path, model: ModelConfig, models_dir: Path) -> bool:
