@@ -1,4 +1,4 @@
-"""Whose a sequence's KV pages are, as far as its cache salt says it.
+"""The owner of a sequence's KV pages, as far as the cache salt tells.
 
     OWNER            the tenant's salt of the API key (`Caller.salted`); "": tenants share the pages
     OWNER NUL HEX    at an engine behind an orchestrator, which has one key for all its tenants: HEX is the salt that it
@@ -31,6 +31,11 @@ def owner_of(salt: str) -> str:
 def key_owner(owner: str) -> str:
     """The part of an owner that an engine's API keys tell apart; "": none does."""
     return owner.partition("\0")[0]
+
+
+def payer_of(owner: str) -> str:
+    """Who pays for the pages of an owner whose tenant is not known: all such owners of an API key are one."""
+    return key_owner(owner) or ("\0" if owner else "")
 
 
 def forwarded_salt(owner: str) -> str:

@@ -20,6 +20,7 @@ MAX_CREATED = 1 << 33  # s since 1970
 _NAME = re.compile(
     r"(req-[0-9a-f]{24})(?:; *created=([0-9]{1,10}))?(?:; *seed=([0-9]{1,20}))?(?:; *salt=([0-9A-Za-z]{1,64}))?"
 )
+_LIKE_TENANTS = re.compile(r" *[0-9a-f]{32} ")
 
 
 class RequestName(NamedTuple):
@@ -31,8 +32,13 @@ class RequestName(NamedTuple):
     salt: str = ""
 
     def salted(self, request_salt: str) -> str:
-        """The cache salt of the request. No tenant's own salt begins in the same way: this one has a space."""
-        return f"{self.salt} {request_salt}" if self.salt else request_salt
+        """The cache salt of the request, which differs for different salts.
+
+        None begins with 32 hexadecimal digits and a space unless they are a tenant's (page_owner.py).
+        """
+        if self.salt:
+            return f"{self.salt} {request_salt}"
+        return f" {request_salt}" if _LIKE_TENANTS.match(request_salt) else request_salt
 
 
 def read_request_name(given: str | None) -> RequestName | None:

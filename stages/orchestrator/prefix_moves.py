@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from pipeline.api.page_owner import forwarded_salt, key_owner
+from pipeline.api.page_owner import forwarded_salt, key_owner, payer_of
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import (
     MAX_IDLE_S,
@@ -242,7 +242,7 @@ class PrefixMoves:
             targets[first] = move.target = target
             # Shared pages are their group's.
             account = tenants.get(forwarded_salt(prefix.tenant), "") if prefix.tenant else ""
-            payer = account or key_owner(prefix.tenant)
+            payer = account or payer_of(prefix.tenant)
             is_counted = self._counts_tenants(target)
             owner = prefix.tenant if is_counted else key_owner(prefix.tenant)
             batch = batches.get((target, owner))

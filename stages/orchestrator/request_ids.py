@@ -65,8 +65,11 @@ class RequestIds:
         return self._digest("salt", salt)[:32] if salt else ""
 
     def tenants(self, salts: Mapping[str, str]) -> dict[str, str]:
-        """The names of tenants by what engines get of their salts, if one tenant alone has it. `salts`: by name."""
-        sent = [(self.salt(salt), name) for name, salt in salts.items()]
+        """The names of tenants by what engines get of their salts, if one tenant alone has it. `salts`: by name.
+
+        A tenant without a salt is not among them: agents of older releases give no owner's salt.
+        """
+        sent = [(self.salt(salt), name) for name, salt in salts.items() if salt]
         count = Counter(salt for salt, _ in sent)
         return {salt: name for salt, name in sent if count[salt] == 1}
 

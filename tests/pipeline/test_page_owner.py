@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.api.adapter_salt import with_adapter
 from pipeline.api.keys import Caller
-from pipeline.api.page_owner import forwarded_salt, key_owner, owner_of
+from pipeline.api.page_owner import forwarded_salt, key_owner, owner_of, payer_of
 from pipeline.api.request_name import read_request_name
 from shm.prefix_hash import PageHash
 from stages.kv.pool.root_owners import RootOwners
@@ -35,6 +35,22 @@ def test_a_tenant_is_one_owner_with_all_its_salts(
     assert owner == owner_of(forwarded(one, another, key))
     assert (owner == owner_of(forwarded(other, salt, key))) is (one == other)
     assert key_owner(owner) == key and forwarded_salt(owner) == IDS.salt(one) != ""
+
+
+@given(st.text(" 0a", max_size=80), st.text(" 0a", max_size=80))
+def test_a_tenant_that_shares_its_pages_passes_as_no_other(one: str, other: str) -> None:
+    name = read_request_name(IDS.name(IDS.new("t"), is_keyed=False, salt=""))
+    assert name is not None
+    for salt in (one, other, f"{'0' * 32} {one}", f"  {'a' * 32} {other}"):
+        assert owner_of(Caller("fleet", salt=FLEET).salted(name.salted(salt))) == FLEET
+        assert owner_of(name.salted(salt)) == ""
+    assert (name.salted(one) == name.salted(other)) is (one == other)
+    assert name.salted(f"{'0' * 32} {one}") != name.salted(f" {'0' * 32} {one}")
+
+
+def test_owners_of_no_known_tenant_pay_together() -> None:
+    owners = [owner_of(forwarded("\x01a", key=key)) for key in ("", FLEET)]
+    assert [payer_of(one) for one in (*owners, "", FLEET)] == ["\0", FLEET, "", FLEET]
 
 
 @pytest.mark.parametrize("request_salt", ["", "x", "chosen by a client", "ab " * 20, "\x01other"])

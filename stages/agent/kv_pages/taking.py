@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from pipeline import procfs
-from pipeline.api.page_owner import key_owner
+from pipeline.api.page_owner import payer_of
 from pipeline.errors import ModelUnavailable, NotFound, Overloaded, ResourceError, StarlingError, StorageUnavailable
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import TakePagesRequest, TakePagesResponse, TakePrefixesRequest
@@ -71,7 +71,7 @@ class Taker:
     async def take_prefixes(self, asked: TakePrefixesRequest) -> TakePagesResponse:
         """Get pages, which the engine caches. Raises `StarlingError`: then the engine computes them."""
         # Who forwards for many tenants and does not name this one is one tenant: requests choose their own salts.
-        account = asked.account or key_owner(asked.tenant)
+        account = asked.account or payer_of(asked.tenant)
         return await self._take(asked, {"op": "keep", "uses": asked.uses, "idle_s": asked.idle_s}, account)
 
     async def _take(
