@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError, ResourceError
+from pipeline.errors import ConfigError, StorageUnavailable
 from pipeline.models.hub import quantization_of
 
 # general.file_type, from the GGUF specification.
@@ -37,7 +37,7 @@ _FILE_TYPES = {
 def read_facts(path: Path) -> dict[str, Any]:
     """Fields of `pipeline.models.registry.Record`.
 
-    Raises `ConfigError` for a file that is damaged or incomplete, `ResourceError` if it cannot be read now.
+    Raises `ConfigError` for a file that is damaged or incomplete, `StorageUnavailable` if it cannot be read now.
     """
     from stages.worker.checkpoint.gguf import GgufError, GgufFile
 
@@ -46,7 +46,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     except GgufError as error:
         raise ConfigError(str(error).removeprefix(f"{path}: "), "source") from None
     except OSError as error:
-        raise ResourceError(f"{path} cannot be read: {error.strerror}; it is kept for the next try") from None
+        raise StorageUnavailable(f"{path} cannot be read: {error.strerror}; it is kept for the next try") from None
     metadata = file.metadata
     architecture = metadata.get("general.architecture")
     architecture = architecture[:64] if isinstance(architecture, str) else ""

@@ -70,7 +70,8 @@ def _quotes(error: BaseException | None) -> bool:
         if type(error).__module__ == _QUOTING:
             return True
         seen.add(id(error))
-        errors += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+        errors += [error.__cause__, error.__context__]
+        errors += error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return False
 
 

@@ -122,7 +122,7 @@ class Registry(NodeManager):
         return self.health()
 
     async def check_node(self, agent_id: str) -> None:
-        """Poll one agent. Nothing changes if a poll that began later has its result already."""
+        """Poll one agent. Its state does not change if a poll that began later has its result already."""
         agent = self._agents.get(agent_id)
         if agent is None:
             return

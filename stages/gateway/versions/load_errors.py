@@ -18,6 +18,7 @@ def for_requests(model: str, error: StarlingError) -> StarlingError:
     and no later request would find another one: it says what the operator must do, without Retry-After.
     """
     if error.code == ModelDamaged.CODE:
+        log.error("a model cannot be loaded on demand", extra={"model": model, "reason": error.message})
         return ModelDamaged(error.message, "model")
     retry_after_s = error.retry_after_s or RETRY_AFTER_S
     if error.status < 500 and error.code != "MODEL_NOT_FOUND":
