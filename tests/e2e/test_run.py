@@ -183,22 +183,19 @@ def test_a_chat_on_a_terminal(server: Server) -> None:
             chat.wait_for(">>> ")
             chat.write(b"not finished")
             chat.wait_for("not finished")
-            chat.write(b"\x03")
-            chat.wait_for(r"\n\(Ctrl-D or /bye ends\)")
+            chat.interrupt(r"\n\(Ctrl-D or /bye ends\)")
         chat.wait_for(">>> ")
         chat.write(b"two lines\\\n")
         chat.wait_for(r"\n\.\.\. ")
-        chat.write(b"\x03")
-        chat.wait_for(r"\n\(Ctrl-D or /bye ends\)")
+        chat.interrupt(r"\n\(Ctrl-D or /bye ends\)")
         for command in (b"/show\n", b""):
             chat.wait_for(">>> ")
-            chat.write(b"\x03")
-            chat.wait_for(r"\(Ctrl-C again, Ctrl-D or /bye ends\)")
+            chat.interrupt(r"\(Ctrl-C again, Ctrl-D or /bye ends\)")
             chat.wait_for(">>> ")
             chat.write(command)
             if command:
                 chat.wait_for("messages: 2")
-        chat.write(b"\x03")
+        chat.interrupt(r"\n")
         assert chat.process.wait(60) == 0
     assert not (server.home / "chat-history").exists()
 
@@ -210,6 +207,13 @@ class Chat:
         self.process = process
         self._terminal = terminal
         self._seen = ""
+
+    def interrupt(self, pattern: str) -> None:
+        """Ctrl-C at a prompt, repeated: one just before readline waits is seen with the next key."""
+        self.write(b"\x03")
+        while not select.select([self._terminal], [], [], 5)[0]:
+            self.write(b"\x03")
+        self.wait_for(pattern)
 
     def wait_for(self, pattern: str) -> None:
         """Read until the pattern has been shown, and forget what was before its end."""
