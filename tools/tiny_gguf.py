@@ -408,8 +408,12 @@ def write_model(
     seed: int = 0,
     real_layers: int = 0,
     add_vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
+    equal_layers: bool = False,
 ) -> Path:
     """Write a model; tensors go to the file one by one. Returns `path`.
+
+    `equal_layers`: all layers have the values of the first, so that a model of billions is written in minutes. Its
+    speed is that of other values; what it says is of no use.
 
     `add_vocabulary`: adds the `tokenizer.*` keys; None: those of `vocabulary`, a byte-level one, or of WordPiece.
 
@@ -448,6 +452,7 @@ def write_model(
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     own, idle = np.random.default_rng(seed), np.random.default_rng([seed, real_layers])
+    first: dict[tuple[str, Type], np.ndarray] = {}  # matrices of the first layer, by the rest of their names
     for name, kind, rows, columns in plan:
         layer = int(name.split(".")[1]) if name.startswith("blk.") else -1
         is_idle = 0 < real_layers <= layer
@@ -464,7 +469,11 @@ def write_model(
             # Logits of a few units make some tokens likelier than others; activations stay near 1.
             # Routers choose clearly: what is nearly a tie, another engine's roundings decide otherwise.
             gain = 3.0 if name in ("token_embd.weight", "output.weight") or "ffn_gate_inp" in name else 1.0
-            data = random_tensor(kind, rows, columns, rng, gain / math.sqrt(columns))
+            key = (name.split(".", 2)[-1], kind)
+            is_repeated = equal_layers and layer > 0 and key in first
+            data = first[key] if is_repeated else random_tensor(kind, rows, columns, rng, gain / math.sqrt(columns))
+            if equal_layers and layer == 0:
+                first[key] = data
             if is_idle and name.endswith(("attn_output.weight", "ffn_down.weight")):
                 data = np.zeros_like(data)
         writer.write_tensor_data(data)

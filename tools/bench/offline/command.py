@@ -38,7 +38,7 @@ from tools.bench.offline.results import (
     Work,
     machine,
 )
-from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_gguf import LARGE, SHAPES, write_model
 
 SHORT = 16  # cached tokens that are too few to matter
 BATCHES = (1, 4, 8, 16, 32)
@@ -67,7 +67,7 @@ def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
         if not gguf.exists():
             gguf.parent.mkdir(parents=True, exist_ok=True)
             click.echo(f"writing {gguf} ...")
-            write_model(gguf.with_suffix(".part"), SHAPES[shape], recipe).rename(gguf)
+            write_model(gguf.with_suffix(".part"), SHAPES[shape], recipe, equal_layers=shape in LARGE).rename(gguf)
     return ModelConfig(name=DEMO_MODEL) if gguf is None else ModelConfig(name=gguf.stem, path=str(gguf))
 
 
