@@ -1,6 +1,8 @@
-"""Gateways that start at once: forks of a process that has imported them, as its supervisor forks the real one.
+"""Gateways, orchestrators and servers that start at once: forks of a process that has imported them.
 
-    program = WarmProgram(["stage", "gateway"], env)     # attributes of subprocess.Popen; stderr has stdout as well
+`starling up` forks honcho, and supervisors their stages, in the same way.
+
+    program = WarmProgram(["starling", "stage", "gateway"], env)  # as subprocess.Popen; stderr has stdout as well
 
 The first use in a process of the tests starts the parent (tests/warm_parent.py), which ends with it.
 """
@@ -19,6 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 START_S = 120.0  # until a fork has started, beside other work
+# Room in the memory that /proc shows of the forks (`process.set_command`, `ShownHome`).
+ROOM_OF_COMMAND, ROOM_OF_HOME = "-" * 512, "-" * 512
+OWN_HOME = "WARM_PARENT_HOME"  # the parent's own STARLING_HOME, if it has one
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,8 +32,11 @@ def _parent() -> socket.socket:
     """The connection to the parent of all programs."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        command = [sys.executable, "-m", "tests.warm_parent", str(theirs.fileno())]
+        command = [sys.executable, "-m", "tests.warm_parent", str(theirs.fileno()), ROOM_OF_COMMAND]
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot be forked
+        if (home := env.get("STARLING_HOME")) is not None:
+            env[OWN_HOME] = home
+        env["STARLING_HOME"] = ROOM_OF_HOME
         process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=[theirs.fileno()])
 
     def end() -> None:
@@ -44,21 +52,32 @@ def _parent() -> socket.socket:
 
 
 class WarmProgram:
-    """A running `starling ARGUMENTS`. Threads may wait for different programs, not for the same one."""
+    """A running `starling ARGUMENTS` or `honcho start -f PROCFILE`.
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
+    Threads may wait for different programs, not for the same one.
+    """
+
+    def __init__(
+        self, command: Sequence[str], env: Mapping[str, str], cwd: str | Path = "", *, leads_session: bool = False
+    ) -> None:
+        """`cwd`: "" is that of this process.  leads_session: it starts a session, else a process group."""
         self.returncode: int | None = None  # exit code, or -signal
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            request = {"arguments": arguments, "env": dict(env), "cwd": os.getcwd()}
+            request = {
+                "command": command,
+                "env": dict(env),
+                "cwd": str(cwd) or os.getcwd(),
+                "leads_session": leads_session,
+            }
             socket.send_fds(_parent(), [json.dumps(request).encode()], [theirs.fileno()])
         self._channel.settimeout(START_S)
         message, fds, _, _ = socket.recv_fds(self._channel, 64, 2)
         if not message:
-            raise RuntimeError(f"{arguments} could not be started: its parent's output says why")
+            raise RuntimeError(f"{command} could not be started: its parent's output says why")
         output, self._pidfd = fds
         self.pid = int(message)
-        self.stderr = os.fdopen(output)
+        self.stdout = self.stderr = os.fdopen(output)  # one pipe for both
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the end. Raises `TimeoutError`."""
@@ -81,6 +100,9 @@ class WarmProgram:
                 signal.pidfd_send_signal(self._pidfd, number)
             except ProcessLookupError:
                 pass  # it has just ended
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)

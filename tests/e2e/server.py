@@ -26,6 +26,7 @@ import yaml
 
 from pipeline.observe.status import read_all
 from pipeline.procfs import children
+from tests.warm_programs import WarmProgram
 from tools.ports import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -37,11 +38,13 @@ POLL_S = 0.02  # between two looks at what no event announces: one that never pa
 class Server:
     """All stages under honcho with their own configuration; the server is ready when `__enter__` returns.
 
-    honcho is that of `starling up`, whose supervisors are its forks: a start takes half of the CPU time that it takes
-    where each supervisor is a new program (`PlainServer`).
+    honcho is that of `starling up`, a fork of a process that has imported the stages (tests/warm_programs.py), and the
+    supervisors are its forks: imports are most of the CPU time of a start as new programs (`PlainServer`).
     """
 
-    honcho = ("starling.cli.honcho_patch", "start", "-f", str(ROOT / "Procfile"))  # the module that runs the Procfile
+    # The module that runs the Procfile, where honcho is a new program.
+    honcho: tuple[str, ...] = ("starling.cli.honcho_patch", "start", "-f", str(ROOT / "Procfile"))
+    is_forked = True
 
     def __init__(
         self,
@@ -70,23 +73,27 @@ class Server:
         self.output: list[str] = []
         self._has_more = threading.Condition()  # `output` has grown
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self.process: subprocess.Popen[str] | None = None
+        self.process: WarmProgram | subprocess.Popen[str] | None = None
 
     def start(self) -> Server:
-        self.process = subprocess.Popen(
-            [*self.launcher, sys.executable, "-m", *self.honcho],
-            cwd=ROOT,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        if self.is_forked and not self.launcher:
+            command = ["honcho", *self.honcho[1:]]
+            self.process = WarmProgram(command, self.environment, ROOT, leads_session=True)
+        else:
+            self.process = subprocess.Popen(
+                [*self.launcher, sys.executable, "-m", *self.honcho],
+                cwd=ROOT,
+                env=self.environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
         self._lines = queue.SimpleQueue()  # drops the output of an earlier start
         threading.Thread(target=self._read, args=(self.process, self._lines), daemon=True).start()
         return self
 
-    def _read(self, process: subprocess.Popen[str], into: queue.SimpleQueue[str | None]) -> None:
+    def _read(self, process: WarmProgram | subprocess.Popen[str], into: queue.SimpleQueue[str | None]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
@@ -148,7 +155,7 @@ class Server:
                 os.killpg(process.pid, number)
             try:
                 process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
+            except (TimeoutError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise AssertionError("the server did not stop:\n" + "".join(self.output[-60:])) from None
@@ -258,9 +265,18 @@ class Server:
             connection.close()
 
 
+def poll_until(holds: Callable[[], object], explain: Callable[[], object] = str, timeout_s: float = 120) -> None:
+    """Wait until `holds()` is true of what no event announces. Fails with `explain()` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, explain()
+        time.sleep(POLL_S)
+
+
 class PlainServer(Server):
     """A server that `honcho start` starts, without anything of the project around it."""
 
+    is_forked = False
     honcho = ("honcho", "--no-colour", "start")
 
 

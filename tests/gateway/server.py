@@ -26,7 +26,7 @@ from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
 from tests.warm_programs import WarmProgram
 
-STEP_S = 0.002
+STEP_S, TICK_S = 0.002, 0.05  # longest time between two rounds while sequences are generated, and otherwise
 # A `preamble` for tests that use up quotas: their minutes and days last so long that none refills meanwhile.
 LONG_MINUTE_S, LONG_DAY_S = 600_000, 864_000_000
 LONG_MINUTE = f"import pipeline.api.quotas as q; q.MINUTE_S, q.DAY_S = {LONG_MINUTE_S}.0, {LONG_DAY_S}.0"
@@ -80,11 +80,17 @@ class Peers(Threaded):
     def hubs(self) -> list[Hub]:
         return [hub for hub in (self.tokenizer_hub, self.scheduler_hub) if hub is not None]
 
+    def pause_s(self) -> float:
+        """Rounds in which nothing happens would take time from the gateway; frames and `do` begin one at once."""
+        if self.is_stepping and (self.generator.running or self.generator.pooling):
+            return super().pause_s()
+        return max(0.0, self._next_tick - time.monotonic())
+
     def serve_round(self) -> None:
         now = time.monotonic()
         is_due = now >= self._next_tick
         if is_due:
-            self._next_tick = now + 0.05
+            self._next_tick = now + TICK_S
         if self.tokenizer_hub is not None:
             for peer, frame in self.tokenizer_hub.receive():
                 answer = self.tokenizer.reply(frame)
@@ -158,7 +164,7 @@ class Server(HttpClient):
                 pass_fds=pass_fds,
             )
         else:
-            self.process = WarmProgram(["stage", "gateway"], self.env)
+            self.process = WarmProgram(["starling", "stage", "gateway"], self.env)
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()

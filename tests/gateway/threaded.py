@@ -39,6 +39,10 @@ class Threaded(threading.Thread, abc.ABC):
     @abc.abstractmethod
     def serve_round(self) -> None: ...
 
+    def pause_s(self) -> float:
+        """Longest time until the next round."""
+        return self._pause_s
+
     def do(self, function: Callable[[], Any]) -> Any:
         done: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._todo.put((function, done))
@@ -67,7 +71,7 @@ class Threaded(threading.Thread, abc.ABC):
     def run(self) -> None:
         self.begin()
         while not self._is_over:
-            select.select([self._wake, *(hub.fd for hub in self.hubs())], [], [], self._pause_s)
+            select.select([self._wake, *(hub.fd for hub in self.hubs())], [], [], self.pause_s())
             try:
                 os.eventfd_read(self._wake)
             except BlockingIOError:

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,9 +32,11 @@ from shm.pages import NUMERICS
 from tests.gateway.http_client import HttpClient
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
+from tests.warm_programs import WarmProgram
 
 DIGEST = "ab" * 32
 START_S = 120.0
+POLL_S = 0.005  # between two looks at the fleet's state
 
 
 class TestAgent:
@@ -159,7 +162,11 @@ class TestAgent:
 class Fleet(HttpClient):
     """An orchestrator's process and its agents. `post`, `get` and `stream` are those of a client."""
 
-    def __init__(self, home: Path, sections: dict[str, Any] | None = None, **bounds: Any) -> None:
+    def __init__(
+        self, home: Path, sections: dict[str, Any] | None = None, *, is_forked: bool = True, **bounds: Any
+    ) -> None:
+        """`bounds`: of its section.  `is_forked`: its process is a fork (warm_programs.py), else a new program."""
+        self._is_forked = is_forked
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home = home
         self.secret = token.load_or_create(home / "fleet-token")
@@ -176,13 +183,19 @@ class Fleet(HttpClient):
 
     def _start(self) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("STARLING_")}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "orchestrator", "--port", "0"],
-            env={**environment, "STARLING_HOME": str(self.home), "STARLING_CONFIG": str(self.home / "starling.yaml")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        environment |= {"STARLING_HOME": str(self.home), "STARLING_CONFIG": str(self.home / "starling.yaml")}
+        arguments = ["starling", "orchestrator", "--port", "0"]
+        self.process: WarmProgram | subprocess.Popen[str]
+        if self._is_forked:
+            self.process = WarmProgram(arguments, environment)
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *arguments],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         ready: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, args=(self.process, ready), daemon=True)
         self._reader.start()
@@ -190,7 +203,7 @@ class Fleet(HttpClient):
         assert line, "".join(self.lines)
         self.port = int(line.rpartition(":")[2])
 
-    def _read(self, process: subprocess.Popen[str], ready: queue.SimpleQueue[str]) -> None:
+    def _read(self, process: WarmProgram | subprocess.Popen[str], ready: queue.SimpleQueue[str]) -> None:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
@@ -247,6 +260,7 @@ class Fleet(HttpClient):
         """Wait until the fleet's state is as wanted; returns it."""
         while not holds(state := self.state()):
             assert self.process.poll() is None, "".join(self.lines)
+            time.sleep(POLL_S)
         return state
 
     def state(self) -> dict[str, Any]:

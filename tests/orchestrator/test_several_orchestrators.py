@@ -243,7 +243,8 @@ def test_jumps_of_the_clock_change_nothing(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("CLOCK_OFFSET", str(offset))
     undisturbed = engines[0].post("/v1/generate", STREAM).body
-    jumping = Fleet(homes(), {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}, silent_ms=5000)
+    keys = [{"key": "sk-mine", "tenant": "mine"}]
+    jumping = Fleet(homes(), {"auth": {"api_keys": keys}}, is_forked=False, silent_ms=5000)
     try:
         for name, engine in zip(("one", "two"), engines):
             jumping.add_agent(name, engine)

@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 120  # SIGALRM ends a command that takes longer
+LIMIT_S = 240  # SIGALRM ends a command that takes longer
 
 
 @dataclass(frozen=True)
