@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterable
 
 from pipeline.faults import points
 from pipeline.faults.plan import Strike, install, read_armed, read_strike
 from shm.arena import process_ticks
-from tests.e2e.server import Server
+from tests.e2e.server import Server, poll_until
 
 # In the order in which a request passes them: fault points, with the number of the event.
 PHASES = {
@@ -35,10 +33,8 @@ def plan_strike(
     targets = "+".join(f"{pid}.{process_ticks(pid)}" for pid in pids)
     run_dir = server.home / "run"
     install(run_dir / points.FILE, f"{place}:{action}({targets})@{point}")
-    deadline = time.monotonic() + ARMED_S
-    while not set(observers) <= read_armed(run_dir):
-        assert time.monotonic() < deadline, f"not all of {observers} follow the plan"
-        os.sched_yield()
+    wanted = set(observers)
+    poll_until(lambda: wanted <= read_armed(run_dir), lambda: f"not all of {wanted} follow the plan", ARMED_S)
 
 
 def struck(server: Server, phase: str) -> Strike:

@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from tests.e2e import small_disk
 from tests.e2e.arenas import arenas_of
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server
+from tests.e2e.server import ROOT, Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -102,17 +101,12 @@ def test_a_full_disk_ends_when_the_chaos_command_is_killed(server: Server) -> No
     def is_full() -> bool:
         return resource.prlimit(server.pid_of("kv"), resource.RLIMIT_FSIZE)[0] == 0
 
-    def wait_until(wanted: bool) -> None:
-        deadline = time.monotonic() + 60
-        while is_full() != wanted:  # every round waits for a response of the server
-            assert server.request("GET", "/health")[0] == 200
-            assert time.monotonic() < deadline
-
     command = [sys.executable, "-m", "starling", "chaos", "--scenario", "disk-full", "--requests", "4"]
     with subprocess.Popen(command, cwd=ROOT, env=server.environment, stdout=subprocess.DEVNULL) as running:
-        wait_until(True)
+        poll_until(is_full)
         running.kill()
-    wait_until(False)
+    poll_until(lambda: not is_full())
+    assert server.request("GET", "/health")[0] == 200
     assert server.post("/v1/generate", prompt=[1, 2], max_tokens=1, session_id="")["session_id"]
 
 

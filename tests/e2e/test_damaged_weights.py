@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError
 from shm.checkpoint import bin_path, load_index
 from starling import Embedded
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server
+from tests.e2e.server import ROOT, Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -36,6 +36,18 @@ def generate(server: Server, model: str) -> tuple[int, Any]:
     body = {"model": model, "prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0}
     status, answer, _ = server.request("POST", "/v1/generate", body)
     return status, answer["choices"] if status == 200 else answer
+
+
+def when_ready(server: Server, model: str) -> tuple[int, Any]:
+    """The first answer of a model that is not a 503."""
+    answers: list[tuple[int, Any]] = []
+
+    def is_ready() -> bool:
+        answers.append(generate(server, model))
+        return answers[-1][0] != 503
+
+    poll_until(is_ready, lambda: answers[-1])
+    return answers[-1]
 
 
 def starling(server: Server, *arguments: str) -> tuple[int, str]:
@@ -85,9 +97,7 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
     try:
         server.start()
         server.wait_for("worker group has given up, other models go on")
-        while (answer := generate(server, "sound"))[0] == 503:
-            pass
-        assert answer == expected["sound"]
+        assert when_ready(server, "sound") == expected["sound"]
         server.wait_output(named)
         status, ready, _ = server.request("GET", "/ready")
         assert status == 503
@@ -101,9 +111,7 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
         code, output = starling(server, "restart", "worker-damaged")
         assert code == 0, output
         assert "worker-damaged: ready again after" in output
-        while (answer := generate(server, "damaged"))[0] == 503:
-            pass
-        assert answer == expected["damaged"]
+        assert when_ready(server, "damaged") == expected["damaged"]
         assert starling(server, "verify")[0] == 0
     finally:
         server.stop()

@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import events, wait_answering
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import POLL_S, Server, wait_gone
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -62,6 +62,7 @@ def wait_lines(server: Server, holds: Callable[[list[Line]], bool]) -> list[Line
     deadline = time.monotonic() + WAIT_S
     while not holds(lines := logged(server)):
         assert time.monotonic() < deadline, lines[-40:]
+        time.sleep(POLL_S)
     return lines
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.observe.status import read_all
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -85,8 +85,7 @@ def test_requests_wait_a_bounded_time_for_a_model_that_is_loading(server: Server
     os.kill(record.pid, signal.SIGKILL)
     try:
         # Requests that arrive before the gateway receives the new state wait in the scheduler's queue, and longer.
-        while server.request("GET", "/ready")[0] == 200:
-            pass
+        poll_until(lambda: server.request("GET", "/ready")[0] != 200)
         status, answer, headers = ask(server, "two")
         assert (status, answer["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
         assert int(headers["Retry-After"]) >= 1

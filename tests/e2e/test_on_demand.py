@@ -22,7 +22,7 @@ from starling.cli.reload import change
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events, wait_answering
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import POLL_S, Server, poll_until, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -67,9 +67,9 @@ def tokens(server: Server, model: str, **body: Any) -> list[int]:
 
 
 def wait_state(server: Server, model: str, state: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while states(server)[model] != state:
-        assert time.monotonic() < deadline, (states(server), "".join(server.output[-40:]))
+    poll_until(
+        lambda: states(server)[model] == state, lambda: (states(server), "".join(server.output[-40:])), TIMEOUT_S
+    )
 
 
 def parent(pid: int) -> int:
@@ -234,9 +234,7 @@ def test_a_waiting_request_survives_the_death_of(victim: str, server: Server) ->
         response = connection.getresponse()
         assert (response.status, response.getheader("X-Starling-Request")) == (200, name)
         assert response.readline().startswith(b": loading second: ")
-        deadline = time.monotonic() + TIMEOUT_S
-        while server.request("HEAD", f"/v1/requests/{name}")[0] != 200:  # it is in the journal then
-            assert time.monotonic() < deadline
+        poll_until(lambda: server.request("HEAD", f"/v1/requests/{name}")[0] == 200)  # it is in the journal then
         if victim != "worker":
             pid = server.pid_of(victim)
             os.kill(pid, signal.SIGKILL)
@@ -263,6 +261,7 @@ def worker_of_second(server: Server) -> str:
             if record.stage.startswith("worker-second") and record.alive:
                 return record.stage
         assert time.monotonic() < deadline
+        time.sleep(POLL_S)
 
 
 def test_a_load_that_fails_is_refused(server: Server) -> None:

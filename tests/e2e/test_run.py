@@ -22,7 +22,7 @@ import pytest
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import wait_answering
-from tests.e2e.server import ROOT, START_S, Server, wait_gone
+from tests.e2e.server import POLL_S, ROOT, START_S, Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,7 @@ def pid_of_up(server: Server) -> int:
         with contextlib.suppress(OSError, ValueError):
             return int((server.home / "run" / "up.lock").read_text())
         assert time.monotonic() < deadline
+        time.sleep(POLL_S)
 
 
 def first_byte(process: subprocess.Popen[bytes]) -> bytes:

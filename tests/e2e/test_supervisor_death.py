@@ -14,7 +14,7 @@ from pipeline.observe.status import read_all
 from starling.cli.down import supervisor_of, top_of
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events, wait_answering
-from tests.e2e.server import wait_gone
+from tests.e2e.server import POLL_S, wait_gone
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -33,6 +33,7 @@ def supervisor(server: Up, stage: str) -> int:
             if (found := top_of(supervisor_of(record))) and not wait_gone(found, 0):
                 return found
         assert time.monotonic() < deadline
+        time.sleep(POLL_S)
 
 
 def test_each_supervisor_may_be_killed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from shm.pages import NUMERICS
 from stages.agent.engines.fence import processes_of
 from stages.agent.http_api import SESSION_MB
 from tests.e2e.conftest import share_caches
+from tests.e2e.server import POLL_S
 from tests.fleet.agent_process import Agent, post, publish_tiny
 
 SETTINGS: dict[str, Any] = {"cache": {"max_size_mb": 32}, "server": {"max_body_mb": 1}}
@@ -112,7 +114,7 @@ def test_a_model_outlives_its_engine_and_its_agent(tmp_path: Path, blobs: Path) 
 
         # Unloaded, nothing of it is left but its files; then they go, too.
         while (answer := agent.call("/unload_model", model_id="tiny", only_idle=True))[0] == 409:
-            pass  # its metrics are up to a second old
+            time.sleep(POLL_S)  # its metrics are up to a second old
         status, unloaded = answer
         assert (status, unloaded["cache_state"]) == (200, "UNLOADED")
         assert unloaded["cache_level"] in ("NVME_CACHED", "DRAM_CACHED")
