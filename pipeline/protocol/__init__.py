@@ -1,1 +1,1 @@
-"""The protocol between stages: `messages.py` has every frame, `topology.py` the table of edges."""
+"""The protocol between stages: `messages/` has every frame, `topology.py` the table of edges."""

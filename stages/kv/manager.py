@@ -1,6 +1,6 @@
 """Leases: which sequence holds which pages of one model.
 
-A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/protocol/messages.py`:
+A *lease* is a sequence's hold on pages.  Its life, in messages of `pipeline/protocol/messages/scheduler_kv.py`:
 
     acquire     share the longest known run of full pages (in the arena or in a source), but never the page of the last
                 known token, whose logits are needed; add new pages for the rest

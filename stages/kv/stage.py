@@ -6,7 +6,7 @@
                a fleet's agent exchanges pages and sessions with other engines (page_exchange.py, prefix_exchange.py,
                session_exchange.py)
 
-`pipeline/protocol/messages.py` defines the frames.  After a start of the scheduler or of this stage, the scheduler
+`pipeline/protocol/messages/` defines the frames.  After a start of the scheduler or of this stage, the scheduler
 attaches, receives `KvReady` with reconciled = False, and sends `Reconcile` with its leases.  It receives that `KvReady`
 once for each of its incarnations, because a second `Reconcile` could cross a grant on the way.
 """
