@@ -19,8 +19,12 @@ ALONE_TESTS := $(patsubst %,tests/e2e/test_%.py,dashboards first_seconds memory 
   $(patsubst %,tests/fleet/test_%.py,election hosts kernel_build kubernetes llama_server ray signed_s3 vllm) \
   $(patsubst %,tests/docs/test_%.py,compose compose_key container debian_package deploy) \
   tests/tools/test_bench.py tests/web/%
-# All other slow tests, whose servers may wait for a core: two files at a time, because much of their time is spent
-# waiting. Those that take longest come first, so that neither process ends long before the other.
+# Processes of pytest. Two kept two cores busy for half of the time with fast tests of gateway and orchestrator, and for
+# 70 % of the time with slow tests.
+FAST_PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))
+SERVER_PROCESSES ?= 3
+# All other slow tests, whose servers may wait for a core: several files at a time. Those that take longest come first,
+# so that no process ends long before the others.
 LONGEST_TESTS := tests/fleet/test_session_moves.py tests/docs/test_commands.py tests/tools/test_bench_fleet.py \
   $(patsubst %,tests/e2e/test_%.py,chaos reload constraints phase_matrix kill_matrix run fleet_up cache \
   compatibility prompt_logprobs adapters window_deaths on_demand damaged_weights full_disk architectures draft_model \
@@ -53,14 +57,15 @@ setup: $(VENV)/.locked ## only the virtual environment
 test: test-fast test-slow ## all tests, the fast ones first
 
 test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
-	@$(BIN)/python -m pytest -q -x -n auto --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -x -n $(FAST_PROCESSES) --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
 	@# A short folder: it is in the paths of sockets, which have at most 107 bytes. It stays if a test fails.
-	@folder=$$(mktemp -d -t s.XXXXXX); $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m slow \
-	  --durations=10 --basetemp=$$folder/t $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]; chmod -R u+rwX $$folder; rm -rf $$folder
+	@folder=$$(mktemp -d -t s.XXXXXX); $(BIN)/python -m pytest -q -n $(SERVER_PROCESSES) --dist loadfile \
+	  --no-loadscope-reorder -m slow --durations=10 --basetemp=$$folder/t $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]; \
+	  chmod -R u+rwX $$folder; rm -rf $$folder
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS)
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
