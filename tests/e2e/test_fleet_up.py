@@ -22,6 +22,7 @@ import pytest
 from pipeline.config.schema import DEMO_MODEL
 from pipeline.fleet import token
 from tests.e2e.conftest import share_caches
+from tests.e2e.server import poll_until
 from tests.e2e.up_server import Up
 from tests.fleet.agent_process import post
 from tools.ports import free_port
@@ -215,10 +216,9 @@ def test_streams_outlive_their_agent(fleet: FleetUp) -> None:
         assert content(received[number]) == content(undisturbed[number])
     assert fleet.metrics("starling_fleet_continued_tokens_total")[""] >= N_EVENTS
     # `fleet up` starts the agent again, and it loads its model again.
-    while {one["agent_id"]: len(one.get("loaded_models", ())) for one in state()["agents"]} != {
-        "agent-1": 1,
-        "agent-2": 1,
-    }:
-        pass
+    loaded = {"agent-1": 1, "agent-2": 1}
+    poll_until(
+        lambda: {one["agent_id"]: len(one.get("loaded_models", ())) for one in state()["agents"]} == loaded, state
+    )
     assert fleet.stop() == 0
     assert fleet.pids() == {}
