@@ -19,16 +19,17 @@ from starling.cli.reload import change, gone
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import events, wait_answering
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import Server, poll_until, wait_gone
 from tests.e2e.traffic import Traffic, tokens_of
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
 REQUEST: dict[str, Any] = {"prompt": [5, 6, 7, 8], "max_tokens": 100, "ignore_eos": True, "seed": 3}
-LONG: dict[str, Any] = {**REQUEST, "max_tokens": 3000, "n": 8}  # takes longer than a reload
+LONG: dict[str, Any] = {**REQUEST, "max_tokens": 1500, "n": 8}  # takes five times as long as a reload
 SMALL, ODD = (SHAPES[name]._replace(context_length=8192) for name in ("small", "odd"))
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
+Undisturbed = Callable[..., str]
 
 
 class Files:
@@ -105,11 +106,13 @@ def arenas(server: Server) -> list[str]:
 
 def wait_until(condition: Callable[[], bool], server: Server) -> None:
     """Request /ready until it answers 200 and `condition` holds."""
-    for _ in range(20_000):
+
+    def holds() -> bool:
         with contextlib.suppress(OSError):
-            if server.request("GET", "/ready")[0] == 200 and condition():
-                return
-    raise AssertionError("it did not come:\n" + "".join(server.output[-60:]))
+            return server.request("GET", "/ready")[0] == 200 and condition()
+        return False
+
+    poll_until(holds, lambda: "it did not come:\n" + "".join(server.output[-60:]))
 
 
 class Stream(threading.Thread):
@@ -147,8 +150,26 @@ def summary(found: list[dict[str, Any]]) -> str:
     return json.dumps([choices, found[-1]["usage"]["completion_tokens"]], sort_keys=True)
 
 
-def test_a_reload_switches_new_requests_and_old_streams_finish_on_the_old_version(server: Server, files: Files) -> None:
-    on_a, long_on_a = tokens(server), Stream(server).result()
+@pytest.fixture(scope="module")
+def undisturbed() -> Undisturbed:
+    """`undisturbed(server, "a", 3)`: the result of `LONG` with seed 3 on the file `a`, which the server has loaded.
+
+    It is computed once, on the first server that needs it: the bytes of a request do not depend on the server.
+    """
+    found: dict[tuple[str, int], str] = {}
+
+    def result(server: Server, file: str, seed: int = LONG["seed"]) -> str:
+        if (file, seed) not in found:
+            found[file, seed] = Stream(server, seed=seed).result()
+        return found[file, seed]
+
+    return result
+
+
+def test_a_reload_switches_new_requests_and_old_streams_finish_on_the_old_version(
+    server: Server, files: Files, undisturbed: Undisturbed
+) -> None:
+    on_a, long_on_a = tokens(server), undisturbed(server, "a")
     stream = Stream(server)
     assert stream.begun.wait(TIMEOUT_S)
     state = reload(server, files.b)
@@ -334,7 +355,7 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     # After the timeout the remaining streams end with an error.
     reload(server, files.b, "load", "two", kv_cache_mb=16)
     # These need so many steps, without draft tokens, that the command begins before they end.
-    stream = Stream(server, model="two", n=16, temperature=2.0, logprobs=1)
+    stream = Stream(server, model="two", max_tokens=3000, n=16, temperature=2.0, logprobs=1)
     assert stream.begun.wait(TIMEOUT_S)
     starling(server, "unload", "two", "--timeout", "0", code=1)
     stream.join(TIMEOUT_S)
@@ -383,11 +404,14 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("phase", "victim"), DEATHS)
-def test_a_reload_survives_the_death_of_any_stage(server: Server, files: Files, phase: str, victim: str) -> None:
+def test_a_reload_survives_the_death_of_any_stage(
+    server: Server, files: Files, undisturbed: Undisturbed, phase: str, victim: str
+) -> None:
     """The new version serves in the end, every stream keeps its bytes, and no file is left."""
-    undisturbed = {seed: Stream(server, seed=seed).result() for seed in (1, 2)}
+    seeds = () if victim == "gateway" else (1, 2)
+    results = [undisturbed(server, "a", seed) for seed in seeds]
     expected = tokens(server)
-    streams = [] if victim == "gateway" else [Stream(server, seed=seed) for seed in undisturbed]
+    streams = [Stream(server, seed=seed) for seed in seeds]
     assert all(stream.begun.wait(TIMEOUT_S) for stream in streams)
     killed = threading.Event()
 
@@ -405,19 +429,20 @@ def test_a_reload_survives_the_death_of_any_stage(server: Server, files: Files, 
     wait_answering(server)
     wait_until(lambda: True, server)
     assert tokens(server) != expected
-    for stream, result in zip(streams, undisturbed.values(), strict=False):
-        assert stream.result() == result
+    assert [stream.result() for stream in streams] == results
     gone(run_dir(server), state, float("inf"))
     wait_until(lambda: workers(server) == {"worker-tiny@1"}, server)
     wait_until(lambda: arenas(server) == ["tiny@1.act", "tiny@1.kv", "tiny@1.steps"], server)
 
 
-def test_a_stream_of_the_old_version_outlives_the_gateway(server: Server, files: Files) -> None:
+def test_a_stream_of_the_old_version_outlives_the_gateway(
+    server: Server, files: Files, undisturbed: Undisturbed
+) -> None:
     """It began before the switch and is resumed after it, on its own version."""
     key = {"Authorization": "Bearer sk-user"}
     begun: list[tuple[str, dict[str, Any]]] = []
     for version in range(1, 9):
-        undisturbed = summary([data for _, data in events(server, "/v1/generate", {**LONG, "stream": True}, key)])
+        expected = undisturbed(server, "a" if version % 2 else "b")
         begun.clear()
         is_under_way = False
         with contextlib.suppress(OSError, ValueError):
@@ -438,6 +463,6 @@ def test_a_stream_of_the_old_version_outlives_the_gateway(server: Server, files:
     wait_answering(server)
     last = begun[-1][0]
     rest = list(events(server, f"/v1/requests/{last.partition(':')[0]}", None, {**key, "Last-Event-ID": last}))
-    assert summary([data for _, data in begun + rest]) == undisturbed
+    assert summary([data for _, data in begun + rest]) == expected
     wait_until(lambda: workers(server) == {f"worker-tiny@{version}"}, server)
     assert tokens_of([{"tokens": tokens(server)}]) != []
