@@ -6,13 +6,14 @@ import json
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.json_prefix import MAX_DEPTH, JsonValue
 from pipeline.api.requests.tool_formats import FORMATS
 from stages.gateway.tool_calls.call_object import MAX_HEAD
 from stages.gateway.tool_calls.call_parser import MAX_SPACE, Arguments, CallBegin, CallEnd, CallParser, Item, Text
+from tests.properties import examples
 
 NAMES = {"weather", "sum"}
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
@@ -198,6 +199,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=14).
 forms = st.sampled_from(sorted(FORMATS))
 
 
+@settings(max_examples=examples(30))
 @given(texts, forms, st.lists(st.integers(1, 400), max_size=20), st.booleans())
 def test_the_cuts_of_a_text_do_not_matter(text: str, form: str, cuts: list[int], is_single: bool) -> None:
     whole = parse(text, form, is_single=is_single)

@@ -8,13 +8,14 @@ import math
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.fields import integer, number, read_fields
 from pipeline.api.json_body import parse_object
 from pipeline.api.requests import chat, completions, generate
 from pipeline.errors import InvalidRequest
+from tests.properties import examples
 
 JSON = st.recursive(
     st.none()
@@ -27,6 +28,7 @@ JSON = st.recursive(
 )
 
 
+@settings(max_examples=examples(50))
 @given(st.dictionaries(st.text(), JSON, max_size=5), st.booleans())
 def test_every_object_survives_a_round_trip(value: dict, escaped: bool) -> None:
     body = json.dumps(value, ensure_ascii=escaped).encode()
@@ -39,6 +41,7 @@ def test_any_bytes_give_an_object_or_an_invalid_request(body: bytes) -> None:
         assert isinstance(parse_object(body), dict)
 
 
+@settings(max_examples=examples(30))
 @given(st.dictionaries(st.sampled_from(sorted({*chat.FIELDS, *completions.FIELDS, *generate.FIELDS})), JSON))
 def test_any_values_give_a_generation_request_or_an_invalid_request(body: dict) -> None:
     for module in (chat, completions, generate):

@@ -36,6 +36,7 @@ from tests.gateway.journal_records import open_journal, recovered
 from tests.gateway.peers import Generator, make_token_bytes
 from tests.gateway.request_states import make_state
 from tests.gateway.vocabularies import vocabulary_of
+from tests.properties import examples
 
 GATEWAY = str(Path(__file__).resolve().parents[2] / "stages" / "gateway" / "*")
 
@@ -168,7 +169,7 @@ async def test_a_restored_request_gives_the_same_bytes() -> None:
     check()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.lists(requests(), max_size=30), st.integers(1, 5000), st.integers(1, 8))
 def test_the_bounds_hold_and_the_oldest_entries_are_dropped_first(
     several: list[RequestState], max_bytes: int, most: int

@@ -18,6 +18,7 @@ from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS, read_body
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, TestAgent
 from tests.orchestrator.streams import MINE
+from tests.properties import examples
 
 TALK = [{"role": "user", "content": "x"}]
 VALID: dict[str, dict[str, Any]] = {
@@ -131,7 +132,7 @@ def outcome(read: Callable[[], Any]) -> Any:
         return error_response(refused)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60))
 @given(requests())
 def test_any_body_gets_the_error_of_the_gateway(request: tuple[str, bytes, str, str]) -> None:
     path, data, kind, coding = request

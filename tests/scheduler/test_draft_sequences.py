@@ -326,7 +326,7 @@ def test_cached_pages_of_draft_sequences_are_correct(differs):
     assert pair.draft.tokens == alone.tokens
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**32),
     differs=st.sampled_from([0, 0, 1, 2, 5, 20]),

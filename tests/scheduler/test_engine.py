@@ -68,7 +68,7 @@ def test_tokens_past_a_stop_are_discarded_and_pages_wait_for_them():
     assert world.engine.stats.discarded == PACING.max_depth - 1
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     batch=st.integers(1, 9),
