@@ -19,6 +19,7 @@ from shm import words
 from stages.worker import activations_arena as act
 from stages.worker.kernels import compiled
 from stages.worker.model import Arenas, Model, RankTable
+from stages.worker.rank_places import node_of
 
 FOLLOW_NS = 60_000_000_000  # how long a rank stays in compiled code without a step before it returns to Python
 NO_LIMIT_NS = 3_600_000_000_000  # for `compute_ready`: effectively until the last published step
@@ -31,16 +32,27 @@ class WorkerGroup:
     spends in the phases of a step (`RankTable.phases`).
     """
 
-    def __init__(self, model: Model, arenas: Arenas, profile: bool = False, clusters: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: Model,
+        arenas: Arenas,
+        profile: bool = False,
+        clusters: Sequence[int] = (),
+        nodes: Sequence[int] = (),
+        copies: Sequence[Model] = (),
+    ) -> None:
         """Compiled kernels must be in the cache. The number of ranks is `arenas.geometry.ranks`.
 
         clusters: the number of ranks of each cluster of the barrier; none: it has no clusters.
+        nodes: likewise of each memory node, as many as `arenas.geometry.nodes`; none: there is one.
+        copies: the model with the weights of each node; none: all ranks use those of `model`.
         Raises `ValueError` when model and arenas do not belong together.
         """
         self.model, self.arenas = model, arenas
         self.ranks = arenas.geometry.ranks
-        act.reset_barrier(act.control_words(arenas.activations), self.ranks, clusters)
-        self.tables = [RankTable(model, arenas, rank, profile) for rank in range(self.ranks)]
+        act.reset_barrier(act.control_words(arenas.activations), self.ranks, clusters, nodes)
+        models = [copies[node_of(nodes, rank)] if copies else model for rank in range(self.ranks)]
+        self.tables = [RankTable(own, arenas, rank, profile) for rank, own in enumerate(models)]
         self._control = arenas.activations.buffer.ctypes.data
         self._number = 0  # of the last announcement: even for a step, odd for a return to Python
         self._is_closing = False

@@ -11,12 +11,14 @@ manager the caller composes each step, and every row owns a fixed set of pages.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from pipeline.models.store import no_progress
 from shm import step_ring as sh
 from shm import words
 from shm.checkpoint import Checkpoint
@@ -24,6 +26,7 @@ from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.adapters.prepared import Prepared
+from stages.worker.checkpoint.weight_copies import copy_weights
 from stages.worker.kernels import build, stored_code
 from stages.worker.model import Arenas, Model
 from starling.worker_group import WorkerGroup
@@ -71,6 +74,7 @@ class StepRunner:
         *,
         ranks: int = 1,
         clusters: Sequence[int] = (),
+        nodes: Sequence[int] = (),
         kv_type: str = "f16",
         page_tokens: int = 32,
         max_rows: int = 32,
@@ -84,6 +88,7 @@ class StepRunner:
         """`max_tokens`: positions of a row, 0 for the model's context; `table_seed` draws which pages a row owns.
 
         `clusters`: the number of ranks of each cluster of their barrier; none: it has no clusters.
+        `nodes`: likewise of each emulated memory node, whose ranks have weights of their own.
         Compiles kernels that are not in the cache.
         """
         checkpoint = Checkpoint(index_path)
@@ -106,6 +111,7 @@ class StepRunner:
             min(max_tokens, h.context_length),
             ranks,
             memory.max_rank if memory is not None else 0,
+            max(1, len(nodes)),
         )
         digest = self.model.digest
         steps_arena, self.steps = sh.create_steps(directory / "runner.steps", steps_geometry, digest)
@@ -115,7 +121,10 @@ class StepRunner:
         self._arenas = (steps_arena, kv_arena, activations)
         self.pages = kv.pages  # (n_pages, page_bytes) u8
         arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, self.geometry)
-        self.group = WorkerGroup(self.model, arenas, profile, clusters)
+        everywhere = [sorted(os.sched_getaffinity(0)) for _ in nodes]
+        weights = copy_weights(checkpoint, everywhere, no_progress)
+        copies = [Model(checkpoint, memory, data) for data in weights]
+        self.group = WorkerGroup(self.model, arenas, profile, clusters, nodes, copies)
         order = np.random.default_rng(table_seed).permutation(n_pages).astype(np.int32)
         self.steps.tables[:] = order.reshape(max_rows, row_pages)
         self.epochs: dict[int, int] = {}  # by row: of its token masks, see `write_mask`

@@ -6,10 +6,12 @@ The scheduler creates the step arena with the geometry given here.  kv and worke
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from typing import NamedTuple
 
 from pipeline.config.schema import Config, ModelConfig
+from shm import memory_nodes
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
 from shm.layer_groups import LayerGroups
@@ -115,8 +117,12 @@ def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
         _file_bytes(steps_bytes(steps)),
         _file_bytes(
-            _activations_bytes(
-                steps, hyper, config.scheduler.max_step_tokens, model.max_adapter_rank if model.adapters else 0
+            activations_bytes(
+                steps,
+                hyper,
+                config.scheduler.max_step_tokens,
+                model.max_adapter_rank if model.adapters else 0,
+                _n_nodes(model),
             )
         ),
     )
@@ -126,8 +132,19 @@ def _file_bytes(contents: int) -> int:
     return HEADER_BYTES + align(contents, 4096)
 
 
-def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adapter_rank: int) -> int:
-    """As `stages.worker.activations_arena.activations_bytes`, which only the worker may import."""
+def _n_nodes(model: ModelConfig) -> int:
+    """Memory nodes that the ranks of `model` are on, as `stages.worker.rank_places` finds them."""
+    allowed = sorted(os.sched_getaffinity(0))
+    cpus = [cpu for cpu in model.cpus if cpu in allowed] or allowed
+    ranks = model.ranks or len(cpus)
+    return 1 if ranks > len(cpus) else len(memory_nodes.of(cpus[:ranks]))
+
+
+def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adapter_rank: int, nodes: int = 1) -> int:
+    """As `stages.worker.activations_arena.activations_bytes`, which only the worker may import.
+
+    nodes: memory nodes that the ranks are on.
+    """
     tokens = max(max_step_tokens, steps.max_entries, steps.max_samples)
     samples, heads = steps.max_samples, h.n_heads * h.head_dim
     positions = min(steps.max_tokens, h.context_length)
@@ -139,6 +156,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         tokens * _row_bytes(h.shared_ffn_width),
     )
     plan = 8 * (11 + 15 * steps.max_entries + 4 * tokens + 3 * samples)
+    normed = 4 * tokens * h.width, tokens * _row_bytes(h.width)
     buffers = (
         plan,
         plan,  # of the last layer
@@ -146,8 +164,7 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         64 * 16,
         4 * tokens * h.width,
         4 * tokens * h.width,
-        4 * tokens * h.width,
-        tokens * _row_bytes(h.width),
+        *(normed if nodes == 1 else ()),
         tokens * align(4 * (heads + 2 * h.n_kv_heads * h.head_dim)),
         tokens * 4 * heads,
         tokens * _row_bytes(heads),
@@ -159,8 +176,17 @@ def _activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, ada
         *(experts if h.n_experts else ()),
         *((tokens * 3 * align(4 * adapter_rank),) if adapter_rank else ()),
     )
-    at = align(8 * (64 + 18 * MAX_RANKS))
-    for size in buffers:
+    end = _end_of_buffers(buffers, align(8 * (64 + 36 * MAX_RANKS)))
+    if nodes == 1:
+        return end
+    hidden = () if h.n_experts else (tokens * _row_bytes(h.ffn_width),)
+    own = _end_of_buffers((*normed, tokens * _row_bytes(heads), *hidden), 0)  # of each node
+    return align(end, 4096) + nodes * align(own, 4096)
+
+
+def _end_of_buffers(sizes: tuple[int, ...], at: int) -> int:
+    """Where buffers of these sizes end that begin at `at`."""
+    for size in sizes:
         at = align(at + size) + 64
     return at
 

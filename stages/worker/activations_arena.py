@@ -8,10 +8,17 @@ end.  It begins with `CONTROL_WORDS` control words; each cache line has one writ
     word 64 + 8 r    rank r: barrier line; its third word is set while the rank sleeps on STEP
     word 576 + 8 r   rank r: cluster line of the barrier
     word 1088 + 2 r  rank 0, before the others are attached: leader and end of the cluster of rank r
+    word 1216 + 8 r  rank r, the first of a memory node: barrier epoch of the node's ranks
+    word 1728 + 8 r  rank r: its line in the barrier of its node
+    word 2240 + 2 r  rank 0, before the others are attached: first rank and end of the node of rank r; end 0: no nodes
 
 The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
 writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
 ranks.
+
+Where ranks are on several memory nodes (rank_places.py), each node has a part of the arena to itself, at the end, with
+normed rows of its own, and copies of records that ranks of all nodes write.  Its memory is reserved beside its ranks;
+that of the other buffers is taken from the nodes in turns.
 """
 
 from __future__ import annotations
@@ -23,8 +30,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.errors import ResourceError
-from shm import words
-from shm.arena import Arena, align
+from shm import memory_nodes, words
+from shm.arena import Arena, ArenaError, align
 from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
@@ -39,13 +46,17 @@ from stages.worker.kernels.buffer_sizes import (
 )
 
 KIND = "activations"
-LAYOUT = 3
+LAYOUT = 4
 BARRIER, STEP, LINES = 0, 16, 64  # words
 CLUSTERS = LINES + 8 * MAX_RANKS
 _CLUSTER_TABLE = CLUSTERS + 8 * MAX_RANKS
 SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
-CONTROL_WORDS = _CLUSTER_TABLE + 2 * MAX_RANKS
+NODE_EPOCHS = _CLUSTER_TABLE + 2 * MAX_RANKS
+NODE_LINES = NODE_EPOCHS + 8 * MAX_RANKS
+_NODE_TABLE = NODE_LINES + 8 * MAX_RANKS
+CONTROL_WORDS = _NODE_TABLE + 2 * MAX_RANKS
 MIN_SPLIT_RESULTS = 2048
+TURN_BYTES = 64 << 10  # of the buffers of all ranks, taken from one node: so that each buffer lies on all nodes
 
 
 class ActivationsGeometry(NamedTuple):
@@ -58,6 +69,7 @@ class ActivationsGeometry(NamedTuple):
     max_positions: int  # of a sequence
     ranks: int
     adapter_rank: int = 0  # of LoRA adapters; 0: none can be loaded
+    nodes: int = 1  # memory nodes that the ranks are on
 
     def check(self) -> None:
         """Raises `ValueError` for a bound that is impossible."""
@@ -67,12 +79,17 @@ class ActivationsGeometry(NamedTuple):
                 raise ValueError(f"{name} is {value}, expected at least {least}")
         if self.ranks > MAX_RANKS:
             raise ValueError(f"ranks is {self.ranks}, at most {MAX_RANKS}")
+        if self.nodes > self.ranks:
+            raise ValueError(f"nodes is {self.nodes}, at most {self.ranks}, the number of ranks")
 
 
 def geometry_for(
-    steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: int, adapter_rank: int = 0
+    steps: StepsGeometry, h: Hyper, max_step_tokens: int, ranks: int, adapter_rank: int = 0, nodes: int = 1
 ) -> ActivationsGeometry:
-    """The bounds that the scheduler's steps arena and `scheduler.max_step_tokens` give a group of `ranks`."""
+    """The bounds that the scheduler's steps arena and `scheduler.max_step_tokens` give a group of `ranks`.
+
+    nodes: memory nodes that the ranks are on.
+    """
     return ActivationsGeometry(
         step_tokens=max(max_step_tokens, steps.max_entries, steps.max_samples),
         step_samples=steps.max_samples,
@@ -81,6 +98,7 @@ def geometry_for(
         max_positions=min(steps.max_tokens, h.context_length),
         ranks=ranks,
         adapter_rank=adapter_rank,
+        nodes=nodes,
     )
 
 
@@ -117,9 +135,11 @@ def strides(h: Hyper) -> dict[int, int]:
 
 
 def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
-    """Bytes of each buffer, by the word of the parameter block that holds its address; in the order of the file."""
+    """Bytes of each buffer, by the word of the parameter block that holds its address; in the order of the file.
+
+    With several memory nodes those of `_node_sizes` follow, for each node.
+    """
     s = strides(h)
-    rows = max(g.step_tokens, g.step_samples)
     pairs = g.step_tokens * max(1, h.n_experts_used)  # of a token and an expert
     sizes = {
         c.PLAN: 8 * plan_words(g.max_entries, g.step_tokens, g.step_samples),
@@ -128,8 +148,7 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
         c.SPLITS_DONE: 64 * SPLIT_UNITS,
         c.X: 4 * g.step_tokens * h.width,
         c.Y: 4 * g.step_tokens * h.width,
-        c.NORM: 4 * rows * h.width,
-        c.NORM_Q: rows * s[c.NORM_Q_STRIDE],
+        **(_normed_sizes(g, h) if g.nodes == 1 else {}),
         c.QKV: g.step_tokens * s[c.QKV_STRIDE],
         c.ATTN_OUT: g.step_tokens * s[c.ATTN_OUT_STRIDE],
         c.ATTN_OUT_Q: g.step_tokens * s[c.ATTN_OUT_Q_STRIDE],
@@ -150,14 +169,41 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     return sizes
 
 
-def offsets(g: ActivationsGeometry, h: Hyper) -> tuple[dict[int, int], int]:
-    """The offset of each buffer in bytes, and the size of all."""
-    at, found = align(8 * CONTROL_WORDS), {}
-    for name, size in _sizes(g, h).items():
+def _normed_sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
+    rows = max(g.step_tokens, g.step_samples)
+    return {c.NORM: 4 * rows * h.width, c.NORM_Q: rows * strides(h)[c.NORM_Q_STRIDE]}
+
+
+def _node_sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
+    """As `_sizes`, of the buffers that each of several memory nodes has; {} with one node."""
+    if g.nodes == 1:
+        return {}
+    s = strides(h)
+    sizes = _normed_sizes(g, h) | {c.ATTN_OUT_COPY: g.step_tokens * s[c.ATTN_OUT_Q_STRIDE]}
+    if not h.n_experts:
+        sizes[c.HIDDEN_COPY] = g.step_tokens * s[c.HIDDEN_Q_STRIDE]
+    return sizes
+
+
+def _place(sizes: dict[int, int], at: int) -> tuple[dict[int, int], int]:
+    """Offsets of buffers of these sizes from `at` on, and their end."""
+    found = {}
+    for name, size in sizes.items():
         found[name] = at
         # One cache line more than needed: whole vectors are stored, and rows do not share cache sets.
         at = align(at + size) + 64
     return found, at
+
+
+def offsets(g: ActivationsGeometry, h: Hyper, node: int = 0) -> tuple[dict[int, int], int]:
+    """The offset of each buffer in bytes as ranks of `node` use them, and the size of all buffers of all nodes."""
+    found, end = _place(_sizes(g, h), align(8 * CONTROL_WORDS))
+    sizes = _node_sizes(g, h)
+    if not sizes:
+        return found, end
+    first = align(end, 4096)  # pages belong to one node
+    each = align(_place(sizes, 0)[1], 4096)
+    return found | _place(sizes, first + node * each)[0], first + g.nodes * each
 
 
 def activations_bytes(g: ActivationsGeometry, h: Hyper) -> int:
@@ -165,10 +211,34 @@ def activations_bytes(g: ActivationsGeometry, h: Hyper) -> int:
     return offsets(g, h)[1]
 
 
-def create_activations(path: Path, g: ActivationsGeometry, h: Hyper, digest: bytes) -> Arena:
-    """Create the arena; called by rank 0. Raises `ArenaError` when it does not fit, `ValueError` for a bad geometry."""
+def create_activations(
+    path: Path, g: ActivationsGeometry, h: Hyper, digest: bytes, node_cpus: Sequence[Sequence[int]] = ()
+) -> Arena:
+    """Create the arena; called by rank 0. Raises `ArenaError` when it does not fit, `ValueError` for a bad geometry.
+
+    node_cpus: the CPUs of the ranks of each memory node, beside which memory is reserved; without nodes none.
+    """
     g.check()
-    return Arena.create(path, KIND, LAYOUT, activations_bytes(g, h), dict(g._asdict()), digest)
+    size = activations_bytes(g, h)
+    if not node_cpus:
+        return Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest)
+    arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest, reserved=0)
+    try:
+        memory_nodes.reserve(arena, _parts(g, h, size, node_cpus))
+    except OSError as error:
+        arena.close()
+        arena.unlink()
+        raise ArenaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
+    return arena
+
+
+def _parts(g: ActivationsGeometry, h: Hyper, size: int, node_cpus: Sequence[Sequence[int]]) -> list[memory_nodes.Part]:
+    """Which part of the arena lies on which node."""
+    first = align(_place(_sizes(g, h), align(8 * CONTROL_WORDS))[1], 4096)
+    each = (size - first) // len(node_cpus)
+    own = [(first + (node + 1) * each, cpus) for node, cpus in enumerate(node_cpus)]
+    # The arena's header lies before its contents, and a part's last page is whole.
+    return memory_nodes.in_turns(0, first, node_cpus, TURN_BYTES) + own
 
 
 def attach_activations(path: Path, digest: bytes) -> tuple[Arena, ActivationsGeometry]:
@@ -185,15 +255,21 @@ def control_words(arena: Arena) -> np.ndarray:
     return arena.view(0, (CONTROL_WORDS,), np.int64)
 
 
-def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = ()) -> None:
-    """Set up the words of the barrier (shm/barrier.py). Only for rank 0, before any rank is attached.
+def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = (), nodes: Sequence[int] = ()) -> None:
+    """Set up the words of the barriers (shm/barrier.py). Only for rank 0, before any rank is attached.
 
     clusters: the number of ranks of each (rank_clusters.py); without any the barrier has none.
+    nodes: likewise of each memory node (rank_places.py); without any there is no barrier of a node.
     Raises `ValueError` if their sum is not `ranks`.
     """
-    if clusters and (sum(clusters) != ranks or min(clusters) < 1):
-        raise ValueError(f"clusters have {list(clusters)} ranks, expected {ranks} in all and at least 1 in each")
+    for name, parts in (("clusters", clusters), ("nodes", nodes)):
+        if parts and (sum(parts) != ranks or min(parts) < 1):
+            raise ValueError(f"{name} have {list(parts)} ranks, expected {ranks} in all and at least 1 in each")
     for rank in range(ranks):
+        for at in (NODE_EPOCHS + 8 * rank, NODE_LINES + 8 * rank, NODE_LINES + 8 * rank + 1):
+            words.store(control, at, 0)
+        for at in (_NODE_TABLE + 2 * rank, _NODE_TABLE + 2 * rank + 1):
+            words.store(control, at, 0)
         words.store(control, LINES + 8 * rank, 0)
         words.store(control, LINES + 8 * rank + 1, 0)
         words.store(control, CLUSTERS + 8 * rank, 0)
@@ -205,12 +281,31 @@ def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = ())
             words.store(control, _CLUSTER_TABLE + 2 * rank, leader)
             words.store(control, _CLUSTER_TABLE + 2 * rank + 1, leader + size)
         leader += size
+    first = 0
+    for size in nodes:
+        for rank in range(first, first + size):
+            words.store(control, _NODE_TABLE + 2 * rank, first)
+            words.store(control, _NODE_TABLE + 2 * rank + 1, first + size)
+        first += size
     words.store(control, BARRIER, 0)
 
 
 def has_clusters(control: np.ndarray) -> bool:
     """Whether the barrier was set up with clusters."""
     return words.load(control, _CLUSTER_TABLE + 1) != 0
+
+
+def ranks_of_node(control: np.ndarray, rank: int) -> range:
+    """The ranks of the memory node of a rank; empty if the barrier was set up without nodes."""
+    return range(words.load(control, _NODE_TABLE + 2 * rank), words.load(control, _NODE_TABLE + 2 * rank + 1))
+
+
+def node_of(control: np.ndarray, rank: int) -> int:
+    """The number of a rank's memory node; 0 without nodes."""
+    first, found = ranks_of_node(control, rank).start, 0
+    while first > 0:
+        first, found = ranks_of_node(control, first - 1).start, found + 1
+    return found
 
 
 def announce(control: np.ndarray, number: int, ranks: int) -> None:

@@ -1,7 +1,7 @@
-"""The capacity check of a model that was converted after its load had begun.
+"""The capacity check of a model that was converted after its load had begun, and the memory that weight copies find.
 
-Before that the size of its arenas was an estimate (pipeline/models/capacity.py), and could be much too small for a long
-context or a large vocabulary.  Now it is known, and nothing of the version exists yet.
+Before the conversion the size of its arenas was an estimate (pipeline/models/capacity.py), and could be much too small
+for a long context or a large vocabulary.  Now it is known, and nothing of the version exists yet.
 """
 
 from __future__ import annotations
@@ -24,6 +24,18 @@ def check_memory(
     config: Config, version: ModelVersion, measure: Callable[[Config], capacity.FreeMemory] = capacity.measure
 ) -> None:
     """Raise `ResourceError` with the numbers unless a version that is converted by now fits."""
-    if (paths.arena_dir(config) / f"{version.slug}.kv").exists():
-        return  # an earlier worker of it was served, and what its arenas take is not free
-    capacity.check(config, version.settings, measure(config))
+    if not _has_arenas(config, version):  # else an earlier worker of it was served: what they take is not free
+        capacity.check(config, version.settings, measure(config))
+
+
+def memory_left(
+    config: Config, version: ModelVersion, measure: Callable[[Config], capacity.FreeMemory] = capacity.measure
+) -> int:
+    """Bytes of memory that are available beside the arenas of a version that is converted."""
+    arenas = 0 if _has_arenas(config, version) else capacity.need(config, version.settings)
+    return max(0, measure(config).memory - arenas)
+
+
+def _has_arenas(config: Config, version: ModelVersion) -> bool:
+    """Whether its largest arena exists. What that has yet to reserve does not count as free."""
+    return (paths.arena_dir(config) / f"{version.slug}.kv").exists()

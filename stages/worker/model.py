@@ -70,8 +70,13 @@ def _bits(value: float) -> int:
 class Model:
     """A checkpoint, mapped: `hyper`, `digest` (raw), `words` (the model's part of a parameter block), `layers`."""
 
-    def __init__(self, checkpoint: Checkpoint, adapters: AdapterMemory | None = None) -> None:
-        """`adapters`: those that its sequences may name. Raises `ModelUnavailable` (kernels do not support it)."""
+    def __init__(
+        self, checkpoint: Checkpoint, adapters: AdapterMemory | None = None, weights: np.ndarray | None = None
+    ) -> None:
+        """`adapters`: those that its sequences may name. `weights`: a copy of `checkpoint.data` that is used instead.
+
+        Raises `ModelUnavailable` (kernels do not support it).
+        """
         self.checkpoint = checkpoint
         self.adapters = adapters
         self.index = self.checkpoint.index
@@ -84,7 +89,8 @@ class Model:
                 f"{bs.MAX_GROUP_ROWS}",
                 param="model",
             )
-        self._base = self.checkpoint.data.ctypes.data
+        self.weights = checkpoint.data if weights is None else weights
+        self._base = self.weights.ctypes.data
         self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
         self.layers = np.zeros((h.n_layers, c.LAYER_WORDS), np.int64)
         for i, row in enumerate(self.layers):
@@ -224,7 +230,10 @@ class RankTable:
             c.KV_WIDTH: KV_TYPES[kv.kv_type],
         }
         base = arenas.activations.buffer.ctypes.data
-        words |= {name: base + at for name, at in act.offsets(g, model.hyper)[0].items()}
+        control = act.control_words(arenas.activations)
+        nearby = act.ranks_of_node(control, rank) or range(g.ranks)
+        node = act.node_of(control, rank)
+        words |= {name: base + at for name, at in act.offsets(g, model.hyper, node)[0].items()}
         words |= act.strides(model.hyper)
         if g.adapter_rank:
             words |= {
@@ -239,9 +248,16 @@ class RankTable:
             c.RANKS: g.ranks,
             c.BARRIER: base + 8 * act.BARRIER,
             c.LINES: base + 8 * act.LINES,
-            c.CLUSTERS: base + 8 * act.CLUSTERS if act.has_clusters(act.control_words(arenas.activations)) else 0,
+            c.CLUSTERS: base + 8 * act.CLUSTERS if act.has_clusters(control) else 0,
+            c.NODE_RANK: rank - nearby.start,
+            c.NODE_RANKS: len(nearby),
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
+        if g.nodes > 1:
+            words |= {
+                c.NODE_BARRIER: base + 8 * (act.NODE_EPOCHS + 8 * nearby.start),
+                c.NODE_LINES: base + 8 * (act.NODE_LINES + 8 * nearby.start),
+            }
         words |= self._scratch(model.hyper, g)
         words |= compiled.addresses(kv.kv_type, stored_code.extra_entries(model.hyper, g.adapter_rank > 0))
         self.table, needed = np.zeros((2, c.WORDS), np.int64)  # views of one array, which `table` keeps

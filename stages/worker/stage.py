@@ -16,7 +16,10 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
@@ -39,11 +42,12 @@ from stages.worker import activations_arena as act
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
+from stages.worker.checkpoint.weight_copies import copy_weights, should_copy
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.memory_check import check_memory, is_planned
+from stages.worker.memory_check import check_memory, is_planned, memory_left
 from stages.worker.model import Model
-from stages.worker.rank_clusters import arrange
+from stages.worker.rank_places import place_ranks
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
 from stages.worker.warm_up import warm_up
 
@@ -78,17 +82,24 @@ class WorkerStage:
         self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
         self._arriving: ArrivingWeights | None = None  # None: all weights are here
-        checkpoint = self._prepare()
-        self.adapters: dict[str, str] = {}  # digest by name
-        self.model = Model(checkpoint, self._load_adapters(checkpoint))
-        self._vocabulary = ""
-        if config.drafts(self.version.name):
-            self._vocabulary = self.model.index.vocabulary_digest
         allowed = sorted(os.sched_getaffinity(0))
         cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
         self.n_ranks = model_config.ranks or len(cpus)
-        cpus, self._clusters = arrange(cpus, self.n_ranks)
-        self.ranks: list[Rank] = [spawn(self.model, rank, self.n_ranks, cpus) for rank in range(1, self.n_ranks)]
+        self._places = place_ranks(cpus, self.n_ranks)
+        checkpoint = self._prepare()
+        self.adapters: dict[str, str] = {}  # digest by name
+        adapters = self._load_adapters(checkpoint)
+        copies = self._copy_weights(checkpoint)
+        models = [Model(checkpoint, adapters, weights) for weights in copies] or [Model(checkpoint, adapters)]
+        self.model = models[0]  # rank 0's
+        self._vocabulary = ""
+        if config.drafts(self.version.name):
+            self._vocabulary = self.model.index.vocabulary_digest
+        places, cpus = self._places, self._places.cpus
+        self.ranks: list[Rank] = [
+            spawn(models[places.node_of(rank) if copies else 0], rank, self.n_ranks, cpus)
+            for rank in range(1, self.n_ranks)
+        ]
         # ZeroMQ's threads are created before `pin`, which then pins this thread alone.
         self.link = self.loop.connect("scheduler-worker", self._on_frame)
         self.link.on_up = self._on_scheduler
@@ -105,13 +116,7 @@ class WorkerStage:
     def _prepare(self) -> Checkpoint:
         """Fetch, ingest and compile whatever is missing; returns the verified checkpoint."""
         self._phases.enter("open")
-
-        def progress(phase: str, done: int, total: int) -> None:
-            self.loop.tick()
-            if self._phases.enter(phase):
-                self.loop.reason = f"preparing {self.name}: {phase}"
-                log.info("preparing", extra={"model": self.name, "phase": phase})
-
+        progress = self._report_preparation
         with self.loop.allow_stall(PREPARE_S):
             allowed, folder = self.config.registry.sources, paths.models_dir()
             planned = is_planned(self.version, folder)
@@ -124,8 +129,26 @@ class WorkerStage:
                 log.info("weights are still downloaded", extra={"model": self.name})
             else:
                 checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
-            self._phases.enter("start ranks")
             return checkpoint
+
+    def _copy_weights(self, checkpoint: Checkpoint) -> list[np.ndarray]:
+        """The weights of each memory node; [] if all ranks use those of the checkpoint."""
+        n_nodes, setting = len(self._places.nodes), self.config.performance.weight_copies
+        nbytes, left = checkpoint.data.nbytes, partial(memory_left, self.config, self.version)
+        copies: list[np.ndarray] = []
+        # Without all weights there is nothing to copy yet: the ranks use the file until the group starts again.
+        if self._arriving is None and should_copy(setting, self.name, nbytes, n_nodes, left):
+            with self.loop.allow_stall(PREPARE_S):
+                copies = copy_weights(checkpoint, self._places.node_cpus, self._report_preparation)
+            checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
+        self._phases.enter("start ranks")
+        return copies
+
+    def _report_preparation(self, phase: str, done: int, total: int) -> None:
+        self.loop.tick()
+        if self._phases.enter(phase):
+            self.loop.reason = f"preparing {self.name}: {phase}"
+            log.info("preparing", extra={"model": self.name, "phase": phase})
 
     def _load_adapters(self, checkpoint: Checkpoint) -> AdapterMemory | None:
         """Those of the configuration, in the versions that this model version has used before."""
@@ -149,7 +172,7 @@ class WorkerStage:
         settings, path = self.model_config, paths.arena_dir(self.config) / f"{self.version.slug}.act"
         with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
             try:
-                refused = warm_up(self.model, self.ranks, self._clusters, settings.kv_type, settings.page_tokens, path)
+                refused = warm_up(self.model, self.ranks, self._places, settings.kv_type, settings.page_tokens, path)
             except (ArenaError, OSError, ValueError) as error:
                 log.warning("not warmed up", extra={"model": self.name, "reason": str(error)})
             else:
@@ -212,11 +235,12 @@ class WorkerStage:
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
         rank = self.model_config.max_adapter_rank if self.model.adapters is not None else 0
-        geometry = act.geometry_for(s, self.model.hyper, self.config.scheduler.max_step_tokens, self.n_ranks, rank)
-        act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
-        self._activations = act.create_activations(where, geometry, self.model.hyper, self.model.digest)
+        h, places, step_tokens = self.model.hyper, self._places, self.config.scheduler.max_step_tokens
+        geometry = act.geometry_for(s, h, step_tokens, self.n_ranks, rank, max(1, len(places.nodes)))
+        act.check_size(geometry, h, self.config.performance.memory_pool_size_mb, self.name)
+        self._activations = act.create_activations(where, geometry, h, self.model.digest, places.node_cpus)
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
-        act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._clusters)
+        act.reset_barrier(act.control_words(self._activations), self.n_ranks, places.clusters, places.nodes)
         self._announced = 0
         arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
         self._attachment = Attachment(self.model, arena_paths, 0)

@@ -20,17 +20,16 @@ from stages.worker import activations_arena as act
 from stages.worker.kernels import compiled
 from stages.worker.kernels.parameter_block import FEW
 from stages.worker.model import Model
+from stages.worker.rank_places import RankPlaces
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks
 
 PROMPT_TOKENS = 2 * FEW  # more than `FEW`: the kernels of prompts, which multiply many rows at once
 
 
-def warm_up(
-    model: Model, ranks: list[Rank], clusters: tuple[int, ...], kv_type: str, page_tokens: int, base: Path
-) -> int:
+def warm_up(model: Model, ranks: list[Rank], places: RankPlaces, kv_type: str, page_tokens: int, base: Path) -> int:
     """Compute the passes; the number of entries that the kernels refused, 0 in a sound group.
 
-    clusters: of the ranks (rank_clusters.py).
+    model: with rank 0's weights; places: of all ranks.
     base: path of the group's activations arena, which does not exist yet; the arenas here are beside it, and are
     removed.  Raises `ArenaError`, `OSError` or `ValueError` if they cannot be made, and `GroupError`.
     """
@@ -46,9 +45,10 @@ def warm_up(
         arena, steps = sh.create_steps(Path(paths.steps), steps_geometry, model.digest)
         arenas.append(arena)
         arenas.append(create_kv(Path(paths.kv), kv_geometry, steps_geometry.max_pages, model.digest, 1)[0])
-        geometry = act.geometry_for(steps_geometry, h, prompt, n_ranks)
-        arenas.append(act.create_activations(Path(paths.activations), geometry, h, model.digest))
-        act.reset_barrier(act.control_words(arenas[-1]), n_ranks, clusters)
+        geometry = act.geometry_for(steps_geometry, h, prompt, n_ranks, nodes=max(1, len(places.nodes)))
+        path = Path(paths.activations)
+        arenas.append(act.create_activations(path, geometry, h, model.digest, places.node_cpus))
+        act.reset_barrier(act.control_words(arenas[-1]), n_ranks, places.clusters, places.nodes)
         _write_row(steps, h, prompt)
         attachment = Attachment(model, paths, 0)
         try:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +19,7 @@ from shm.pages import KvGeometry, create_kv, pages_that_fit
 from shm.step_ring import create_steps
 from stages.scheduler.core.settings import Settings
 from stages.worker import activations_arena as act
+from tests.emulated_machine import memory_nodes
 
 DIGEST = bytes(32)
 
@@ -106,9 +109,19 @@ def test_steps_and_activations_have_the_computed_size(
     geometry = act.geometry_for(steps, h, step_tokens, 2)
     assert found.activations == HEADER_BYTES + align(act.activations_bytes(geometry, h), 4096)
     assert found.steps == HEADER_BYTES + align(arena_sizes.steps_bytes(steps), 4096)
+    for nodes in (2, 3):
+        several = act.geometry_for(steps, h, step_tokens, 3, nodes=nodes)
+        assert arena_sizes.activations_bytes(steps, h, step_tokens, 0, nodes) == act.activations_bytes(several, h)
 
 
-def test_the_files_have_the_computed_sizes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_the_files_have_the_computed_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < nodes:
+        pytest.skip("a node needs a CPU")
+    places = [cpus[node::nodes] for node in range(nodes)]
+    lists = {node: ",".join(map(str, some)) for node, some in enumerate(places)}
+    monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
     h = hyper(4, 2, 32, 256, 1000, 512)
     config = resolve({"models": [{"name": "m", "path": "p", "kv_cache_mb": 4, "max_batch_size": 4}]}, {})
     model = config.models[0]
@@ -118,7 +131,9 @@ def test_the_files_have_the_computed_sizes(tmp_path: Path) -> None:
     arenas = [
         create_kv(tmp_path / "m.kv", kv, pages_that_fit(kv, config.kv_cache_bytes(model)), DIGEST, 1)[0],
         create_steps(tmp_path / "m.steps", steps, DIGEST)[0],
-        act.create_activations(tmp_path / "m.act", act.geometry_for(steps, h, 512, 2), h, DIGEST),
+        act.create_activations(
+            tmp_path / "m.act", act.geometry_for(steps, h, 512, 2, nodes=nodes), h, DIGEST, places if nodes > 1 else ()
+        ),
     ]
     for arena, size in zip(arenas, found, strict=True):
         assert arena.path.stat().st_size == size

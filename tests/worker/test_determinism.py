@@ -107,6 +107,15 @@ def test_ranks_in_clusters(index: Path, tmp_path: Path, expected: str) -> None:
         assert alone(runner, 100) == expected
 
 
+@pytest.mark.parametrize(("nodes", "clusters"), [((2, 3), ()), ((3, 2), (2, 1, 2))])
+def test_ranks_on_several_memory_nodes(
+    index: Path, tmp_path: Path, expected: str, nodes: tuple[int, ...], clusters: tuple[int, ...]
+) -> None:
+    with runner_for(index, tmp_path, ranks=5, nodes=nodes, clusters=clusters) as runner:
+        for chunk in (7, 263):
+            assert alone(runner, chunk) == expected
+
+
 @pytest.mark.parametrize(("page_tokens", "table_seed"), [(16, 1), (64, 2), (128, 3), (256, 4)])
 def test_page_sizes_and_places(index: Path, tmp_path: Path, expected: str, page_tokens: int, table_seed: int) -> None:
     with runner_for(index, tmp_path, page_tokens=page_tokens, table_seed=table_seed) as runner:

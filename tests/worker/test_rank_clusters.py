@@ -7,24 +7,7 @@ from pathlib import Path
 import pytest
 
 from stages.worker.rank_clusters import MAX_CLUSTER, MIN_RANKS, arrange
-
-
-def machine(root: Path, caches: list[int], sockets: list[int]) -> Path:
-    """The kernel's folder of CPUs: of each the number of its third-level cache (-1: none) and of its socket."""
-    for cpu, (cache, socket) in enumerate(zip(caches, sockets, strict=True)):
-        at = root / f"cpu{cpu}"
-        for index, (level, shared) in enumerate((("1", str(cpu)), ("1", str(cpu)), ("2", str(cpu)), ("3", ""))):
-            if level == "3":
-                if cache < 0:
-                    continue
-                shared = ",".join(str(other) for other, of in enumerate(caches) if of == cache)
-            folder = at / "cache" / f"index{index}"
-            folder.mkdir(parents=True)
-            (folder / "level").write_text(f"{level}\n")
-            (folder / "shared_cpu_list").write_text(f"{shared}\n")
-        (at / "topology").mkdir(parents=True)
-        (at / "topology" / "physical_package_id").write_text(f"{socket}\n")
-    return root
+from tests.emulated_machine import machine
 
 
 def test_ranks_that_share_a_cache_are_a_cluster(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import re
 import signal
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from shm.checkpoint_writer import CheckpointWriter
 from stages.worker.checkpoint import weights_memory as wm
 from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
 from tests.shm.checkpoints import finish
+from tests.worker.mappings import mapping_of
 
 TENSOR_BYTES = 21 << 20
 
@@ -37,20 +37,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.add(f"t{i}", (1, TENSOR_BYTES), "F16", "groups", [rng.integers(0, 256, TENSOR_BYTES, np.uint8)])
         finish(writer)
     return path
-
-
-def mapping_of(pid: int, address: int) -> dict[str, int]:
-    """Sizes in kB of the mapping at an address, from smaps."""
-    found: dict[str, int] = {}
-    is_it = False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
-            is_it = int(head[1], 16) <= address < int(head[2], 16)
-            if is_it:
-                found["writeable"] = int("w" in head[3])
-        elif is_it and (size := re.match(r"(\w+): +(\d+) kB", line)):
-            found[size[1]] = int(size[2])
-    return found
 
 
 def test_the_bytes_are_those_of_the_file(large: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -81,7 +81,7 @@ def verify(checkpoint: Checkpoint, progress: Progress) -> None:
 
     def check(piece: int) -> int:
         data = checkpoint.piece(piece)
-        _read_in(checkpoint, piece, data)
+        read_in(checkpoint, piece, data)
         found = piece_checksum(data.data)
         if found != index.pieces[piece]:
             damaged[piece] = found
@@ -150,7 +150,7 @@ def _for_each(count: int, work: Callable[[int], int], total: int, progress: Prog
     progress(PHASE, total, total)
 
 
-def _read_in(checkpoint: Checkpoint, piece: int, data: np.ndarray) -> None:
+def read_in(checkpoint: Checkpoint, piece: int, data: np.ndarray) -> None:
     """Map the piece's pages at once, and start to read the pieces that these threads take next.
 
     An unreadable disk is an error here, where the access to a mapped page would be a SIGBUS.

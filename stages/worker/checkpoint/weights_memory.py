@@ -66,7 +66,7 @@ def read_weights(fd: int, index: Index, progress: Progress) -> np.ndarray:
     begun = time.monotonic()
     memory = allocate(index.bin_bytes)
     is_direct = _read_all(fd, memory.data, index, progress)
-    _protect(memory.data)
+    protect(memory.data)
     facts = {
         "bytes": index.bin_bytes,
         "pages": memory.pages,
@@ -145,7 +145,7 @@ def _read_all(fd: int, data: np.ndarray, index: Index, progress: Progress) -> bo
     return is_direct
 
 
-def _protect(data: np.ndarray) -> None:
+def protect(data: np.ndarray) -> None:
     """A write to the weights is a fault from now on, in every rank."""
     data.flags.writeable = False
     begin = data.ctypes.data & -mmap.PAGESIZE

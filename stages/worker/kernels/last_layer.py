@@ -15,7 +15,7 @@ from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.projections import normed, normed_q
-from stages.worker.kernels.rank_sync import share
+from stages.worker.kernels.rank_sync import node_share, share
 from stages.worker.kernels.split_combine import copy
 
 _LINE = 4 * GROUP  # bytes: 16 f32, or a record
@@ -45,7 +45,7 @@ def gather_stream(params, tokens):
     _gather(needed, x, 4 * width, x, 4 * width, groups, rows)
     stride = param(params, pb.NORM_Q_STRIDE)
     records = (width + 31) // 32
-    lines = share(params, records)
+    groups, lines = node_share(params, width // GROUP), node_share(params, records)  # each memory node has all
     if rows <= pb.FEW:  # every rank has normed rows of its own
         groups, lines = (0, width // GROUP), (0, records)
     _gather(needed, normed(params, tokens), 4 * width, normed(params, rows), 4 * width, groups, rows)

@@ -199,7 +199,12 @@ CLUSTERS = 162
 
 PAGE_GROUPS = 163  # pages of a place (shm/layer_groups.py)
 
-WORDS = 164
+# The ranks of this rank's memory node, which are all ranks where the machine has one: its number among them, and their
+# number; addresses of the node's barrier, and in it of the line of its first rank, and of the node's copies of
+# ATTN_OUT_Q and HIDDEN_Q; these four are 0 with one node
+NODE_RANK, NODE_RANKS, NODE_BARRIER, NODE_LINES, ATTN_OUT_COPY, HIDDEN_COPY = range(164, 170)
+
+WORDS = 170
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

@@ -12,13 +12,13 @@ from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.adapter_table import DOWN, GATE, OUTPUT, UP, K, Q, V
-from stages.worker.kernels.buffer_sizes import GATED_BYTES, MIN_CHUNK
+from stages.worker.kernels.buffer_sizes import COPIED_BYTES, GATED_BYTES, MIN_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.format_traits import IS_DENSE, trait
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
-from stages.worker.kernels.rank_sync import hidden_share, share, wait_for_ranks
+from stages.worker.kernels.rank_sync import hidden_share, node_share, share, wait_for_node, wait_for_ranks
 from stages.worker.kernels.simd import get_f32, get_i64
 from stages.worker.kernels.split_combine import copy
 
@@ -37,9 +37,12 @@ def norm_row(params, x, weight, bias, y):
 
 @njit(**INNER)
 def norm_and_quantize(params, weight, bias, rows, of_samples):
-    """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`."""
+    """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`.
+
+    With many rows the ranks of each memory node make all of them: every rank reads all in the products that follow.
+    """
     few = rows <= pb.FEW
-    first, end = (0, rows) if few else share(params, rows)
+    first, end = (0, rows) if few else node_share(params, rows)
     width = param(params, pb.WIDTH)
     floats, records = normed(params, rows), normed_q(params, rows)
     for i in range(first, end):
@@ -48,7 +51,7 @@ def norm_and_quantize(params, weight, bias, rows, of_samples):
         norm_row(params, param(params, pb.X) + 4 * t * width, weight, bias, y)
         quantize_row(y, width, records + i * param(params, pb.NORM_Q_STRIDE))
     if not few:
-        wait_for_ranks(params)
+        wait_for_node(params)
 
 
 @njit(**INNER)
@@ -162,15 +165,33 @@ def project_kv(params, layer, tokens):
     _multiply_kv(params, layer, tokens, 0)
 
 
+@njit(**INNER)
+def _records_nearby(params, kind, records, stride, rows, copies):
+    """Address of the records of `rows` rows, which ranks of all memory nodes have written, `stride` bytes apart.
+
+    Every rank reads all of them in a product.  If they are many, the ranks of a node first copy them to memory of
+    their node, at `copies`, so that each crosses from node to node once and not for every rank.
+    """
+    if copies == 0 or rows * stride < COPIED_BYTES or trait(kind, IS_DENSE) != 0:
+        return records
+    first, end = node_share(params, rows * stride // RECORD)
+    copy(records + RECORD * first, copies + RECORD * first, RECORD // 4 * (end - first))
+    wait_for_node(params)
+    return copies
+
+
 @njit(**MERGED)
 def project_output(params, layer, tokens):
     """X += W_o attn_out, this rank's rows."""
     columns = param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
+    kind, stride = param(layer, pb.O_FORMAT), param(params, pb.ATTN_OUT_Q_STRIDE)
+    copies = param(params, pb.ATTN_OUT_COPY)
+    records = _records_nearby(params, kind, param(params, pb.ATTN_OUT_Q), stride, tokens, copies)
     residual(
         params,
         layer,
         OUTPUT,
-        param(layer, pb.O_FORMAT),
+        kind,
         param(layer, pb.O),
         param(layer, pb.O_BIAS),
         param(layer, pb.POST_ATTENTION_NORM),
@@ -178,8 +199,8 @@ def project_output(params, layer, tokens):
         param(layer, pb.ATTN_OUTPUT_NORM_BIAS),
         columns,
         param(params, pb.ATTN_OUT),
-        param(params, pb.ATTN_OUT_Q),
-        param(params, pb.ATTN_OUT_Q_STRIDE),
+        records,
+        stride,
         tokens,
     )
 
@@ -340,11 +361,13 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
 @njit(**MERGED)
 def project_down(params, layer, tokens):
     """X += W_down hidden, this rank's rows."""
+    kind, stride = param(layer, pb.DOWN_FORMAT), param(params, pb.HIDDEN_Q_STRIDE)
+    records = _records_nearby(params, kind, param(params, pb.HIDDEN_Q), stride, tokens, param(params, pb.HIDDEN_COPY))
     residual(
         params,
         layer,
         DOWN,
-        param(layer, pb.DOWN_FORMAT),
+        kind,
         param(layer, pb.DOWN),
         param(layer, pb.DOWN_BIAS),
         param(layer, pb.POST_FFN_NORM),
@@ -352,8 +375,8 @@ def project_down(params, layer, tokens):
         param(layer, pb.LAYER_OUTPUT_NORM_BIAS),
         param(params, pb.FFN),
         param(params, pb.HIDDEN),
-        param(params, pb.HIDDEN_Q),
-        param(params, pb.HIDDEN_Q_STRIDE),
+        records,
+        stride,
         tokens,
     )
 

@@ -26,6 +26,13 @@ def share(params, n):
 
 
 @njit(**INNER)
+def node_share(params, n):
+    """This rank's part of 0 .. n-1, which the ranks of each memory node divide among themselves."""
+    rank, ranks = param(params, pb.NODE_RANK), param(params, pb.NODE_RANKS)
+    return n * rank // ranks, n * (rank + 1) // ranks
+
+
+@njit(**INNER)
 def hidden_share(params, ffn):
     """This rank's groups of `ffn` rows of gate and up: whole records of what comes out."""
     first, end = share(params, ffn // (MIN_CHUNK * GROUP))
@@ -64,6 +71,18 @@ def _wait(params, first, end):
 def wait_for_ranks(params):
     """Wait until every rank has come here; what they stored before is visible after."""
     _wait(params, 0, 0)
+
+
+@njit(**INNER)
+def wait_for_node(params):
+    """Wait until every rank of this rank's memory node has come here; with one node `wait_for_ranks`."""
+    barrier = param(params, pb.NODE_BARRIER)
+    if barrier == 0:
+        wait_for_ranks(params)
+        return
+    since = phase_begin(params)
+    wait(barrier, param(params, pb.NODE_LINES), param(params, pb.NODE_RANK), param(params, pb.NODE_RANKS), 0, 0)
+    phase_end(params, WAIT, since)
 
 
 @njit(**INNER)

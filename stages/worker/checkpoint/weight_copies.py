@@ -1,0 +1,91 @@
+"""Copies of the weights for the memory nodes that a group's ranks are on: `performance.weight_copies`.
+
+    weights (a map of the file, or memory) --threads beside node k--> private mapping k, then read-only --fork--> ranks
+
+A rank reads the weights from its own node, with the bandwidth of that node's memory.  The mappings are made before the
+other ranks are forked, which share their pages, and end with the last rank (as weights_memory.py).  A thread that runs
+beside a node touches the pages first, so that they lie there.  If a node has no room, some lie on another one: that
+changes the speed, never a byte.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+import numpy as np
+
+from pipeline.errors import ResourceError
+from shm import memory_nodes
+from shm.checkpoint import PIECE_BYTES, Checkpoint, n_pieces
+from stages.worker.checkpoint.verify import read_in
+from stages.worker.checkpoint.weights_memory import allocate, protect
+
+log = logging.getLogger("starling.checkpoint")
+
+Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
+PHASE = "copy weights"
+THREADS = 8  # for one node: some cores take what its memory gives
+SHARE = 0.5  # of the memory that is left beside a version's arenas, which `auto` takes for all copies at most
+
+
+def should_copy(setting: str, name: str, bin_bytes: int, n_nodes: int, left: Callable[[], int]) -> bool:
+    """Whether a model's weights are copied to each of so many memory nodes.
+
+    setting: `performance.weight_copies`; left: bytes of memory beside the arenas of the version.
+    Raises `ResourceError` if they must be and memory is too small.
+    """
+    if n_nodes < 2 or setting == "never":
+        return False
+    needed, available = n_nodes * bin_bytes, left()
+    if setting == "always" and needed > available:
+        raise ResourceError(
+            f"the weights of {name} need {needed:,} bytes of memory for {n_nodes} memory nodes, and the machine has "
+            f"{available:,} left beside the arenas: set performance.weight_copies: auto, or free some memory",
+            param="performance.weight_copies",
+        )
+    if setting == "auto" and needed > SHARE * available:
+        facts = {"model": name, "bytes": needed, "allowed": int(SHARE * available), "nodes": n_nodes}
+        log.warning("weights are not copied to each memory node: they would take too much memory", extra=facts)
+        return False
+    return True
+
+
+def copy_weights(checkpoint: Checkpoint, node_cpus: Sequence[Sequence[int]], progress: Progress) -> list[np.ndarray]:
+    """A read-only copy of `checkpoint.data` for each node, whose CPUs are given; uint8 each.
+
+    Raises `CheckpointError` when a piece of a mapped file cannot be read, `OSError` without memory.
+    """
+    begun, total = time.monotonic(), len(node_cpus) * checkpoint.data.nbytes
+    copies: list[np.ndarray] = []
+    progress(PHASE, 0, total)
+    kinds = []
+    for cpus in node_cpus:
+        memory = allocate(checkpoint.data.nbytes)
+        done = len(copies) * checkpoint.data.nbytes
+
+        def copy(piece: int, to: np.ndarray = memory.data) -> int:
+            data = checkpoint.piece(piece)
+            read_in(checkpoint, piece, data)
+            to[piece * PIECE_BYTES : piece * PIECE_BYTES + data.nbytes] = data
+            return data.nbytes
+
+        n_threads = min(THREADS, len(cpus))
+        with ThreadPoolExecutor(n_threads, "copy", memory_nodes.stay_on, (cpus,)) as pool:
+            futures = [pool.submit(copy, piece) for piece in range(n_pieces(checkpoint.data.nbytes))]
+            try:
+                for future in as_completed(futures):
+                    done += future.result()
+                    progress(PHASE, done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        protect(memory.data)
+        copies.append(memory.data)
+        kinds.append(memory.pages)
+    seconds = round(time.monotonic() - begun, 3)
+    facts = {"model": checkpoint.index.name, "nodes": len(copies), "bytes": total, "pages": kinds, "seconds": seconds}
+    log.info("weights are copied to each memory node", extra=facts)
+    return copies
