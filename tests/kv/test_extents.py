@@ -15,12 +15,14 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.models import capacity
 from shm.arena import HEADER_BYTES, Arena, ArenaError, unreserved_bytes
+from shm.memory_nodes import TURN_BYTES
 from shm.pages import kv_arena_bytes, pages_offset
 from stages.kv.lease import Denial, Grant
 from stages.kv.manager import Manager
 from stages.kv.pool.arena import OpenedArena, open_arena
 from stages.kv.pool.extents import EXTENT_BYTES
 from stages.kv.pool.page_pool import PagePool
+from tests.emulated_machine import memory_nodes
 from tests.kv.world import DIGEST, GEOMETRY, PAGE_TOKENS, FakeRows, manager
 
 BUDGET = 3 * EXTENT_BYTES
@@ -156,3 +158,37 @@ def test_memory_that_is_given_back_is_zero_again(tmp_path: Path) -> None:
     with pytest.raises(ArenaError, match="cannot be reserved"):
         arena.reserve((1 << 20) + 1)
     arena.close()
+
+
+def test_memory_is_taken_from_memory_nodes_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated nodes: beside which CPUs memory is reserved, and that pages and bounds are those of one node."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a node needs a CPU")
+    nodes = [cpus[::2], cpus[1::2]]
+    lists = {node: ",".join(map(str, some)) for node, some in enumerate(nodes)}
+    monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
+    seen: list[tuple[int, set[int]]] = []
+    real = Arena.reserve
+
+    def reserve(self: Arena, nbytes: int) -> None:
+        real(self, nbytes)
+        seen.append((nbytes, os.sched_getaffinity(0)))
+
+    monkeypatch.setattr(Arena, "reserve", reserve)
+    opened = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
+    pages = manager_of(opened)
+    assert isinstance(take(pages, "a", 1), Grant)
+    assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT), Grant)
+    assert pages.pool.table.reserved == 2 * PAGES_OF_AN_EXTENT
+    assert len(seen) > EXTENT_BYTES // TURN_BYTES
+    assert all(allowed == set(nodes[(end - 1) // TURN_BYTES % 2]) for end, allowed in seen)
+    assert blocks(tmp_path / "m.kv") >= 2 * EXTENT_BYTES
+    opened.arena.close()
+    del opened, pages
+    gc.collect()
+    adopted = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
+    assert adopted.memory.n_pages == 2 * PAGES_OF_AN_EXTENT
+    assert adopted.memory.grow(2 * PAGES_OF_AN_EXTENT + 1) > 2 * PAGES_OF_AN_EXTENT
+    assert all(allowed == set(nodes[(end - 1) // TURN_BYTES % 2]) for end, allowed in seen)
+    adopted.arena.close()

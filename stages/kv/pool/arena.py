@@ -8,9 +8,11 @@ a page with a torn header is unclaimed too, because a sequence may hold it.
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import NamedTuple
 
+from shm import memory_nodes
 from shm.arena import Arena, ArenaError
 from shm.pages import (
     PAGE_FREE,
@@ -52,7 +54,7 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
     small, and when another running process writes to the arena.
     """
     geometry.check()
-    n_pages = pages_that_fit(geometry, budget_bytes)
+    n_pages, node_cpus = pages_that_fit(geometry, budget_bytes), memory_nodes.of(os.sched_getaffinity(0))
     n_groups = geometry.groups.n_groups
     if n_pages < n_groups:
         raise ArenaError(
@@ -62,13 +64,13 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
     mismatch = _mismatch(path, geometry, digest, n_pages)
     if not mismatch:
         arena, views, _ = attach_kv(path, digest, own=True)
-        memory = Extents(arena, geometry, n_pages)
+        memory = Extents(arena, geometry, n_pages, node_cpus=node_cpus)
         return OpenedArena(arena, views, memory, scan(PageHeaders(views.headers), memory.n_pages))
     if path.exists():
         log.warning("the existing KV arena is replaced", extra={"reason": str(mismatch)})
         path.unlink()  # first: there may not be room for both
     arena, views = create_kv(path, geometry, n_pages, digest, new_generation, grows=True)
-    return OpenedArena(arena, views, Extents(arena, geometry, n_pages), None)
+    return OpenedArena(arena, views, Extents(arena, geometry, n_pages, node_cpus=node_cpus), None)
 
 
 def _mismatch(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> str:

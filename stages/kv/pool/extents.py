@@ -3,13 +3,17 @@
 The arena's file has its full size from the start, and the pages behind the last extent are holes in it. Memory is
 reserved before a page is given out, so that no process touches a hole: that could end in SIGBUS when the file system is
 full. The arena's header says how far the reservation goes; a successor continues there.
+
+Ranks on all memory nodes read any page: where the machine has several nodes, the memory is taken from them in turns.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
+from shm import memory_nodes
 from shm.arena import Arena
 from shm.pages import KvGeometry, pages_offset
 
@@ -35,9 +39,17 @@ class PageMemory(Protocol):
 class Extents:
     """See `PageMemory`; for the arena's owner."""
 
-    def __init__(self, arena: Arena, geometry: KvGeometry, total: int, extent_bytes: int = EXTENT_BYTES) -> None:
-        """`total`: pages of the arena."""
+    def __init__(
+        self,
+        arena: Arena,
+        geometry: KvGeometry,
+        total: int,
+        extent_bytes: int = EXTENT_BYTES,
+        node_cpus: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """`total`: pages of the arena. `node_cpus`: the CPUs of each memory node."""
         self._arena = arena
+        self._node_cpus = node_cpus
         self._total = total
         self._page_bytes = geometry.page_bytes
         self._pages_at = pages_offset(total)
@@ -52,7 +64,7 @@ class Extents:
             if target <= self.n_pages:
                 break
             try:
-                self._arena.reserve(self._end_of(target))
+                self._reserve(self._end_of(target))
             except OSError as error:
                 if not self._is_refused:
                     log.warning(
@@ -78,6 +90,13 @@ class Extents:
             self.n_pages = target
             self._arena.give_back(self._end_of(target))
         return self.n_pages
+
+    def _reserve(self, end: int) -> None:
+        arena = self._arena
+        if len(self._node_cpus) < 2:
+            arena.reserve(end)
+        elif end > arena.reserved:
+            memory_nodes.reserve(arena, memory_nodes.in_turns(arena.reserved, end, self._node_cpus))
 
     def _end_of(self, n_pages: int) -> int:
         """Bytes of the arena's contents up to the end of the first `n_pages`."""
