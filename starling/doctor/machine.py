@@ -13,6 +13,7 @@ from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import capacity
+from shm import memory_nodes
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
 FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
@@ -35,6 +36,7 @@ def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
     yield memory(config, limits, machine)
     yield arenas(config)
     yield huge_pages(config, machine)
+    yield from nodes(config, machine, sorted(os.sched_getaffinity(0)))
     yield file_limit(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
     yield clock(machine, time.time(), newest_file(config))
 
@@ -155,6 +157,18 @@ def huge_pages(config: Config, machine: Machine) -> Finding:
         return ok("huge pages", found)
     remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, which use_mmap: false needs for its speed"
     return warning("huge pages", found, remedy)
+
+
+def nodes(config: Config, machine: Machine, allowed: list[int]) -> Iterator[Finding]:
+    """The memory nodes of these CPUs, if there are several, and whether weights are copied to each."""
+    found = memory_nodes.of(allowed, machine.sys / "devices" / "system" / "node")
+    if len(found) > 1:
+        copies = {
+            "auto": "each has a copy of the weights if memory allows it",
+            "always": "each has a copy of the weights",
+            "never": "none has a copy of the weights",
+        }[config.performance.weight_copies]
+        yield ok("memory nodes", f"{len(found)}, with {' and '.join(str(len(cpus)) for cpus in found)} cores: {copies}")
 
 
 def file_limit(config: Config, soft: int, hard: int) -> Finding:

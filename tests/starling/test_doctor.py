@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline import cgroup
-from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, ServerConfig
+from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, PerformanceConfig, ServerConfig
 from pipeline.models import digests, registry, sources
 from pipeline.models.pull import pull
 from pipeline.models.sources import FileSource
@@ -25,6 +25,7 @@ from starling.cli.doctor import lines
 from starling.doctor import machine
 from starling.doctor.finding import Finding
 from starling.doctor.home import certificate
+from tests.emulated_machine import memory_nodes
 from tests.tls_files import place
 
 CONFIG = Config(models=(ModelConfig(name=DEMO_MODEL),))
@@ -123,10 +124,22 @@ def test_the_clock(tmp_path: Path, now: float, newest: float, source: str, state
 )
 def test_huge_pages(tmp_path: Path, enabled: str, use_mmap: bool, state: str) -> None:
     write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": enabled})
-    from pipeline.config.schema import PerformanceConfig
-
     config = Config(models=CONFIG.models, performance=PerformanceConfig(use_mmap=use_mmap))
     assert machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys")).state == state
+
+
+def test_memory_nodes(tmp_path: Path) -> None:
+    memory_nodes(tmp_path / "sys" / "devices" / "system" / "node", {0: "0-3,8", 1: "4-7"})
+    emulated = machine.Machine(tmp_path / "proc", tmp_path / "sys")
+    (found,) = machine.nodes(CONFIG, emulated, list(range(9)))
+    assert found == Finding(
+        "memory nodes", "ok", "2, with 5 and 4 cores: each has a copy of the weights if memory allows it"
+    )
+    never = Config(models=CONFIG.models, performance=PerformanceConfig(weight_copies="never"))
+    (found,) = machine.nodes(never, emulated, [0, 4])
+    assert found.found == "2, with 1 and 1 cores: none has a copy of the weights"
+    assert list(machine.nodes(CONFIG, emulated, [4, 5])) == []
+    assert list(machine.nodes(CONFIG, machine.Machine(tmp_path / "proc", tmp_path / "none"), [4, 5])) == []
 
 
 # ------------------------------------------------------------------ this home
