@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shm.checkpoint import Hyper, Tensor
 from stages.worker.rank_clusters import MIN_RANKS
-from tools.bench.cores.model import Machine, Phase, Step, phases, predict, share
+from tools.bench.cores.model import Machine, Phase, SocketBarriers, Step, phases, predict, share, socket_barriers
 
 HYPER = Hyper(2, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, 64, "neighbours", "silu")
 TENSORS = [
@@ -88,3 +88,16 @@ def test_a_barrier_takes_longer_where_the_lines_are_remote(n: int, socket_cores:
     machine = FAST._replace(socket_cores=socket_cores)
     assert 0 <= machine._replace(remote_line_s=machine.line_s).wait_s(n) <= machine.wait_s(n)
     assert (machine.wait_s(n) == 0) == (n == 1)
+
+
+def test_what_changes_on_several_sockets() -> None:
+    assert socket_barriers(Step("", 1, 4, 600), HYPER) == SocketBarriers(0, 0)
+    assert socket_barriers(Step("", 8, 1, 600), HYPER) == SocketBarriers(2 * 2 + 1, 2)  # 8 rows of 48 records
+    assert socket_barriers(Step("", 1, 512, 0), HYPER) == SocketBarriers(2 * 2, 2 * 2)
+    assert phases(Step("", 16, 1, 600), HYPER, TENSORS)["norm"] == Phase(16, 0, True)
+    machine = Machine(10.0, 20.0, 1.0, 0.25, 0.125, 1.0, 2)
+    made_of = {"norm": Phase(8, 0, True)}
+    apart = predict({"norm": 8.0}, made_of, 5, machine, 4, SocketBarriers(2, 3))
+    assert apart == pytest.approx(8 / 2 + (5 - 2) * (0.25 + 2) + (2 + 3) * 0.25)
+    together = predict({"norm": 8.0}, made_of, 5, machine._replace(socket_cores=4), 4, SocketBarriers(2, 3))
+    assert together == pytest.approx(8 / 4 + 5 * (0.25 + 2 * 0.125))

@@ -22,7 +22,7 @@ from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from shm.checkpoint import Checkpoint
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.cores import measure
-from tools.bench.cores.model import Machine, Step, phases, predict
+from tools.bench.cores.model import Machine, Step, phases, predict, socket_barriers
 from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.candidate import Candidate
 
@@ -74,11 +74,12 @@ def main(gguf: Path | None, bandwidth: float | None, sockets: int, repeats: int)
     rows: list[dict[str, Any]] = []
     for step in STEPS:
         made_of, barriers = phases(step, hyper, tensors), together[step].barriers
+        nearby = socket_barriers(step, hyper)
         us: dict[int, float] = {}
         for n in CORES:
             given = bandwidth * 1e9 if bandwidth else n * per_core
             there = here._replace(bandwidth=given, socket_cores=max(1, max(CORES) // sockets))
-            us[n] = round(1e6 * predict(one[step].phases, made_of, barriers, there, n), 1)
+            us[n] = round(1e6 * predict(one[step].phases, made_of, barriers, there, n, nearby), 1)
         expected, seen = predict(one[step].phases, made_of, barriers, here, len(cores)), together[step].step_s
         check = {"cores": len(cores), "predicted_us": round(1e6 * expected, 1), "measured_us": round(1e6 * seen, 1)}
         rows.append({"step": step.name, "barriers": barriers, "us": us, "check": check})

@@ -12,6 +12,9 @@
 
 Ranks share groups of rows of a matrix, tokens, samples, or the KV heads of a stretch of positions, and nothing smaller:
 a phase has so many units.  A phase that every rank computes in full has one.  Bytes and seconds.
+
+On several sockets the ranks of each compute the norms of many tokens, and wait for each other alone then; where they
+copy records that those of all sockets have written, they wait once more.  What a copy itself takes is not in the model.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import NamedTuple
 
 from shm.checkpoint import Hyper, Tensor
 from shm.pages import KV_SPLIT
-from stages.worker.kernels.buffer_sizes import MIN_CHUNK
+from stages.worker.kernels.buffer_sizes import COPIED_BYTES, MIN_CHUNK, row_bytes
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_block import FEW
 from stages.worker.rank_clusters import sizes
@@ -54,6 +57,17 @@ class Phase(NamedTuple):
 
     units: int
     nbytes: int
+    is_repeated: bool = False  # the ranks of each socket share all units
+
+
+class SocketBarriers(NamedTuple):
+    """Barriers of a step that only the ranks of one socket take part in, if there are several sockets."""
+
+    norms: int = 0  # in place of barriers of all ranks
+    copies: int = 0  # in addition
+
+
+ONE_SOCKET = SocketBarriers()
 
 
 class Machine(NamedTuple):
@@ -79,6 +93,10 @@ class Machine(NamedTuple):
         inside = max(self._collect_s(first, range(first + 1, end)) for first, end in zip(leaders, ends, strict=True))
         return inside + self._collect_s(0, leaders[1:])
 
+    def wait_nearby_s(self, n: int) -> float:
+        """Seconds of a barrier of the ranks of one socket, if there are n in all; it has no clusters."""
+        return self._collect_s(0, range(1, min(n, self.socket_cores)))
+
     def _collect_s(self, rank: int, others: Sequence[int]) -> float:
         """Seconds in which a rank collects the arrivals of others, one after the other, and releases them."""
         if not others:
@@ -100,7 +118,7 @@ def phases(step: Step, hyper: Hyper, tensors: list[Tensor]) -> dict[str, Phase]:
     attended = step.batch * hyper.n_kv_heads * (splits if step.tokens == 1 else step.tokens)
     return {
         "embed": Phase(step.rows, 0),
-        "norm": Phase(shared_rows, 0),
+        "norm": Phase(shared_rows, 0, step.rows > FEW),
         "qkv": Phase(hyper.n_kv_heads * hyper.head_dim // GROUP, nbytes["qkv"]),
         "keys": Phase(step.rows, 0),
         "attention": Phase(attended, step.batch * step.cached * kv_bytes),
@@ -112,16 +130,40 @@ def phases(step: Step, hyper: Hyper, tensors: list[Tensor]) -> dict[str, Phase]:
     }
 
 
+def socket_barriers(step: Step, hyper: Hyper) -> SocketBarriers:
+    """Those of `step` on several sockets (stages/worker/kernels/projections.py)."""
+    copied = [hyper.n_heads * hyper.head_dim, *(() if hyper.n_experts else (hyper.ffn_width,))]
+    copies = sum(step.rows * row_bytes(columns) >= COPIED_BYTES for columns in copied)
+    norms = 2 * hyper.n_layers if step.rows > FEW else 0
+    return SocketBarriers(norms + (step.batch > FEW), copies * hyper.n_layers)
+
+
 def share(units: int, n: int) -> float:
     """The part of the work of the rank that has most of `units`."""
     return -(-units // n) / units
 
 
-def predict(one: dict[str, float], made_of: dict[str, Phase], barriers: int, machine: Machine, n: int) -> float:
-    """Seconds of a step on n cores. `one`: of each phase with one rank; what `made_of` lacks is not shared."""
+def predict(
+    one: dict[str, float],
+    made_of: dict[str, Phase],
+    barriers: int,
+    machine: Machine,
+    n: int,
+    nearby: SocketBarriers = ONE_SOCKET,
+) -> float:
+    """Seconds of a step on n cores. `one`: of each phase with one rank; what `made_of` lacks is not shared.
+
+    barriers: as many as the step has on one socket; nearby: what changes on several ones.
+    """
     seconds = barriers * machine.wait_s(n)
+    if n > machine.socket_cores:
+        seconds -= nearby.norms * machine.wait_s(n)
+        seconds += (nearby.norms + nearby.copies) * machine.wait_nearby_s(n)
     for name, alone in one.items():
         phase = made_of.get(name, Phase(1, 0))
         slow = 1.0 if n == 1 else machine.slow
-        seconds += max(alone * slow * share(phase.units, n), machine.read_s(phase.nbytes, n) if phase.nbytes else 0.0)
+        sharing = min(n, machine.socket_cores) if phase.is_repeated else n
+        seconds += max(
+            alone * slow * share(phase.units, sharing), machine.read_s(phase.nbytes, n) if phase.nbytes else 0.0
+        )
     return seconds
