@@ -22,6 +22,7 @@ from stages.worker.kernels import buffer_sizes as bs
 from stages.worker.kernels import compiled, stored_code
 from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.formats import FORMATS
+from stages.worker.rank_clusters import MAX_CLUSTER
 
 _MATRICES = (
     ("attn_q", c.Q, c.Q_FORMAT),
@@ -180,6 +181,14 @@ class Arenas(NamedTuple):
     geometry: act.ActivationsGeometry
 
 
+def _have_barriers(control: np.ndarray, ranks: int) -> bool:
+    """Whether the ranks of each memory node wait for each other alone, as they do if no node has many ranks.
+
+    Otherwise they wait for all: the barrier of a node has no clusters, and takes longer than one with clusters.
+    """
+    return 0 < max(len(act.ranks_of_node(control, rank)) for rank in range(ranks)) <= MAX_CLUSTER
+
+
 def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
     """Raises `ValueError` when the arenas' geometries do not fit the model or each other."""
     kv, s, g = arenas.kv_geometry, arenas.steps_geometry, arenas.geometry
@@ -253,7 +262,7 @@ class RankTable:
             c.NODE_RANKS: len(nearby),
             c.PHASES: self.phases.ctypes.data if profile else 0,
         }
-        if g.nodes > 1:
+        if _have_barriers(control, g.ranks):
             words |= {
                 c.NODE_BARRIER: base + 8 * (act.NODE_EPOCHS + 8 * nearby.start),
                 c.NODE_LINES: base + 8 * (act.NODE_LINES + 8 * nearby.start),

@@ -101,3 +101,5 @@ def test_what_changes_on_several_sockets() -> None:
     assert apart == pytest.approx(8 / 2 + (5 - 2) * (0.25 + 2) + (2 + 3) * 0.25)
     together = predict({"norm": 8.0}, made_of, 5, machine._replace(socket_cores=4), 4, SocketBarriers(2, 3))
     assert together == pytest.approx(8 / 4 + 5 * (0.25 + 2 * 0.125))
+    assert FAST._replace(socket_cores=16).wait_nearby_s(32) == pytest.approx(FAST.wait_s(16))
+    assert FAST._replace(socket_cores=17).wait_nearby_s(34) == FAST._replace(socket_cores=17).wait_s(34)

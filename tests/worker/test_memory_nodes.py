@@ -24,6 +24,7 @@ from stages.worker import activations_arena as act
 from stages.worker import rank_places
 from stages.worker.adapters.prepared import prepare_adapter
 from stages.worker.kernels import parameter_block as pb
+from stages.worker.rank_clusters import MAX_CLUSTER
 from tests.worker.conftest import Ingested, TinyGguf
 from tools.step_runner import Entry, StepRunner
 from tools.tiny_adapter import write_adapter
@@ -66,6 +67,7 @@ def compute(runner: StepRunner, digests: list[str]) -> list[bytes]:
         ("gpt2", "Q8_0", False, (1, 1), ()),
         ("qwen2moe", "Q4_0_M", False, (2, 3), ()),
         ("granitemoe", "Q8_0", False, (3, 1), ()),
+        ("super", "Q4_0", False, (17, 1), (8, 9, 1)),  # so many ranks on a node that all wait for all
     ],
 )
 def test_the_bytes_are_those_of_one_node(
@@ -92,10 +94,12 @@ def test_the_bytes_are_those_of_one_node(
         assert compute(runner, digests) == expected
         tables = [table.table for table in runner.group.tables]
         for rank, table in enumerate(tables):
-            same_node = [other for other in tables if other[pb.NODE_BARRIER] == table[pb.NODE_BARRIER]]
+            same_node = [other for other in tables if other[pb.NORM] == table[pb.NORM]]
+            assert [other[pb.NODE_BARRIER] for other in same_node] == [table[pb.NODE_BARRIER]] * len(same_node)
+            assert (table[pb.NODE_BARRIER] != 0) == (max(nodes) <= MAX_CLUSTER)
             assert len(same_node) == table[pb.NODE_RANKS]
             assert table[pb.RANK] - table[pb.NODE_RANK] == min(other[pb.RANK] for other in same_node)
-            for word in (pb.NORM, pb.NORM_Q, pb.ATTN_OUT_COPY, pb.EMBEDDING, pb.HEAD):
+            for word in (pb.NORM_Q, pb.ATTN_OUT_COPY, pb.EMBEDDING, pb.HEAD):
                 if table[word]:
                     assert [other[pb.RANK] for other in tables if other[word] == table[word]] == [
                         other[pb.RANK] for other in same_node

@@ -85,8 +85,9 @@ def attention_words(head_dim: int) -> int:
 
 MIN_CHUNK = 2  # row groups: 32 rows make an activation record
 GATED_BYTES = 64 * 1024  # of gate, and of up: what is computed at once before the two are multiplied
-# Bytes of records from which on ranks copy them to their memory node.  By the figures that tools/bench/cores assumes a
-# barrier of 32 ranks takes as long as to read half of so many bytes from another node.  No such machine has been timed.
+# Bytes of records from which on ranks copy them to their memory node.  By the figures that tools/bench/cores assumes,
+# and with ten lines on their way at a time, a rank reads half of so many from another node in about the time of a
+# barrier of 32 ranks.  No such machine has been timed.
 COPIED_BYTES = 16 << 10
 PHASES = ("embed", "norm", "qkv", "keys", "attention", "output", "gate_up", "down", "head", "sample", "wait")
 

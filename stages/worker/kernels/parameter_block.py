@@ -199,9 +199,9 @@ CLUSTERS = 162
 
 PAGE_GROUPS = 163  # pages of a place (shm/layer_groups.py)
 
-# The ranks of this rank's memory node, which are all ranks where the machine has one: its number among them, and their
-# number; addresses of the node's barrier, and in it of the line of its first rank, and of the node's copies of
-# ATTN_OUT_Q and HIDDEN_Q; these four are 0 with one node
+# The ranks of this rank's memory node, all ranks where the machine has one: its number among them, and their number;
+# addresses of the node's barrier (0: its ranks wait for all ranks) and in it of the line of its first rank; and of the
+# node's copies of ATTN_OUT_Q and HIDDEN_Q (0: there is one node)
 NODE_RANK, NODE_RANKS, NODE_BARRIER, NODE_LINES, ATTN_OUT_COPY, HIDDEN_COPY = range(164, 170)
 
 WORDS = 170

@@ -75,7 +75,7 @@ def wait_for_ranks(params):
 
 @njit(**INNER)
 def wait_for_node(params):
-    """Wait until every rank of this rank's memory node has come here; with one node `wait_for_ranks`."""
+    """Wait until every rank of this rank's memory node has come here; all ranks if the node has no barrier."""
     barrier = param(params, pb.NODE_BARRIER)
     if barrier == 0:
         wait_for_ranks(params)

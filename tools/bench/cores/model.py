@@ -28,7 +28,7 @@ from shm.pages import KV_SPLIT
 from stages.worker.kernels.buffer_sizes import COPIED_BYTES, MIN_CHUNK, row_bytes
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.parameter_block import FEW
-from stages.worker.rank_clusters import sizes
+from stages.worker.rank_clusters import MAX_CLUSTER, sizes
 
 MATRICES = {
     "qkv": ("attn_q.weight", "attn_k.weight", "attn_v.weight"),
@@ -94,8 +94,9 @@ class Machine(NamedTuple):
         return inside + self._collect_s(0, leaders[1:])
 
     def wait_nearby_s(self, n: int) -> float:
-        """Seconds of a barrier of the ranks of one socket, if there are n in all; it has no clusters."""
-        return self._collect_s(0, range(1, min(n, self.socket_cores)))
+        """Seconds in which the ranks of one socket wait for each other, if there are n in all; if many, for all."""
+        nearby = min(n, self.socket_cores)
+        return self.wait_s(n) if nearby > MAX_CLUSTER else self._collect_s(0, range(1, nearby))
 
     def _collect_s(self, rank: int, others: Sequence[int]) -> float:
         """Seconds in which a rank collects the arrivals of others, one after the other, and releases them."""
