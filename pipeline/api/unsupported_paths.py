@@ -38,7 +38,10 @@ UNSUPPORTED_PATHS = {
     "edits": "the edits API has ended: use /v1/chat/completions",
 }
 
-_ADAPTERS = "it serves no adapters: ask a server that has the model and its adapters for MODEL:ADAPTER"
+_ADAPTERS = (
+    "its agents load no files of requests: publish the adapter (`starling publish FILE --name MODEL:ADAPTER`), and ask "
+    "for MODEL:ADAPTER"
+)
 _FLEET_OWN = "its operator has the command `starling fleet` and /v1/fleet"
 
 # What an orchestrator does not have, besides and instead of those.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -32,29 +34,40 @@ MAX_LISTING_BYTES = MAX_ENTRIES * 4096
 READS_AT_ONCE = 16
 ROUNDS = 8  # of writing the listing while other publishers change it
 
+T = TypeVar("T")
+
 
 async def entries(store: BlobStore) -> list[Entry]:
     """All entries, sorted by name. A manifest that cannot be used is logged and left out. Raises `StarlingError`."""
     if not store.can_list:
         return await _listed(store)
-    keys = [blob.key for blob in await retried(lambda: store.scan(FOLDER)) if blob.key.endswith(".json")]
+    found = await manifests(store, FOLDER, decode, lambda entry: manifest_key(entry.name))
+    return sorted(found, key=lambda entry: entry.name)
+
+
+async def manifests(
+    store: BlobStore, folder: str, decode_one: Callable[[bytes, str], T], key_of: Callable[[T], str]
+) -> list[T]:
+    """The manifests of a folder. One that cannot be used is logged and left out. Raises `StarlingError`."""
+    keys = [blob.key for blob in await retried(lambda: store.scan(folder)) if blob.key.endswith(".json")]
     if len(keys) > MAX_ENTRIES:
-        raise ConfigError(f"{store.address} has {len(keys):,} published models, expected at most {MAX_ENTRIES:,}")
+        raise ConfigError(f"{store.address}/{folder} has {len(keys):,} entries, expected at most {MAX_ENTRIES:,}")
     limit = asyncio.Semaphore(READS_AT_ONCE)
 
-    async def one(key: str) -> Entry | None:
+    async def one(key: str) -> T | None:
         async with limit:
             try:
-                found = decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+                raw = await retried(lambda: store.read(key, MAX_MANIFEST_BYTES))
+                found = decode_one(raw, f"{store.address}/{key}")
             except NotFound:  # removed since it was listed
                 return None
             except ConfigError as error:
                 log.warning("an entry of the catalog is left out", extra={"reason": str(error)})
                 return None
-            return found if manifest_key(found.name) == key else None
+            return found if key_of(found) == key else None
 
     found = await asyncio.gather(*(one(key) for key in keys))
-    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.name)
+    return [entry for entry in found if entry is not None]
 
 
 async def find(store: BlobStore, name: str) -> Entry:
@@ -91,13 +104,18 @@ async def remove(store: BlobStore, name: str) -> tuple[Entry, int]:
 
 async def write_listing(store: BlobStore) -> None:
     """Bring `catalog.json` in line with the manifests. Raises `StarlingError`."""
+    await repeat_in(store, LISTING, lambda: entries(store))
+
+
+async def repeat_in(store: BlobStore, listing: str, read: Callable[[], Awaitable[list[Any]]]) -> None:
+    """Write what `read` finds into a listing, until it finds that. Raises `StarlingError`."""
     written = None
     for _ in range(ROUNDS):
-        current = await entries(store)
+        current = await read()
         if current == written:
             return
         data = msgspec.json.encode(current)
-        await retried(lambda data=data: store.put(LISTING, data, replace=True))  # type: ignore[misc]
+        await retried(lambda data=data: store.put(listing, data, replace=True))  # type: ignore[misc]
         written = current
     log.warning("the listing of the catalog may lack the last change: other publishers write it all the time")
 

@@ -34,6 +34,7 @@ import msgspec
 from msgspec import Meta
 
 from pipeline.api.json_body import parse_object
+from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.catalog.entry import Entry
 from pipeline.errors import InvalidRequest
 from pipeline.fleet.records import VERSION, AgentRecord
@@ -75,10 +76,21 @@ class SignedUrls(Request, frozen=True, kw_only=True):
         return f"SignedUrls({self.entry.name!r}, {len(self.urls)} URLs)"
 
 
-class LoadModelRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
-    """Load a published model. Repeated, it waits for the load that runs, or answers at once.
+class SignedAdapter(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """A published adapter. `url`: where its file can be read for some minutes; a secret."""
 
-    Fields at their defaults are left out: older agents refuse new ones.
+    entry: AdapterEntry
+    url: Annotated[str, Meta(max_length=MAX_URL_CHARACTERS, pattern="^https?://")]
+
+    def __repr__(self) -> str:
+        return f"SignedAdapter({self.entry.name!r})"
+
+
+class LoadModelRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
+    """Load a published model, or one of its adapters (MODEL:ADAPTER) and the model unless it is loaded.
+
+    Repeated, it waits for the load that runs, or answers at once.  Fields at their defaults are left out: older agents
+    refuse new ones.
     """
 
     model_id: ModelId
@@ -86,10 +98,15 @@ class LoadModelRequest(Request, frozen=True, kw_only=True, omit_defaults=True):
     wait: bool = True  # false: answer at once, with 202 while it is loading
     timeout_ms: TimeoutMs = 600_000  # of waiting; the load goes on
     signed: SignedUrls | None = None  # sent to agents that say that they take them
+    adapter_digest: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""  # likewise of the adapter
+    adapter: SignedAdapter | None = None  # sent to agents that take signed URLs
 
 
 class UnloadModelRequest(Request, frozen=True, kw_only=True):
-    """Stop the engine of a model. Streams in flight get the engine's drain time."""
+    """Stop the engine of a model. Streams in flight get the engine's drain time.
+
+    Of MODEL:ADAPTER the adapter alone goes, and the requests that it has finish.
+    """
 
     model_id: ModelId
     drop_cached: bool = False  # remove the files, too
@@ -326,6 +343,15 @@ class MoveSessionResponse(msgspec.Struct, frozen=True, kw_only=True):
     gone: bool = False  # the answer to `activate`: the copy was closed, has expired, or has moved on
 
 
+class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter of a model that has an engine, or is getting one."""
+
+    name: str  # requests ask for MODEL:NAME
+    digest: str  # SHA-256 of its prepared file
+    bytes: int
+    is_ready: bool  # requests for it may be sent, if the model is ready
+
+
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that has an engine, or is getting one."""
 
@@ -363,6 +389,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     sessions_moving: int = 0  # whose move from or to another agent is not complete
     moves_prefixes: bool = False  # it gives pages of its most used prefixes to engines of its version, and takes theirs
     prefixes_left: int = 0  # that an orchestrator is sending to other agents
+    adapters: tuple[LoadedAdapter, ...] = ()  # published ones
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -415,6 +442,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     kv_page_bytes: int = 0  # of one request's KV pages that it gives and takes; 0: not known
     takes_signed_urls: bool = False  # it has no credentials of the blob store
     wanted_urls: tuple[WantedUrls, ...] = ()
+    serves_adapters: bool = False  # it loads MODEL:ADAPTER
     compiling: Progress | None = None  # kernels for the host's CPU, before a model is needed
     loaded_models: tuple[LoadedModel, ...] = ()
     cached_models: tuple[CachedModel, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.catalog import pulled
+from pipeline.catalog import pulled, pulled_adapters
 from pipeline.models import digests, registry
 from pipeline.models.locks import is_locked, lock
 
@@ -37,8 +37,8 @@ def collect(
     in_use: digests of configured and loaded models.  Files whose name is still pulled, or whose source is in the models
     directory or known by its path, stay.  A download or conversion that runs is left alone.
 
-    adapters_in_use: digests of adapters of loaded models.  Other prepared adapters are removed along with downloads;
-    they are prepared again from their files.
+    adapters_in_use: digests of adapters of loaded models.  Other prepared adapters are removed along with downloads:
+    they are prepared again from their files.  Pulled ones stay: they have no other file here.
     """
     removed: list[Item] = []
     with lock(models_dir, "names"):
@@ -62,7 +62,8 @@ def collect(
                 if not is_dry:
                     path.unlink(missing_ok=True)
     if with_downloads:
-        removed += _adapters(models_dir, adapters_in_use, is_dry)
+        are_pulled = {entry.digest for entry, _ in pulled_adapters.read_all(models_dir)}
+        removed += _adapters(models_dir, {*adapters_in_use, *are_pulled}, is_dry)
         removed += _downloads(models_dir, is_dry)
     return removed
 

@@ -5,6 +5,7 @@ lease.py       its record in the coordination store, and how long it may serve
 http_api.py    the calls of orchestrators
 doors.py       TLS in front of the engines
 models.py      which models are placed here
+adapters.py    LoRA adapters of those models
 placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports
 held_prefixes.py  the pages that its engines hold, and how that changes

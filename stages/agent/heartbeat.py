@@ -17,6 +17,7 @@ from pipeline.fleet.bodies import (
     CachedModel,
     CacheLevel,
     HeartbeatResponse,
+    LoadedAdapter,
     LoadedModel,
     PrefixCursor,
     PrefixUpdate,
@@ -93,6 +94,7 @@ class Reporter:
             kv_page_bytes=bytes_of_request(self._config.fleet.agent.page_mb << 20),
             takes_signed_urls=self._models.takes_signed_urls,
             wanted_urls=self._models.wanted_urls(),
+            serves_adapters=True,
             compiling=self._models.kernels.progress,
             loaded_models=loaded,
             cached_models=self._cached,
@@ -191,6 +193,15 @@ class Reporter:
             and engine.control_dir is not None
             and self._config.fleet.agent.page_mb > 0,
             prefixes_left=self._prefixes_left(placement.model_id) if is_ready else 0,
+            adapters=tuple(
+                LoadedAdapter(
+                    name=one.name,
+                    digest=one.digest,
+                    bytes=one.nbytes,
+                    is_ready=is_ready and placement.serving.get(one.name) == one.digest,
+                )
+                for one in placement.adapters.values()
+            ),
         )
 
     def _adapter_of(self, name: str) -> str:

@@ -124,6 +124,8 @@ class AgentApi:
         """POST /load_model and /load."""
         body = decode_request(LoadModelRequest, await self._read(request), request.content_type)
         self._check_lease()
+        if ":" in body.model_id:
+            return await self._load_adapter(request, body)
         placement = await self._models.place(body)
         if body.wait:
             try:
@@ -134,6 +136,22 @@ class AgentApi:
         elif placement.state == "FAILED":
             await placement.wait()  # raises
         return await self._loaded(request, placement)
+
+    async def _load_adapter(self, request: web.Request, body: LoadModelRequest) -> web.Response:
+        load = await self._models.adapters.load(body)
+        if body.wait:
+            try:
+                async with asyncio.timeout(body.timeout_ms / 1000):
+                    await asyncio.shield(load.task)
+            except TimeoutError:
+                pass
+        if load.task.cancelled():
+            raise ModelUnavailable(f"{body.model_id!r} was unloaded meanwhile", "model_id")
+        if load.placement is not None and load.is_ready:
+            return await self._loaded(request, load.placement, body.model_id)
+        state = load.placement.state if load.placement is not None else "DOWNLOADING"
+        loading = "LOADING_TO_GPU" if state == "READY" else state
+        return _json(LoadModelResponse(status="loading", model_id=body.model_id, model_state=loading), 202)
 
     async def unload_model(self, request: web.Request) -> web.Response:
         """POST /unload_model."""
@@ -185,12 +203,13 @@ class AgentApi:
 
     # ------------------------------------------------------------------ parts
 
-    async def _loaded(self, request: web.Request, placement: Placement) -> web.Response:
+    async def _loaded(self, request: web.Request, placement: Placement, name: str = "") -> web.Response:
+        """`name`: of the adapter that was asked for; "": of none."""
         one = self._reporter.loaded(placement)
         is_ready = one.model_state == "READY"
         answer = LoadModelResponse(
             status="success" if is_ready else "loading",
-            model_id=one.model_id,
+            model_id=name or one.model_id,
             model_state=one.model_state,
             inference_endpoint_url=one.inference_endpoint_url,
             engine_key=one.engine_key if is_ready else "",

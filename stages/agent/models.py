@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from pipeline import procfs
+from pipeline.api.adapter_names import base_of
 from pipeline.blobs.address import needs_credentials
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents, pulled
@@ -40,6 +41,7 @@ from pipeline.files import replace_file
 from pipeline.fleet.bodies import LoadModelRequest, SignedUrls, WantedUrls
 from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
+from stages.agent.adapters import Adapters
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
 from stages.agent.downloads.arriving import Showcase, remove_showcase
@@ -51,7 +53,7 @@ from stages.agent.downloads.transfer import Limits
 from stages.agent.engines import local_model
 from stages.agent.engines.external_engine import ExternalEngine, Listen
 from stages.agent.engines.http_session import HttpSession
-from stages.agent.engines.interface import Engine
+from stages.agent.engines.interface import AdapterFile, Engine
 from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
 from stages.agent.placement import Placement, Source
@@ -121,6 +123,17 @@ class Models:
             exchange=exchange,
         )
         self._downloads: DownloadQueue[Arrival] = DownloadQueue(DOWNLOADS_AT_ONCE)
+        self.adapters = Adapters(
+            config,
+            self._context,
+            stores,
+            signed,
+            lambda request, adapter: self.place(request, (adapter,)),
+            self.settings,
+            lambda name: self.other_engines[name].engine if name in self.other_engines else "",
+            lambda: self.pinned,
+        )
+        self.adapters.on_loaded = self._store
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
         self.standby = make_standby(fleet.agent.standby_engines, agent_dir)
@@ -149,13 +162,17 @@ class Models:
     async def restore(self, names: tuple[str, ...]) -> None:
         """Place the models of the agent that ran here before."""
         for name in names:
+            request = LoadModelRequest(model_id=name)
             try:
-                await self.place(LoadModelRequest(model_id=name))
+                await (self.adapters.load(request) if ":" in name else self.place(request))
             except StarlingError as error:
                 log.error("a model of the last run is not loaded", extra={"model": name, "reason": error.message})
 
-    async def place(self, request: LoadModelRequest) -> Placement:
-        """The placement of a model, begun unless it is placed. Raises `StarlingError` with the reason of a refusal."""
+    async def place(self, request: LoadModelRequest, adapters: tuple[AdapterFile, ...] = ()) -> Placement:
+        """The placement of a model, begun unless it is placed: then its engines start with these adapters.
+
+        Raises `StarlingError` with the reason of a refusal.
+        """
         name = request.model_id
         if reason := check_name(name):
             raise InvalidRequest(f"model_id = {name!r}: {reason}", "model_id")
@@ -195,6 +212,7 @@ class Models:
                 self._is_open,
                 next_incarnation=self._next_incarnation,
                 release=partial(remove_showcase, self._home_of(name)),
+                adapters=adapters,
             )
             self._placed[name] = placement
             self._placed.move_to_end(name)
@@ -220,12 +238,17 @@ class Models:
         """End a model's engine. Idempotent.
 
         Raises `Conflict` if its files are in use by another model, with `only_idle` also while it has requests.
+        Those of an adapter finish.
         """
+        if ":" in name:
+            await self.adapters.unload(name, drop_cached)
+            return
         async with self._changing:
             placement = self._placed.get(name)
             if placement is not None:
                 if only_idle:
                     await placement.check_idle()
+                await self.adapters.forget_model(name)
                 await placement.stop()
                 if self._signed is not None:
                     self._signed.end(name)
@@ -242,6 +265,7 @@ class Models:
 
     async def stop(self) -> None:
         """End all engines. They stay stored: the next agent loads them again."""
+        await self.adapters.stop()
         async with self._changing:
             try:
                 await asyncio.gather(*(one.stop() for one in self.placed))
@@ -258,8 +282,8 @@ class Models:
         await asyncio.gather(*(one.close() for one in self.placed))
 
     def find(self, name: str) -> Placement:
-        """A placed model. Raises `ModelNotFound`."""
-        placement = self._placed.get(name)
+        """A placed model, also by the name of an adapter. Raises `ModelNotFound`."""
+        placement = self._placed.get(base_of(name))
         if placement is None:
             known = ", ".join(sorted(self._placed)) or "none"
             raise ModelNotFound(f"no model {name[:128]!r} is loaded on this agent; loaded models: {known}", "model")
@@ -297,7 +321,8 @@ class Models:
         begun = time.monotonic()
         home = self._home_of(entry.name)
         await uninterrupted(remove_showcase, home)  # of an agent that was killed
-        showcase = Showcase(home, placement.note_arriving) if self._streams_layers(entry.name) else None
+        is_streamed = self._streams_layers(entry.name) and not placement.adapters
+        showcase = Showcase(home, placement.note_arriving) if is_streamed else None
         stores = (self._signed.stores_of(entry) if self._signed is not None else []) or self._stores
         try:
             arrival = await self._downloads.wait_for(
@@ -307,7 +332,7 @@ class Models:
                     entry,
                     stores,
                     placement.note_progress,
-                    pinned=self.pinned,
+                    pinned={*self.pinned, *self.adapters.digests},
                     showcase=showcase,
                 ),
             )
@@ -432,7 +457,7 @@ class Models:
             del self._placed[name]
 
     def _store(self) -> None:
-        self._stored = msgspec.structs.replace(self._stored, models=tuple(self._placed))
+        self._stored = msgspec.structs.replace(self._stored, models=(*self._placed, *self.adapters.names))
         with contextlib.suppress(OSError):  # a restart then loads fewer models
             write_stored(self._agent_dir, self._stored)
 

@@ -9,6 +9,9 @@ expected after more than `WITHDRAW_S`, the model is DOWNLOADING again: its engin
 gets no others.  If the download fails, so does the placement, and its engine is ended.
 
 One task owns the engine.  Callers that wait for the model wait for a change of the state.
+
+An engine is started with the model's adapters.  One that comes later is loaded into the engine that runs, and is among
+those of the next start.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +30,7 @@ from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
 from stages.agent.downloads.remaining import Remaining
-from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.local_model import LocalModel
 
 log = logging.getLogger("starling.agent")
@@ -56,6 +59,7 @@ class Placement:
         *,
         next_incarnation: Callable[[], int] | None = None,
         release: Callable[[], object] = lambda: None,
+        adapters: Iterable[AdapterFile] = (),
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
@@ -85,6 +89,9 @@ class Placement:
         self._clock = clock
         self._sleep = sleep
         self._policy = RestartPolicy(jitter)
+        self.adapters = {one.name: one for one in adapters}  # that engines are started with
+        self.serving: dict[str, str] = {}  # the adapters of the engine: digest by name
+        self._adapting = asyncio.Lock()
         self._arriving: Path | None = None
         self._remaining = Remaining(clock)
         self._may_start = asyncio.Event()
@@ -133,6 +140,65 @@ class Placement:
                 f"{self.model_id!r} has {has} requests: unload it when they have ended, or without only_idle",
                 "only_idle",
             )
+
+    # ------------------------------------------------------------------ adapters
+
+    async def add_adapter(self, added: AdapterFile, within_s: float) -> None:
+        """Let requests name an adapter, from now on and at every start; returns when they may.
+
+        Raises `StarlingError`; then the adapter is as it was before.
+        """
+        async with self._adapting:
+            before = self.adapters.get(added.name)
+            self.adapters[added.name] = added
+            try:
+                while not await self._has_loaded(added, within_s):
+                    await self._sleep(ADMIT_POLL_S)  # the end of an engine that has died is seen soon
+            except BaseException:
+                self.adapters.pop(added.name, None)
+                if before is not None:
+                    self.adapters[added.name] = before
+                raise
+
+    async def _has_loaded(self, added: AdapterFile, within_s: float) -> bool:
+        """Load an adapter unless the engine has it; false if the engine has died. Raises `StarlingError`."""
+        await self.wait()
+        while self.state == "READY" and self.progress is not None:  # a version beside it needs all weights
+            await self._sleep(ADMIT_POLL_S)
+        engine = self.engine
+        if self.serving.get(added.name) == added.digest:
+            return True
+        if engine is None or not self._was_ready:
+            return False
+        try:
+            await engine.load_adapter(added, within_s)
+        except EngineDied:
+            return False
+        if engine is not self.engine or not self._was_ready:
+            return False
+        self._serves({**self.serving, added.name: added.digest})
+        log.info("adapter is ready", extra={"model": f"{self.model_id}:{added.name}", "digest": added.digest})
+        return True
+
+    async def remove_adapter(self, name: str, within_s: float) -> None:
+        """Let no more requests name an adapter; those that it has finish. Idempotent. Raises `StarlingError`."""
+        async with self._adapting:
+            self.adapters.pop(name, None)
+            engine = self.engine
+            if name in self.serving and engine is not None and self._was_ready:
+                self._serves({one: digest for one, digest in self.serving.items() if one != name})
+                try:
+                    await engine.unload_adapter(name, within_s)
+                except EngineDied:
+                    return  # the next one is started without it
+
+    def _serves(self, adapters: dict[str, str]) -> None:
+        """The engine has other adapters, which is another version with an empty KV cache."""
+        self.serving = adapters
+        self.incarnation = self._next_incarnation()
+        self._set(self.state)
+
+    # ------------------------------------------------------------------ requests
 
     async def open(self) -> None:
         """Let the engine take requests."""
@@ -256,6 +322,7 @@ class Placement:
             self._set("DOWNLOADING")
         begun = ready_at = self._clock()
         engine = self._make_engine(entry, arriving)
+        engine.adapters = tuple(self.adapters.values())
         was_ready = False
         try:
             try:
@@ -270,6 +337,7 @@ class Placement:
                     self.progress = None
                 was_ready, ready_at = True, self._clock()
                 self._was_ready = True
+                self.serving = {one.name: one.digest for one in engine.adapters}
                 self.load_s = ready_at - begun
                 self.incarnation = self._next_incarnation()
                 self._set("READY")
@@ -279,6 +347,7 @@ class Placement:
                 raise await _while_arriving(download, self._watched(engine, download))
             finally:
                 self._was_ready = False
+                self.serving = {}
                 self.queue = Queue()
                 is_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
                 if not is_cancelled:

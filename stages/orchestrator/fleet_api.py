@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.adapter_names import sort_key
 from pipeline.api.fields import flag, integer, read_fields, text
 from pipeline.api.json_body import parse_object
 from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
@@ -24,6 +25,8 @@ from stages.orchestrator.prefix_moves import PrefixMoves, report
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.score import loaded as loaded_on
+from stages.orchestrator.score import names_in
 from stages.orchestrator.session_moves import SessionMoves
 
 MAX_EVENTS = 1000
@@ -229,27 +232,35 @@ class FleetApi:
         """Models that requests may name: published, loaded, or on an agent's disk."""
         names = set(self.published)
         for view in self._router.table:
-            names |= {one.model_id for one in view.details.loaded_models}
+            names.update(names_in(view.details))
             names |= {name for one in view.details.cached_models if one.is_complete for name in one.names}
-        return sorted(names)
+        return sorted(names, key=sort_key)
 
     def _model(self, name: str, ready: list[str]) -> dict[str, Any]:
         known = self.published.get(name)
-        loaded = [one for view in self._router.table for one in view.details.loaded_models if one.model_id == name]
+        base, colon, adapter = name.partition(":")
+        loaded = [one for view in self._router.table if (one := loaded_on(view.details, name)) is not None]
+        of_base = [one for view in self._router.table for one in view.details.loaded_models if one.model_id == base]
+        digest = known.digest if known else next((one.digest for one in of_base), "")
         placement = next((one for one in self.placements.values() if one.model == name), None)
-        return {
+        body: dict[str, Any] = {
             "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "starling",
-            "engine": self._engine_of(name),
+            "engine": self._engine_of(base),
             "ready": bool(ready),
             "agents": ready,
             "loading": sum(one.model_state in ("DOWNLOADING", "LOADING_TO_GPU") for one in loaded),
-            "digest": known.digest if known else next((one.digest for one in loaded), ""),
+            "digest": digest,
             "bytes": known.nbytes if known else max((one.bytes for one in loaded), default=0),
             "replicas": placement.replicas if placement else 0,
         }
+        if not colon:
+            return body
+        digests = (one.digest for model in of_base for one in model.adapters if one.name == adapter)
+        adapter_digest = known.adapter_digest if known else next(digests, "")
+        return body | {"parent": base, "root": base, "adapter_digest": adapter_digest}
 
     def _engine_of(self, name: str) -> str:
         """The program that computes a model. Only answers of `starling` are the same each time."""

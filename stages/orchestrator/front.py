@@ -43,6 +43,7 @@ from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
+from stages.orchestrator.score import loaded
 from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 LOCATE_S = 10.0  # for engines to say whether they have a request
@@ -343,6 +344,7 @@ class Front:
         read = await inline_or_not(body, headers, partial(read_body, *arguments))
         try:
             await self._learn(read.model)
+            read = read._replace(model=self._router.resolve(read.model))
         except StarlingError as error:
             _name(error, read)
             raise
@@ -358,8 +360,7 @@ class Front:
         engines = [
             (view.agent_id, one)
             for view in self._router.table
-            for one in view.details.loaded_models
-            if one.model_id == model and one.engine_url and view.health == "READY"
+            if (one := loaded(view.details, model)) is not None and one.engine_url and view.health == "READY"
         ]
         if len(engines) < 2 and not is_certain:
             return engines[0][0] if engines else ""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
+from pipeline.api.adapter_names import base_of
 from pipeline.api.page_names import decode
 from pipeline.fleet.bodies import HeartbeatResponse, LoadedModel, PrefixCursor, PrefixUpdate
 from stages.orchestrator.prefixes import BLOCK_BYTES, PrefixMemory
@@ -27,8 +28,8 @@ MAX_HELD = 65_536  # names of one engine; an agent publishes fewer
 
 
 def engine_name(agent_id: str, model: LoadedModel) -> str:
-    """A name that changes when the engine starts anew, with an empty KV cache."""
-    return f"{agent_id}/{model.model_id}/{model.engine_incarnation}"
+    """A name that changes when the engine starts anew, with an empty KV cache. Adapters share that of their model."""
+    return f"{agent_id}/{base_of(model.model_id)}/{model.engine_incarnation}"
 
 
 class _Published:

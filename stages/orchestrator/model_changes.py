@@ -8,13 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
+from pipeline.api.adapter_names import base_of
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingError
 from pipeline.fleet import token
 from pipeline.fleet.bodies import LoadModelRequest, UnloadModelRequest
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
-from stages.orchestrator.forward import read_error
+from stages.orchestrator.forward import read_error, read_param
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.signed_urls import UrlSigner
@@ -25,6 +26,7 @@ log = logging.getLogger("starling.orchestrator")
 LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
 RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
 REFUSED_S = 30.0  # after another error
+ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
 
 
 class AgentCalls:
@@ -58,7 +60,8 @@ class AgentCalls:
             raise ModelUnavailable(f"{url}: {error}") from None
         if answer.status not in (200, 202):
             code, message = read_error(raw)
-            raise StarlingError(code or "INTERNAL", message or f"{url} answers with {answer.status}")
+            message = message or f"{url} answers with {answer.status}"
+            raise StarlingError(code or "INTERNAL", message, read_param(raw))
         return raw
 
 
@@ -101,11 +104,19 @@ class ModelChanges:
             )
         published = self._published.get(model)
         begun = self._clock()
-        digest = published.digest if published else ""
-        signed = await self._signer.begin(agent_id, model)
-        request = LoadModelRequest(model_id=model, digest=digest, timeout_ms=self._timeout_ms, signed=signed)
+        base = base_of(model)
+        adapter = await self._signer.adapter(agent_id, model)
+        signed = await self._signer.begin(agent_id, base)
+        request = LoadModelRequest(
+            model_id=model,
+            digest=published.digest if published else "",
+            timeout_ms=self._timeout_ms,
+            signed=signed,
+            adapter_digest=published.adapter_digest if published else "",
+            adapter=adapter,
+        )
         body = msgspec.json.encode(request)
-        besides = {model}
+        besides = {model, base}
         try:
             while True:
                 if evict:
@@ -115,8 +126,8 @@ class ModelChanges:
                 try:
                     await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
                     break
-                except StarlingError as error:  # too little memory or disk: one idle model after the other leaves
-                    evict = self._router.idle_model(agent_id, besides) if error.code == ResourceError.CODE else ""
+                except StarlingError as error:
+                    evict = self._making_room(error, agent_id, model, besides)
                     if not evict:
                         raise
         except StarlingError as error:
@@ -124,9 +135,17 @@ class ModelChanges:
             raise
         finally:
             if signed is not None:
-                self._signer.end(agent_id, model)
+                self._signer.end(agent_id, base)
         self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
         await self._check_agent(agent_id)
+
+    def _making_room(self, error: StarlingError, agent_id: str, model: str, besides: set[str]) -> str:
+        """What leaves after a refusal for too little memory or disk, or too many adapters; "": nothing can."""
+        if error.code != ResourceError.CODE:
+            return ""
+        if error.param == ADAPTERS:
+            return self._router.idle_adapter(agent_id, model, besides)
+        return self._router.idle_model(agent_id, besides)
 
     async def place(self, agent_id: str, model: str) -> None:
         """Load a model that is to be placed. After an error it waits: the next attempt comes later."""
@@ -162,7 +181,7 @@ class ModelChanges:
         """How far the load of a model is, for the comments of streams that wait."""
         for view in self._router.table:
             for one in view.details.loaded_models:
-                if one.model_id == model and one.progress is not None and one.model_state != "READY":
+                if one.model_id == base_of(model) and one.progress is not None and one.model_state != "READY":
                     progress = one.progress
                     share = f" {100 * progress.done // progress.total}%" if progress.total else ""
                     return f"{progress.phase}{share} on {view.agent_id}"

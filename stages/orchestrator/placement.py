@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from pipeline.api.adapter_names import base_of
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.score import loaded
+
+HELD = ("READY", "DOWNLOADING", "LOADING_TO_GPU")  # states of models that take an engine
 
 
 class Load(NamedTuple):
@@ -25,12 +28,28 @@ def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> l
     busy: set[str] = set()
     loads = []
     for model, replicas in wanted:
-        have = [view for view in table if _state(view, model) in ("READY", "DOWNLOADING", "LOADING_TO_GPU")]
+        have = [view for view in table if _state(view, model) in HELD]
         usable = [view for view in have if view.may_start and view.health == "READY"]
+        base = base_of(model)
+        # An adapter needs no place of its own where its model is.
+        hosts = [view.agent_id for view in table if base != model and _state(view, base) in HELD]
         candidates = [
-            view for view in table if view not in have and view.may_start and view.health == "READY" and _has_room(view)
+            view
+            for view in table
+            if view not in have
+            and view.may_start
+            and view.health == "READY"
+            and (view.details.serves_adapters or base == model)
+            and (view.agent_id in hosts or _has_room(view))
         ]
-        candidates.sort(key=lambda view: (_state(view, model) == "FAILED", not _is_cached(view, model), _load(view)))
+        candidates.sort(
+            key=lambda view: (
+                _state(view, base) == "FAILED",
+                view.agent_id not in hosts,
+                not _is_cached(view, base),
+                _load(view),
+            )
+        )
         for view in candidates:
             if len(usable) >= replicas:
                 break
@@ -50,14 +69,14 @@ def stalled_loads(
     """
     loads = []
     for model, replicas in wanted:
-        have = [view for view in table if _state(view, model) in ("READY", "DOWNLOADING", "LOADING_TO_GPU")]
+        have = [view for view in table if _state(view, model) in HELD]
         waiting = [
             Load(model, view.agent_id)
             for view in have
             if view.may_start
             and view.health == "READY"
-            and any(one.model_id == model for one in view.details.wanted_urls)
-            and not has_told(view.agent_id, model)
+            and any(one.model_id == base_of(model) for one in view.details.wanted_urls)
+            and not has_told(view.agent_id, base_of(model))
         ]
         loads += waiting if len(have) <= replicas else []
     return loads

@@ -6,7 +6,9 @@ be ready first.
     held        only the agent that has the session or the answer can serve the request: even suspect, or cordoned
     cold        the model must be loaded first, for which another model may have to leave
 
-Requests under way are counted here, because agents report their queues only now and then.  Without sockets and text.
+A published adapter is a model of its own, MODEL:ADAPTER, that runs in the engine of its model: it is loaded into that,
+and waits in its queue.  Requests under way are counted here, because agents report their queues only now and then.
+Without sockets and text.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
+from pipeline.api.adapter_names import adapted_digest, adapter_of, base_of
+from pipeline.catalog.adapters import unknown_adapter
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
@@ -24,7 +28,16 @@ from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
 from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
-from stages.orchestrator.score import Weights, loaded, residence, shared_files, terms, text_kind_of, version_of
+from stages.orchestrator.score import (
+    Weights,
+    loaded,
+    names_in,
+    residence,
+    shared_files,
+    terms,
+    text_kind_of,
+    version_of,
+)
 from stages.orchestrator.session_cost import Place, Size, terms_of
 
 RETRY_AFTER_S = 1.0
@@ -34,8 +47,9 @@ HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take 
 class Published(NamedTuple):
     """What routing uses of a catalog's entry."""
 
-    digest: str
+    digest: str  # of the model's file
     nbytes: int
+    adapter_digest: str = ""  # of an adapter, whose model has `digest`; "": it is a model
 
 
 class Route(NamedTuple):
@@ -62,8 +76,9 @@ class ScoreRouter(RequestRouter):
         wall: Callable[[], float],
         clock: Callable[[], float] = time.monotonic,
         order: Order = by_score,
+        names: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """`order`: of agents that have the model ready."""
+        """`order`: of agents that have the model ready. `names`: what is published."""
         self.prefixes = HeldPrefixes(clock)
         self.rates = Rates()
         self.decisions = DecisionLog()
@@ -72,9 +87,10 @@ class ScoreRouter(RequestRouter):
         self._published = published
         self._wall = wall
         self._order = order
+        self._names = names
         self._table: dict[str, NodeView] = {}
         self._holders: dict[str, set[str]] = {}  # agents that give the pieces of a file, by its digest
-        self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model
+        self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model, which has those of its adapters
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
         self._last_used: dict[tuple[str, str], int] = {}  # by agent and model: which model leaves first
@@ -104,14 +120,33 @@ class ScoreRouter(RequestRouter):
         """The agents on which each model is ready, by model."""
         found: dict[str, list[str]] = {}
         for view in self._table.values():
-            for one in view.details.loaded_models:
-                if one.model_state == "READY":
-                    found.setdefault(one.model_id, []).append(view.agent_id)
+            for name in names_in(view.details):
+                one = loaded(view.details, name)
+                if one is not None and one.model_state == "READY":
+                    found.setdefault(name, []).append(view.agent_id)
         return found
 
     def has(self, model: str) -> bool:
         """Whether an agent has the model loaded, or is loading it."""
         return any(loaded(view.details, model) is not None for view in self._table.values())
+
+    def adapters_of(self, base: str) -> list[str]:
+        """The adapters of a model that are published or loaded, as MODEL:ADAPTER."""
+        known = [*self._names(), *(name for view in self._table.values() for name in names_in(view.details))]
+        return sorted({name for name in known if base_of(name) == base and ":" in name})
+
+    def resolve(self, name: str) -> str:
+        """What a request asks for: `name`, or MODEL:NAME where no model has the name and one has such an adapter.
+
+        Raises `ModelNotFound` if several have one.
+        """
+        if ":" in name or self._published(name) is not None or self.has(name):
+            return name
+        found = sorted(one for one in self._names() if adapter_of(one) == name)
+        if len(found) > 1:
+            listed = " and ".join(found[:8])
+            raise ModelNotFound(f"adapter {name!r} belongs to several models; ask for one of {listed}", "model")
+        return found[0] if found else name
 
     def has_other(self, model: str, agent_id: str) -> bool:
         """Whether another agent has the model ready and may get requests."""
@@ -167,7 +202,7 @@ class ScoreRouter(RequestRouter):
             predicted_s=predicted_s,
             ahead=best.ahead,
             new_bytes=max(0, request.prompt_bytes - best.matched_bytes),
-            evict="" if is_ready or best.state in HELD_STATES else self._leaving(view) or "",
+            evict="" if is_ready or not _takes_place(view, request.model) else self._leaving(view) or "",
             must_hold=request.is_held and bool(request.begins),
         )
 
@@ -187,7 +222,10 @@ class ScoreRouter(RequestRouter):
         model, details = request.model, view.details
         running = loaded(details, model)
         published = self._published(model) or Published("", 0)
-        where = residence(details, model, *published, self._holders.get(published.digest, ()))
+        # An adapter is where its model is: it is small beside that.
+        name = model if running is not None else base_of(model)
+        holders = self._holders.get(published.digest, ())
+        where = residence(details, name, published.digest, published.nbytes, holders)
         ahead = self._ahead(view.agent_id, running)
         matched = self.prefixes.matched_bytes(engine_name(view.agent_id, running), request.blocks) if running else 0
         rates = self.rates.of(view.agent_id, model)
@@ -214,17 +252,20 @@ class ScoreRouter(RequestRouter):
         is_ready = _answers(request, view, running)
         if not view.may_start and not (request.is_held and is_ready):
             return view.reason
-        if request.version and (running is None or not is_ready or not _serves(running, request.version)):
+        is_of_version = running is not None and is_ready and _serves(running, request.version)
+        if request.version and not is_of_version and (is_ready or not self._may_become(request.model, request.version)):
             return "it does not serve the version that began the answer"
         if request.has_context and is_ready and running is not None and not running.takes_conversations:
             return "its engine takes no conversations of /v1/responses"
         if is_ready:
-            if self._under_way[view.agent_id, request.model] >= self._max_per_agent:
+            if self._under_way[view.agent_id, base_of(request.model)] >= self._max_per_agent:
                 return f"{self._max_per_agent} requests are under way there"
             return ""
         if view.health != "READY":
             return "it does not answer"
-        if running is not None and running.model_state in HELD_STATES:
+        if ":" in request.model and not view.details.serves_adapters:
+            return "its release loads no adapters"
+        if not _takes_place(view, request.model):
             return ""
         published = self._published(request.model)
         if published is None and residence(view.details, request.model, "", 0).level == "REMOTE":
@@ -232,6 +273,16 @@ class ScoreRouter(RequestRouter):
         if self._leaving(view) is None:
             return f"it runs {view.details.max_models} models, and none of them is idle"
         return ""
+
+    def _may_become(self, model: str, version: str) -> bool:
+        """Whether an adapter, once it is loaded, may go on with an answer of that version.
+
+        Few agents have an adapter: one that must load it first goes on with its streams.
+        """
+        published = self._published(model)
+        if published is None or not published.adapter_digest:
+            return False
+        return version.startswith(f"{adapted_digest(published.digest, published.adapter_digest)}-")
 
     def _refuse(self, request: RoutedRequest, scored: list[AgentScore]) -> None:
         """No agent has the model ready. Raises unless one of them can load it."""
@@ -247,8 +298,8 @@ class ScoreRouter(RequestRouter):
             model in cached.names for view in self._table.values() for cached in view.details.cached_models
         ):
             known = any(loaded(view.details, model) for view in self._table.values())
-            self._refuse_adapter(model)
             if not known:
+                self._refuse_adapter(model)
                 raise ModelNotFound(f"there is no model {model[:200]!r}; GET /v1/models lists them", "model")
         if not any(one.is_candidate for one in scored):
             reasons = "; ".join(f"{one.agent_id}: {one.reason}" for one in scored[:8]) or "no agent has registered"
@@ -257,20 +308,27 @@ class ScoreRouter(RequestRouter):
             raise ModelUnavailable(f"no agent can serve {model} now ({reasons})", retry_after_s=RETRY_AFTER_S)
 
     def _refuse_adapter(self, model: str) -> None:
+        """Raises the error of an adapter that is not published, if its model is known."""
         base, colon, adapter = model.partition(":")
-        if colon and (self._published(base) is not None or base in self.models()):
+        if not colon:
+            return
+        others = [loaded(view.details, base) for view in self._table.values()]
+        other = next((one.engine for one in others if one is not None and one.engine != "starling"), "")
+        if other:
             raise StarlingError(
                 "NOT_IMPLEMENTED",
-                f"{model[:200]!r} names the adapter {adapter[:80]!r}, and an orchestrator serves no adapters: send "
-                f"{base!r} for the model without it, or ask a server that has the adapter",
+                f"{model[:200]!r} names the adapter {adapter[:80]!r}, and {base!r} is computed by {other}, for which "
+                f"no adapters are published: send {base!r} for the model without it",
                 "model",
             )
+        if self._published(base) is not None or self.has(base):
+            raise unknown_adapter(base, adapter, self.adapters_of(base))
 
     def _ahead(self, agent_id: str, running: LoadedModel | None) -> int:
         """Sequences before a new request: what the agent reported, or what was sent to it since, if that is more."""
         if running is None:
             return 0
-        return max(running.running + running.vllm_queue_length, self._under_way[agent_id, running.model_id])
+        return max(running.running + running.vllm_queue_length, self._under_way[agent_id, base_of(running.model_id)])
 
     def place(self, agent_id: str, model: str, bytes_per_s: float = 0.0) -> Place:
         """An agent as it could serve a session's turn. `bytes_per_s`: of KV pages that are sent to it."""
@@ -308,6 +366,17 @@ class ScoreRouter(RequestRouter):
         view = self._table.get(agent_id)
         return (self._least_recent(view, besides) if view is not None else None) or ""
 
+    def idle_adapter(self, agent_id: str, model: str, besides: Collection[str]) -> str:
+        """The adapter of the same model that leaves the agent for MODEL:ADAPTER: that which was used longest ago.
+
+        "": there is none.  Its requests finish.
+        """
+        view = self._table.get(agent_id)
+        base = base_of(model)
+        names = names_in(view.details) if view is not None else []
+        others = [name for name in names if ":" in name and base_of(name) == base and name not in (model, *besides)]
+        return min(others, key=lambda name: (self._last_used.get((agent_id, name), -1), name), default="")
+
     def _leaving(self, view: NodeView) -> str | None:
         """The model that leaves for another one: "" if there is room, None if no model is idle."""
         held = [one for one in view.details.loaded_models if one.model_state in HELD_STATES]
@@ -330,9 +399,9 @@ class ScoreRouter(RequestRouter):
 
     def begin(self, route: Route, request: RoutedRequest) -> None:
         """The request is sent to the agent."""
-        key = (route.agent_id, request.model)
+        key = (route.agent_id, base_of(request.model))
         self._under_way[key] += 1
-        self._last_used[key] = next(self._turns)
+        self._last_used[key] = self._last_used[route.agent_id, request.model] = next(self._turns)
         view = self._table.get(route.agent_id)
         if view is not None and route.engine is not None:
             self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
@@ -359,14 +428,21 @@ class ScoreRouter(RequestRouter):
 
     def end(self, route: Route, request: RoutedRequest) -> None:
         """It has ended there, or was moved."""
-        key = (route.agent_id, request.model)
+        key = (route.agent_id, base_of(request.model))
         self._under_way[key] -= 1
         if self._under_way[key] <= 0:
             del self._under_way[key]
 
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""
-        return sum(n for (name, one), n in self._under_way.items() if name == agent_id and model in ("", one))
+        base = base_of(model)
+        return sum(n for (name, one), n in self._under_way.items() if name == agent_id and base in ("", one))
+
+
+def _takes_place(view: NodeView, model: str) -> bool:
+    """Whether an engine must be started for a model: an adapter is loaded into that of its model."""
+    running = loaded(view.details, base_of(model))
+    return running is None or running.model_state not in HELD_STATES
 
 
 def _serves(running: LoadedModel, version: str) -> bool:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api.adapter_names import adapted_digest
 from pipeline.api.output_tokens import version_name
 from pipeline.fleet.bodies import CacheLevel, HeartbeatResponse, LoadedModel
 from stages.orchestrator.rates import DISK_BYTES_PER_S, NET_BYTES_PER_S, PEER_BYTES_PER_S, EngineRates
@@ -60,8 +61,30 @@ class Residence(NamedTuple):
 
 
 def loaded(details: HeartbeatResponse, model: str) -> LoadedModel | None:
-    """The agent's entry of the model, whatever its state."""
-    return next((one for one in details.loaded_models if one.model_id == model), None)
+    """The agent's entry of the model, whatever its state.
+
+    Of MODEL:ADAPTER that of the model with the name and the digest of both; None if it does not have the adapter.
+    """
+    base, colon, adapter = model.partition(":")
+    running = next((one for one in details.loaded_models if one.model_id == base), None)
+    if running is None or not colon:
+        return running
+    one = next((one for one in running.adapters if one.name == adapter), None)
+    if one is None:
+        return None
+    is_starting = running.model_state == "READY" and not one.is_ready
+    state = "LOADING_TO_GPU" if is_starting else running.model_state
+    digest = adapted_digest(running.digest, one.digest)
+    return msgspec.structs.replace(running, model_id=model, digest=digest, model_state=state, adapters=())
+
+
+def names_in(details: HeartbeatResponse) -> list[str]:
+    """The models that an agent has loaded or is loading, and their adapters."""
+    return [
+        name
+        for one in details.loaded_models
+        for name in (one.model_id, *(f"{one.model_id}:{adapter.name}" for adapter in one.adapters))
+    ]
 
 
 def version_of(model: LoadedModel) -> str:

@@ -17,9 +17,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 
 from pipeline.blobs.interface import BlobStore
+from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.catalog.entry import Entry
 from pipeline.errors import StarlingError, StorageUnavailable
-from pipeline.fleet.bodies import MAX_URL_CHARACTERS, MAX_URLS, HeartbeatResponse, SignedUrls
+from pipeline.fleet.bodies import MAX_URL_CHARACTERS, MAX_URLS, HeartbeatResponse, SignedAdapter, SignedUrls
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -51,15 +52,17 @@ class UrlSigner:
         self._poll_now = poll_now
         self._clock = clock
         self._entries: Mapping[str, Entry] = {}
+        self._adapters: Mapping[str, AdapterEntry] = {}  # by MODEL:ADAPTER
         self._takers: dict[str, str] = {}  # agents without credentials, and their incarnations
         self._loads: dict[str, OrderedDict[str, _Load]] = {}  # by agent and model
         self._ready: dict[str, dict[str, SignedUrls]] = {}  # likewise: for the next heartbeat
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by agent: it is signed for
         self._prompted: dict[str, float] = {}  # by agent: the last poll out of turn
 
-    def set_entries(self, entries: Iterable[Entry]) -> None:
+    def set_entries(self, entries: Iterable[Entry], adapters: Iterable[AdapterEntry] = ()) -> None:
         """What the catalog contains now."""
         self._entries = {entry.name: entry for entry in entries}
+        self._adapters = {entry.name: entry for entry in adapters}
 
     # ---------------------------------------------------------------- loads
 
@@ -82,6 +85,16 @@ class UrlSigner:
         except BaseException:
             self.end(agent_id, model)
             raise
+
+    async def adapter(self, agent_id: str, name: str) -> SignedAdapter | None:
+        """What the request to load MODEL:ADAPTER carries as well; None if the agent reads it by itself.
+
+        The agent reads the file at once, so that one URL is enough.  Raises `StorageUnavailable`.
+        """
+        entry = self._adapters.get(name)
+        if entry is None or not self._store.can_sign or agent_id not in self._takers:
+            return None
+        return SignedAdapter(entry=entry, url=(await self._urls([entry.key]))[entry.key])
 
     def _remember(self, agent_id: str, model: str) -> _Load | None:
         """Sign for a load from now on; None if the agent needs no URLs."""
@@ -197,6 +210,13 @@ class UrlSigner:
 
     async def _signed(self, entry: Entry, keys: list[str]) -> SignedUrls:
         """Raises `StarlingError`."""
+        urls = await self._urls(keys)
+        longest = max(len(key) + len(url) for key, url in urls.items())
+        sent = list(urls.items())[: MOST_CHARACTERS // longest]
+        return SignedUrls(entry=entry, valid_s=self._valid_s, urls=dict(sent))
+
+    async def _urls(self, keys: list[str]) -> dict[str, str]:
+        """By key. Raises `StarlingError`."""
         try:
             async with asyncio.timeout(SIGN_S):
                 urls = await self._store.sign(keys, self._valid_s)
@@ -209,5 +229,4 @@ class UrlSigner:
         longest = max(len(key) + len(url) for key, url in urls.items())
         if longest > MAX_URL_CHARACTERS:
             raise StorageUnavailable(f"{self._store.address}: a signed URL has over {MAX_URL_CHARACTERS:,} characters")
-        sent = list(urls.items())[: MOST_CHARACTERS // longest]
-        return SignedUrls(entry=entry, valid_s=self._valid_s, urls=dict(sent))
+        return urls

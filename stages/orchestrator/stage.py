@@ -26,12 +26,17 @@ import msgspec
 import uvloop
 from aiohttp import web
 
+from pipeline.api.adapter_names import base_of
 from pipeline.api.key_file import KeyFile, key_path
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
 from pipeline.blobs.address import open_store as open_blobs
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents
+from pipeline.catalog.adapter_entry import AdapterEntry
+from pipeline.catalog.adapters import entries as published_adapters
+from pipeline.catalog.adapters import usable
+from pipeline.catalog.entry import Entry
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
@@ -105,9 +110,15 @@ class OrchestratorStage:
         self.events = EventLog(time.time)
         self.registry = Registry(self._heartbeat, time.monotonic)
         self._published: dict[str, Published] = {}
+        self._adapters: list[AdapterEntry] = []
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
         self.router = ScoreRouter(
-            weights, bounds.max_per_agent, self._published.get, time.time, order=order_of(bounds.routing)
+            weights,
+            bounds.max_per_agent,
+            self._published.get,
+            time.time,
+            order=order_of(bounds.routing),
+            names=self._published.keys,
         )
         self.idle = IdleModels(time.monotonic, self.router.under_way)
         self.pressure = MemoryPressure(self.idle)
@@ -200,6 +211,7 @@ class OrchestratorStage:
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
         self._catalog_read = -CATALOG_S
+        self._reading: asyncio.Task[None] | None = None  # of the catalog
         self._catalog_known = asyncio.Event()  # it has been read, or could not be
         self._placing: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
@@ -235,6 +247,7 @@ class OrchestratorStage:
             await self._drain()
             return 0
         finally:
+            tasks += [self._reading] if self._reading is not None else []
             for task in (*tasks, *self._polls.values(), *self._placing.values()):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -368,24 +381,41 @@ class OrchestratorStage:
             await asyncio.sleep(CATALOG_S)
 
     async def _read_catalog(self) -> None:
-        self._catalog_read = time.monotonic()
+        """Read it, or wait for the read that is under way."""
+        if self._reading is None or self._reading.done():
+            self._catalog_read = time.monotonic()
+            self._reading = asyncio.get_running_loop().create_task(self._read_entries())
+        await asyncio.shield(self._reading)
+
+    async def _read_entries(self) -> None:
         try:
             entries = await contents.entries(self._blobs)
         except StarlingError as error:
             log.warning("the catalog cannot be read", extra={"reason": error.message})
             self._catalog_known.set()
             return
+        self._use_catalog(entries)
+        with contextlib.suppress(StarlingError):  # then those that are known stay
+            self._adapters = await published_adapters(self._blobs)
+            self._use_catalog(entries)
+        self._catalog_known.set()
+
+    def _use_catalog(self, entries: list[Entry]) -> None:
+        """Route by these entries, and by what is known of adapters."""
         found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
+        adapters = usable(self._adapters, entries)
+        for one, model in adapters:
+            found[one.name] = Published(model.digest, model.weights_bytes + one.bytes, one.digest)
         self._published.clear()
         self._published.update(found)
-        self.signer.set_entries(entries)
-        self._catalog_known.set()
+        self.signer.set_entries(entries, [one for one, _ in adapters])
 
     async def _learn(self, model: str) -> None:
         """A request names a model that is not known: it may have been published lately."""
-        if model in self._published or self.router.has(model):
+        if self.router.resolve(model) in self._published or self.router.has(model):
             return
-        if time.monotonic() - self._catalog_read > CATALOG_MISS_S:
+        is_reading = self._reading is not None and not self._reading.done()
+        if is_reading or time.monotonic() - self._catalog_read > CATALOG_MISS_S:
             await self._read_catalog()
 
     async def _first_catalog(self) -> None:
@@ -436,7 +466,8 @@ class OrchestratorStage:
             self.prefix_moves.begin_round()
             self.idle.observe(self.router.table)
             if self.fleet.is_store_up:
-                self._unload_idle({model for model, _ in wanted} | {load.model for load in self.cold.under_way})
+                kept = {model for model, _ in wanted} | {load.model for load in self.cold.under_way}
+                self._unload_idle({base_of(model) for model in kept})
             await asyncio.sleep(PLACE_S)
 
     def _unload_idle(self, kept: set[str]) -> None:

@@ -125,12 +125,13 @@ def _published(context: click.Context) -> Iterable[str]:
     import asyncio
 
     from pipeline.blobs.address import open_store
-    from pipeline.catalog import contents
+    from pipeline.catalog import adapters, contents
     from pipeline.config.load import load
 
     async def read() -> list[str]:
         async with open_store(load()) as blobs, asyncio.timeout(FLEET_TIMEOUT_S):
-            return [entry.name for entry in await contents.entries(blobs)]
+            models = [entry.name for entry in await contents.entries(blobs)]
+            return models + [entry.name for entry in await adapters.entries(blobs)]
 
     return asyncio.run(read())
 

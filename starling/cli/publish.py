@@ -1,4 +1,4 @@
-"""`starling publish`, `starling unpublish` and `starling catalog`: the models in the blob store of a fleet."""
+"""`starling publish`, `starling unpublish` and `starling catalog`: models and adapters in the blob store of a fleet."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 import click
 import msgspec
 
+from pipeline.api.adapter_names import sort_key
 from pipeline.blobs.address import open_store
-from pipeline.catalog import contents
+from pipeline.catalog import adapters, contents
+from pipeline.catalog.adapter_entry import AdapterEntry, check_adapter_names
 from pipeline.catalog.entry import Entry
 from pipeline.catalog.publish import Published
 from pipeline.catalog.publish import publish as publish_model
@@ -25,6 +27,7 @@ from pipeline.models import store
 from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
+from starling.cli.publish_adapter import adapter_row, publish_adapter, show_published
 from starling.cli.terminal import print_wrapped
 
 CODES = {
@@ -41,12 +44,20 @@ CODES = {
 @click.option("--replace", is_flag=True, help="Publish even if the name has another model now.")
 @json_option()
 def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
-    """Put a model into the fleet's blob store (fleet.blobs).
+    """Put a model, or a LoRA adapter of one, into the fleet's blob store (fleet.blobs).
 
     FILE is a GGUF file or a configured model. It is prepared first if necessary: what is published is the checkpoint,
     which other machines map as it is. Repeated, the command sends only what the store lacks.
+
+    With --name MODEL:ADAPTER, FILE is a LoRA adapter of the published MODEL: a GGUF file, or a directory of the PEFT
+    library. FILE may also be MODEL:ADAPTER of the configuration.
     """
     config = load()
+    names_adapter = name is None and not check_adapter_names(file) and not Path(file).exists()
+    adapter = file if names_adapter else name
+    if adapter is not None and ":" in adapter:
+        show_published(publish_adapter(config, file, adapter, replace), as_json)
+        return
     model = _model(config, file, name)
     with nullcontext(store.no_progress) if as_json else shown(model.name) as progress:
         index_path = _prepare(config, model, progress)
@@ -123,34 +134,40 @@ def _name_of(path: Path) -> str:
 @click.command(epilog=exit_codes(CODES))
 @click.argument("name", shell_complete=completion.published_models)
 def unpublish(name: str) -> None:
-    """Remove a model from the fleet's blob store.
+    """Remove a model or an adapter from the fleet's blob store.
 
-    NAME is a model that `starling catalog` lists. Its blobs are removed with it, unless another entry of the catalog
-    uses them. Machines keep what they have received.
+    NAME is a model or MODEL:ADAPTER that `starling catalog` lists. Its blobs are removed with it, unless another entry
+    of the catalog uses them, and the adapters of a model. Machines keep what they have received.
     """
 
-    async def remove() -> tuple[Entry, int]:
+    async def remove() -> int:
         async with open_store(config) as blobs:
-            return await contents.remove(blobs, name)
+            if ":" in name:
+                return await adapters.remove(blobs, name)
+            _, freed = await contents.remove(blobs, name)
+            return freed + await adapters.remove_all_of(blobs, name)
 
     config = load()
-    _, freed = asyncio.run(remove())
+    freed = asyncio.run(remove())
     click.echo(f"{name}: removed ({freed / 1e6:.0f} MB)")
 
 
 @click.command(epilog=exit_codes({0: "success", 1: CODES[1], 78: CODES[78]}))
 @json_option()
 def catalog(as_json: bool) -> None:
-    """List the models that requests to a fleet may name."""
+    """List the models and adapters that requests to a fleet may name."""
 
-    async def read() -> tuple[str, list[Entry]]:
+    async def read() -> tuple[str, list[Entry], list[AdapterEntry]]:
         async with open_store(config) as blobs:
-            return blobs.address, await contents.entries(blobs)
+            found = await contents.entries(blobs)
+            return blobs.address, found, [one for one, _ in adapters.usable(await adapters.entries(blobs), found)]
 
     config = load()
-    address, found = asyncio.run(read())
+    address, found, of_models = asyncio.run(read())
     if as_json:
-        click.echo(msgspec.json.format(msgspec.json.encode([_row(entry) for entry in found])).decode())
+        rows = [_row(entry) for entry in found] + [adapter_row(entry) for entry in of_models]
+        rows.sort(key=lambda row: sort_key(row["name"]))
+        click.echo(msgspec.json.format(msgspec.json.encode(rows)).decode())
         return
     if not found:
         print_wrapped(f"nothing is published at {address}; `starling publish FILE` does that", 2)
@@ -158,6 +175,10 @@ def catalog(as_json: bool) -> None:
         facts = f"{entry.source.architecture}, {entry.source.parameters / 1e6:.0f}M parameters, {entry.source.file}"
         print_wrapped(f"{entry.name}  {entry.nbytes / 1e6:.0f} MB  {facts}", 2)
         print_wrapped(f"  sha256 {entry.digest}", 2)
+        for one in of_models:
+            if one.base == entry.name:
+                print_wrapped(f"{one.name}  {one.bytes / 1e6:.1f} MB  adapter, rank {one.rank}, {one.source}", 2)
+                print_wrapped(f"  sha256 {one.digest}", 2)
 
 
 def _row(entry: Entry) -> dict[str, Any]:

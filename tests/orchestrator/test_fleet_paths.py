@@ -99,10 +99,10 @@ def test_no_remedy_is_a_path_that_an_orchestrator_refuses(fleet: Fleet) -> None:
         assert "/v1/admin" not in message, message
 
 
-def test_adapters_are_refused_by_name(fleet: Fleet) -> None:
+def test_an_adapter_that_is_not_published_is_unknown(fleet: Fleet) -> None:
     refused = fleet.post("/v1/generate", {**BODY, "model": f"{MODEL}:french"}, MINE)
-    assert (refused.status, refused.error["code"], refused.error["param"]) == (501, "NOT_IMPLEMENTED", "model")
-    assert "'french'" in refused.error["message"] and repr(MODEL) in refused.error["message"]
+    assert (refused.status, refused.error["code"], refused.error["param"]) == (404, "MODEL_NOT_FOUND", "model")
+    assert refused.error["message"] == f"model {MODEL!r} has no adapter 'french'; it has: none"
     named = {"model": f"{MODEL}:french"}
     for path, body in (
         ("/v1/chat/completions", {**named, "messages": [{"role": "user", "content": "x"}], "stream": True}),

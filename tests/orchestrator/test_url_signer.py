@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from pipeline.blobs.folder import FolderStore
+from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.catalog.entry import PART_BYTES, Entry, Source
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, StorageUnavailable
 from pipeline.fleet.bodies import MAX_URLS, HeartbeatResponse, LoadedModel, ModelState, WantedUrls
 from stages.orchestrator import signed_urls
 from stages.orchestrator.interfaces import NodeView
@@ -332,3 +333,20 @@ def test_the_leader_asks_again_for_a_load_of_another_orchestrator(table: list[No
     assert stalled_loads([("tiny", 2)], table, lambda *load: False) == [Load("tiny", agent) for agent in agents]
     assert stalled_loads([("tiny", 2)], table, lambda *load: load in told) == []
     assert stalled_loads([("other", 2)], table, lambda *load: False) == []
+
+
+async def test_the_file_of_an_adapter_is_signed_for_an_agent_that_needs_it(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    adapter = AdapterEntry(
+        base="tiny", adapter="a", base_digest=TINY.digest, digest="e" * 64, bytes=10, rank=4, source="a.gguf"
+    )
+    bench.signer.set_entries([TINY], [adapter])
+    assert await bench.signer.adapter("one", "tiny:a") is None, "it reads the store by itself"
+    await bench.heartbeat()
+    signed = await bench.signer.adapter("one", "tiny:a")
+    assert signed is not None and signed.entry == adapter and adapter.key in signed.url
+    assert "signature" not in repr(signed)
+    assert await bench.signer.adapter("one", "tiny:b") is None and await bench.signer.adapter("one", "tiny") is None
+    bench.store.problem = RuntimeError("no role")
+    with pytest.raises(StorageUnavailable, match="RuntimeError of the store's library"):
+        await bench.signer.adapter("one", "tiny:a")

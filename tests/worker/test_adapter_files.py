@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 
@@ -329,3 +330,29 @@ def test_workers_import_no_reader_before_they_need_one() -> None:
     found = done.stdout.split()
     assert "stages.worker.adapters.prepared" in found
     assert [name for name in found if "huggingface" in name or name == "tokenizers"] == []
+
+
+def test_a_prepared_file_is_an_adapter_too(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    """As a fleet publishes it: with the same digest, and refused for another model or with other bytes."""
+    model = tiny_gguf()
+    base = load_index(ingested(model))
+    expected = prepare(write_adapter(tmp_path / "a.gguf", model, rank=5), base, tmp_path)
+    stored = tmp_path / "adapters" / f"{expected.digest}.lora"
+    named, elsewhere = tmp_path / "mine.lora", tmp_path / "elsewhere"
+    named.write_bytes(stored.read_bytes())
+    for source in (stored, named):
+        found = prepare(source, base, elsewhere)
+        assert (found.digest, found.header) == (expected.digest, expected.header)
+    assert (elsewhere / "adapters" / stored.name).read_bytes() == stored.read_bytes()
+    with pytest.raises(ConfigError, match=r"rank is 5, expected 1 to 4 \(models\.max_adapter_rank\)"):
+        prepare_adapter(named, base, elsewhere, 4, MAX_BYTES)
+    with pytest.raises(ConfigError, match=r"of which 100 are left \(models\.adapters_mb\)"):
+        prepare_adapter(named, base, elsewhere, MAX_RANK, 100)
+    other = msgspec.structs.replace(base, hyper=msgspec.structs.replace(base.hyper, n_layers=base.hyper.n_layers + 1))
+    with pytest.raises(ConfigError, match=f"is of a model of {base.hyper.n_layers} layers"):
+        prepare(named, other, elsewhere)
+    raw = bytearray(stored.read_bytes())
+    raw[-1] ^= 1
+    stored.write_bytes(raw)
+    with pytest.raises(ConfigError, match="does not have the SHA-256 in its name"):
+        prepare(stored, base, elsewhere)

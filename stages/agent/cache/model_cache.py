@@ -2,6 +2,7 @@
 
     MODELS_DIR/DIGEST.idx, .bin, .verified   a model, complete
     MODELS_DIR/catalog/SLUG.json             its names and last use (pipeline/catalog/pulled.py)
+    MODELS_DIR/adapters/                     published adapters (pipeline/catalog/pulled_adapters.py)
     MODELS_DIR/.fetch/DIGEST.bin.part        an unfinished download; its process holds the lock `pull-DIGEST`
 
 There is no list of the cache besides these files: after a crash they are read again.  Checkpoints without a record were
@@ -18,7 +19,8 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from pipeline.catalog import pulled
+from pipeline.catalog import pulled, pulled_adapters
+from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.models.locks import lock
 from stages.agent.cache.eviction import Bounds, Item, plan_eviction
 
@@ -26,6 +28,7 @@ log = logging.getLogger("starling.cache")
 
 UNFINISHED = ".fetch"
 _PART = ".bin.part"
+_ADAPTER = ".lora"
 
 
 class ModelCache:
@@ -68,6 +71,25 @@ class ModelCache:
                 found.append(Item(path.name, _allocated(path), path.stat().st_mtime, is_busy))
         return found
 
+    def adapters(self, pinned: Collection[str] = ()) -> list[Item]:
+        """Adapters with their bytes on the disk. `pinned`: digests."""
+        used: dict[str, float] = {}
+        for entry, at in pulled_adapters.read_all(self.models_dir):
+            used[entry.digest] = max(at, used.get(entry.digest, 0.0))
+        return [
+            Item(
+                f"{digest}{_ADAPTER}",
+                _allocated(pulled_adapters.file_path(self.models_dir, digest)),
+                at,
+                digest in pinned or self._is_downloading(digest),
+            )
+            for digest, at in used.items()
+        ]
+
+    def make_room_for_adapter(self, entry: AdapterEntry, pinned: Collection[str] = ()) -> list[str]:
+        """Evict what must go for an adapter that is to be downloaded; the keys evicted. Raises `ResourceError`."""
+        return self._make_room(f"{entry.digest}{_ADAPTER}", "", entry.bytes, entry.bytes, pinned)
+
     def make_room(self, digest: str, nbytes: int, pinned: Collection[str] = ()) -> list[str]:
         """Evict what must go for a download of `nbytes`, and reserve nothing; the keys evicted.
 
@@ -75,9 +97,11 @@ class ModelCache:
         """
         part = self.part_path(digest)
         part.parent.mkdir(parents=True, exist_ok=True)
+        return self._make_room(digest, part.name, nbytes, max(0, nbytes - _allocated(part)), pinned)
+
+    def _make_room(self, key: str, part: str, nbytes: int, missing: int, pinned: Collection[str]) -> list[str]:
         with lock(self.models_dir, "cache"):
-            items = [item for item in self.items(pinned) if item.key not in (digest, part.name)]
-            missing = max(0, nbytes - _allocated(part))
+            items = [item for item in (*self.items(pinned), *self.adapters(pinned)) if item.key not in (key, part)]
             evicted = plan_eviction(items, nbytes, missing, self._disk_free(self.models_dir), self._bounds)
             for key in evicted:
                 self._evict(key)
@@ -91,8 +115,16 @@ class ModelCache:
                 self._evict(key)
         return bool(keys)
 
+    def remove_adapter(self, digest: str) -> None:
+        """Remove a published adapter. Idempotent."""
+        with lock(self.models_dir, "cache"):
+            self._evict(f"{digest}{_ADAPTER}")
+
     def _evict(self, key: str) -> None:
-        log.info("model evicted from the cache", extra={"key": key})
+        log.info("file evicted from the cache", extra={"key": key})
+        if key.endswith(_ADAPTER):
+            pulled_adapters.remove(self.models_dir, key.removesuffix(_ADAPTER))
+            return
         if key.endswith(_PART):
             (self.models_dir / UNFINISHED / key).unlink(missing_ok=True)
             return

@@ -87,7 +87,7 @@ async def download_model(
     """
     models_dir = context.cache.models_dir
     index_path = models_dir / f"{entry.digest}.idx"
-    async with _locked(models_dir, entry.digest, context.sleep):
+    async with locked(models_dir, entry.digest, context.sleep):
         is_here = pulled.is_complete(models_dir, entry)
         if is_here and not verify:
             _record(models_dir, entry, is_new=False)
@@ -256,8 +256,8 @@ def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> I
 
 
 @contextlib.asynccontextmanager
-async def _locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[None]:
-    """Hold the lock of a download. Another process that downloads the same model is waited for."""
+async def locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[None]:
+    """Hold the lock of a download. Another process that downloads the same file is waited for."""
     try:
         models_dir.mkdir(parents=True, exist_ok=True)
         fd = os.open(lock_path(models_dir, digest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

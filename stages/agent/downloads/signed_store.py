@@ -181,6 +181,10 @@ class SignedModels:
         found = [(name, store.wanted()) for name, store in self._stores.items()]
         return tuple(WantedUrls(model_id=name, keys=keys) for name, keys in found if keys)
 
+    async def read(self, url: URL, offset: int, nbytes: int) -> bytes:
+        """A range of another blob behind a signed URL. Raises `StarlingError`."""
+        return await self._reader.get(url, offset, nbytes)
+
     async def close(self) -> None:
         """Close the connections."""
         await self._reader.close()

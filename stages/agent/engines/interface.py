@@ -6,6 +6,7 @@
     queue     what it computes, and what waits
     suspend   take no more requests; resume: take them again
     stop      end it in order, and everything that belongs to it
+    load_adapter, unload_adapter   change which LoRA adapters requests may name, while it serves
     capabilities   what the orchestrators may expect of its answers
 
 `load` and `unload` of a model are `start` and `stop`: a dead engine takes no other model with it.
@@ -17,7 +18,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.errors import InferenceError
+from pipeline.errors import InferenceError, StarlingError
 
 
 class Capabilities(NamedTuple):
@@ -29,6 +30,15 @@ class Capabilities(NamedTuple):
     page_tokens: int = 0  # of a KV page; 0: it exchanges none
     takes_conversations: bool = False  # of orchestrators, before requests for /v1/responses
     continues_text: bool = False  # from the text of another engine of the same kind and model: not the same bytes
+
+
+class AdapterFile(NamedTuple):
+    """A published LoRA adapter on this host."""
+
+    name: str  # requests ask for MODEL:NAME
+    digest: str  # SHA-256 of its file
+    path: Path
+    nbytes: int
 
 
 class Queue(NamedTuple):
@@ -57,6 +67,7 @@ class Engine(ABC):
     capabilities: Capabilities
     url: str = ""  # http://HOST:PORT, once it is started
     key: str = ""  # API key that it requires
+    adapters: tuple[AdapterFile, ...] = ()  # with which it is started; set before `start`
     kv_arenas: Path | None = None  # the directory of its KV arenas (shm/pages.py); None: it has none
 
     control_dir: Path | None = (
@@ -90,3 +101,24 @@ class Engine(ABC):
     @abstractmethod
     async def stop(self, *, at_once: bool = False) -> None:
         """End it, and return when no process of it is left. `at_once`: without finishing streams. Idempotent."""
+
+    async def load_adapter(self, added: AdapterFile, within_s: float) -> None:
+        """Let requests name an adapter, which replaces one of its name. Raises `EngineDied`, other `StarlingError`."""
+        raise self._no_adapters()
+
+    async def unload_adapter(self, name: str, within_s: float) -> None:
+        """Remove an adapter; its requests finish. Idempotent. Raises `EngineDied`, other `StarlingError`."""
+        raise self._no_adapters()
+
+    def _no_adapters(self) -> StarlingError:
+        return no_adapters(self.adapter)
+
+
+def no_adapters(engine: str) -> StarlingError:
+    """The refusal of an engine that serves no published adapters."""
+    return StarlingError(
+        "NOT_IMPLEMENTED",
+        f"published adapters are prepared for the engine starling, and this model is computed by {engine}: ask for the "
+        f"model without an adapter, or give {engine} the adapter in its own arguments",
+        "model",
+    )

@@ -24,24 +24,26 @@ import aiohttp
 import msgspec
 
 from pipeline.config import paths
-from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ResourceError
+from pipeline.config.schema import AdapterConfig, Config, ModelConfig
+from pipeline.errors import Conflict, ModelNotFound, ModelUnavailable, ResourceError, StarlingError
 from pipeline.files import make_directory, replace_file
 from pipeline.fleet.records import advertised_host
 from pipeline.fleet.standby import MARK_VARIABLE, Home
 from pipeline.runtime.process import EXIT_CONFIG
 from pipeline.threads import uninterrupted
+from shm.decoding import DECODE_ERRORS
 from shm.pages import NUMERICS
 from stages.agent.engines.child import Child
 from stages.agent.engines.fence import fence, write_mark
 from stages.agent.engines.http_session import HttpSession
-from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.kernel_build import KernelBuild
 from stages.agent.engines.prometheus_text import values
 from stages.agent.engines.standby import REFILL_S, Standby
 
 READY_POLL_S = 0.02  # at first; later a twentieth of the time since the start, up to 0.2 s
 ANSWER_S = 5.0  # of a call to the engine
+CHANGE_POLL_S = 0.05  # while an adapter is loaded or unloaded
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
 STOP_MARGIN_S = 10.0  # from the end of the drain to SIGKILL
 COMMAND = (sys.executable, "-m", "starling", "--config", "starling.json", "up", "--with-parent")
@@ -198,6 +200,38 @@ class StarlingEngine(Engine):
             await self._child.stop(0.0 if at_once else drain_s + STOP_MARGIN_S)
         await asyncio.to_thread(self._fence)
 
+    async def load_adapter(self, added: AdapterFile, within_s: float) -> None:
+        """Load a version of the model with one adapter more; its weights are shared."""
+        body = {"path": str(added.path), "timeout_s": within_s}
+        try:
+            await self._change("load", added.name, body, within_s)
+        except Conflict:  # one of this name is there
+            await self._change("reload", added.name, body, within_s)
+
+    async def unload_adapter(self, name: str, within_s: float) -> None:
+        """Load a version of the model with one adapter less."""
+        with contextlib.suppress(ModelNotFound):
+            await self._change("unload", name, {"timeout_s": within_s}, within_s)
+
+    async def _change(self, op: str, adapter: str, body: dict[str, Any], within_s: float) -> None:
+        """Change an adapter. Repeated with its id until it is done: a gateway that is killed has a successor."""
+        assert self._child is not None
+        asked = {**body, "target": f"{self._model.name}:{adapter}", "change": secrets.token_hex(8), "wait": False}
+        deadline = time.monotonic() + within_s
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with self._call("POST", f"/v1/admin/{op}", json=asked) as answer:
+                    raw = await answer.read()
+                    if answer.status != 200:
+                        raise _refusal(raw, answer.status)
+                    if msgspec.json.decode(raw)["change"]["done"]:
+                        return
+            if not self._child.is_running:
+                raise EngineDied("the engine has ended while it changed an adapter")
+            if time.monotonic() >= deadline:
+                raise ModelUnavailable(f"the engine has not changed adapter {adapter!r} within {within_s:g} s")
+            await asyncio.sleep(CHANGE_POLL_S)
+
     async def _admin(self, op: str, body: dict[str, Any]) -> None:
         try:
             async with self._call("POST", f"/v1/admin/{op}", timeout_s=SUSPEND_S, json=body) as answer:
@@ -239,13 +273,26 @@ class StarlingEngine(Engine):
                     with contextlib.suppress(FileNotFoundError):
                         link.unlink()
                     link.symlink_to(target)
+            published = (AdapterConfig(name=one.name, path=str(one.path)) for one in self.adapters)
+            model = msgspec.structs.replace(self._model, adapters=(*self._model.adapters, *published))
             # Its key is in it: readable for this user alone.
-            encoded = msgspec.json.encode(engine_config(self._config, self._model, self._run_dir, port, self.key))
+            encoded = msgspec.json.encode(engine_config(self._config, model, self._run_dir, port, self.key))
             replace_file(self._home / "starling.json", encoded, mode=0o600)
             if mark:
                 write_mark(self._home, mark)
         except OSError as error:
             raise ResourceError(f"{self._home} cannot be made: {error.strerror}; check the disk") from None
+
+
+def _refusal(raw: bytes, status: int) -> StarlingError:
+    """An engine's error response as an error of this process."""
+    try:
+        error = msgspec.json.decode(raw)["error"]
+        code, message = str(error["code"]), str(error["message"])
+    except (*DECODE_ERRORS, KeyError, TypeError):
+        return ModelUnavailable(f"the engine answers {status}")
+    kind = {one.CODE: one for one in (Conflict, ModelNotFound, ResourceError)}.get(code)
+    return kind(message) if kind is not None else StarlingError(code, message)
 
 
 def engine_environment(env: Mapping[str, str], home: Path) -> dict[str, str]:

@@ -93,11 +93,14 @@ class Giver:
 
     async def _ask(self, model: str, call: dict[str, Any]) -> tuple[dict[str, Any], Path]:
         """The answer of a model's engine, and the directory of its arenas. Raises `StarlingError`."""
-        engine = self._models.find(model).engine
+        placement = self._models.find(model)
+        engine = placement.engine
         folder, run_dir = (engine.kv_arenas, engine.control_dir) if engine is not None else (None, None)
         if folder is None or run_dir is None:
             raise NotFound(f"the engine of {model!r} gives no KV pages")
-        return await asyncio.to_thread(control.call, run_dir, "kv", {**call, "model": model}, CALL_S), folder
+        return await asyncio.to_thread(
+            control.call, run_dir, "kv", {**call, "model": placement.model_id}, CALL_S
+        ), folder
 
     @staticmethod
     async def _find(

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 
 from pipeline import procfs
+from pipeline.api.adapter_names import base_of
 from pipeline.api.page_owner import payer_of
 from pipeline.errors import ModelUnavailable, NotFound, Overloaded, ResourceError, StarlingError, StorageUnavailable
 from pipeline.fleet import token as tokens
@@ -106,7 +107,7 @@ class Taker:
 
         def offer() -> dict[str, Any]:
             path = f"/proc/{os.getpid()}/fd/{memory}"
-            full = {**call, "model": asked.model_id, "path": path, "tenant": asked.tenant}
+            full = {**call, "model": base_of(asked.model_id), "path": path, "tenant": asked.tenant}
             try:
                 return control.call(run_dir, "kv", full, CALL_S)
             finally:

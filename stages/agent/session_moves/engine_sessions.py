@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from pipeline.api.adapter_names import base_of
 from pipeline.errors import InternalError, ModelUnavailable, Overloaded
 from pipeline.files import write_all
 from pipeline.fleet.bodies import (
@@ -117,7 +118,7 @@ class EngineSessions:
 
     async def _call(self, model: str, **fields: Any) -> dict[str, Any]:
         run_dir = self._run_dir(model)
-        request = {"op": "session", "model": model, "agent": self._agent_id, **fields}
+        request = {"op": "session", "model": base_of(model), "agent": self._agent_id, **fields}
 
         def call() -> dict[str, Any]:
             return control.call(run_dir, "kv", request, CALL_S)

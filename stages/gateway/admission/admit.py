@@ -14,7 +14,6 @@ Asynchronous, without sockets. Every wait is bounded by the request's deadline.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 from array import array
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api.adapter_names import adapted_digest
 from pipeline.api.adapter_salt import with_adapter
 from pipeline.api.generation_fields import check_configured_order
 from pipeline.api.keys import Caller
@@ -452,4 +452,4 @@ def identity_of(digest: str, generation: GenerationRequest) -> str:
     """SHA-256 (hex) of the weights that compute a request: the model's digest, or that of model and adapter."""
     if not generation.adapter:
         return digest
-    return hashlib.sha256(f"{digest}/{generation.adapter.digest}".encode()).hexdigest()
+    return adapted_digest(digest, generation.adapter.digest)

@@ -7,7 +7,8 @@
 
 The digest is that of everything that determines the adapter's effect on the model, so it identifies the adapter
 wherever answers must be the same: in the journal, in the prefix cache, and after a restart.  Files are immutable and
-placed by rename.  The same adapter as GGUF file and as PEFT directory has one digest.
+placed by rename.  The same adapter as GGUF file and as PEFT directory has one digest.  A fleet publishes this form: it
+is also a kind of file that a model's settings may name.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAGIC = b"STARLORA"
 VERSION = 1
 ADAPTERS = "adapters"  # the folder in the models directory
 _HEAD = len(MAGIC) + 4
-_MAX_HEADER = 1 << 24
+MAX_HEADER = 1 << 24  # bytes
 
 
 class PairPlace(msgspec.Struct, array_like=True, frozen=True):
@@ -85,10 +86,50 @@ def prepare_adapter(source: Path, base: Index, folder: Path, max_rank: int, max_
         is_directory = source.is_dir()
         if not is_directory and source.exists() and not source.is_file():
             raise ConfigError(f"adapter {source} is not a regular file, nor a PEFT directory", PARAM)
+        if not is_directory and is_prepared(source):
+            return _checked(source, folder, base, max_rank, max_bytes)
         changes = read_peft_adapter(source, base) if is_directory else read_gguf_adapter(source, base.architecture)
         raw = encode(pairs_of(source, changes, base, max_rank), base.hyper.n_layers, max_bytes, str(source))
     except OSError as error:
         raise ConfigError(f"adapter {source} cannot be read: {error.strerror or error}", PARAM) from None
+    return decode(_store(folder, raw), raw)
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether a file begins as the prepared form does. Raises `OSError`."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _checked(source: Path, folder: Path, base: Index, max_rank: int, max_bytes: int) -> Prepared:
+    """A prepared adapter for a model, which is compared with its matrices when it is loaded. Raises `ConfigError`."""
+    raw = source.read_bytes()
+    found = decode(source, raw)
+    if found.header.n_layers != base.hyper.n_layers:
+        raise ConfigError(
+            f"{source} is of a model of {found.header.n_layers} layers, and this one has {base.hyper.n_layers}: use an "
+            f"adapter that was trained for this model",
+            PARAM,
+        )
+    if found.max_rank > max_rank:
+        raise ConfigError(
+            f"{source}: rank is {found.max_rank}, expected 1 to {max_rank} (models.max_adapter_rank): raise that, or "
+            f"use an adapter of a smaller rank",
+            PARAM,
+        )
+    if found.data.size > max_bytes:
+        raise ConfigError(
+            f"{source} takes {found.data.size:,} bytes in memory, of which {max(0, max_bytes):,} are left "
+            f"(models.adapters_mb): raise that, or use an adapter of a smaller rank",
+            PARAM,
+        )
+    if len(source.stem) == 64 and source.stem != hashlib.sha256(raw).hexdigest():  # else its name says nothing
+        raise ConfigError(f"{source} does not have the SHA-256 in its name: it is damaged; remove it", PARAM)
+    return decode(_store(folder, raw), raw)
+
+
+def _store(folder: Path, raw: bytes) -> Path:
+    """The path of the prepared form with these bytes, which are written unless they are there."""
     digest = hashlib.sha256(raw).hexdigest()
     path = folder / f"{digest}.lora"
     if not path.is_file():
@@ -97,7 +138,7 @@ def prepare_adapter(source: Path, base: Index, folder: Path, max_rank: int, max_
             replace_file(path, raw)
         except OSError as error:
             raise ResourceError(f"{path} cannot be written: {error.strerror}; free space there", param=PARAM) from None
-    return decode(path, raw)
+    return path
 
 
 def open_prepared(folder: Path, digest: str) -> Prepared | None:
@@ -160,7 +201,7 @@ def decode(path: Path, raw: bytes) -> Prepared:
     """The prepared adapter with these bytes, those of the file at `path`. Raises `ConfigError`."""
     length = int.from_bytes(raw[len(MAGIC) : _HEAD], "little")
     try:
-        if raw[: len(MAGIC)] != MAGIC or length > min(_MAX_HEADER, len(raw) - _HEAD):
+        if raw[: len(MAGIC)] != MAGIC or length > min(MAX_HEADER, len(raw) - _HEAD):
             raise ValueError("no header")
         header = msgspec.msgpack.decode(raw[_HEAD : _HEAD + length], type=Header)
         data = np.frombuffer(raw, np.uint8)[align(_HEAD + length) :]
