@@ -43,7 +43,7 @@ SIZE = 400_000
 
 
 class Recording(Engine):
-    """An engine that answers at once, until it is told to end."""
+    """An engine that answers at once, until the test ends it."""
 
     adapter = "starling"
 
