@@ -102,23 +102,41 @@ class Budget:
             record.admitted = decided
         return decided
 
+    def suppresses(self, name: str, level: int, event: str) -> bool:
+        """Whether a line of this event has no place now; then it counts as suppressed, and need not be made."""
+        key, bucket = self._filled((name, level, event))
+        if bucket[0] >= 1:
+            return False
+        self._suppress(key, bucket)
+        return True
+
     def _decide(self, record: logging.LogRecord) -> bool:
-        key: _Event | None = (record.name, record.levelno, record.msg if isinstance(record.msg, str) else "")
-        if key not in self._buckets and len(self._buckets) >= MAX_EVENTS:
-            key = None
-        now = self._clock()
-        bucket = self._buckets.setdefault(key, [float(BURST), now, 0])
-        bucket[0] = min(float(BURST), bucket[0] + (now - bucket[1]) * PER_SECOND)
-        bucket[1] = now
+        event = record.msg if isinstance(record.msg, str) else ""
+        key, bucket = self._filled((record.name, record.levelno, event))
         if bucket[0] < 1:
-            bucket[2] += 1
-            self._suppressing.add(key)
+            self._suppress(key, bucket)
             return False
         bucket[0] -= 1
         record.suppressed = int(bucket[2])
         bucket[2] = 0
         self._suppressing.discard(key)
         return True
+
+    def _filled(self, key: _Event | None) -> tuple[_Event | None, list[float]]:
+        """The event's bucket with the tokens that it has now, and its key."""
+        if key not in self._buckets and len(self._buckets) >= MAX_EVENTS:
+            key = None
+        now = self._clock()
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = [float(BURST), now, 0]
+        bucket[0] = min(float(BURST), bucket[0] + (now - bucket[1]) * PER_SECOND)
+        bucket[1] = now
+        return key, bucket
+
+    def _suppress(self, key: _Event | None, bucket: list[float]) -> None:
+        bucket[2] += 1
+        self._suppressing.add(key)
 
     def report(self) -> None:
         """Log how many lines of each event were suppressed, if no line of it has said so for `REPORT_S`."""
@@ -137,6 +155,11 @@ def tick() -> None:
     """Call now and then: reports what was suppressed."""
     if _budget is not None:
         _budget.report()
+
+
+def suppresses(log: logging.Logger, level: int, event: str) -> bool:
+    """Whether a line of this event would be suppressed, which is counted here: for lines whose fields cost time."""
+    return _budget is not None and _budget.suppresses(log.name, level, event)
 
 
 # ------------------------------------------------------------------ the handler

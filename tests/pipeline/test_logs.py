@@ -154,6 +154,20 @@ def test_an_event_has_a_budget_and_reports_suppressed_lines() -> None:
     assert not budget.admits(record())
 
 
+def test_a_line_that_has_no_place_need_not_be_made_and_is_counted() -> None:
+    now = [0.0]
+    budget = Budget(lambda: now[0])
+    event = record().name, record().levelno, record().msg
+    for _ in range(BURST):
+        assert not budget.suppresses(*event)  # which uses nothing up
+        assert budget.admits(record())
+    assert budget.suppresses(*event) and not budget.admits(record()) and budget.suppresses(*event)
+    now[0] += 1 / PER_SECOND
+    late = record()
+    assert not budget.suppresses(*event) and budget.admits(late)
+    assert json.loads(JsonFormatter("kv").format(late))["suppressed"] == 3
+
+
 def test_a_record_is_counted_once_for_all_handlers() -> None:
     budget = Budget(lambda: 0.0)
     for _ in range(BURST):
