@@ -12,8 +12,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 
 _IPV6_HOST_BITS = 64  # one host chooses these bits freely
@@ -72,14 +71,26 @@ class FairShares:
         if self._held_by[principal] <= 0:
             del self._held_by[principal]
 
-    @contextmanager
-    def taken(self, principal: str, amount: int = 1) -> Iterator[None]:
+    def taken(self, principal: str, amount: int = 1) -> Taken:
         """Hold an amount meanwhile."""
-        self.take(principal, amount)
-        try:
-            yield
-        finally:
-            self.give_back(principal, amount)
+        return Taken(self, principal, amount)
+
+
+class Taken:
+    """A context manager that holds an amount. Every request enters one, so no generator."""
+
+    __slots__ = ("_amount", "_principal", "_shares")
+
+    def __init__(self, shares: FairShares, principal: str, amount: int) -> None:
+        self._shares = shares
+        self._principal = principal
+        self._amount = amount
+
+    def __enter__(self) -> None:
+        self._shares.take(self._principal, self._amount)
+
+    def __exit__(self, *exception: object) -> None:
+        self._shares.give_back(self._principal, self._amount)
 
 
 @functools.lru_cache(4096)

@@ -282,4 +282,4 @@ def check_configured_order(sampling: Sampling, order: tuple[str, ...]) -> None:
 
 def sampling_of(values: dict[str, Any]) -> Sampling:
     """Return the sampling parameters among the values that were read with `COMMON_FIELDS`."""
-    return Sampling(**{name: values[name] for name in SAMPLER_FIELDS if name in values})
+    return Sampling(**{name: value for name, value in values.items() if name in SAMPLER_FIELDS})

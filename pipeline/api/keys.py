@@ -52,6 +52,9 @@ class Caller(NamedTuple):
         return f"{self.salt}\0{request_salt}" if self.salt else request_salt
 
 
+_ANYONE = Caller(DEFAULT_TENANT)
+
+
 class Keys:
     """All API keys, as digests. A presented key is compared with every configured one in constant time."""
 
@@ -90,7 +93,7 @@ class Keys:
         the key file cannot be read.
         """
         if not self:
-            return Caller(DEFAULT_TENANT)
+            return _ANYONE
         if not authorization and api_key:
             authorization = f"Bearer {api_key}"
         if not authorization:

@@ -240,6 +240,7 @@ class Quotas:
             (TOKENS, MINUTE): limits.tokens_per_minute,
             (TOKENS, DAY): limits.tokens_per_day,
         }
+        self._has_limits = any(self._limits.values())
         self._clock = clock
         self._file = file
         self._wall = wall
@@ -291,7 +292,7 @@ class Quotas:
 
     def counters(self, unit: str, tenant: str, key_id: str = "") -> list[tuple[Name, Counter]]:
         """The counters from which a request of the caller is taken."""
-        return list(self._of(unit, tenant, key_id))
+        return list(self._of(unit, tenant, key_id)) if key_id or self._has_limits else []
 
     def _take(self, found: list[tuple[Name, Counter]], amount: float) -> None:
         for name, counter in found:

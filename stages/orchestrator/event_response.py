@@ -63,13 +63,9 @@ class EventResponse:
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Prepare the head. The first event, or the next round of the event loop, sends it."""
         self._status = status
-        fields = {**sse.HEADERS, **self._headers, "Date": _date(int(time.time()))}
-        if self._is_chunked:
-            fields["Transfer-Encoding"] = "chunked"
-            if not self._keeps_connection:
-                fields["Connection"] = "close"
-        first = f"HTTP/1.{int(self._is_chunked)} {status} {web.StreamResponse(status=status).reason}\r\n"
-        self._head = (first + "".join([f"{name}: {value}\r\n" for name, value in fields.items()]) + "\r\n").encode()
+        own = "".join([f"{name}: {value}\r\n" for name, value in self._headers.items()])
+        begin = _head_begin(status, self._is_chunked, self._keeps_connection)
+        self._head = f"{begin}{own}Date: {date_field(int(time.time()))}\r\n\r\n".encode()
         self.is_begun = self._request[BEGUN] = True
         asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits
 
@@ -128,8 +124,20 @@ class EventResponse:
         return _Sent(self._status, keeps_connection=self._keeps_connection)
 
 
+@lru_cache(maxsize=64)
+def _head_begin(status: int, is_chunked: bool, keeps_connection: bool) -> str:
+    """The lines of a head that do not depend on the request."""
+    fields = dict(sse.HEADERS)
+    if is_chunked:
+        fields["Transfer-Encoding"] = "chunked"
+        if not keeps_connection:
+            fields["Connection"] = "close"
+    first = f"HTTP/1.{int(is_chunked)} {status} {web.StreamResponse(status=status).reason}\r\n"
+    return first + "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+
+
 @lru_cache(maxsize=1)
-def _date(seconds: int) -> str:
+def date_field(seconds: int) -> str:
     """The field of a time, s since 1970."""
     return formatdate(seconds, usegmt=True)
 

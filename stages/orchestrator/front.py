@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import msgspec
 
 from pipeline.api import response_context
 from pipeline.api.body_names import names_of
-from pipeline.api.fair_shares import FairShares
+from pipeline.api.fair_shares import FairShares, Taken
 from pipeline.api.fair_shares import Refusal as Bound
 from pipeline.api.idempotency_key import body_digest, read_key
 from pipeline.api.keys import Caller, Keys, is_key
@@ -132,9 +132,8 @@ class Front:
         """Requests that are being answered."""
         return self._bounds.held
 
-    @contextmanager
-    def counted(self, principal: str) -> Iterator[None]:
-        """Count a request of a tenant or address. Raises `Overloaded`."""
+    def counted(self, principal: str) -> Taken:
+        """Count a request of a tenant or address while it is answered. Raises `Overloaded`."""
         refusal = self._bounds.refusal(principal)
         if refusal is not None:
             bound, what = self._bounds.total, "for all clients together"
@@ -145,8 +144,7 @@ class Front:
                 "are taken now; try again",
                 retry_after_s=1.0,
             )
-        with self._bounds.taken(principal):
-            yield
+        return self._bounds.taken(principal)
 
     def answered(self, endpoint: str, status: int, took_s: float, code: str) -> None:
         """Count an answer."""
@@ -201,8 +199,8 @@ class Front:
                     return Ticket(forward, caller.tenant, key_id=caller.key_id, stored=stored.body)
             if read.generation is not None and not last_id and before is None:
                 turn = await self.responses.take_turn(read.generation, caller.tenant, request_id, key, digest)
-            ticket = await self._ticket(read, caller, path, body, headers, key, last_id, request_id, digest, before)
-            return ticket._replace(turn=turn)
+            of_body = read, caller, path, body, headers
+            return await self._ticket(*of_body, key, last_id, request_id, digest, before, turn)
         except BaseException as error:
             await turn.end()
             if isinstance(error, StarlingError):
@@ -221,6 +219,7 @@ class Front:
         request_id: str,
         digest: bytes,
         before: list[dict[str, Any]] | None,
+        turn: Turn,
     ) -> Ticket:
         context, joined = None, None
         if read.generation is not None:
@@ -280,7 +279,7 @@ class Front:
             job_digest = hashlib.sha256(body).digest()
             whose = caller.tenant, caller.key_id
             job = self.responses.job_of(forward, joined, read.generation, *whose, job_digest, self._wall())
-        return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues)
+        return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues, turn=turn)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""

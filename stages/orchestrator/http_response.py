@@ -9,7 +9,7 @@ with its connection is refused, because the connection of an engine that is kill
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum, auto
 
 MAX_HEAD_BYTES = 64 << 10  # of a head, and of the fields after the last chunk
@@ -17,7 +17,9 @@ MAX_FIELDS = 128  # of them
 MAX_SIZE_BYTES = 1 << 10  # of the line with the size of a chunk
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?")
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n]*")
+_FIELD = re.compile(r"\r\n([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n]*)")  # in a head, behind its first line
+_BLANKS = " \t"
 _LENGTH = re.compile(r"[0-9]{1,15}")
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,12})[ \t]*(?:;[^\r\n]*)?\r\n")
 # In a head: a control character, or a CR or LF that is no line's end.
@@ -34,17 +36,17 @@ class Fields(Mapping[str, str]):
 
     __slots__ = ("_names", "_values")
 
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}  # as they were sent, by lower-case name
-        self._values: dict[str, str] = {}
-
-    def add(self, name: str, value: str) -> None:
-        """Add a field."""
-        key = name.lower()
-        if key in self._values:
-            self._values[key] += f", {value}"
-        else:
-            self._names[key], self._values[key] = name, value
+    def __init__(self, fields: Iterable[tuple[str, str]] = ()) -> None:
+        """`fields`: names and values, which may be surrounded by blanks."""
+        names: dict[str, str] = {}  # as they were sent, by lower-case name
+        values: dict[str, str] = {}
+        for name, value in fields:
+            key = name.lower()
+            if key in values:
+                values[key] += f", {value.strip(_BLANKS)}"
+            else:
+                names[key], values[key] = name, value.strip(_BLANKS)
+        self._names, self._values = names, values
 
     def find(self, key: str) -> str | None:
         """The value of a field by its lower-case name."""
@@ -223,7 +225,7 @@ class ResponseReader:
                 return end + 2, True
             if _FORBIDDEN.search(data, at, end) is not None:
                 raise ResponseError(f"no field of a response: {data[at:end][:40]!r}")
-            _parse_field(data[at:end])
+            _check_field(data[at:end])
             self._trailer_bytes += end + 2 - at
             at = end + 2
 
@@ -236,17 +238,16 @@ def _parse_head(head: bytes) -> tuple[int, bool, Fields]:
         raise ResponseError(f"no HTTP response: {head[:40]!r}")
     if len(lines) > MAX_FIELDS:
         raise ResponseError(f"the head of a response has more than {MAX_FIELDS} fields")
-    fields = Fields()
-    for line in lines:
-        fields.add(*_parse_field(line))
-    return int(status[2]), status[1] == b"1", fields
+    found = _FIELD.findall(head[len(first) :].decode("utf-8", "surrogateescape"))
+    if len(found) != len(lines):
+        for line in lines:
+            _check_field(line)
+    return int(status[2]), status[1] == b"1", Fields(found)
 
 
-def _parse_field(line: bytes) -> tuple[str, str]:
-    name, colon, value = line.partition(b":")
-    if not colon or _NAME.fullmatch(name) is None:
+def _check_field(line: bytes) -> None:
+    if _LINE.fullmatch(line) is None:
         raise ResponseError(f"no field of a response: {line[:40]!r}")
-    return name.decode("ascii"), value.strip(b" \t").decode("utf-8", "surrogateescape")
 
 
 def _tokens(value: str) -> list[str]:

@@ -26,7 +26,7 @@ class RequestIds:
     """`secret`: of the fleet. `wall`: s since 1970. `draw(n)`: random hexadecimal digits of n bytes."""
 
     def __init__(self, secret: str, wall: Callable[[], float], draw: Callable[[int], str] = secrets.token_hex) -> None:
-        self._secret = secret.encode()
+        self._keyed = hmac.new(secret.encode(), digestmod="sha256")  # copied for each digest: the key is hashed once
         self._wall = wall
         self._draw = draw
 
@@ -77,7 +77,9 @@ class RequestIds:
         return f"req-{digits}{self._digest('tenant', tenant, digits)[:6]}"
 
     def _digest(self, *parts: str) -> str:
-        return hmac.digest(self._secret, "\0".join(parts).encode("utf-8", "surrogatepass"), "sha256").hex()
+        keyed = self._keyed.copy()
+        keyed.update("\0".join(parts).encode("utf-8", "surrogatepass"))
+        return keyed.hexdigest()
 
 
 def request_of(last_id: str) -> str:

@@ -52,6 +52,9 @@ class Published(NamedTuple):
     adapter_digest: str = ""  # of an adapter, whose model has `digest`; "": it is a model
 
 
+_UNPUBLISHED = Published("", 0)
+
+
 class Route(NamedTuple):
     """Where a request goes."""
 
@@ -221,7 +224,7 @@ class ScoreRouter(RequestRouter):
     def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
         model, details = request.model, view.details
         running = loaded(details, model)
-        published = self._published(model) or Published("", 0)
+        published = self._published(model) or _UNPUBLISHED
         # An adapter is where its model is: it is small beside that.
         name = model if running is not None else base_of(model)
         holders = self._holders.get(published.digest, ())

@@ -66,8 +66,12 @@ def loaded(details: HeartbeatResponse, model: str) -> LoadedModel | None:
     Of MODEL:ADAPTER that of the model with the name and the digest of both; None if it does not have the adapter.
     """
     base, colon, adapter = model.partition(":")
-    running = next((one for one in details.loaded_models if one.model_id == base), None)
-    if running is None or not colon:
+    for running in details.loaded_models:  # no generator: each choice of an agent asks several times
+        if running.model_id == base:
+            break
+    else:
+        return None
+    if not colon:
         return running
     one = next((one for one in running.adapters if one.name == adapter), None)
     if one is None:

@@ -68,8 +68,9 @@ class QuotaPublisher:
 
     async def publish_if_needed(self, quotas: Quotas, unit: str, tenant: str, key_id: str, amount: float) -> None:
         """Wait until `amount` can be taken within this orchestrator's allowance, at most STORE_S."""
-        deadline = self._clock() + STORE_S
+        deadline = 0.0
         while not self._is_down and (keys := self._exceeded(quotas, unit, tenant, key_id, amount)):
+            deadline = deadline or self._clock() + STORE_S
             self._urgent.update(dict.fromkeys(keys))
             writing = self._write_batch()
             done, _ = await asyncio.wait({writing}, timeout=max(0.0, deadline - self._clock()))
