@@ -1,7 +1,8 @@
 """The orchestrator's HTTP API: the routes of a server, for the whole fleet.
 
 Every request is checked for its key and counted within the bounds of its tenant, as in a server; errors have the same
-form.  Bodies are forwarded as they were sent.  aiohttp's types are used here, and no sockets.
+form.  Bodies are forwarded as they were sent.  aiohttp's types are used here, and no sockets.  Plain requests for text
+come from text_connection.py, with what the handlers use of aiohttp's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
-from pipeline.observe import exposition
+from pipeline.observe import exposition, logs
 from stages.orchestrator.event_response import BEGUN, EventResponse
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
@@ -45,7 +46,7 @@ CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
 OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
-NAMES = web.RequestKey("names", BodyNames)  # of its body
+NAMED = web.RequestKey("named", dict[str, Any])  # the model and the session of its body
 FORWARD = web.RequestKey("forward", Forward)
 
 SERVER = {"Server": "starling"}
@@ -150,32 +151,44 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
         status = error.status
         return _report(request, error)
     finally:
-        resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None else "other"
-        took_s = front.clock() - started
-        front.answered(endpoint, status, took_s, error.code if error is not None else "")
-        if front.config.logging.log_requests and request.path.startswith("/v1/"):
-            level = logging.WARNING if status >= 500 else logging.INFO
-            facts = {
-                **_log_names(request, given, error),
-                "endpoint": endpoint,
-                "status": status,
-                "duration_ms": round(took_s * 1000, 1),
-                "error": error.code if error is not None else None,
-                "param": (error.param or None) if error is not None else None,
-            }
-            # An event has a budget of lines: one who watches the fleet must not use up that of the clients' requests.
-            if request.path.startswith("/v1/fleet"):
-                is_read = request.method == "GET" and status < 400
-                log.log(logging.DEBUG if is_read else level, "fleet request", extra=facts)
-            else:
-                log.log(level, "request", extra=facts)
+        # In the next round of the loop, before anything else is received: the end of the response does not wait for it.
+        asyncio.get_running_loop().call_soon(_note, request, given, status, error, front.clock() - started)
+
+
+def _note(request: web.Request, given: str, status: int, error: StarlingError | None, took_s: float) -> None:
+    """Count an answer, and log it."""
+    front, path = request.app[FRONT], request.path
+    resource = request.match_info.route.resource
+    endpoint = resource.canonical if resource is not None else "other"
+    front.answered(endpoint, status, took_s, error.code if error is not None else "")
+    if not front.config.logging.log_requests or not path.startswith("/v1/"):
+        return
+    # An event has a budget of lines: one who watches the fleet must not use up that of the clients' requests.
+    event, level = "request", logging.WARNING if status >= 500 else logging.INFO
+    if path.startswith("/v1/fleet"):
+        event = "fleet request"
+        if request.method == "GET" and status < 400:
+            level = logging.DEBUG
+    if log.isEnabledFor(level) and not logs.suppresses(log, level, event):
+        facts = {
+            **_log_names(request, given, error),
+            "endpoint": endpoint,
+            "status": status,
+            "duration_ms": round(took_s * 1000, 1),
+            "error": error.code if error is not None else None,
+            "param": (error.param or None) if error is not None else None,
+        }
+        log.log(level, event, extra=facts)
 
 
 def _log_names(request: web.Request, given: str, error: StarlingError | None) -> dict[str, str | None]:
     """The ids and names that a log line about the request has. `given`: its X-Request-Id."""
     forward, caller = request.get(FORWARD), request.get(CALLER)
-    names = request.get(NAMES) or (BodyNames(*error.names) if error is not None else BodyNames())
+    if NAMED in request:
+        named: dict[str, Any] = request[NAMED]
+        names = names_of(named)
+    else:
+        names = BodyNames(*error.names) if error is not None else BodyNames()
     return {
         "request_id": (forward.id if forward is not None else "") or _own_id(request),
         "client_request_id": given if _CLIENT_ID.fullmatch(given) else None,
@@ -227,9 +240,18 @@ def _too_large(limit_mb: int) -> TooLarge:
 
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers.update(SERVER)
-    if name := request.get(REQUEST_ID):
-        response.headers["X-Request-Id"] = name
+    response.headers.update(own_headers(request))
+
+
+def own_headers(request: web.Request) -> dict[str, str]:
+    """The headers that every response has."""
+    name = request.get(REQUEST_ID)
+    return {**SERVER, "X-Request-Id": name} if name else SERVER
+
+
+async def handle_text(request: web.Request) -> web.StreamResponse:
+    """Answer a request for a path of `TEXT_PATHS` as the application does."""
+    return await _middleware(request, _generate)
 
 
 # ------------------------------------------------------------------ text
@@ -252,7 +274,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
         try:
             if ticket.stored:
                 request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
-                request[NAMES] = names_of({"model": ticket.forward.routed.model})
+                request[NAMED] = dict[str, Any](model=ticket.forward.routed.model)
                 headers = {"X-Starling-Request": ticket.forward.id}
                 return web.Response(body=ticket.stored, headers=headers, content_type=CONTENT_TYPE)
             if ticket.job is not None:
@@ -281,7 +303,7 @@ async def _in_background(request: web.Request, front: Front, job: Job) -> web.St
 async def answer(request: web.Request, front: Front, ticket: Ticket, after: int = -1) -> web.StreamResponse:
     """Forward a request, and answer it. `after`: the sequence number of the last event that is left out."""
     request[FORWARD] = ticket.forward
-    request[NAMES] = names_of({"model": ticket.forward.routed.model, "session_id": ticket.session})
+    request[NAMED] = dict[str, Any](model=ticket.forward.routed.model, session_id=ticket.session)
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:
@@ -344,10 +366,13 @@ def _check_version(request: web.Request) -> None:
 async def body_of(request: web.Request) -> bytes:
     """The body of a request. Raises `TooLarge`, and a 408 for one that is late."""
     limit_mb = request.app[FRONT].config.server.max_body_mb
+    if request.content.is_eof():  # a short body has come with its head
+        body = request.content.read_nowait()
+        if len(body) > limit_mb << 20:
+            raise _too_large(limit_mb)
+        return body
     if (request.content_length or 0) > limit_mb << 20:
         raise _too_large(limit_mb)
-    if request.content.is_eof():  # a short body has come with its head
-        return await request.read()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.read()

@@ -57,7 +57,7 @@ from stages.orchestrator.connecting import connect
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
-from stages.orchestrator.http_app import make_app
+from stages.orchestrator.http_app import handle_text, make_app
 from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.memory_pressure import MemoryPressure
@@ -69,6 +69,7 @@ from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefix_moves import PrefixMoves
 from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.quotas.shared_use import SharedUse
+from stages.orchestrator.read_body import TEXT_PATHS
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.responses.works import ResponseWorks
@@ -78,6 +79,7 @@ from stages.orchestrator.session_moves import SessionMoves, keeps_models
 from stages.orchestrator.session_pages import SessionPages
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.store_follower import LEADER_KEY, StoreFollower
+from stages.orchestrator.text_connection import TextServer
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -215,6 +217,7 @@ class OrchestratorStage:
         self._catalog_known = asyncio.Event()  # it has been read, or could not be
         self._placing: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
+        self._texts: TextServer | None = None
 
     # ---------------------------------------------------------------- running
 
@@ -232,7 +235,9 @@ class OrchestratorStage:
         tasks: list[asyncio.Task[Any]] = []
         try:
             await runner.setup()
-            server = await self._listen(runner)
+            assert runner.server is not None
+            self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text)
+            server = await self._listen(self._texts)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
             tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
@@ -256,6 +261,8 @@ class OrchestratorStage:
             await self.signer.close()
             await self.session_moves.close()
             await self.prefix_moves.close()
+            if self._texts is not None:
+                await self._texts.close(SHUTDOWN_S)
             await runner.cleanup()
             await self.relay.close()
             await self.quotas.publish()
@@ -264,12 +271,11 @@ class OrchestratorStage:
             await self._blobs.close()
             await self.responses.close_store()
 
-    async def _listen(self, runner: web.AppRunner) -> asyncio.Server:
+    async def _listen(self, protocols: TextServer) -> asyncio.Server:
         bounds = self.config.fleet.orchestrator
-        assert runner.server is not None
         try:
             server = await asyncio.get_running_loop().create_server(
-                runner.server, bounds.host, bounds.port, backlog=BACKLOG, reuse_address=True
+                protocols, bounds.host, bounds.port, backlog=BACKLOG, reuse_address=True
             )
         except (OSError, socket.gaierror) as error:
             raise ConfigError(
