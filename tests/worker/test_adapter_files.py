@@ -277,6 +277,8 @@ def test_directories_are_checked(tiny_gguf: TinyGguf, ingested: Ingested, tmp_pa
     base = load_index(ingested(model))
     source = write_peft(tmp_path / "peft", model)
     weights = source / "adapter_model.safetensors"
+    with pytest.raises(ConfigError, match="not a GGUF file; give the directory that it is in"):
+        prepare(weights, base, tmp_path)
     raw = weights.read_bytes()
     for change, message in (
         (raw[: len(raw) // 2], "truncated or corrupt"),

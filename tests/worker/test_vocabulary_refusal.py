@@ -65,6 +65,23 @@ def test_refused_before_the_file_is_hashed(
     assert not list(tmp_path.rglob("*.idx")) and not list(tmp_path.rglob("*.bin"))
 
 
+def test_a_token_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    """As U+FFFD it would be the token of that character, which llama.cpp does not take it for."""
+    spec = SENTENCEPIECE._replace(
+        tokens=[*SENTENCEPIECE.tokens, "QQQQ"],
+        types=[*SENTENCEPIECE.types, 4],
+        scores=[*SENTENCEPIECE.scores, -1.0],
+    )
+    configured = model(tmp_path, partial(add_vocabulary, spec=spec))
+    path = Path(configured.path)
+    raw = path.read_bytes()
+    assert raw.count(b"QQQQ") == 1
+    path.write_bytes(raw.replace(b"QQQQ", b"\xff\xfeQQ"))
+    message = r"m.gguf: metadata key 'tokenizer.ggml.tokens': text b'\\xff\\xfeQQ' is not UTF-8, as all tokens are"
+    with pytest.raises(ConfigError, match=message):
+        prepare_checkpoint(configured, tmp_path / "models")
+
+
 def test_the_configuration_names_the_pretokenizer_of_an_unknown_one(tmp_path: Path) -> None:
     spec = BYTE_LEVEL._replace(pre="mine")
     configured = model(tmp_path, partial(add_vocabulary, spec=spec), pretokenizer="qwen2")

@@ -38,6 +38,7 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_VOCABULARY = "tokenizer.ggml."  # keys of tokens and merges
 _MAX_DIMENSIONS = 4
 _MAX_KEY = 65_535  # bytes of a metadata key, by the specification
 _MAX_NAME = 255  # bytes of a tensor's name; published names have at most 64
@@ -74,10 +75,13 @@ class GgufFile:
         self.data = np.frombuffer(self._map, np.uint8)
         self._at = 0
         self._what = "header"
+        self._must_be_utf8 = False  # of the texts of the current key
         self._n_entries = self._text_bytes = 0
         magic = self._take(4)
         if magic != MAGIC:
-            raise GgufError(f"{path}: magic is not {MAGIC!r}: not a GGUF file; convert the model to GGUF")
+            is_part = path.suffix == ".safetensors"
+            remedy = "give the directory that it is in" if is_part else "convert the model to GGUF"
+            raise GgufError(f"{path}: magic is not {MAGIC!r}: not a GGUF file; {remedy}")
         version = self._scalar("<I")
         if version not in (2, 3):
             hint = " (a big-endian file?)" if version in (0x02000000, 0x03000000) else ""
@@ -93,7 +97,10 @@ class GgufFile:
             self._what = f"metadata key {i}"
             key = self._string(_MAX_KEY)
             self._what = f"metadata key {key[:_SHOWN]!r}"
+            # Other texts are read with U+FFFD for what is no UTF-8; a token would become another one.
+            self._must_be_utf8 = key.startswith(_VOCABULARY)
             self.metadata[key] = self._value(self._scalar("<I"), 0)
+        self._must_be_utf8 = False
         infos = [self._info(i) for i in range(n_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
@@ -135,7 +142,13 @@ class GgufFile:
         self._bound(f"{self._what}: string length", length, most)
         self._text_bytes += length
         self._bound(f"{self._what}: number of bytes of text up to here", self._text_bytes, _MAX_TEXT_BYTES)
-        return self._take(length).decode("utf-8", "replace")
+        raw = self._take(length)
+        try:
+            return raw.decode("utf-8", "strict" if self._must_be_utf8 else "replace")
+        except UnicodeDecodeError:
+            raise GgufError(
+                f"{self.path}: {self._what}: text {raw[:_SHOWN]!r} is not UTF-8, as all tokens are; {AGAIN}"
+            ) from None
 
     def _value(self, kind: int, depth: int) -> Any:
         if kind in _SCALARS:
