@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import ConfigError
+from pipeline.models.model_directory import MAX_SMALL_BYTES
 from shm.checkpoint import Index, bin_path
 from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.huggingface.safetensors import SafetensorsFile
@@ -425,6 +426,17 @@ def test_weights_of_other_types_are_refused(llama: Path) -> None:
     assert "tensor 'model.norm.weight' is I64, expected F32, F16, BF16; use an unquantized checkpoint" in refusal(llama)
 
 
+def test_a_number_is_no_vector(llama: Path) -> None:
+    replace_weights(llama, model__norm__weight=("F32", np.zeros((), np.float32)))
+    message = "tensor 'model.norm.weight' has shape [], expected a vector or a matrix with values; fetch the file again"
+    assert message in refusal(llama)
+
+
+def test_a_template_that_is_no_text_is_refused(llama: Path) -> None:
+    change(llama / "tokenizer_config.json", chat_template=7)
+    assert "tokenizer_config.json: chat_template is '7', expected a text, or a list of templates" in refusal(llama)
+
+
 def test_weights_beyond_a_type_are_refused(llama: Path) -> None:
     large = np.full((96, 96), 1e6, np.float32)
     replace_weights(llama, model__layers__0__self_attn__o_proj__weight=("F32", large))
@@ -448,6 +460,28 @@ def test_damaged_files_are_refused(llama: Path) -> None:
     ):
         path.write_bytes(damaged)
         assert message in refusal(llama)
+
+
+def test_tensors_that_share_bytes_are_refused(llama: Path) -> None:
+    """A small file could name the same bytes for every layer, and fill a disk."""
+    path = llama / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header["lm_head.weight"] = header["model.embed_tokens.weight"]
+    changed = json.dumps(header).encode()
+    path.unlink()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + raw[8 + length :])
+    message = refusal(llama)
+    assert "model.safetensors: tensor 'lm_head.weight' begins at byte" in message
+    assert "inside 'model.embed_tokens.weight', which ends at" in message
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_small_files_that_are_too_large_are_not_read(llama: Path, name: str) -> None:
+    with (llama / name).open("ab") as file:
+        file.truncate(MAX_SMALL_BYTES + 1)
+    assert f"{name} has 268,435,457 bytes, expected at most 268,435,456" in refusal(llama)
 
 
 def test_shards_must_be_complete(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -481,6 +515,7 @@ def test_a_changed_file_is_another_model(llama: Path) -> None:
     ("fields", "message"),
     [
         ({"rope_theta": 10**400}, "rope_theta is 1000000"),
+        ({"rope_theta": 0.5}, "rope base is 0.5, expected a number from 1.0 to 1e30"),
         ({"rms_norm_eps": -1.0}, "attention.layer_norm_rms_epsilon is -1.0, expected 0 to below 1"),
         ({"head_dim": 1 << 30}, "head_dim is '1073741824', expected 1 to 4096 rotated values"),
         ({"num_attention_heads": 0}, "llama.attention.head_count is 0, expected 1 to 4096"),
@@ -490,3 +525,4 @@ def test_a_changed_file_is_another_model(llama: Path) -> None:
 def test_numbers_beyond_their_bounds_are_refused(llama: Path, fields: dict[str, object], message: str) -> None:
     change(llama / "config.json", **fields)
     assert message in refusal(llama)
+    assert not (llama.parent / "models" / "digests.json").exists(), "no file is hashed before all is checked"

@@ -5,6 +5,8 @@ Errors name the key, its value, the bound and a remedy.  Nothing is mapped or wr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +23,11 @@ from stages.worker.checkpoint.architectures import (
 )
 from stages.worker.checkpoint.gguf import AGAIN, GgufError
 from stages.worker.checkpoint.source import Source, vector
-from stages.worker.rope import RopeTables, Yarn, rope_tables
+from stages.worker.rope import RopeTables, Yarn, rope_frequencies, rope_tables
 
 UNSUPPORTED = "this model cannot be served; use another one"
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_ROPE, _LOCAL_ROPE = "rope.", "rope.local."  # prefixes of the tables' names
 _MAX_DIMENSION = 1 << 24
 _MAX_CONTEXT = 1 << 20  # as `max_sequence_length`; step arena and RoPE tables grow with it
 _MAX_SCALE = 1e6
@@ -316,17 +319,33 @@ class HyperReader:
 
     def rope(self, h: Hyper) -> dict[str, np.ndarray]:
         """The RoPE tables by their names in the checkpoint; none where positions are learned. Raises `GgufError`."""
-        if not h.n_rot:
-            return {}
-        found = _named("rope.", self._tables(h, h.rope_base, self._factors(h), self._rope()))
-        if h.has_local_rope:
-            base = float(self._get(f"{self.architecture}.rope.freq_base_swa", float, self.row.local_rope_base))
-            found |= _named("rope.local.", self._tables(h, base, None, _Rope(1.0, None, 1.0)))
+        found: dict[str, np.ndarray] = {}
+        for prefix, (base, rope) in self._rope_settings(h).items():
+            factors = self._factors(h) if prefix == _ROPE else None
+            with self._bounded_rope():
+                found |= _named(prefix, rope_tables(base, h.n_rot, h.context_length, factors, *rope))
         return found
 
-    def _tables(self, h: Hyper, base: float, factors: np.ndarray | None, rope: _Rope) -> RopeTables:
+    def check_rope(self, h: Hyper) -> None:
+        """Raise the `GgufError` of `rope`, as far as it does not depend on bytes of tensors."""
+        for base, rope in self._rope_settings(h).values():
+            with self._bounded_rope():
+                rope_frequencies(base, h.n_rot, None, rope.scale, rope.yarn)
+
+    def _rope_settings(self, h: Hyper) -> dict[str, tuple[float, _Rope]]:
+        """Base and scaling of each set of tables, by the prefix of its names."""
+        if not h.n_rot:
+            return {}
+        found = {_ROPE: (h.rope_base, self._rope())}
+        if h.has_local_rope:
+            base = float(self._get(f"{self.architecture}.rope.freq_base_swa", float, self.row.local_rope_base))
+            found[_LOCAL_ROPE] = base, _Rope(1.0, None, 1.0)
+        return found
+
+    @contextmanager
+    def _bounded_rope(self) -> Iterator[None]:
         try:
-            return rope_tables(base, h.n_rot, h.context_length, factors, *rope)
+            yield
         except ValueError as error:
             raise GgufError(f"{self.file.path}: {error}; {UNSUPPORTED}") from None
 

@@ -152,6 +152,7 @@ def _reported(source: Path, index_path: Path) -> Iterator[None]:
 def _read_head(file: Source, pretokenizer: str) -> tuple[_Reader, Hyper, TokenizerData, list[Part]]:
     reader = _Reader(file)
     hyper = reader.hyper()
+    reader.check_rope(hyper)
     return reader, hyper, read_vocabulary(file, pretokenizer), list(_plan(file, reader, hyper))
 
 

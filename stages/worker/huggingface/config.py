@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
+from pipeline.models.model_directory import MAX_SMALL_BYTES
 from shm.decoding import DECODE_ERRORS
 
-_MAX_BYTES = 1 << 28  # of a JSON file; the largest tokenizer.json published has 34 MB
 _MAX_INTEGER, _MAX_NUMBER = 1 << 40, 1e30  # closer bounds are those of the graph
 UNSUPPORTED = "this model cannot be served; use another one"
 
@@ -77,12 +77,17 @@ class Config:
         )
 
 
+def check_size(path: Path) -> None:
+    """Raise `CheckpointDirectoryError` if a file is too large to be read at once; `OSError`."""
+    size = path.stat().st_size
+    if size > MAX_SMALL_BYTES:
+        raise CheckpointDirectoryError(f"{path} has {size:,} bytes, expected at most {MAX_SMALL_BYTES:,}")
+
+
 def read(path: Path) -> Config | None:
     """The object of a JSON file; None if there is no such file. Raises `CheckpointDirectoryError`, `OSError`."""
     try:
-        size = path.stat().st_size
-        if size > _MAX_BYTES:
-            raise CheckpointDirectoryError(f"{path} has {size:,} bytes, expected at most {_MAX_BYTES:,}")
+        check_size(path)
         return Config(path, msgspec.json.decode(path.read_bytes(), type=dict[str, Any]))
     except FileNotFoundError:
         return None

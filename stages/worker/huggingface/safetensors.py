@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,6 +74,17 @@ class SafetensorsFile:
         for name, entry in header.items():
             if name != "__metadata__":
                 self.tensors[name] = self._tensor(name, entry, 8 + length)
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        """Each byte belongs to one tensor, as the format asks, so that a checkpoint is no larger than its source."""
+        placed = sorted(self.tensors.items(), key=lambda one: (one[1].start, one[1].nbytes))
+        for (before, one), (name, other) in pairwise(placed):
+            if one.start + one.nbytes > other.start:
+                raise CheckpointDirectoryError(
+                    f"{self.path}: tensor {name[:_SHOWN]!r} begins at byte {other.start}, inside {before[:_SHOWN]!r}, "
+                    f"which ends at {one.start + one.nbytes}; {AGAIN}"
+                )
 
     def _tensor(self, name: str, entry: Any, base: int) -> Stored:
         what = f"{self.path}: tensor {name[:_SHOWN]!r}"

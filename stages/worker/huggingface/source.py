@@ -100,7 +100,10 @@ class HuggingFaceSource:
                 f"unquantized checkpoint"
             )
         if not stored.shape or 0 in stored.shape:
-            raise CheckpointDirectoryError(f"{stored.file.path}: tensor {name!r} has shape {list(stored.shape)}")
+            raise CheckpointDirectoryError(
+                f"{stored.file.path}: tensor {name!r} has shape {list(stored.shape)}, expected a vector or a matrix "
+                f"with values; fetch the file again"
+            )
 
     def _add(self, place: Place, origin: _Origin) -> None:
         to, (name, stored, half) = place.name, origin

@@ -104,6 +104,7 @@ def _chat_template(directory: Path, settings: Config) -> str:
     """The template of a file of its own, otherwise the one in the tokenizer's settings."""
     path = directory / "chat_template.jinja"
     if path.is_file():
+        json_files.check_size(path)
         try:
             return path.read_text("utf-8")
         except UnicodeDecodeError:
@@ -117,6 +118,8 @@ def _chat_template(directory: Path, settings: Config) -> str:
             named = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
             if isinstance(named.get("default"), str):
                 return str(named["default"])
+        elif source is not None and value is not None:
+            raise source.refuse("chat_template", "a text, or a list of templates with names")
     return ""
 
 
