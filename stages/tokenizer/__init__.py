@@ -25,6 +25,7 @@ template.py            chat templates
 chat_messages.py       messages without a system role, and a message to continue
 fallback_templates.py  templates for model files that have none
 template_budget.py     the templates' sandbox: bounds on time and memory
+template_names.py      which filters and methods they may use, by what these cost
 tool_format.py          how a model writes tool calls, by its template
 reasoning_format.py     how it writes its reasoning, and what switches that
 template_marks.py      which control tokens of a rendered chat are the template's own

@@ -2,9 +2,10 @@
 
 A template is a program from a model file.  Jinja's immutable sandbox restricts what it can reach, not how long it runs
 or how much it allocates.  Here the syntax tree is changed so that each loop iteration, `~`, slice and nested literal is
-counted; the environment counts operators, filters and methods.  An operation whose result can be much larger than its
-operands (`*`, `**`, `%`, `replace`, `join`, padding) is counted before it runs.  Filters and methods outside the lists
-below are not available.
+counted; the environment counts operators, filters, methods and comparisons of lists.  An operation whose result can be
+much larger than its operands (`*`, `**`, `%`, `replace`, `join`, padding), or that takes long for its operands (`sort`,
+`title`, `rfind`), is counted before it runs.  Filters and methods outside the lists of template_names.py are not
+available.
 """
 
 from __future__ import annotations
@@ -27,110 +28,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from stages.tokenizer.chat_messages import WrittenArguments
+from stages.tokenizer.template_names import (
+    COMPARING_TESTS,
+    ELEMENT_FILTERS,
+    FILTERS,
+    ITERATING_FILTERS,
+    LAZY_FILTERS,
+    METHODS,
+    NESTED_FILTERS,
+    PRODUCT_METHODS,
+    SPLIT_METHODS,
+)
 
 MAX_CPU_S = 0.5  # of a rendering; a chat of 4,096 messages takes about 0.1 s
 MAX_CHARACTERS = 128 << 20  # of all intermediate strings of a rendering; an element of a list counts as `ELEMENT`
 ELEMENT = 8
+PART = 64  # of a string that is a part of another
+KEY = 128  # of an element that Python code runs for: a million of them are allowed
+COMPARED = 16  # characters compared, in a search whose time is the product of two lengths, for each one counted
+VISITED = 4096  # elements of a list between two looks at the clock
 MAX_INT_BITS = 1 << 14
 MAX_FORMAT = 1 << 16  # characters of a format string
 MAX_INDENT = 1000  # characters that `tojson` and `indent` put before a line
 
-_FILTERS = [
-    "abs",
-    "capitalize",
-    "count",
-    "d",
-    "default",
-    "dictsort",
-    "e",
-    "escape",
-    "first",
-    "float",
-    "format",
-    "groupby",
-    "indent",
-    "int",
-    "items",
-    "join",
-    "last",
-    "length",
-    "list",
-    "lower",
-    "map",
-    "max",
-    "min",
-    "reject",
-    "rejectattr",
-    "replace",
-    "reverse",
-    "round",
-    "safe",
-    "select",
-    "selectattr",
-    "sort",
-    "string",
-    "title",
-    "trim",
-    "unique",
-    "upper",
-    "wordcount",
-]
-
-_NESTED_FILTERS = frozenset({"string", "join", "format", "safe", "e", "escape", "sort", "unique", "dictsort"})
-_METHODS = {
-    str: frozenset(
-        {
-            "capitalize",
-            "casefold",
-            "center",
-            "count",
-            "encode",
-            "endswith",
-            "expandtabs",
-            "find",
-            "format",
-            "format_map",
-            "index",
-            "isalnum",
-            "isalpha",
-            "isascii",
-            "isdecimal",
-            "isdigit",
-            "isidentifier",
-            "islower",
-            "isnumeric",
-            "isprintable",
-            "isspace",
-            "istitle",
-            "isupper",
-            "join",
-            "ljust",
-            "lower",
-            "lstrip",
-            "partition",
-            "removeprefix",
-            "removesuffix",
-            "replace",
-            "rfind",
-            "rindex",
-            "rjust",
-            "rpartition",
-            "rsplit",
-            "rstrip",
-            "split",
-            "splitlines",
-            "startswith",
-            "strip",
-            "swapcase",
-            "title",
-            "upper",
-            "zfill",
-        }
-    ),
-    list: frozenset({"index", "count", "copy"}),
-    tuple: frozenset({"index", "count"}),
-    dict: frozenset({"get", "items", "keys", "values", "copy"}),
-}
 _WIDE_PERCENT = re.compile(r"%(?:\([^)]*\))?[-+ #.0-9]*(?:[0-9]{4}|\*)")
 _WIDE_BRACE = re.compile(r"\{[^{}]*:[^{}]*(?:[0-9]{4}|\{)")
 
@@ -175,14 +95,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.budget = _Budget()
         self.concat = self._concat  # type: ignore[method-assign]
         self.globals.pop("lipsum", None)
-        self.filters = {name: self._bounded_filter(name, self.filters[name]) for name in _FILTERS}
+        self.filters = {name: self._bounded_filter(name, self.filters[name]) for name in FILTERS}
         self.filters |= {
             "tojson": self._tojson,
             "bounded_iterate": self._iterate,
             "bounded_concat": lambda parts: self._concat([self._text(part) for part in parts]),
             "bounded_size": self._size,
             "bounded_sum": self._sum,
+            "bounded_compared": self._compared,
+            "bounded_members": self._members,
         }
+        self.tests |= {name: self._bounded_test(compare) for name, compare in COMPARING_TESTS.items()}
+        self.tests["in"] = lambda value, members: value in self._members(members)
 
     def start(self) -> None:
         """Begin a rendering in this thread."""
@@ -264,12 +188,20 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _check_method(self, method: BuiltinMethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owner, name = method.__self__, method.__name__
-        allowed = next((names for kind, names in _METHODS.items() if isinstance(owner, kind)), frozenset[str]())
+        allowed = next((names for kind, names in METHODS.items() if isinstance(owner, kind)), frozenset[str]())
         if name not in allowed:
             raise SecurityError(f"the method {name!r} of {type(owner).__name__!r} is not available")
         if not isinstance(owner, str):
+            if isinstance(owner, list | tuple) and name in ("index", "count"):
+                self._compared(owner)
             return
         self.charge(len(owner))
+        texts = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)]
+        if name in PRODUCT_METHODS:
+            self.charge(len(owner) * max([0, *map(len, texts)]) // COMPARED)
+        if name in SPLIT_METHODS:
+            # Without a separator it is unknown how many parts there are.
+            self.charge(PART * owner.count(texts[0]) if texts and texts[0] else ELEMENT * len(owner))
         if name == "replace" and len(args) >= 2 and all(isinstance(arg, str) for arg in args[:2]):
             self.charge(owner.count(args[0]) * len(args[1]))
         elif name == "join" and args and isinstance(args[0], str | list | tuple | dict):
@@ -292,14 +224,19 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         @functools.wraps(run)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             value = args[at]
-            if name in ("join", "sort", "unique", "dictsort", "list") and not isinstance(value, Sized):
+            if name in ITERATING_FILTERS and not isinstance(value, Sized):
                 value = list(self._iterate(value))
                 args = (*args[:at], value, *args[at + 1 :])
+            if name in LAZY_FILTERS:
+                args = (*args[:at], self._iterate(value), *args[at + 1 :])
+            if isinstance(value, Sized) and name in ELEMENT_FILTERS:
+                self.charge(KEY * len(value))
             rest = [*args[at + 1 :], *kwargs.values()]
-            if name in _NESTED_FILTERS:
+            if name in NESTED_FILTERS:
                 self.charge(self._weight(value))
             elif isinstance(value, Sized):
-                self.charge(len(value) * (1 if isinstance(value, str) and name != "list" else ELEMENT))
+                is_text = isinstance(value, str)
+                self.charge(len(value) * ((PART if name == "list" else 1) if is_text else ELEMENT))
             else:
                 self.charge(1)
             if name == "replace":
@@ -312,6 +249,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 self.charge((self._text(value).count("\n") + 1) * max([4, *widths]))
             elif name == "format":
                 self._check_format(self._text(value), _WIDE_PERCENT, "%", rest)
+            elif name == "trim":
+                self.charge(len(self._text(value)) * max([0, *map(len, map(self._text, rest))]) // COMPARED)
             return self._sized(run(*args, **kwargs))
 
         return bounded
@@ -384,9 +323,26 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.charge(len(value))
             return sum(ELEMENT + self._weight(key) + self._weight(item) for key, item in value.items())
         if isinstance(value, list | tuple):
-            self.charge(len(value))
-            return sum(ELEMENT + self._weight(item) for item in value)
+            total = 0
+            for first in range(0, len(value), VISITED):
+                part = value[first : first + VISITED]
+                self.charge(len(part))
+                total += sum(ELEMENT + self._weight(item) for item in part)
+            return total
         return 2 * ELEMENT
+
+    def _compared(self, value: Any) -> Any:
+        """Count a value that is compared with another: all that it contains may be looked at."""
+        if isinstance(value, list | tuple | dict):
+            self.charge(self._weight(value))
+        return value
+
+    def _members(self, values: Any) -> Any:
+        """Count the values that `in` compares one with; those of a dictionary are not compared."""
+        return values if isinstance(values, dict) else self._compared(values)
+
+    def _bounded_test(self, compare: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        return lambda value, other: compare(self._compared(value), other)
 
 
 class _CountedIterable:
@@ -437,6 +393,20 @@ class _Counting(NodeTransformer):
             return self.generic_visit(node)
         visited = [self.visit(operand) for operand in [left, *reversed(operands)]]
         return self._filtered(nodes.List(visited, lineno=node.lineno), "bounded_sum")
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        left = node.expr
+        for operand in node.ops:
+            right = operand.expr
+            if isinstance(right, nodes.Const):
+                pass  # of the template's text: a number or a string
+            elif operand.op in ("in", "notin"):
+                operand.expr = self._filtered(right, "bounded_members")
+            elif not isinstance(left, nodes.Const):
+                operand.expr = self._filtered(right, "bounded_compared")
+            left = right
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)

@@ -20,6 +20,8 @@ HOSTILE = {
     "endless-loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "huge-output": "{{ 'x' * 1000000000 }}",
     "doubling": "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "words": "{{ ('ab ' * 20000000) | title | length }}",
+    "search": "{{ ('a' * 20000000).rfind('a' * 1000000 ~ 'b' ~ 'a' * 1000000) }}",
     "deep-nesting": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "not-a-template": "{% if %}",
     "escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}",

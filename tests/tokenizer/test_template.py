@@ -219,6 +219,61 @@ def test_a_rendering_is_bounded(source: str) -> None:
     assert time.thread_time() - begin < 15.0  # 1.6 s on a core that has other work; without bounds, minutes
 
 
+SLOW = {
+    "words of a title": "{{ ('ab ' * 20000000) | title | length }}",
+    "words counted": "{{ ('ab ' * 20000000) | wordcount }}",
+    "words split": "{{ ('ab ' * 20000000).split() | length }}",
+    "characters split": "{{ ('ab' * 20000000).split('a') | length }}",
+    "lines split": "{{ ('ab\\n' * 20000000).splitlines() | length }}",
+    "a key for each character": "{{ ('ab' * 20000000) | max }}",
+    "a key for each element": "{{ ([1] * 6000000) | min }}",
+    "sorted": "{{ ('ab' * 2000000) | list | sort | length }}",
+    "grouped": "{{ ([{'a': 1}] * 3000000) | groupby('a') | length }}",
+    "attributes without a call": "{{ 2 in (([{'a': 1}] * 6000000) | map(attribute='a')) }}",
+    "all elements weighed": "{{ ([1] * 9000000) | string | length }}",
+    "searched from the right": "{{ ('a' * 20000000).rfind('a' * 1000000 ~ 'b' ~ 'a' * 1000000) }}",
+    "cut from the right": "{{ ('a' * 20000000).rsplit('a' * 1000000 ~ 'b' ~ 'a' * 1000000) | length }}",
+    "stripped of many": "{{ ('a' * 20000000).strip('b' * 20000000 ~ 'a') | length }}",
+    "trimmed of many": "{{ ('a' * 20000000) | trim('b' * 20000000 ~ 'a') | length }}",
+    "compared": "{{ ([1] * 1000000 + [2]) in [[1] * 1000000 + [3]] * 1000000 }}",
+    "texts compared": "{{ ('a' * 9000000 ~ 'b') in ['a' * 9000000 ~ 'c'] * 1000000 }}",
+}
+
+
+@pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
+def test_one_operation_is_bounded(source: str) -> None:
+    """Each runs in one piece of Python's or Jinja's own code, where nothing looks at the clock before its end."""
+    begin = time.thread_time()
+    with pytest.raises(InvalidRequest, match="within its limits"):
+        ChatTemplate(source).render([{"role": "user", "content": "a"}])
+    assert time.thread_time() - begin < 15.0  # three renderings: two look for a system role
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("{{ 'a b c'.split() | length }} {{ 'x-y-z'.rsplit('-', 1) | first }} {{ '--a-'.strip('-') }}", "3 x-y a"),
+        ("{{ messages | map(attribute='role') | list }} {{ 'user' in messages | map(attribute='role') }}", None),
+        ("{{ (messages | selectattr('role', 'equalto', 'user') | first).content }}", "hi"),
+        ("{{ [3, 1, 2] | sort }} {{ 'hello world' | title }} {{ [1, 2] == [1, 2] and 1 < 2 < 3 }}", None),
+        (
+            "{{ undefined_name == 1 }} {{ missing in ['a'] }} {{ messages[0].content not in 'ohio' }}",
+            "False False False",
+        ),
+        (
+            "{{ 5 | title }} {{ 5 | wordcount }} {{ range(3) | map('string') | max }} {{ [1, 2] is eq [1, 2] }}",
+            "5 1 2 True",
+        ),
+        ("{{ messages | groupby('role') | length }} {{ {'b': 1, 'a': 2} | dictsort }}", "1 [('a', 2), ('b', 1)]"),
+    ],
+)
+def test_counted_operations_have_jinjas_values(source: str, expected: str | None) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    plain = ImmutableSandboxedEnvironment().from_string(source).render(messages=messages)
+    assert expected is None or plain == expected
+    assert ChatTemplate(source).render(messages).text == plain
+
+
 def test_a_failed_rendering_does_not_affect_the_next() -> None:
     template = ChatTemplate("{{ messages[0].content * messages[0].n }}")
     with pytest.raises(InvalidRequest, match="within its limits"):
