@@ -401,7 +401,7 @@ class _Counting(NodeTransformer):
             right = operand.expr
             if isinstance(right, nodes.Const):
                 pass  # of the template's text: a number or a string
-            elif operand.op in ("in", "notin"):
+            elif operand.op.endswith("in"):  # with or without "not"
                 operand.expr = self._filtered(right, "bounded_members")
             elif not isinstance(left, nodes.Const):
                 operand.expr = self._filtered(right, "bounded_compared")

@@ -1,4 +1,7 @@
-"""A Hugging Face directory gives the checkpoint that a GGUF file with the same weights gives."""
+"""A Hugging Face directory gives the checkpoint that a GGUF file with the same weights gives.
+
+Length: every test changes the same small directory in one place, with the same helpers.
+"""
 
 from __future__ import annotations
 
