@@ -1,14 +1,14 @@
-"""The header `Idempotency-Key`: which keys are valid, and the digest by which a repetition is known as one. Pure."""
+"""The header `Idempotency-Key`: which keys are valid, and what a repetition is known by. Pure."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 
 from pipeline.errors import Conflict, InvalidRequest
 
 HEADER = "Idempotency-Key"
 _KEY = re.compile(r"[!-~]{1,128}")
+_SENT_BEFORE = "was sent with another body or to another endpoint before"
 
 
 def read_key(given: str | None) -> str:
@@ -23,20 +23,19 @@ def read_key(given: str | None) -> str:
 
 
 def digest_head(endpoint: str, coding: str) -> bytes:
-    """Return what is hashed before a body. endpoint: the name of the body's reader; coding: `Content-Encoding`."""
+    """Return what is hashed before a body as it was sent: repetitions of a request have the SHA-256 in common.
+
+    endpoint: the name of the body's reader; coding: `Content-Encoding`.
+    """
     return f"{endpoint}\n{coding}\n".encode()
-
-
-def body_digest(endpoint: str, coding: str, body: bytes) -> bytes:
-    """Return the SHA-256 of a body as it was sent, which repetitions of a request have in common."""
-    return hashlib.sha256(digest_head(endpoint, coding) + body).digest()
 
 
 def other_body(key: str = "") -> Conflict:
     """Return the error for a key that an earlier request had."""
     named = f"{HEADER} {key!r}" if key else HEADER
-    return Conflict(
-        f"{named} was sent with another body or to another endpoint before; send the same bytes again, or use a new "
-        "key",
-        HEADER,
-    )
+    return Conflict(f"{named} {_SENT_BEFORE}; send the same bytes again, or use a new key", HEADER)
+
+
+def is_other_body(message: str) -> bool:
+    """Return whether an error is that of `other_body`, by its message: Anthropic's form of errors names no field."""
+    return message.startswith(HEADER) and _SENT_BEFORE in message

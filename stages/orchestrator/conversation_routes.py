@@ -13,7 +13,7 @@ from pipeline.api.item_pages import list_body, read_page
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.requests.conversations import ConversationItem, NewConversation
 from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL, body_of, headers_of
-from stages.orchestrator.responses.conversation_store import to_its_end
+from stages.orchestrator.slots import to_its_end
 
 T = TypeVar("T")
 PATH = "/v1/conversations"
@@ -40,12 +40,8 @@ async def _read(request: web.Request, reader: str) -> NewConversation:
 
 async def _change(request: web.Request, work: Callable[[], Awaitable[T]]) -> T:
     """Change a conversation. It counts as a request of its client until it ends, also when the client has left."""
-
-    async def counted() -> T:
-        with request.app[FRONT].counted(request[PRINCIPAL]):
-            return await work()
-
-    return await to_its_end(counted())
+    with request.app[FRONT].counted(request[PRINCIPAL]):
+        return await to_its_end(work())
 
 
 def _named(new: NewConversation) -> list[ConversationItem]:

@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pipeline.api.idempotency_key import HEADER, is_other_body, other_body
 from pipeline.errors import MOVED_TO, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from shm.decoding import DECODE_ERRORS
@@ -89,6 +90,11 @@ class Refusal(Exception):
     def is_movable(self) -> bool:
         """Whether another engine may serve the request."""
         return (self.status in (502, 503, 504) and self.code != "TIMEOUT") or self.code in MOVABLE
+
+    @property
+    def is_of_key(self) -> bool:
+        """Whether the engine has had the request's Idempotency-Key with another body."""
+        return self.status == 409 and (self.param == HEADER or is_other_body(self.message))
 
     def to_error(self) -> StarlingError:
         """The same as an error of this process, for a stream that has begun."""
@@ -298,13 +304,22 @@ class Tries:
 class _Kept(msgspec.Struct, gc=False):
     forward: Forward
     agent_id: str
-    until: float  # inf while its client is connected
     nbytes: int  # as it is counted
+    under_way: list[Forward]  # it, or its repetitions, whose clients are connected
+    until: float = float("inf")  # s of the clock, when none is
     record: OutputRecord | None = None  # what its client may continue from
+
+    def is_other(self, digest: bytes) -> bool:
+        """Whether a request with the same key and this digest has another body."""
+        return bool(digest and self.forward.digest and digest != self.forward.digest)
 
 
 class KeptRequests:
-    """Requests that this orchestrator has forwarded, so that their clients can read them again. Bounded."""
+    """Requests that this orchestrator has forwarded, so that their clients can read them again. Bounded.
+
+    A request whose key was sent with another body before leaves the entry of the first one as it is: the engine refuses
+    it, unless the first one was refused, has failed or was cancelled.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -314,9 +329,17 @@ class KeptRequests:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def check_key(self, request_id: str, key: str, digest: bytes) -> None:
+        """Raises `Conflict` if the request of a key is under way here with another body than that of `digest`."""
+        known = self._kept.get(request_id)
+        if known is not None and known.under_way and known.is_other(digest):
+            raise other_body(key)
+
     def put(self, forward: Forward, agent_id: str, engine: LoadedModel) -> None:
         """It is sent to an agent's engine. Raises `NotFound` for one to be read again that the engine cannot repeat."""
         known = self._kept.get(forward.id)
+        if known is not None and known.is_other(forward.digest):
+            return  # until it is `accepted`
         if engine.continues_text:
             if known is not None:
                 self._drop(forward.id)
@@ -326,23 +349,34 @@ class KeptRequests:
                     "no answer twice; send the request again"
                 )
             return
-        if known is not None:
-            known.agent_id, known.until = agent_id, float("inf")
+        if known is None:
+            self._add(forward, agent_id)
             return
-        self._kept[forward.id] = _Kept(forward, agent_id, float("inf"), len(forward.body))
-        self.nbytes += len(forward.body)
-        self._trim()
+        known.agent_id, known.until = agent_id, float("inf")
+        if all(one is not forward for one in known.under_way):
+            known.under_way.append(forward)
 
-    def left(self, request_id: str, record: OutputRecord | None = None) -> None:
+    def accepted(self, forward: Forward, agent_id: str) -> None:
+        """An engine has begun to answer it: an earlier request with its key, but another body, cannot be read again."""
+        known = self._kept.get(forward.id)
+        if known is not None and known.is_other(forward.digest):
+            self._drop(forward.id)
+            self._add(forward, agent_id)
+
+    def left(self, forward: Forward, record: OutputRecord | None = None) -> None:
         """Its client has left, or has everything. `record`: of the output so far."""
-        known = self._kept.get(request_id)
-        if known is not None:
+        known = self._kept.get(forward.id)
+        others = [one for one in known.under_way if one is not forward] if known is not None else []
+        if known is None or len(others) == len(known.under_way):
+            return
+        known.under_way = others
+        if not others:
             known.until = self._clock() + KEPT_S
-            if record is not None:
-                nbytes = len(known.forward.body) + record.nbytes
-                self.nbytes += nbytes - known.nbytes
-                known.nbytes, known.record = nbytes, record
-                self._trim()
+        if record is not None:
+            nbytes = len(known.forward.body) + record.nbytes
+            self.nbytes += nbytes - known.nbytes
+            known.nbytes, known.record = nbytes, record
+            self._trim()
 
     def record(self, forward: Forward) -> OutputRecord:
         """What a client that continues its stream has left; else a new one."""
@@ -364,6 +398,11 @@ class KeptRequests:
         now = self._clock()
         for name in [name for name, kept in self._kept.items() if kept.until <= now]:
             self._drop(name)
+
+    def _add(self, forward: Forward, agent_id: str) -> None:
+        self._kept[forward.id] = _Kept(forward, agent_id, len(forward.body), [forward])
+        self.nbytes += len(forward.body)
+        self._trim()
 
     def _trim(self) -> None:
         while self._kept and (self.nbytes > KEPT_BYTES or len(self._kept) > KEPT_COUNT):

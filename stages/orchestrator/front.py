@@ -18,9 +18,7 @@ import msgspec
 
 from pipeline.api import response_context
 from pipeline.api.body_names import names_of
-from pipeline.api.fair_shares import FairShares, Taken
-from pipeline.api.fair_shares import Refusal as Bound
-from pipeline.api.idempotency_key import body_digest, read_key
+from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
@@ -34,7 +32,7 @@ from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.known_sessions import KnownSessions, SessionReader, session_in
 from stages.orchestrator.quotas.publisher import QuotaPublisher
-from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, inline_or_not, read_body, read_fields
+from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, digest_of, inline_or_not, read_body, read_fields
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds, request_of
 from stages.orchestrator.responses.jobs import Job
@@ -44,6 +42,7 @@ from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.score import loaded
+from stages.orchestrator.slots import Counted, RequestSlots
 from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 LOCATE_S = 10.0  # for engines to say whether they have a request
@@ -118,7 +117,7 @@ class Front:
         def share_of(principal: str) -> int:
             return min(share, keys.concurrent(principal)) if is_key(principal) else share
 
-        self._bounds = FairShares(total, share, total // 8, share_of=share_of)
+        self._slots = RequestSlots(total, share, share_of)
 
     # ---------------------------------------------------------------- bounds and counts
 
@@ -129,22 +128,12 @@ class Front:
 
     @property
     def in_flight(self) -> int:
-        """Requests that are being answered."""
-        return self._bounds.held
+        """Requests that are being answered, and stores of responses whose clients have left."""
+        return self._slots.held
 
-    def counted(self, principal: str) -> Taken:
-        """Count a request of a tenant or address while it is answered. Raises `Overloaded`."""
-        refusal = self._bounds.refusal(principal)
-        if refusal is not None:
-            bound, what = self._bounds.total, "for all clients together"
-            if refusal is Bound.SHARE:
-                bound, what = self._bounds.share, "for one client"
-            raise Overloaded(
-                f"{bound} requests can be in flight {what} (fleet.orchestrator.max_concurrent_requests), and no more "
-                "are taken now; try again",
-                retry_after_s=1.0,
-            )
-        return self._bounds.taken(principal)
+    def counted(self, principal: str) -> Counted:
+        """Count a request of a tenant or address. Raises `Overloaded`."""
+        return self._slots.counted(principal)
 
     def answered(self, endpoint: str, status: int, took_s: float, code: str) -> None:
         """Count an answer."""
@@ -187,7 +176,8 @@ class Front:
                 request_id = self._ids.of_key(caller.tenant, key) if key else self._ids.new(caller.tenant)
             digest, stored, before = b"", None, None
             if key:
-                digest = body_digest(TEXT_PATHS[path], headers.get("Content-Encoding", ""), body)
+                digest = await digest_of(digest_head(TEXT_PATHS[path], headers.get("Content-Encoding", "")), body)
+                self._relay.kept.check_key(request_id, key, digest)
             if read.generation is not None and (key or last_id):
                 of = caller.tenant, request_id, key, digest
                 stored = await self.responses.check_key(read.generation, *of)
@@ -221,12 +211,12 @@ class Front:
         before: list[dict[str, Any]] | None,
         turn: Turn,
     ) -> Ticket:
-        context, joined = None, None
+        context, joined, stored_digest = None, None, digest
         if read.generation is not None:
-            # A request in the background has a digest without a key, too.
-            stored = hashlib.sha256(body).digest() if read.generation.is_in_background else digest
+            if read.generation.is_in_background:  # it has one without a key, too
+                stored_digest = await digest_of(body)
             of = caller.tenant, caller.salt, request_id
-            joined = await self.responses.join(read.generation, *of, key, stored, before)
+            joined = await self.responses.join(read.generation, *of, key, stored_digest, before)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
         tokens = -(-read.prompt_bytes // CHARGED_BYTES)
@@ -276,9 +266,8 @@ class Front:
         if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
             with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
                 self._router.choose(routed)
-            job_digest = hashlib.sha256(body).digest()
             whose = caller.tenant, caller.key_id
-            job = self.responses.job_of(forward, joined, read.generation, *whose, job_digest, self._wall())
+            job = self.responses.job_of(forward, joined, read.generation, *whose, stored_digest, self._wall())
         return Ticket(forward, caller.tenant, read.session, caller.key_id, job, continues=continues, turn=turn)
 
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:

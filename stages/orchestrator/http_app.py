@@ -313,7 +313,7 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
             return await response.end()
         status, headers, body = await front.whole(ticket)
     except Refusal as refusal:
-        if refusal.param == KEY:  # the engine names the key by a hash
+        if refusal.is_of_key:  # the engine names the key by a hash
             raise other_body(request.headers.get(KEY, "")) from None
         return _passed_on(refusal.status, refusal.headers, refusal.body, ticket.forward)
     except Unreachable as error:

@@ -8,6 +8,7 @@ prompt's bytes; engines get the body as it was sent.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,7 +38,8 @@ OTHER_PATHS = {
     "/v1/score": "score",
 }
 _READER_OF = {**TEXT_PATHS, **OTHER_PATHS}
-# Bodies that are larger or have more values are read on a thread.
+# Bodies that are larger or have more values are read on a thread. Larger ones are hashed there, too: on a core without
+# instructions for SHA-256 so many bytes take 0.2 ms, and the way to a thread 0.05 ms.
 INLINE_BYTES = 64 << 10
 INLINE_SEPARATORS = 2_000
 T = TypeVar("T")
@@ -59,6 +61,20 @@ async def inline_or_not(body: bytes, headers: Mapping[str, str], read: Callable[
     """Read a body, on a thread if that may take long."""
     is_small = len(body) <= INLINE_BYTES and count_separators(body) <= INLINE_SEPARATORS
     return read() if is_small and not headers.get("Content-Encoding") else await asyncio.to_thread(read)
+
+
+async def digest_of(*parts: bytes) -> bytes:
+    """SHA-256 of the parts, on a thread if that may take long."""
+    if sum(map(len, parts)) <= INLINE_BYTES:
+        return _sha256(parts)
+    return await asyncio.to_thread(_sha256, parts)
+
+
+def _sha256(parts: tuple[bytes, ...]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
 
 
 def read_fields(reader: str, body: bytes, content_type: str, coding: str, max_bytes: int) -> tuple[dict[str, Any], Any]:

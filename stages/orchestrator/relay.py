@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from pipeline.api.idempotency_key import HEADER as KEY
 from pipeline.api.output_text import REPLAYED, TEXT
 from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
@@ -50,7 +49,7 @@ from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
 from stages.orchestrator.text_stream import TextStream
-from stages.orchestrator.upstream import Answer, Client, Unreachable, discard, read_whole
+from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -124,7 +123,7 @@ class Relay:
             await out.fail(shown)
             return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
-            self.kept.left(forward.id, cutter.output)
+            self.kept.left(forward, cutter.output)
 
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
@@ -134,9 +133,7 @@ class Relay:
         try:
             answer = await self._open(route, forward, cutter, tries)
             with self._registered(route, forward, answer, self._end):
-                await self._check(answer)
-                tries.n_accepted += 1
-                self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
+                await self._accept(route, forward, answer, tries)
                 if not out.is_begun:
                     await out.begin(200, answer.headers)
                 self._streams[answer] = cutter, tries
@@ -166,8 +163,7 @@ class Relay:
             extra = {"Last-Event-ID": forward.last_id} if forward.last_id else {}
             answer = await self._send(route, forward, extra, output=rest, header=TEXT)
             with self._registered(route, forward, answer, self._end):
-                await self._check(answer)
-                tries.n_accepted += 1
+                await self._accept(route, forward, answer, tries)
                 if text.accepted():
                     self.replayed_texts += 1
                     await self._comment(
@@ -203,7 +199,7 @@ class Relay:
             if answer.status != 404:
                 cutter.restart(is_replay=False)
                 return answer
-            await discard(answer)
+            await self._read_refusal(route, forward, answer)
         if cutter.has_begun and forward.is_only_continued:
             raise NotFound(
                 f"no engine has the request {forward.id} any longer, and its conversation may have changed, so that "
@@ -217,10 +213,12 @@ class Relay:
         if output and answer.status == 200:
             self.continued_tokens += cutter.output.n_tokens
         elif output and answer.status in NOT_TAKEN:
-            await discard(answer)
+            await self._read_refusal(route, forward, answer)
             answer = await self._send(route, forward, {})
         if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-            await self._check_same(answer)  # the engine has it from an earlier attempt, of which nothing was delivered
+            await self._check_same(
+                route, forward, answer
+            )  # the engine has it from an earlier attempt, of which nothing was delivered
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 
@@ -248,19 +246,17 @@ class Relay:
                 except Refusal as refusal:
                     self._refused(route, forward, tries, refusal)
         finally:
-            self.kept.left(forward.id)
+            self.kept.left(forward)
 
     async def _whole_from(self, route: Route, forward: Forward, tries: Tries) -> tuple[int, dict[str, str], bytes]:
         self._router.begin(route, forward.routed)
         try:
             answer = await self._send(route, forward, {})
             if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-                await self._check_same(answer)
+                await self._check_same(route, forward, answer)
                 answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
             with self._registered(route, forward, answer, self._end):
-                await self._check(answer)
-                tries.n_accepted += 1
-                self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
+                await self._accept(route, forward, answer, tries)
                 body = await read_whole(answer)
                 return answer.status, dict(answer.headers), body
         finally:
@@ -407,20 +403,23 @@ class Relay:
         """The exchange ends early if its agent is lost. `end`: is called after it."""
         return Registered(self._answers, self._releases, route, forward, exchange, end)
 
-    @staticmethod
-    async def _check(answer: Answer) -> None:
-        """Raises `Refusal` for an error response."""
+    async def _accept(self, route: Route, forward: Forward, answer: Answer, tries: Tries) -> None:
+        """The engine has begun to answer. Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
+        tries.n_accepted += 1
+        self.kept.accepted(forward, route.agent_id)
+        self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
 
-    @staticmethod
-    async def _check_same(answer: Answer) -> None:
+    async def _read_refusal(self, route: Route, forward: Forward, answer: Answer) -> Refusal:
+        """An error response, after which its engine is asked once more. Raises `Unreachable`."""
+        with self._registered(route, forward, answer, self._end):
+            return Refusal(answer.status, answer.headers, await read_whole(answer))
+
+    async def _check_same(self, route: Route, forward: Forward, answer: Answer) -> None:
         """Raises `Refusal` if the engine has another request with the key of this one."""
-        try:
-            refusal = Refusal(answer.status, answer.headers, await read_whole(answer))
-        finally:
-            answer.close()
-        if refusal.param == KEY:
+        refusal = await self._read_refusal(route, forward, answer)
+        if refusal.is_of_key:
             raise refusal
 
     def _end(self, answer: Answer) -> None:

@@ -56,11 +56,3 @@ async def read_whole(answer: Answer) -> bytes:
             raise Unreachable(f"the answer has more than {MAX_WHOLE_BYTES} bytes")
         parts.append(part)
     return b"".join(parts)
-
-
-async def discard(answer: Answer) -> None:
-    """Read the rest of an answer that is not wanted, so that its connection can be used again. Raises `Unreachable`."""
-    try:
-        await read_whole(answer)
-    finally:
-        answer.close()

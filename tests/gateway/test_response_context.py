@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from itertools import count
 from typing import Any
@@ -10,7 +11,7 @@ import msgspec
 import pytest
 
 from pipeline.api import response_context
-from pipeline.api.idempotency_key import body_digest
+from pipeline.api.idempotency_key import digest_head
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.response_context import KeptResponse, decode_kept, read_kept
 from tests.gateway.response_bodies import CUT, assembled, parse_events, prompt, said
@@ -82,7 +83,8 @@ def test_the_sender_keeps_the_conversation(server: Server, is_stored: bool) -> N
     assert (response["conversation"], response["store"]) == ({"id": "conv_elsewhere"}, is_stored)
     assert prompt(server).index("please say Ada") < prompt(server).index("please say Hello")
     assert len(json.loads(kept.inputs)) == 1
-    assert kept.digest == body_digest("responses", "", json.dumps(body).encode())
+    hashed = digest_head("responses", "") + json.dumps(body).encode()
+    assert kept.digest == hashlib.sha256(hashed).digest()
     assert whole(sent(server, said("More", conversation="conv_elsewhere")))[1].digest == b""
 
 

@@ -12,7 +12,7 @@ from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
 from pipeline.errors import Conflict
-from stages.orchestrator.responses.turns import END_S, TURNS
+from stages.orchestrator.responses.turns import END_S, LEFT_S, TURNS
 from tests.orchestrator.conversations import (
     completed,
     ids_of,
@@ -38,8 +38,7 @@ async def test_one_response_at_a_time_continues_a_conversation() -> None:
             await one.turns.take("a", name, "req-2")
     await turn.end()
     running = job("req-3", name)
-    await first.jobs.write(running)
-    assert await first.jobs.add(running)
+    assert await first.jobs.add(running, await first.jobs.write(running))
     for one in pair:
         with pytest.raises(Conflict, match="in progress"):
             await one.turns.take("a", name, "req-2")
@@ -107,8 +106,7 @@ async def test_a_stored_response_in_the_background_is_not_in_progress() -> None:
     one = world.orchestrator().shared
     made = await one.conversations.create("a", b"{}", [])
     running = job("req-" + response(3)[5:], made.id)
-    await one.jobs.write(running)
-    assert await one.jobs.add(running)
+    assert await one.jobs.add(running, await one.jobs.write(running))
     with pytest.raises(Conflict):
         await one.turns.take("a", made.id, "req-2")
     await one.keeper.put("a", *completed(running.name, made.id))
@@ -198,12 +196,19 @@ async def test_a_turn_lasts_while_an_engine_goes_on_without_its_client() -> None
     """Until a repetition has its response."""
     world, name = World(), f"conv_{1:048x}"
     first, second = (world.orchestrator().shared for _ in range(2))
-    turn = await first.turns.take("a", name, "req-1")
+    turn = await first.turns.take("a", name, "req-1", b"d" * 32, "k")
+    with pytest.raises(Conflict) as refused:
+        await second.turns.take("a", name, "req-2")
+    assert "Retry-After" not in refused.value.headers()  # how long it takes is not known
     await turn.leave()
     await turn.end()
     await first.turns.close()  # its process ends, too
-    with pytest.raises(Conflict):
+    world.wall.now += 15
+    with pytest.raises(Conflict, match="may repeat it with its Idempotency-Key for 45 s") as refused:
         await second.turns.take("a", name, "req-2")
+    assert refused.value.headers() == {"Retry-After": str(int(LEFT_S) - 15)}
+    with pytest.raises(Conflict, match="'k' was sent with another body"):
+        await second.turns.take("a", name, "req-1", b"e" * 32, "k")
     assert not (await second.turns.take("a", name, "req-1")).holds
     await second.turns.end_of("a", name, "req-1")
     turn = await second.turns.take("a", name, "req-2")

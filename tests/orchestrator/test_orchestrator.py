@@ -199,6 +199,38 @@ def test_a_client_continues_its_stream(fleet: Fleet, engines: list[Server]) -> N
     assert fleet.post("/v1/generate", BODY, keyed).status == 409
 
 
+@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=[path for path, _ in REQUESTS])
+def test_a_key_with_another_body_is_named(fleet: Fleet, path: str, body: dict[str, Any]) -> None:
+    """Not by the hash under which engines have it."""
+    keyed = {**MINE, "Idempotency-Key": f"named{path}"}
+    first = fleet.post(path, whole(body), keyed)
+    assert first.status == 200, first.body
+    refused = fleet.post(path, {**whole(body), "max_tokens": 7}, keyed)
+    assert refused.status == 409
+    assert f"Idempotency-Key 'named{path}' was sent with another body" in refused.json["error"]["message"]
+    assert fleet.post(path, whole(body), keyed).body == first.body
+
+
+def test_a_key_with_another_body_does_not_touch_the_stream_of_the_first_one(
+    fleet: Fleet, engines: list[Server]
+) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    undisturbed = engines[0].post("/v1/generate", {**BODY, "stream": True}).body
+    for engine in engines:
+        hold(engine)
+    connection = opened(fleet)
+    headers = {"Content-Type": "application/json", **MINE, "Idempotency-Key": "under-way"}
+    connection.request("POST", "/v1/generate", json.dumps({**BODY, "stream": True}).encode(), headers)
+    fleet.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+    response = connection.getresponse()
+    for more in ({"stream": True}, {}):
+        refused = fleet.post("/v1/generate", {**BODY, "max_tokens": 7, **more}, headers)
+        assert (refused.status, refused.error["param"]) == (409, "Idempotency-Key")
+    for engine in engines:
+        hold(engine, False)
+    assert plain(response.read()) == plain(undisturbed)
+
+
 def test_a_cold_model_is_loaded_once(fleet: Fleet, cold_agent: TestAgent) -> None:
     fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
     agent = cold_agent

@@ -289,10 +289,8 @@ async def test_requests_are_bounded_for_each_tenant_and_in_all(tmp_path: Path) -
 async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> None:
     wall = Wall()
     only = Orchestrator(tmp_path, "one", wall)
-    await only.jobs.write(job(1))
-    await only.jobs.add(job(1))
-    await only.jobs.write(job(2))
-    await only.jobs.add(job(2))
+    await only.jobs.add(job(1), await only.jobs.write(job(1)))
+    await only.jobs.add(job(2), await only.jobs.write(job(2)))
     (lost,) = [blob.key for blob in await only.blobs.scan("jobs") if f"{2:024x}" in blob.key]
     for blob in await only.blobs.scan("jobs"):
         os.utime(only.blobs.path(blob.key), (wall.now, wall.now))
@@ -308,8 +306,7 @@ async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> No
 async def test_a_record_whose_blob_is_gone_ends(tmp_path: Path) -> None:
     wall = Wall()
     only = Orchestrator(tmp_path, "one", wall)
-    await only.jobs.write(job())
-    await only.jobs.add(job())
+    await only.jobs.add(job(), await only.jobs.write(job()))
     (blob,) = await only.blobs.scan("jobs")
     await only.blobs.delete(blob.key)
     await only.jobs.sweep(60.0)

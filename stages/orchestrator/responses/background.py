@@ -137,10 +137,10 @@ class Background:
                     "background",
                     retry_after_s=1.0,
                 )
-            await self._jobs.write(job)
+            blob = await self._jobs.write(job)
             async with self._adding:  # no two requests see the same room
                 await self._check_open(job.tenant)
-                is_added = await self._jobs.add(job)
+                is_added = await self._jobs.add(job, blob)
             if is_added:
                 self._take(job.request_id, job.tenant, is_new=True)
                 return job.shown

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 from weakref import WeakValueDictionary
@@ -28,6 +28,7 @@ from stages.orchestrator.responses.conversation import StoredConversation
 from stages.orchestrator.responses.heads import Head, is_conversation, new_blob
 from stages.orchestrator.responses.tenant_blobs import INLINE_BYTES, TenantBlobs, counted, inline_or_not
 from stages.orchestrator.responses.use import folder_of
+from stages.orchestrator.slots import to_its_end
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -241,13 +242,6 @@ def _decode(key: str, content: bytes) -> StoredConversation:
         return msgspec.msgpack.decode(content, type=StoredConversation)
     except DECODE_ERRORS as error:
         raise StorageUnavailable(f"{key} cannot be read: {error}") from None
-
-
-async def to_its_end(work: Awaitable[T]) -> T:
-    """Wait for what goes on if the caller, whose client has left, is cancelled."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(task)
 
 
 def _busy(name: str) -> StorageUnavailable:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,6 +25,7 @@ from pipeline.blobs.interface import BlobStore
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import Conflict, NotFound, ResourceError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
+from stages.orchestrator.responses.tenant_blobs import inline_or_not
 from stages.orchestrator.responses.use import PREFIX
 
 OPEN = f"{PREFIX}open/"
@@ -106,9 +108,9 @@ class Jobs:
         self._blobs = blobs
         self._wall = wall
 
-    async def write(self, job: Job) -> None:
-        """Write the blob of a job, before `add`. Raises `StarlingError`."""
-        blob, data = _blob_of(job)
+    async def write(self, job: Job) -> str:
+        """Write the blob of a job, before `add`; its name. Raises `StarlingError`."""
+        blob, data = await inline_or_not(len(job.body) + len(job.conversation), partial(_blob_of, job))
         if len(data) > MAX_JOB_BYTES:
             raise ResourceError(f"the request has {len(data)} bytes, over {MAX_JOB_BYTES}; send less", "background")
         try:
@@ -117,12 +119,16 @@ class Jobs:
                     await self._blobs.put(blob, data)
         except TimeoutError:
             raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
+        return blob
 
-    async def add(self, job: Job) -> bool:
+    async def add(self, job: Job, blob: str) -> bool:
         """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`."""
-        blob, conversation = _blob_of(job)[0], job.conversation_id
         record = OpenRecord(
-            tenant=job.tenant, at=self._wall(), blob=blob, conversation=conversation, digest=job.digest.hex()
+            tenant=job.tenant,
+            at=self._wall(),
+            blob=blob,
+            conversation=job.conversation_id,
+            digest=job.digest.hex(),
         )
         return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
 
@@ -148,7 +154,7 @@ class Jobs:
             return None
         try:
             data = await self._blobs.read(opened.blob, MAX_JOB_BYTES)
-            return msgspec.msgpack.decode(data, type=Job)
+            return await inline_or_not(len(data), partial(msgspec.msgpack.decode, data, type=Job))
         except NotFound:
             return None
         except DECODE_ERRORS as error:

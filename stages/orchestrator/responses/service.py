@@ -24,12 +24,13 @@ from stages.orchestrator.forward import Forward
 from stages.orchestrator.prefixes import block_hashes
 from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses.background import Background
-from stages.orchestrator.responses.conversation_store import ConversationStore, to_its_end
+from stages.orchestrator.responses.conversation_store import ConversationStore
 from stages.orchestrator.responses.jobs import Job, queued_response
 from stages.orchestrator.responses.keeper import read_finished
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.store import Stored
 from stages.orchestrator.responses.turns import Turn
+from stages.orchestrator.slots import to_its_end
 
 PATH = "/v1/responses"
 INLINE_MESSAGES = 64  # a longer conversation is read on a thread

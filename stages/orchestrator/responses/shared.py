@@ -20,6 +20,6 @@ class SharedResponses:
         self.place = place
         self.jobs = jobs
         self.store = ResponseStore(place, wall)
-        self.turns = ConversationTurns(store, jobs, self.store)
+        self.turns = ConversationTurns(store, jobs, self.store, wall)
         self.conversations = ConversationStore(place, wall)
         self.keeper = ResponseKeeper(self.store, self.conversations)

@@ -1,7 +1,7 @@
 """One response at a time continues a conversation, at whichever orchestrator.
 
-    responses/turn/FOLDER/ID   the request that continues the conversation and its body's digest, with a lease of its
-                               orchestrator
+    responses/turn/FOLDER/ID   the request that continues the conversation, its body's digest, and until when it waits
+                               for its client if that has left; with a lease of its orchestrator
 
 A request in the background has the record only until it is written down (jobs.py), which says the same of it until its
 response is stored.  After the death of an orchestrator, whose requests may go on at another one, the next response may
@@ -14,6 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from pipeline.api.idempotency_key import other_body
 from pipeline.api.response_object import response_id_of
@@ -24,12 +25,14 @@ from stages.orchestrator.responses.heads import is_conversation
 from stages.orchestrator.responses.jobs import Jobs
 from stages.orchestrator.responses.store import ResponseStore
 from stages.orchestrator.responses.use import PREFIX, answer, folder_of
+from stages.orchestrator.slots import counts_until_done
 
 TURNS = f"{PREFIX}turn/"
 LEASE_S = 10.0  # how long a conversation waits after the death of an orchestrator
 LEFT_S = 60.0  # how long an engine goes on with a keyed request whose client has left
 END_S = 1.0  # for the store to end a turn
 TRIES = 8  # while others end their turns
+NO_DIGEST = "-"  # of a request without an Idempotency-Key
 
 
 class Turn:
@@ -52,6 +55,7 @@ class Turn:
     async def end(self) -> None:
         """Let the next request begin. Idempotent. While the response is being stored it has no effect."""
         if self._holding is not None and not self._is_keeping:
+            counts_until_done(self._holding)
             self.resign()
             await asyncio.wait({self._holding}, timeout=END_S)
 
@@ -77,13 +81,24 @@ class Turn:
             self._holding.cancel()
 
 
-class ConversationTurns:
-    """One per orchestrator."""
+class _Record(NamedTuple):
+    """The value of a record: words, of which the last ones may be missing."""
 
-    def __init__(self, store: CoordinationStore, jobs: Jobs, responses: ResponseStore) -> None:
+    request_id: str
+    digest: str = NO_DIGEST  # hexadecimal
+    until: str = "0"  # s since 1970, when the conversation is free although the request was not repeated
+
+
+class ConversationTurns:
+    """One per orchestrator. `wall`: s since 1970."""
+
+    def __init__(
+        self, store: CoordinationStore, jobs: Jobs, responses: ResponseStore, wall: Callable[[], float]
+    ) -> None:
         self._store = store
         self._jobs = jobs
         self._responses = responses
+        self._wall = wall
         self._held: dict[asyncio.Future[None], Turn] = {}
         self._leaving: set[asyncio.Future[None]] = set()  # ends of turns whose clients have left before they had them
 
@@ -99,19 +114,20 @@ class ConversationTurns:
             return await asyncio.shield(taking)
         except asyncio.CancelledError:  # the store may have the record already
             leaving = asyncio.ensure_future(_end(taking))
+            counts_until_done(leaving)
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
             raise
 
     async def _take(self, tenant: str, name: str, request_id: str, digest: bytes, key: str) -> Turn:
         place = f"{TURNS}{folder_of(tenant)}/{name}"
-        value = f"{request_id} {digest.hex()}".rstrip().encode()
-        election = Election(self._store, place, value, LEASE_S)
+        mine = _Record(request_id, digest.hex() or NO_DIGEST)
+        election = Election(self._store, place, _encode(mine), LEASE_S)
         for _ in range(TRIES):
             term = await answer(election.attempt())
             if term is not None:
                 holding = asyncio.ensure_future(election.hold(term))
-                turn = self._held[holding] = Turn(holding, partial(self._let_last, place, term.fence, value))
+                turn = self._held[holding] = Turn(holding, partial(self._let_last, place, term.fence, mine))
                 holding.add_done_callback(self._held.pop)
                 try:
                     await asyncio.sleep(0)  # it has begun, so that it will resign
@@ -123,17 +139,18 @@ class ConversationTurns:
             item = await answer(self._store.get(place))
             if item is None:
                 continue
-            holder, _, known = item.value.partition(b" ")
-            if holder != request_id.encode():
-                raise _in_progress(name)
-            if digest and known and known != digest.hex().encode():
+            known = _decode(item.value)
+            if known.request_id != request_id:
+                raise _in_progress(name, min(LEFT_S, float(known.until) - self._wall()))
+            if NO_DIGEST not in (mine.digest, known.digest) and known.digest != mine.digest:
                 raise other_body(key)
             return Turn()
         raise _in_progress(name)
 
-    async def _let_last(self, place: str, fence: int, value: bytes) -> None:
+    async def _let_last(self, place: str, fence: int, record: _Record) -> None:
         lease = await answer(self._store.grant(LEFT_S))
-        await answer(self._store.swap(place, fence, value, lease))
+        left = record._replace(until=f"{self._wall() + LEFT_S:.0f}")
+        await answer(self._store.swap(place, fence, _encode(left), lease))
 
     async def end_of(self, tenant: str, name: str, request_id: str) -> None:
         """The response of a request is complete, which an orchestrator that has died may have held the turn for.
@@ -142,7 +159,7 @@ class ConversationTurns:
         """
         if is_conversation(name):
             item = await answer(self._store.get(f"{TURNS}{folder_of(tenant)}/{name}"))
-            if item is not None and item.value.partition(b" ")[0] == request_id.encode():
+            if item is not None and _decode(item.value).request_id == request_id:
                 await answer(self._store.swap(item.key, item.revision, None))
 
     async def _check_background(self, tenant: str, name: str, request_id: str) -> None:
@@ -166,7 +183,22 @@ async def _end(taking: asyncio.Future[Turn]) -> None:
         await (await taking).end()
 
 
-def _in_progress(name: str) -> Conflict:
+def _encode(record: _Record) -> bytes:
+    return " ".join(record).encode()
+
+
+def _decode(value: bytes) -> _Record:
+    words = value.decode("ascii", "replace").split(" ")
+    return _Record(*words[:2], *(word for word in words[2:3] if word.isdecimal()))
+
+
+def _in_progress(name: str, left_s: float = 0.0) -> Conflict:
+    """`left_s`: for which the request may be repeated by its client, which has left; 0 or less: it has not."""
+    remedy = "wait for its end, or cancel it"
+    if left_s > 0:
+        remedy = f"its client has left, and may repeat it with its Idempotency-Key for {left_s:.0f} s"
     return Conflict(
-        f"conversation {name[:80]!r} has a response in progress; wait for its end, or cancel it", "conversation"
+        f"conversation {name[:80]!r} has a response in progress; {remedy}",
+        "conversation",
+        retry_after_s=max(0.0, left_s),
     )

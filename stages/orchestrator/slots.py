@@ -1,0 +1,106 @@
+"""Requests in flight: how many there may be, in all and for one client, and what counts as one after its client left.
+
+A request holds a slot from its arrival to its end.  What goes on when its client leaves, because it must not be
+interrupted, holds the same slot until it has ended: the store of its response, a change of a conversation.  So a client
+that begins requests and leaves cannot have more of them than one that stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, TypeVar
+
+from pipeline.api.fair_shares import FairShares
+from pipeline.api.fair_shares import Refusal as Bound
+from pipeline.errors import Overloaded
+
+T = TypeVar("T")
+
+
+class _Slot:
+    """Of one request. It is given back when nothing holds it any more."""
+
+    def __init__(self, give_back: Callable[[], object]) -> None:
+        self._give_back = give_back
+        self._n_holders = 1
+
+    def hold(self) -> bool:
+        """Hold it, too. False: it was given back."""
+        if not self._n_holders:
+            return False
+        self._n_holders += 1
+        return True
+
+    def release(self) -> None:
+        """One of those who hold it has ended."""
+        self._n_holders -= 1
+        if not self._n_holders:
+            self._give_back()
+
+
+_SLOT: ContextVar[_Slot | None] = ContextVar("slot", default=None)  # of the request that this task serves
+
+
+class RequestSlots:
+    """One per orchestrator. A principal is a tenant or key, or a client's address where there are no keys."""
+
+    def __init__(self, total: int, share: int, share_of: Callable[[str], int]) -> None:
+        """`share`: of one principal; `share_of` returns it where it is another one."""
+        self._shares = FairShares(total, share, total // 8, share_of=share_of)
+
+    @property
+    def held(self) -> int:
+        """Requests that are being answered, and what they have left to be done."""
+        return self._shares.held
+
+    def counted(self, principal: str) -> Counted:
+        """Count a request of a principal meanwhile. Raises `Overloaded`."""
+        shares = self._shares
+        refusal = shares.refusal(principal)
+        if refusal is not None:
+            bound, what = shares.total, "for all clients together"
+            if refusal is Bound.SHARE:
+                bound, what = shares.share, "for one client"
+            raise Overloaded(
+                f"{bound} requests can be in flight {what} (fleet.orchestrator.max_concurrent_requests), and no more "
+                "are taken now; try again",
+                retry_after_s=1.0,
+            )
+        return Counted(shares, principal)
+
+
+class Counted:
+    """A context manager that holds a request's slot. Every request enters one, so no generator."""
+
+    __slots__ = ("_principal", "_shares", "_slot", "_token")
+
+    def __init__(self, shares: FairShares, principal: str) -> None:
+        self._shares = shares
+        self._principal = principal
+
+    def __enter__(self) -> None:
+        self._shares.take(self._principal)
+        self._slot = _Slot(partial(self._shares.give_back, self._principal))
+        self._token = _SLOT.set(self._slot)
+
+    def __exit__(self, *exception: object) -> None:
+        _SLOT.reset(self._token)
+        self._slot.release()
+
+
+def counts_until_done(task: asyncio.Future[Any]) -> None:
+    """Let a task that may outlive the request of the present one count as that request until it is done."""
+    slot = _SLOT.get()
+    if slot is not None and slot.hold():
+        task.add_done_callback(lambda done: slot.release())
+
+
+async def to_its_end(work: Awaitable[T]) -> T:
+    """Wait for what goes on if the caller, whose client has left, is cancelled. It counts as the request meanwhile."""
+    task = asyncio.ensure_future(work)
+    counts_until_done(task)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(task)

@@ -1,0 +1,113 @@
+"""What an orchestrator keeps of requests that their clients may read again, and what a reused key does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from pipeline.api.error_response import error_response
+from pipeline.api.idempotency_key import other_body
+from pipeline.errors import Conflict
+from stages.orchestrator.forward import KEPT_S, Refusal
+from tests.orchestrator.loopback_engine import WAIT_S, LoopbackEngine, keyed, relaying, response
+from tests.orchestrator.test_text_relay import Received
+
+FIRST, OTHER = b"1" * 32, b"2" * 32
+REFUSED = response(400)
+
+
+def conflict(*, is_anthropic: bool = False) -> bytes:
+    """What an engine answers to a key that it has had with another body."""
+    shown = error_response(other_body("hash of the key"), is_anthropic=is_anthropic)
+    return response(shown.status, shown.body)
+
+
+async def until_asked(engine: LoopbackEngine, times: int) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while len(engine.requests) < times:
+            await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_key_with_another_body_leaves_the_first_request_as_it_was(is_stream: bool) -> None:
+    engine = LoopbackEngine(b"", conflict())
+    async with relaying(engine) as world:
+        relay, clock = world.relay, world.clock
+        first = asyncio.ensure_future(relay.whole(keyed(FIRST)))
+        await until_asked(engine, 1)
+        other = keyed(OTHER, is_stream=is_stream)
+        with pytest.raises(Refusal) as refused:
+            await (relay.stream(other, Received()) if is_stream else relay.whole(other))
+        assert refused.value.is_of_key
+        clock.now += KEPT_S + 1
+        relay.kept.expire()
+        found = relay.kept.find("req-1")
+        assert found is not None and found[0].digest == FIRST
+        engine.transports[0].write(response(200, b"answer"))
+        assert (await first)[2] == b"answer"
+        clock.now += KEPT_S - 1
+        relay.kept.expire()
+        assert relay.kept.find("req-1") == found
+        clock.now += 2
+        relay.kept.expire()
+        assert relay.kept.find("req-1") is None and relay.kept.nbytes == 0
+
+
+async def test_a_repetition_that_ends_first_leaves_the_first_request_as_it_was() -> None:
+    engine = LoopbackEngine(b"", response(200))
+    async with relaying(engine) as world:
+        relay, clock = world.relay, world.clock
+        first = asyncio.ensure_future(relay.whole(keyed(FIRST)))
+        await until_asked(engine, 1)
+        await relay.whole(keyed(FIRST))
+        clock.now += KEPT_S + 1
+        relay.kept.expire()
+        assert relay.kept.find("req-1") is not None
+        engine.transports[0].write(response(200))
+        await first
+        clock.now += KEPT_S + 1
+        relay.kept.expire()
+        assert relay.kept.find("req-1") is None
+
+
+async def test_a_key_is_refused_while_its_request_is_under_way_with_another_body() -> None:
+    """Before any engine is asked: another one might not know the key."""
+    engine = LoopbackEngine(b"")
+    async with relaying(engine) as world:
+        kept = world.relay.kept
+        first = asyncio.ensure_future(world.relay.whole(keyed(FIRST)))
+        await until_asked(engine, 1)
+        kept.check_key("req-1", "mine", FIRST)
+        kept.check_key("req-2", "mine", OTHER)
+        with pytest.raises(Conflict, match="'mine' was sent with another body"):
+            kept.check_key("req-1", "mine", OTHER)
+        engine.transports[0].write(response(200))
+        await first
+        kept.check_key("req-1", "mine", OTHER)  # it may have failed, so that its engine decides
+
+
+async def test_a_key_whose_request_was_refused_is_that_of_the_next_body() -> None:
+    """What is read again is the request that an engine has accepted."""
+    engine = LoopbackEngine(REFUSED, REFUSED, response(200, b"answer"))
+    async with relaying(engine) as world:
+        relay = world.relay
+        for digest in (FIRST, OTHER):
+            with pytest.raises(Refusal, match="400"):
+                await relay.whole(keyed(digest))
+        await relay.whole(keyed(OTHER))
+        found = relay.kept.find("req-1")
+        assert found is not None and found[0].body == keyed(OTHER).body
+        assert relay.kept.nbytes == len(found[0].body) and len(relay.kept) == 1
+
+
+@pytest.mark.parametrize("is_anthropic", [False, True])
+async def test_an_answer_of_another_body_is_not_read_with_a_key(is_anthropic: bool) -> None:
+    """A request that its engine may have from an earlier attempt: the engine's 409 is about the key."""
+    engine = LoopbackEngine(conflict(is_anthropic=is_anthropic), response(200, b"the answer to another body"))
+    async with relaying(engine) as world:
+        with pytest.raises(Refusal) as refused:
+            await world.relay.whole(keyed(OTHER, was_sent=True))
+        assert refused.value.is_of_key and "another body" in json.loads(refused.value.body)["error"]["message"]
+        assert len(engine.requests) == 1

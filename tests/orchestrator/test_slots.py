@@ -1,0 +1,90 @@
+"""What goes on when its client has left counts as the client's request until it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from pipeline.api.response_object import response_id_of
+from pipeline.errors import Overloaded
+from stages.orchestrator.responses.turns import TURNS
+from stages.orchestrator.slots import RequestSlots
+from tests.orchestrator.conversations import completed, service
+from tests.orchestrator.mortal import World
+
+
+async def left(slots: RequestSlots, work: Callable[[], Awaitable[object]]) -> None:
+    """A client sends a request that does the work, and leaves when the work waits for the store."""
+
+    async def handle() -> None:
+        with slots.counted("a"):
+            await work()
+
+    handling = asyncio.ensure_future(handle())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    handling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await handling
+
+
+async def until_free(slots: RequestSlots) -> None:
+    while slots.held:
+        await asyncio.sleep(0)
+
+
+async def test_a_response_that_is_being_stored_counts_although_its_client_has_left() -> None:
+    world = World()
+    one, responses, ids = service(world)
+    slots = RequestSlots(8, 1, lambda principal: 1)
+    name = response_id_of(ids.new("a"))
+    world.order.is_on = True
+    await left(slots, lambda: responses.keep("a", *completed(name, "")))
+    assert slots.held == 1
+    with pytest.raises(Overloaded, match="1 requests can be in flight for one client"), slots.counted("a"):
+        pass
+    with slots.counted("b"):  # which has a share of its own
+        assert slots.held == 2
+    await world.order.run([until_free(slots)], lambda count: 0)
+    assert await one.shared.store.get("a", name) is not None
+    with slots.counted("a"):
+        assert slots.held == 1
+    assert slots.held == 0
+
+
+async def test_a_turn_that_is_taken_or_ended_counts_although_its_client_has_left() -> None:
+    world, name = World(), f"conv_{1:048x}"
+    one = world.orchestrator().shared
+    slots = RequestSlots(8, 2, lambda principal: 2)
+    world.order.is_on = True
+    await left(slots, lambda: one.turns.take("a", name, "req-1"))
+    assert slots.held == 1
+    await world.order.run([until_free(slots)], lambda count: 0)
+    turn = await one.turns.take("a", name, "req-2")
+    world.order.is_on = True
+    await left(slots, turn.end)
+    assert slots.held == 1
+    await world.order.run([until_free(slots)], lambda count: 0)
+    assert not (await world.store.scan(TURNS))[0]
+
+
+async def test_work_that_begins_after_its_request_does_not_count() -> None:
+    """As that of a request in the background, whose task began in a client's request."""
+    world = World()
+    _, responses, ids = service(world)
+    slots, may_begin = RequestSlots(8, 1, lambda principal: 1), asyncio.Event()
+
+    async def work() -> None:
+        await may_begin.wait()
+        await responses.keep("a", *completed(response_id_of(ids.new("a")), ""))
+
+    with slots.counted("a"):
+        task = asyncio.ensure_future(work())
+    may_begin.set()
+    world.order.is_on = True
+    for _ in range(4):
+        await asyncio.sleep(0)
+    assert not task.done() and slots.held == 0
+    await world.order.run([task], lambda count: 0)
