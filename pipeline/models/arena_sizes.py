@@ -106,6 +106,13 @@ def max_positions(config: Config, model: ModelConfig, shape: tuple[int, int, int
     return bisect_right(range(1, context), n_pages, key=pages_of) + 1  # the last token is never computed
 
 
+def most_tokens(config: Config, model: ModelConfig, hyper: Hyper) -> int:
+    """Most tokens of a prompt and its output: of the context, or as many as an empty KV arena has room for."""
+    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
+    shape = hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, hyper.kv_window, hyper.n_windowed
+    return max_positions(config, model, shape, context) or context
+
+
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)

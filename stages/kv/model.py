@@ -15,6 +15,7 @@ from pipeline.api.key_file import key_path
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.faults import points
+from pipeline.models.arena_sizes import most_tokens
 from shm.arena import Arena
 from shm.checkpoint import Index, load_index
 from shm.pages import KvGeometry
@@ -79,7 +80,7 @@ class ModelPages:
         self._wake = wake
         self.rows = TokenRows()
         self.digest = self.tokenizer = ""  # hex
-        self.context_length = 0
+        self.most_tokens = 0  # of a sequence
         self.geometry: KvGeometry | None = None
         self.arena: Arena | None = None
         self.manager: Manager | None = None
@@ -122,7 +123,7 @@ class ModelPages:
         config = self.config
         self.digest, self.geometry, self.arena = index.digest, geometry, opened.arena
         self.arena.populate()
-        self.tokenizer, self.context_length = index.tokenizer_digest, index.hyper.context_length
+        self.tokenizer, self.most_tokens = index.tokenizer_digest, most_tokens(config, self.model, index.hyper)
         pool = PagePool(
             opened.views,
             policy=config.cache.eviction_policy,
@@ -254,7 +255,7 @@ class ModelPages:
             self.geometry.page_tokens,
             SessionBounds(
                 self.config.max_sessions(self.model),
-                self.model.max_sequence_length or self.context_length,
+                self.most_tokens,
                 self.config.sessions_per_tenant(self.model, n_tenants),
                 n_tenants,
                 self.config.cache.session_mb << 20,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from starling.cli import cli
 from tests.e2e.conftest import share_caches
 from tests.fleet.agent_process import Agent, publish_tiny
 from tests.orchestrator.fleet import Fleet
+from tools.tiny_gguf import SHAPES, Shape
 
 NAMES = ("one", "two")
 SECTIONS = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
@@ -46,10 +48,18 @@ class Host(Agent):
 class Hosts:
     """An orchestrator and two agents with a model."""
 
-    def __init__(self, base: Path, sections: dict[str, Any] = SECTIONS, **orchestrator: Any) -> None:
-        """`orchestrator`: keys of its section."""
+    def __init__(
+        self,
+        base: Path,
+        sections: dict[str, Any] = SECTIONS,
+        *,
+        shape: Shape = SHAPES["small"],
+        cache_mb: Mapping[str, int] = {},
+        **orchestrator: Any,
+    ) -> None:
+        """`shape`: of the model. `cache_mb`: of the KV arenas of agents. `orchestrator`: keys of its section."""
         blobs = base / "blobs"
-        publish_tiny(base, blobs)
+        publish_tiny(base, blobs, shape=shape)
         self.fleet = Fleet(
             base / "o",
             {
@@ -66,7 +76,10 @@ class Hosts:
             (home / "fleet-token").chmod(0o600)
             store = f"sqlite:{self.fleet.home / 'fleet.db'}"
             agent = {"id": name, "lease_ms": 20_000}
-            config = {"cache": {"max_size_mb": 32}, "fleet": {"store": store, "blobs": str(blobs), "agent": agent}}
+            config = {
+                "cache": {"max_size_mb": cache_mb.get(name, 32)},
+                "fleet": {"store": store, "blobs": str(blobs), "agent": agent},
+            }
             self.agents[name] = Host(home, config)
 
     def __enter__(self) -> Hosts:
