@@ -15,9 +15,9 @@ from pipeline.catalog.publish import publish
 from pipeline.coordination.interface import CoordinationStore
 from tests.fleet.checkpoints import write_checkpoint
 from tests.fleet.coordination_stores import Clock, make_store
-from tests.fleet.peers import Bucket, Etcd, Redis, azure_container, s3_bucket
 from tests.fleet.range_server import served
 from tests.fleet.site import NBYTES, Site
+from tests.fleet.store_fixtures import bucket, container, etcd, redis  # noqa: F401  fixtures
 
 
 @pytest.fixture
@@ -55,30 +55,6 @@ def site(published: tuple[Path, Entry], short_pauses: None, tmp_path: Path) -> I
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
-
-
-@pytest.fixture(scope="session")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Etcd]:
-    with Etcd(tmp_path_factory.mktemp("etcd")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Redis]:
-    with Redis(tmp_path_factory.mktemp("redis")) as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    with s3_bucket(tmp_path_factory.mktemp("s3")) as found:
-        yield found
-
-
-@pytest.fixture(scope="session")
-def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    with azure_container(tmp_path_factory.mktemp("azure")) as found:
-        yield found
 
 
 @pytest.fixture(params=["memory", "sqlite", "etcd", "redis"])

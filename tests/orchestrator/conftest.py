@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 
+from tests.fleet.store_fixtures import bucket, etcd, redis  # noqa: F401  fixtures
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, Pair, TestAgent
+from tests.orchestrator.stores import STORES, fleet_section
 from tests.orchestrator.streams import hold
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test of `pair` that does not name its stores runs on the first of them."""
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "pair" in metafunc.fixturenames and not any(mark.args[0] == "pair" for mark in marks):
+        metafunc.parametrize("pair", STORES[:1], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +79,14 @@ def sections() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pair(homes: Callable[[], Path], engines: list[Server], sections: dict[str, Any]) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, homes: Callable[[], Path], engines: list[Server], sections: dict[str, Any]
+) -> Iterator[Pair]:
     """Two orchestrators of one fleet. The agents "one" and "two" belong to the first one's object."""
     keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
     home = homes()
-    first, second = (Fleet(home, {"auth": {"api_keys": keys}, **sections}, wait_ms=1000) for _ in range(2))
+    fleet = fleet_section(request, request.param, home)
+    first, second = (Fleet(home, {"auth": {"api_keys": keys}, **sections}, fleet, wait_ms=1000) for _ in range(2))
     for name, engine in zip(("one", "two"), engines):
         first.add_agent(name, engine)
     second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])

@@ -23,8 +23,9 @@ import msgspec
 import yaml
 
 from pipeline.api.error_response import error_response
-from pipeline.coordination.interface import Change
-from pipeline.coordination.sqlite_store import SqliteStore
+from pipeline.config.load import load
+from pipeline.coordination.address import open_store
+from pipeline.coordination.interface import Change, CoordinationStore, Item
 from pipeline.errors import Conflict, ResourceError, StarlingError
 from pipeline.fleet import bodies, token
 from pipeline.fleet.records import AgentRecord, agent_key, encode
@@ -163,15 +164,25 @@ class Fleet(HttpClient):
     """An orchestrator's process and its agents. `post`, `get` and `stream` are those of a client."""
 
     def __init__(
-        self, home: Path, sections: dict[str, Any] | None = None, *, is_forked: bool = True, **bounds: Any
+        self,
+        home: Path,
+        sections: dict[str, Any] | None = None,
+        fleet: dict[str, Any] | None = None,
+        *,
+        is_forked: bool = True,
+        **bounds: Any,
     ) -> None:
-        """`bounds`: of its section.  `is_forked`: its process is a fork (warm_programs.py), else a new program."""
+        """`sections`: of the configuration. `fleet`: keys of that section; `bounds`: of its `orchestrator`.
+
+        `is_forked`: its process is a fork (warm_programs.py), else a new program.
+        """
         self._is_forked = is_forked
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.home = home
         self.secret = token.load_or_create(home / "fleet-token")
+        fleet = fleet or {}
         config = {
-            "fleet": {"orchestrator": {"poll_ms": 50, **bounds}},
+            "fleet": {**fleet, "orchestrator": {"poll_ms": 50, **fleet.get("orchestrator", {}), **bounds}},
             "logging": {"format": "json"},
             **(sections or {}),
         }
@@ -237,10 +248,24 @@ class Fleet(HttpClient):
         """Write into the coordination store."""
 
         async def put() -> None:
-            async with SqliteStore(self.home / "fleet.db") as store:
+            async with self.open_store() as store:
                 await store.transact((), (Change(key, value),))
 
         asyncio.run(put())
+
+    def items(self, prefix: str) -> list[Item]:
+        """What the coordination store has."""
+
+        async def read() -> list[Item]:
+            async with self.open_store() as store:
+                return (await store.scan(prefix))[0]
+
+        return asyncio.run(read())
+
+    def open_store(self) -> CoordinationStore:
+        """The coordination store of the fleet."""
+        environment = {"STARLING_HOME": str(self.home)}
+        return open_store(load(self.home / "starling.yaml", environment), environment)
 
     def add_agent(self, name: str, engine: Server) -> TestAgent:
         """An agent with an engine that is ready; returns when the orchestrator knows it."""

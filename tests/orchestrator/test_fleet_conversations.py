@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from pipeline.coordination.interface import Item
 from stages.orchestrator.responses.heads import HEADS
 from tests.gateway.peers import MODEL
 from tests.gateway.response_bodies import assembled, read_events, said
 from tests.gateway.server import Server
 from tests.gateway.test_conversations import CALL, REFUSED, TOOL, message
 from tests.orchestrator.fleet import Fleet, Pair
+from tests.orchestrator.pairs import NAMES, begin, kill, read_until, serving, wait_ready, without_agent
+from tests.orchestrator.stores import every_store
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
 PATH = "/v1/conversations"
@@ -30,7 +30,15 @@ def sections() -> dict[str, Any]:
     return {"stored_responses": {"tenant_mb": 2}}
 
 
+on_every_store = pytest.mark.parametrize("pair", every_store(pytest.mark.slow), indirect=True, scope="module")
 pytestmark = pytest.mark.usefixtures("released")
+
+
+@pytest.fixture(autouse=True)
+def forgotten(engines: list[Server]) -> None:
+    """Prompts of earlier tests do not count, nor those of this one on another store."""
+    for engine in engines:
+        engine.peers.do(engine.peers.generator.submitted.clear)
 
 
 def make(orchestrator: Fleet, **body: Any) -> str:
@@ -58,6 +66,7 @@ def prompts(engines: list[Server], text: str) -> list[str]:
     return [one for one in made if f"please say {text}\n" in one]
 
 
+@on_every_store
 def test_each_orchestrator_changes_what_the_other_has_made(pair: Pair) -> None:
     first, second = pair
     made = first.post(PATH, {"metadata": {"topic": "ä"}, "items": [message("a")]}, MINE).json
@@ -114,6 +123,7 @@ def test_refused_as_a_server_does(pair: Pair, method: str, path: str, body: Any,
     assert (answer.status, answer.error["param"]) == (400, param), answer.body
 
 
+@on_every_store
 def test_responses_continue_a_conversation_at_any_orchestrator(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     name = make(first, items=[message("Be brief.", "system"), message("x"), message("y", "assistant")])
@@ -146,19 +156,7 @@ def test_responses_continue_a_conversation_at_any_orchestrator(pair: Pair, engin
     assert inputs == items[9:11]
 
 
-def begin(orchestrator: Fleet, body: dict[str, Any], **headers: str) -> Any:
-    connection = orchestrator.connect()
-    given = {"Content-Type": "application/json", **MINE, **headers}
-    connection.request("POST", RESPONSES, json.dumps({**body, "stream": True}).encode(), given)
-    return connection
-
-
-def serving(orchestrator: Fleet) -> int:
-    """The agent that has the one request under way."""
-    state = orchestrator.wait(lambda state: any(one["under_way"] for one in state["agents"]))
-    return [bool(one["under_way"]) for one in state["agents"]].index(True)
-
-
+@on_every_store
 def test_one_response_at_a_time_at_all_orchestrators(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     name = make(first)
@@ -171,27 +169,24 @@ def test_one_response_at_a_time_at_all_orchestrators(pair: Pair, engines: list[S
             assert (refused.status, refused.error["param"]) == (409, "conversation"), refused.body
     cancelled = second.post(f"{RESPONSES}/{running['id']}/cancel", {}, MINE).json
     assert cancelled["status"] == "cancelled"
-    connection = begin(second, said("two", conversation=name))
+    connection = begin(second, RESPONSES, said("two", conversation=name))
     serving(second)
     refused = first.post(RESPONSES, said("three", conversation=name), MINE)
     assert (refused.status, refused.error["param"]) == (409, "conversation")
     for engine in engines:
         hold(engine, False)
     with closing(connection):
-        response, received = connection.getresponse(), b""
-        while b"event: response.completed" not in received:
-            received += response.read1(1 << 16)
+        read_until(connection.getresponse(), b"event: response.completed")
         respond(first, "three", name)  # at once
     assert texts(first, name) == ["please say two", "two", "please say three", "three"]
 
 
-def head(home: Path, name: str) -> Any:
+def heads(orchestrator: Fleet, name: str) -> list[Item]:
     """The record of a conversation in the store."""
-    with closing(sqlite3.connect(home / "fleet.db", timeout=60)) as store:
-        query = "SELECT revision FROM items WHERE key LIKE ? AND key LIKE ?"
-        return store.execute(query, (f"{HEADS}%", f"%{name}")).fetchone()
+    return [item for item in orchestrator.items(HEADS) if item.key.endswith(name)]
 
 
+@on_every_store
 @pytest.mark.parametrize("moment", ["while it is generated", "when its items are added"])
 def test_an_orchestrator_dies_under_a_response(pair: Pair, engines: list[Server], moment: str) -> None:
     """Another one stores it, and its items are in the conversation once."""
@@ -199,21 +194,18 @@ def test_an_orchestrator_dies_under_a_response(pair: Pair, engines: list[Server]
     name, say = make(second, items=[message("x")]), "an answer that is long enough to be cut"
     for engine in engines:
         hold(engine)
-    connection = begin(first, said(say, conversation=name))
+    connection = begin(first, RESPONSES, said(say, conversation=name))
     index = serving(first)
     response = connection.getresponse()
     request_id = response.headers["X-Starling-Request"]
     step(engines[index], 9)
-    received = b""
-    while b"response.output_text.delta" not in received:
-        received += response.read1(1 << 16)
-    before = head(first.home, name)
+    read_until(response, b"response.output_text.delta")
+    before = heads(first, name)
     if moment == "when its items are added":
         hold(engines[index], False)
-        while head(first.home, name) == before:
+        while heads(first, name) == before:
             assert first.process.poll() is None
-    first.process.kill()
-    first.process.wait()
+    kill(first)
     connection.close()
     for engine in engines:
         hold(engine, False)
@@ -223,7 +215,7 @@ def test_an_orchestrator_dies_under_a_response(pair: Pair, engines: list[Server]
     assert texts(second, name) == expected
     assert second.get(f"{RESPONSES}/{whole['id']}", MINE).json == whole
     first.restart()
-    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    wait_ready(first)
     assembled(read_events(first, f"/v1/requests/{request_id}", None, MINE))  # once more
     assert texts(first, name) == expected
     respond(first, "more", name)
@@ -236,35 +228,26 @@ def test_a_stream_is_not_continued_from_another_context(pair: Pair, engines: lis
     name, say = make(second, items=[message("old")]), "what no engine has"
     for engine in engines:
         hold(engine)
-    connection = begin(first, said(say, conversation=name))
+    connection = begin(first, RESPONSES, said(say, conversation=name))
     index = serving(first)
-    response, received = connection.getresponse(), b""
     step(engines[index], 9)
-    while b"response.output_text.delta" not in received:
-        received += response.read1(1 << 16)
+    received = read_until(connection.getresponse(), b"response.output_text.delta")
     last_id = received.rpartition(b"\nid: ")[2].partition(b"\n")[0].decode()
-    first.process.kill()
-    first.process.wait()
+    kill(first)
     connection.close()
-    agent = first.agents[("one", "two")[index]]
-    first.write(f"agents/{agent.name}", None)
-    agent.is_silent = True
-    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY"])
-    (item, *_) = second.get(f"{PATH}/{name}/items?order=asc", MINE).json["data"]
-    assert second.request("DELETE", f"{PATH}/{name}/items/{item['id']}", None, MINE).status == 200
-    with closing(begin(second, said(say, conversation=name), **{"Last-Event-ID": last_id})) as connection:
-        refused = connection.getresponse()
-        assert refused.status == 404, refused.read()
-        assert "its conversation may have changed" in refused.read().decode()
-    for engine in engines:
-        hold(engine, False)
-    agent.is_silent = False
-    first.restart()
-    first.register(agent)
-    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
-    second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    with without_agent(pair, NAMES[index]):
+        (item, *_) = second.get(f"{PATH}/{name}/items?order=asc", MINE).json["data"]
+        assert second.request("DELETE", f"{PATH}/{name}/items/{item['id']}", None, MINE).status == 200
+        headers = {**MINE, "Last-Event-ID": last_id}
+        with closing(begin(second, RESPONSES, said(say, conversation=name), headers)) as connection:
+            refused = connection.getresponse()
+            assert refused.status == 404, refused.read()
+            assert "its conversation may have changed" in refused.read().decode()
+        for engine in engines:
+            hold(engine, False)
 
 
+@on_every_store
 def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     name = make(first)
@@ -272,8 +255,7 @@ def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines
         hold(engine)
     made = first.post(RESPONSES, said("Hello", conversation=name, background=True), MINE).json
     serving(first)
-    first.process.kill()
-    first.process.wait()
+    kill(first)
     for engine in engines:
         hold(engine, False)
     path = f"{RESPONSES}/{made['id']}"
@@ -282,9 +264,10 @@ def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines
     assert response["status"] == "completed"
     assert texts(second, name) == ["please say Hello", "Hello"]
     first.restart()
-    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    wait_ready(first)
 
 
+@on_every_store
 def test_items_of_many_clients_are_all_there(pair: Pair) -> None:
     name = make(pair[0])
 
@@ -296,6 +279,7 @@ def test_items_of_many_clients_are_all_there(pair: Pair) -> None:
     assert sorted(texts(pair[0], name), key=int) == [str(number) for number in range(24)]
 
 
+@on_every_store
 def test_a_key_belongs_to_one_body(pair: Pair) -> None:
     """Also when the engine that has answered is gone, and its orchestrator."""
     first, second = pair
@@ -323,16 +307,12 @@ def test_a_key_belongs_to_one_body(pair: Pair) -> None:
             refused = orchestrator.post(path, other, {**keyed, "Idempotency-Key": "key-2"})
             assert (refused.status, refused.error["param"]) == (409, "Idempotency-Key"), refused.body
             assert "'key-2'" in refused.error["message"]
-    for agent in list(first.agents.values()):  # the other engine does not have the request
-        first.write(f"agents/{agent.name}", None)
-        agent.is_silent = True
-        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY"])
-        check(second)
-        agent.is_silent = False
-        first.register(agent)
-        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    for agent in NAMES:  # the other engine does not have the request
+        with without_agent(pair, agent):
+            check(second)
 
 
+@on_every_store
 def test_a_repeated_request_continues_what_its_conversation_was(pair: Pair, engines: list[Server]) -> None:
     """Although items were deleted since, and the engine that has answered is gone."""
     first, second = pair
@@ -349,20 +329,15 @@ def test_a_repeated_request_continues_what_its_conversation_was(pair: Pair, engi
             return dict(answer.json)
 
         made = ask(first)
+        assert made["status"] == "completed", made
         (prompt,) = prompts(engines, say)
         index = next(index for index, engine in enumerate(engines) if prompts([engine], say))
         (item, *_) = first.get(f"{PATH}/{name}/items?order=asc", MINE).json["data"]
         assert first.request("DELETE", f"{PATH}/{name}/items/{item['id']}", None, MINE).status == 200
-        agent = first.agents[("one", "two")[index]]
-        first.write(f"agents/{agent.name}", None)
-        agent.is_silent = True
-        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY"])
-        again = ask(second)
-        assert again["output"] == made["output"] and (is_stream or again == made)
-        assert prompts(engines, say) == [prompt] * (2 if is_stream else 1)
-        agent.is_silent = False
-        first.register(agent)
-        second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+        with without_agent(pair, NAMES[index]):
+            again = ask(second)
+            assert again["output"] == made["output"] and (is_stream or again == made)
+            assert prompts(engines, say) == [prompt] * (2 if is_stream else 1)
 
 
 def test_the_official_client(pair: Pair) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from tests.gateway.peers import MODEL
 from tests.gateway.response_bodies import CUT, PARIS, assembled, parse_events, prompt, read_events, said
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, Pair
+from tests.orchestrator.pairs import NAMES, begin, kill, read_until, serving, wait_ready, without_agent
+from tests.orchestrator.stores import every_store
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
 PATH = "/v1/responses"
-
-
+on_every_store = pytest.mark.parametrize("pair", every_store(pytest.mark.slow), indirect=True, scope="module")
 pytestmark = pytest.mark.usefixtures("released")
 
 
@@ -32,6 +34,7 @@ def latest(engines: list[Server]) -> str:
     return max((prompt(engine) for engine in engines if engine.peers.generator.submitted), key=len)
 
 
+@on_every_store
 def test_each_orchestrator_has_what_the_other_has_stored(pair: Pair) -> None:
     first, second = pair
     made = first.post(PATH, said("Hello", store=True, metadata={"a": "b"}), MINE)
@@ -106,43 +109,20 @@ def test_what_is_not_stored_cannot_be_continued(pair: Pair) -> None:
     assert (refused.status, refused.error["param"]) == (404, "previous_response_id")
 
 
-def begin(orchestrator: Fleet, body: dict[str, Any], headers: dict[str, str]) -> Any:
-    connection = orchestrator.connect()
-    headers = {"Content-Type": "application/json", **headers}
-    connection.request("POST", PATH, json.dumps({**body, "stream": True}).encode(), headers)
-    return connection
-
-
-def serving(orchestrator: Fleet) -> int:
-    """The agent that has the one request under way."""
-    state = orchestrator.wait(lambda state: any(one["under_way"] for one in state["agents"]))
-    return [bool(one["under_way"]) for one in state["agents"]].index(True)
-
-
 def test_an_agent_dies_in_the_middle_of_a_stream(pair: Pair, engines: list[Server]) -> None:
     """The other one goes on, the response is stored, and is continued at the other orchestrator."""
     first, second = pair
     say = "an answer that is long enough"
     for engine in engines:
         hold(engine)
-    connection = begin(first, said(say), MINE)
+    connection = begin(first, PATH, said(say))
     index = serving(first)
     response = connection.getresponse()
     step(engines[index], 9)
-    received = b""
-    while b"response.output_text.delta" not in received:
-        received += response.read1(1 << 16)
-    name = ("one", "two")[index]
-    agent = first.agents[name]
-    first.write(f"agents/{name}", None)
-    agent.is_silent = True
-    try:
+    received = read_until(response, b"response.output_text.delta")
+    with closing(connection), without_agent(pair, NAMES[index]):
         hold(engines[1 - index], False)
         received += response.read()
-    finally:
-        connection.close()
-        agent.is_silent = False
-        first.register(agent)
     whole = assembled(parse_events(received))
     assert texts(whole) == say
     assert second.get(f"{PATH}/{whole['id']}", MINE).json == whole
@@ -157,21 +137,18 @@ def test_an_orchestrator_dies_in_the_middle_of_a_stream(pair: Pair, engines: lis
     say = "another answer that is long enough"
     for engine in engines:
         hold(engine)
-    connection = begin(first, said(say), MINE)
+    connection = begin(first, PATH, said(say))
     index = serving(first)
     response = connection.getresponse()
     request_id = response.headers["X-Starling-Request"]
     step(engines[index], 9)
-    received = b""
-    while b"response.output_text.delta" not in received:
-        received += response.read1(1 << 16)
+    received = read_until(response, b"response.output_text.delta")
     name = json.loads(received.partition(b"data: ")[2].partition(b"\n")[0])["response"]["id"]
     assert second.get(f"{PATH}/{name}", MINE).json["status"] == "in_progress"
     assert second.get(f"{PATH}/{name}", OTHER).status == 404
     refused = second.request("DELETE", f"{PATH}/{name}", None, MINE)
     assert (refused.status, refused.error["code"]) == (409, "CONFLICT")
-    first.process.kill()
-    first.process.wait()
+    kill(first)
     connection.close()
     received = received[: received.rfind(b"\n\n") + 2]
     last = parse_events(received)[-1]
@@ -183,7 +160,7 @@ def test_an_orchestrator_dies_in_the_middle_of_a_stream(pair: Pair, engines: lis
     assert texts(whole) == say
     assert second.get(f"{PATH}/{name}", MINE).json == whole
     first.restart()
-    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    wait_ready(first)
     more = first.post(PATH, said("More", previous_response_id=name), MINE)
     assert texts(more.json) == "More"
     # Read again, from its beginning and from the middle of a delta.
@@ -228,14 +205,14 @@ def test_a_response_in_the_background_ends_at_any_orchestrator(pair: Pair, engin
     assert texts(more.json) == "More"
 
 
+@on_every_store
 def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     for engine in engines:
         hold(engine)
     name = first.post(PATH, said("Hello again", background=True), MINE).json["id"]
     first.wait(lambda state: any(one["under_way"] for one in state["agents"]))
-    first.process.kill()
-    first.process.wait()
+    kill(first)
     for engine in engines:
         hold(engine, False)
     response = ended(second, name)
@@ -243,7 +220,7 @@ def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines
     computed = [f for one in engines for f in one.peers.generator.submitted if f.request[4:] == name[5:]]
     assert len(computed) == 1  # the engine has gone on with it
     first.restart()
-    first.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])
+    wait_ready(first)
     assert first.get(f"{PATH}/{name}", MINE).json == response
 
 
@@ -267,13 +244,11 @@ def test_a_stream_in_the_background_outlives_its_client(pair: Pair, engines: lis
     say = "what the client does not wait for"
     for engine in engines:
         hold(engine)
-    connection = begin(first, said(say, background=True), MINE)
+    connection = begin(first, PATH, said(say, background=True))
     index = serving(first)
     response = connection.getresponse()
     step(engines[index], 9)
-    received = b""
-    while b"response.output_text.delta" not in received:
-        received += response.read1(1 << 16)
+    received = read_until(response, b"response.output_text.delta")
     connection.close()
     name = parse_events(received)[0].data["response"]["id"]
     hold(engines[index], False)
