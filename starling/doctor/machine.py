@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,9 +63,17 @@ def cpu() -> Finding:
     if wanted := os.environ.get("STARLING_ISA"):
         return warning("cpu", f"{name}: {kernels}, by STARLING_ISA={wanted}", "unset STARLING_ISA for the fastest")
     found = f"{name}: {kernels}"
-    if formats := sorted(features.tile_formats()):
-        found += f" (AMX for {', '.join(formats)})"
+    if thresholds := features.tile_thresholds():
+        found += f" (AMX {described(thresholds)})"
     return ok("cpu", found)
+
+
+def described(thresholds: Iterable[tuple[str, int]]) -> str:
+    """The formats that use AMX, by the tokens of a product from which on they do: "from 16 tokens for Q4_0, Q8_0"."""
+    by_tokens: dict[int, list[str]] = {}
+    for name, tokens in sorted(thresholds, key=lambda pair: (pair[1], pair[0])):
+        by_tokens.setdefault(tokens, []).append(name)
+    return "; ".join(f"from {tokens} tokens for {', '.join(names)}" for tokens, names in by_tokens.items())
 
 
 def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -72,6 +72,11 @@ def test_limits_of_version_1(tmp_path: Path) -> None:
     assert cgroup.read(tmp_path / "proc", tmp_path / "cg") == (None, None, None)
 
 
+def test_the_choice_of_amx_is_described() -> None:
+    thresholds = (("Q4_0", 16), ("Q4_1", 64), ("Q8_0", 16))
+    assert machine.described(thresholds) == "from 16 tokens for Q4_0, Q8_0; from 64 tokens for Q4_1"
+
+
 def test_a_machine_without_control_groups(tmp_path: Path) -> None:
     assert cgroup.read(tmp_path, tmp_path) == (None, None, None)
 

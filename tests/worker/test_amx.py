@@ -13,13 +13,17 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from numba import njit
 
+from stages.worker.checkpoint.layout import groups_of
 from stages.worker.kernels import amx_tiles, gemm
 from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, PRODUCT, RECORD, SPILL_BYTES
-from stages.worker.kernels.formats import QUANTIZED
+from stages.worker.kernels.features import ALL_FORMATS
+from stages.worker.kernels.formats import FORMATS, GROUP, QUANTIZED
 from tests.worker.instruction_sets import available_isas
-from tests.worker.matrices import aligned, digest_of_products, multiply, random_matrix
+from tests.worker.matrices import activations, aligned, awkward, digest_of_products, multiply, random_matrix
 
 
 @pytest.mark.parametrize(("halves", "runs"), [(False, 8), (True, 4)])
@@ -185,22 +189,67 @@ def run_with(environment: dict[str, str], code: str) -> str:
 
 
 @pytest.mark.parametrize("isa", TILE_ISAS)
-def test_formats_without_tiles_do_not_touch_the_stored_sums(isa: str) -> None:
-    """Only formats for which AMX is faster use it; the bytes of all formats stay equal."""
-    environment = {"STARLING_ISA": isa, "STARLING_AMX_FORMATS": "Q4_1,Q6_K"}
-    assert run_with(environment, "from tests.worker import test_amx as t; print(t.formats_by_tiles())") == "Q4_1 Q6_K"
+def test_tiles_are_used_from_the_threshold_of_a_format_on(isa: str) -> None:
+    """Only formats for which AMX is faster use it, from as many tokens on; the bytes of all formats stay equal."""
+    environment = {"STARLING_ISA": isa, "STARLING_AMX_FORMATS": "Q4_1:33,Q6_K,Q8_0:48"}
+    found = run_with(environment, "from tests.worker import test_amx as t; print(t.first_tokens_by_tiles())")
+    assert json.loads(found) == {"Q4_1": 33, "Q6_K": 16, "Q8_0": 48}
     code = "from tests.worker.matrices import digest_of_products as d; print(d())"
     assert run_with(environment, code) == digest_of_products()
 
 
-def formats_by_tiles() -> str:
-    """The formats whose products of 16 tokens write the area of scratch where AMX stores its sums."""
+def first_tokens_by_tiles() -> str:
+    """From how many tokens on products write where AMX stores its sums, by format, as JSON: of those that ever do."""
     rng = np.random.default_rng(5)
-    found = []
+    found = {}
     for fmt in QUANTIZED:
         m = random_matrix(fmt.name, 32, 1, rng)
-        scratch = aligned(MATMUL_BYTES)
-        multiply(m, rng.standard_normal((16, m.columns)).astype(np.float32), scratch=scratch)
-        if scratch[gemm.CHUNKS_BYTES :].any():
-            found.append(fmt.name)
-    return " ".join(sorted(found))
+        for tokens in range(2, 50):
+            scratch = aligned(MATMUL_BYTES)
+            multiply(m, rng.standard_normal((tokens, m.columns)).astype(np.float32), scratch=scratch)
+            if scratch[gemm.CHUNKS_BYTES :].any():
+                found[fmt.name] = tokens
+                break
+    return json.dumps(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_the_choice_does_not_matter(isa: str) -> None:
+    """Determinism: it depends on the batch, so a token's products must not depend on it."""
+    code = "from tests.worker import test_amx as t; t.products_whatever_the_choice(); print('equal')"
+    assert run_with({"STARLING_ISA": isa}, code) == "equal"
+
+
+@settings(max_examples=80, deadline=None, database=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(ALL_FORMATS)),
+    rows=st.integers(1, 70),
+    blocks=st.integers(1, 40),
+    batches=st.lists(st.tuples(st.integers(2, 70), st.sampled_from((0, 16, 17, 32, 64))), min_size=1, max_size=3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def products_whatever_the_choice(name: str, rows: int, blocks: int, batches: list[tuple[int, int]], seed: int) -> None:
+    """Batches of tokens, each with tiles from a threshold on (0: never), against one token at a time."""
+    rng = np.random.default_rng(seed)
+    m = random_matrix(name, rows, -(-blocks * 32 // FORMATS[name].unit), rng)
+    x = awkward(sum(tokens for tokens, _ in batches), m.columns, rng)
+    at = 0
+    for tokens, threshold in batches:
+        batch = x[at : at + tokens]
+        by_tiles = threshold != 0 and tokens >= threshold
+        records, stride = activations(batch, m.fmt)
+        groups, scratch = groups_of(rows), aligned(MATMUL_BYTES)
+        out = np.full((tokens, groups * GROUP), np.nan, np.float32)
+        arguments = (records.ctypes.data, stride, tokens, out.ctypes.data, groups * GROUP * 4, scratch.ctypes.data)
+        _multiply_by(m.fmt.id, m.stream.ctypes.data, m.columns, 0, groups, *arguments, by_tiles)
+        if tokens != 17:  # whose last token would be alone
+            assert scratch[gemm.CHUNKS_BYTES :].any() == by_tiles
+        alone = np.concatenate([multiply(m, batch[i : i + 1]) for i in range(tokens)])
+        assert out[:, :rows].tobytes() == alone.tobytes()
+        at += tokens
+
+
+@njit
+def _multiply_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles):
+    gemm.gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles)

@@ -1,4 +1,4 @@
-"""The AMX probe: what it compares, and that it admits AMX for exactly the formats that it makes faster."""
+"""The AMX probe: what it compares, and that it admits AMX for exactly the products that it makes faster."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from numba import njit, types
 
-from stages.worker.kernels import amx_probe, gemm
-from stages.worker.kernels.features import ALL_FORMATS, Verdict
-from stages.worker.kernels.formats import BY_ID, QUANTIZED, QuantizedFormat
-from stages.worker.kernels.quantize_activations import RECORD
-from stages.worker.kernels.simd import VNNI
+from stages.worker.kernels import amx_probe
+from stages.worker.kernels.amx_probe import COLUMNS, Product
+from stages.worker.kernels.buffer_sizes import CHUNKS_BYTES, MATMUL_BYTES
+from stages.worker.kernels.features import (
+    ALL_FORMATS,
+    ALL_TILES,
+    PROBED_TOKENS,
+    TILE_TOKENS,
+    Thresholds,
+    Verdict,
+    faster_from,
+)
+from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from tests.worker.instruction_sets import available_isas
 
+ROWS = 32
 HALF_BLOCKS = {"Q2_K", "Q3_K", "Q6_K"}  # two products and two scalings a block
+Seconds = Callable[[QuantizedFormat, int], float]  # of a product of a format with so many tokens
 
 
 class TimedProducts:
@@ -31,34 +40,67 @@ class TimedProducts:
     def clock(self) -> float:
         return self.now
 
-    def taking(self, seconds: Callable[[QuantizedFormat], float]) -> amx_probe.Products:
-        def products(kind: int, u: int, v: int, x: int, out: int, spill: int, times: int) -> None:
-            fmt = BY_ID[kind]
-            assert isinstance(fmt, QuantizedFormat)
-            assert u != v
-            self.now += seconds(fmt) * times
+    def taking(self, seconds: Seconds) -> amx_probe.Products:
+        def product(p: Product, times: int) -> None:
+            ctypes.memset(p.out, 0, p.tokens * 4 * p.rows)
+            self.now += seconds(p.fmt, p.tokens) * times
 
-        return products
+        return product
 
 
-def verdict_for(tiles: Callable[[QuantizedFormat], float]) -> frozenset[str]:
-    """The formats that use AMX when its products take `tiles` seconds and those of VNNI one."""
+def verdict_for(tiles: Seconds) -> Thresholds:
+    """What uses AMX when its products take `tiles` seconds and those of VNNI one."""
     timed = TimedProducts()
-    same, speedups = amx_probe.compare(3, timed.taking(tiles), timed.taking(lambda fmt: 1.0), timed.clock)
+    dots = timed.taking(lambda fmt, tokens: 1.0)
+    same, speedups = amx_probe.compare(3, ROWS, timed.taking(tiles), dots, timed.clock)
     assert same
-    return Verdict(speedups, "").formats
+    return Verdict(speedups, "").thresholds
+
+
+def from_tokens(tokens: int, formats: set[str]) -> Thresholds:
+    return tuple((name, tokens) for name in sorted(formats))
 
 
 def test_a_slower_path_is_rejected_and_a_faster_one_admitted() -> None:
-    assert verdict_for(lambda fmt: 1.1) == frozenset()
-    assert verdict_for(lambda fmt: 1.0) == frozenset()
-    assert verdict_for(lambda fmt: 0.9) == ALL_FORMATS
+    assert verdict_for(lambda fmt, tokens: 1.1) == ()
+    assert verdict_for(lambda fmt, tokens: 1.0) == ()
+    assert verdict_for(lambda fmt, tokens: 0.9) == ALL_TILES
 
 
 def test_the_verdict_is_by_format() -> None:
-    assert verdict_for(lambda fmt: 1.1 if fmt.name in HALF_BLOCKS else 0.7) == ALL_FORMATS - HALF_BLOCKS
+    others = set(ALL_FORMATS - HALF_BLOCKS)
+    assert verdict_for(lambda fmt, tokens: 1.1 if fmt.name in HALF_BLOCKS else 0.7) == from_tokens(16, others)
     with_minimums = {f.name for f in QUANTIZED if f.scales.minimum}
-    assert verdict_for(lambda fmt: 0.9 if fmt.scales.minimum else 1.2) == with_minimums
+    assert verdict_for(lambda fmt, tokens: 0.9 if fmt.scales.minimum else 1.2) == from_tokens(16, with_minimums)
+
+
+@pytest.mark.parametrize("least", PROBED_TOKENS)
+def test_the_verdict_is_by_number_of_tokens(least: int) -> None:
+    """A path that is known to be slower for fewer than `least` tokens, with half blocks for all but the most."""
+
+    def tiles(fmt: QuantizedFormat, tokens: int) -> float:
+        return 0.8 if tokens >= (PROBED_TOKENS[-1] if fmt.name in HALF_BLOCKS else least) else 1.2
+
+    others = set(ALL_FORMATS - HALF_BLOCKS)
+    expected = (*from_tokens(least, others), *from_tokens(PROBED_TOKENS[-1], HALF_BLOCKS))
+    assert verdict_for(tiles) == tuple(sorted(expected))
+
+
+@pytest.mark.parametrize(
+    ("speedups", "expected"),
+    [
+        ((1.2, 1.2, 1.2, 1.2), PROBED_TOKENS[0]),
+        ((0.9, 1.2, 1.2, 1.2), PROBED_TOKENS[1]),
+        ((1.2, 0.9, 1.2, 1.2), PROBED_TOKENS[2]),  # one threshold: faster from there on
+        ((1.2, 1.2, 1.0, 1.2), PROBED_TOKENS[3]),
+        ((1.2, 1.2, 1.2, 0.9), 0),
+        ((0.9, 0.9, 0.9, float("nan")), 0),
+    ],
+)
+def test_tiles_are_used_from_where_they_stay_faster(speedups: tuple[float, ...], expected: int) -> None:
+    assert faster_from(speedups) == expected
+    assert PROBED_TOKENS[0] == TILE_TOKENS
+    assert list(PROBED_TOKENS) == sorted(set(PROBED_TOKENS))
 
 
 def test_a_disturbed_round_does_not_decide() -> None:
@@ -76,45 +118,62 @@ def test_a_disturbed_round_does_not_decide() -> None:
 
 
 def test_other_bytes_are_reported() -> None:
-    def other(kind: int, u: int, v: int, x: int, out: int, spill: int, times: int) -> None:
-        if BY_ID[kind].name == "Q6_K":
-            ctypes.memset(out, 1, 1)
-
     timed = TimedProducts()
-    dots = timed.taking(lambda fmt: 1.0)
+    zeros = timed.taking(lambda fmt, tokens: 1.0)
+
+    def other(p: Product, times: int) -> None:
+        zeros(p, times)
+        if p.fmt.name == "Q6_K" and p.tokens == 32:
+            ctypes.memset(p.out + p.tokens * 4 * p.rows - 1, 1, 1)
+
+    assert not amx_probe.compare(1, ROWS, other, zeros, timed.clock)[0]
+
+
+def test_a_product_that_stores_nothing_is_reported() -> None:
     clock = iter(range(10**6))
-    assert not amx_probe.compare(1, other, dots, lambda: float(next(clock)))[0]
+    assert not amx_probe.compare(1, ROWS, lambda p, times: None, lambda p, times: None, lambda: float(next(clock)))[0]
 
 
-def dot_products(function: Callable[..., None]) -> int:
-    """VNNI dot products in the compiled code of a function of seven int64."""
-    compiled = njit(nogil=True, error_model="numpy")(function)
-    compiled.compile((types.int64,) * 7)
-    return int(compiled.inspect_asm(compiled.signatures[0]).count("vpdpbusd"))
+TILE_ISAS = [isa for isa in available_isas() if isa in ("amx", "tiles")]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not VNNI, reason="counts VNNI instructions")
-def test_the_dot_products_of_both_chunks_are_computed() -> None:
-    """With one chunk in place of two, LLVM merges the dot products of both row groups and half of them remain."""
-
-    def one_chunk(kind, u, v, x, out, spill, times):  # type: ignore[no-untyped-def]
-        stride = amx_probe.BLOCKS * RECORD
-        for t in range(0, amx_probe.TOKENS, 6):
-            gemm._quantized_6(kind, u, u, amx_probe.BLOCKS, x + t * stride, stride, out + t * 64, 64, 0, True, u, u, 0)
-
-    tokens, groups, vectors, kernels = 6, 2, 8, 2  # kernels: for whole and for half blocks
-    assert dot_products(amx_probe.by_dots.py_func) == tokens * groups * vectors * kernels
-    assert dot_products(one_chunk) == tokens * vectors * kernels
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", [isa for isa in available_isas() if isa in ("amx", "tiles")])
-def test_the_probe_compares_bytes_and_prints_a_speedup_for_each_format(isa: str) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "stages.worker.kernels.amx_probe"]
+def run_with(isa: str, *arguments: str) -> str:
+    command = [sys.executable, "-W", "ignore", *arguments]
     done = subprocess.run(command, env=os.environ | {"STARLING_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    verdict = Verdict(**json.loads(done.stdout))
+    return done.stdout.strip()
+
+
+def products_by_tiles() -> str:
+    """Whether the probe's two products store sums of tiles in scratch: each has to compute as it says."""
+    found = []
+    for product in (amx_probe.by_tiles, amx_probe.by_dots):
+        by_tiles: set[bool] = set()
+
+        def watched(p: Product, times: int, product: amx_probe.Products = product, found: set[bool] = by_tiles) -> None:
+            ctypes.memset(p.scratch, 0, MATMUL_BYTES)
+            product(p, 1)
+            found.add(any(ctypes.string_at(p.scratch + CHUNKS_BYTES, MATMUL_BYTES - CHUNKS_BYTES)))
+
+        assert amx_probe.compare(1, ROWS, watched, amx_probe.by_dots)[0]
+        found.append(by_tiles)
+    return str(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_the_probe_compares_tiles_with_dot_products(isa: str) -> None:
+    code = "from tests.worker import test_amx_probe as t; print(t.products_by_tiles())"
+    assert run_with(isa, "-c", code) == "[{True}, {False}]"
+    assert COLUMNS % 256 == 0  # whole units of every format
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_the_probe_compares_bytes_and_prints_speedups_for_each_format(isa: str) -> None:
+    verdict = Verdict(**json.loads(run_with(isa, "-m", "stages.worker.kernels.amx_probe", "1", str(ROWS))))
     assert verdict.against == ""
     assert verdict.speedups.keys() == ALL_FORMATS
-    assert all(speedup > 0 for speedup in verdict.speedups.values())
+    for speedups in verdict.speedups.values():
+        assert len(speedups) == len(PROBED_TOKENS)
+        assert all(speedup > 0 for speedup in speedups)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,9 +16,13 @@ import pytest
 from stages.worker.kernels import features
 from stages.worker.kernels.features import (
     ALL_FORMATS,
+    ALL_TILES,
     AMX_NEEDS,
     MINIMUM,
+    MOST_TOKENS,
+    PROBED_TOKENS,
     VNNI_NEEDS,
+    Thresholds,
     UnsupportedCpu,
     Verdict,
     choose_isa,
@@ -69,19 +74,25 @@ def probe_with(monkeypatch: pytest.MonkeyPatch, home: Path, code: str) -> None:
     monkeypatch.setattr(features, "PROBE", ["-c", f"open({str(home / 'runs')!r}, 'a').write('x'); {code}"])
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[str, frozenset[str]]:
-    """The instruction set and the formats with tiles that a new process would choose."""
+def chosen(monkeypatch: pytest.MonkeyPatch) -> tuple[str, Thresholds]:
+    """The instruction set, and the formats with tiles with their thresholds, that a new process would choose."""
     isa = features.isa.__wrapped__()
     with monkeypatch.context() as context:
         context.setattr(features, "isa", lambda: isa)
-        return isa, features.tile_formats.__wrapped__()
+        return isa, features.tile_thresholds.__wrapped__()
 
 
-def speedups(default: float, **others: float) -> dict[str, float]:
-    return dict.fromkeys(ALL_FORMATS, default) | others
+def speedups(default: float, **others: float | list[float]) -> dict[str, list[float]]:
+    """By format: a number for all of PROBED_TOKENS, or one for each."""
+    found = dict.fromkeys(ALL_FORMATS, [default] * len(PROBED_TOKENS))
+    return found | {name: v if isinstance(v, list) else [v] * len(PROBED_TOKENS) for name, v in others.items()}
 
 
-def printing(found: dict[str, float]) -> str:
+def tiles_but_for(*names: str) -> Thresholds:
+    return tuple(pair for pair in ALL_TILES if pair[0] not in names)
+
+
+def printing(found: dict[str, list[float]]) -> str:
     return f"print({json.dumps(Verdict(found, '')._asdict())!r})"
 
 
@@ -91,7 +102,7 @@ def printing(found: dict[str, float]) -> str:
         ("print('other bytes'); raise SystemExit(1)", "ended with 1: other bytes"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with -4"),
         ("print('nonsense')", "printed 'nonsense'"),
-        ('print(\'{"speedups": {"Q4_0": 2}, "against": ""}\')', "expected one number per format"),
+        ('print(\'{"speedups": {"Q4_0": [2, 2, 2, 2]}, "against": ""}\')', "expected 4 numbers for each format"),
     ],
 )
 def test_amx_is_probed_in_a_process_of_its_own(
@@ -100,7 +111,7 @@ def test_amx_is_probed_in_a_process_of_its_own(
     """A CPU may report tiles that it cannot run: an instruction set is chosen even when the probe is killed."""
     probe_with(monkeypatch, amx_host, code)
     for _ in range(2):
-        assert chosen(monkeypatch) == ("vnni", frozenset())
+        assert chosen(monkeypatch) == ("vnni", ())
         assert against in features.amx_verdict().against
     assert (amx_host / "runs").read_text() == "x"
 
@@ -108,18 +119,20 @@ def test_amx_is_probed_in_a_process_of_its_own(
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (speedups(1.3), ("amx", ALL_FORMATS)),
-        (speedups(1.3, Q6_K=0.98, Q2_K=1.0), ("amx", ALL_FORMATS - {"Q6_K", "Q2_K"})),
-        (speedups(0.9, Q4_1=1.1), ("amx", frozenset({"Q4_1"}))),
-        (speedups(0.7), ("vnni", frozenset())),
+        (speedups(1.3), ("amx", ALL_TILES)),
+        (speedups(1.3, Q6_K=0.98, Q2_K=1.0), ("amx", tiles_but_for("Q6_K", "Q2_K"))),
+        (speedups(0.9, Q4_1=1.1), ("amx", (("Q4_1", 16),))),
+        (speedups(0.9, Q4_1=[0.9, 0.9, 1.1, 1.2], Q8_0=[0.9, 1.1, 1.1, 1.2]), ("amx", (("Q4_1", 64), ("Q8_0", 32)))),
+        (speedups(1.3, Q4_1=[1.3, 1.3, 1.3, 0.9]), ("amx", tiles_but_for("Q4_1"))),
+        (speedups(0.7), ("vnni", ())),
     ],
-    ids=["all", "all but two", "one", "none"],
+    ids=["all", "all but two", "one", "two from more tokens", "one slower in the end", "none"],
 )
 def test_amx_is_used_for_the_formats_that_it_makes_faster(
     amx_host: Path,
     monkeypatch: pytest.MonkeyPatch,
-    found: dict[str, float],
-    expected: tuple[str, frozenset[str]],
+    found: dict[str, list[float]],
+    expected: tuple[str, Thresholds],
 ) -> None:
     probe_with(monkeypatch, amx_host, printing(found))
     for _ in range(2):
@@ -131,35 +144,58 @@ def test_amx_is_used_for_the_formats_that_it_makes_faster(
 def test_formats_with_tiles_can_be_named(amx_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe_with(monkeypatch, amx_host, printing(speedups(0.5)))
     monkeypatch.setenv("STARLING_AMX_FORMATS", "Q8_0,Q4_1")
-    assert chosen(monkeypatch) == ("amx", frozenset({"Q8_0", "Q4_1"}))
+    assert chosen(monkeypatch) == ("amx", (("Q4_1", 16), ("Q8_0", 16)))
+    monkeypatch.setenv("STARLING_AMX_FORMATS", "Q8_0,Q4_1:32,Q6_K:65536,")
+    assert chosen(monkeypatch) == ("amx", (("Q4_1", 32), ("Q6_K", 65536), ("Q8_0", 16)))
     monkeypatch.setenv("STARLING_ISA", "vnni")
-    assert chosen(monkeypatch) == ("vnni", frozenset())
+    assert chosen(monkeypatch) == ("vnni", ())
     assert not (amx_host / "runs").exists()
     monkeypatch.setenv("STARLING_ISA", "amx")
     monkeypatch.delenv("STARLING_AMX_FORMATS")
-    assert chosen(monkeypatch) == ("amx", ALL_FORMATS)
-    monkeypatch.setenv("STARLING_AMX_FORMATS", "Q8_0,Q9_9")
-    with pytest.raises(UnsupportedCpu, match="STARLING_AMX_FORMATS names Q9_9, expected some of"):
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+
+
+@pytest.mark.parametrize(
+    ("named", "against"),
+    [
+        ("Q8_0,Q9_9", "STARLING_AMX_FORMATS names Q9_9, expected some of"),
+        ("Q8_0,Q4_1,Q8_0:32", "STARLING_AMX_FORMATS names Q8_0 twice, expected each format once"),
+        *(
+            (f"Q4_1:{tokens}", f"STARLING_AMX_FORMATS has 'Q4_1:{tokens}', expected Q4_1:TOKENS with TOKENS from 16 to")
+            for tokens in ("", "15", "-16", "1e3", str(MOST_TOKENS + 1), "9" * 20, "\u0661\u0666", "16:32")
+        ),
+    ],
+)
+def test_formats_that_cannot_be_named_are_refused(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, named: str, against: str
+) -> None:
+    monkeypatch.setenv("STARLING_AMX_FORMATS", named)
+    with pytest.raises(UnsupportedCpu, match=re.escape(against)):
         chosen(monkeypatch)
 
 
-@pytest.mark.parametrize("record", ["", "[]", '{"schema": 0}', '{"speedups": {"Q4_0": 2}, "against": ""}'])
+OLDER_RECORD = json.dumps({"speedups": dict.fromkeys(ALL_FORMATS, 2.0), "against": ""})  # one number for each format
+
+
+@pytest.mark.parametrize(
+    "record", ["", "[]", '{"schema": 0}', '{"speedups": {"Q4_0": 2}, "against": ""}', OLDER_RECORD]
+)
 def test_records_of_other_versions_are_probed_again(
     amx_host: Path, monkeypatch: pytest.MonkeyPatch, record: str
 ) -> None:
     probe_with(monkeypatch, amx_host, printing(speedups(2)))
-    stored = features._cache_dir("amx", ALL_FORMATS)
+    stored = features._cache_dir("amx", ALL_TILES)
     stored.mkdir(parents=True)
     (stored / "amx.verdict").write_text("AMX tiles take 1.41 times as long as VNNI")
     (stored / "amx-speedups.json").write_text(record)
     for _ in range(2):
-        assert chosen(monkeypatch) == ("amx", ALL_FORMATS)
+        assert chosen(monkeypatch) == ("amx", ALL_TILES)
     assert (amx_host / "runs").read_text() == "x"
 
 
 def test_kernels_with_other_formats_by_tiles_have_another_cache() -> None:
-    keys = {features.cache_key("amx", formats) for formats in (ALL_FORMATS, frozenset({"Q4_1"}), frozenset[str]())}
-    assert len(keys) == 3
+    chosen = (ALL_TILES, (("Q4_1", 16),), (("Q4_1", 32),), ())
+    assert len({features.cache_key("amx", thresholds) for thresholds in chosen}) == 4
 
 
 def test_another_installation_uses_the_same_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,13 +206,13 @@ def test_another_installation_uses_the_same_cache(tmp_path: Path, monkeypatch: p
         copy = shutil.copytree if (sources / name).is_dir() else shutil.copy
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         copy(sources / name, tmp_path / name)
-    here = features.cache_key.__wrapped__("portable", ALL_FORMATS)
+    here = features.cache_key.__wrapped__("portable", ALL_TILES)
     monkeypatch.setattr(features, "__file__", str(tmp_path / "stages/worker/kernels/features.py"))
-    assert features.cache_key.__wrapped__("portable", ALL_FORMATS) == here
+    assert features.cache_key.__wrapped__("portable", ALL_TILES) == here
     for name in ("barrier", "sampler_steps"):
-        before = features.cache_key.__wrapped__("portable", ALL_FORMATS)
+        before = features.cache_key.__wrapped__("portable", ALL_TILES)
         (tmp_path / f"shm/{name}.py").write_text("changed")
-        assert features.cache_key.__wrapped__("portable", ALL_FORMATS) != before
+        assert features.cache_key.__wrapped__("portable", ALL_TILES) != before
 
 
 @pytest.mark.parametrize("missing", MINIMUM)
@@ -247,8 +283,8 @@ def test_the_cache_of_a_failed_amx_probe_counts_as_used(amx_host: Path, monkeypa
     make_old_caches(amx_host)
     probe_with(monkeypatch, amx_host, "raise SystemExit(1)")
     assert features.isa.__wrapped__() == "vnni"
-    used = {features._cache_dir("amx", ALL_FORMATS), features._cache_dir("vnni", frozenset())}
-    features._cache_dir("vnni", frozenset()).mkdir()
+    used = {features._cache_dir("amx", ALL_TILES), features._cache_dir("vnni", ())}
+    features._cache_dir("vnni", ()).mkdir()
     features._prune(amx_host / "cache")
     assert {path.name for path in (amx_host / "cache").iterdir()} == {
         "kernels-0",

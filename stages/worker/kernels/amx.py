@@ -30,6 +30,7 @@ from stages.worker.kernels.block_codegen import emit_half_sum
 from stages.worker.kernels.buffer_sizes import CODE_BYTES, PRODUCT, unpacked_bytes
 from stages.worker.kernels.dots import BASE_BITS, emit_minus_base, emit_scaled
 from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.features import TILE_TOKENS
 from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, trait
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM
 from stages.worker.kernels.simd import (
@@ -48,7 +49,7 @@ from stages.worker.kernels.simd.register_tiles import strided, tile_operation
 from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, constant, load, operation, splat
 from stages.worker.kernels.tiles import spread
 
-TOKENS = 16  # of a tile, and rows
+TOKENS = TILE_TOKENS
 
 
 # ------------------------------------------------------------------ what is done with the sums

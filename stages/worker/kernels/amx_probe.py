@@ -1,14 +1,17 @@
-"""For which formats AMX is faster on this machine, and whether it works: a process of its own.
+"""For which formats, and from how many tokens on, AMX is faster, and whether it works: a process of its own.
 
-    STARLING_ISA=amx python -m stages.worker.kernels.amx_probe
+    STARLING_ISA=amx python -m stages.worker.kernels.amx_probe [ROUNDS ROWS]
 
-Multiplies two unpacked chunks of random codes by the same tokens with AMX tiles and with VNNI.  Bytes must be equal for
-every format, else the exit code is 1.  With equal bytes it prints a `features.Verdict` as JSON: how many times as fast
-the tiles are, for each format.  A system may offer the tiles and not run them (a hypervisor, an emulator), or run them
-slowly; the result is stored once (features.py), before any kernel relies on them.
+Multiplies a matrix of ROWS rows of random codes by the same tokens as the server does (gemm.py), with AMX tiles and
+with VNNI.  Bytes must be equal for every format and number of tokens, else the exit code is 1.  With equal bytes it
+prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at each of `PROBED_TOKENS`.
+A system may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the result is stored once
+(features.py), before any kernel relies on them.
 
 Speed depends on the instruction mix of an unpacked block: products and scalings (two in a format of half blocks, else
-one) and minimums.  One format of each mix is timed, and its speedup is that of all formats with this mix.
+one) and minimums.  One format of each mix is timed, and its speedups are those of all formats with this mix.  It also
+depends on the number of tokens: with few of them, reading and unpacking weights is a larger part, and the tiles are
+shaped, filled and emptied more often.
 """
 
 from __future__ import annotations
@@ -18,53 +21,59 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels import amx, amx_tiles, gemm
-from stages.worker.kernels.buffer_sizes import CODE_BYTES, SPILL_BYTES, unpacked_bytes_of
-from stages.worker.kernels.features import Verdict
-from stages.worker.kernels.format_traits import HAS_HALVES, trait
-from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
-from stages.worker.kernels.quantize_activations import RECORD, quantize_rows
+from stages.worker.kernels import gemm
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, row_bytes
+from stages.worker.kernels.features import PROBED_TOKENS, Verdict
+from stages.worker.kernels.formats import GROUP, QUANTIZED, QuantizedFormat
+from stages.worker.kernels.quantize_activations import quantize_rows
 from stages.worker.kernels.simd import JIT, address
 
-TOKENS, BLOCKS, ROUNDS = 240, 17, 40  # 17: an odd run of products
-REPEATS = 10  # of the products in a timed round, about 1 ms
-GAP, STRIDE = 64, 128  # bytes between the two row groups' outputs of a token, and from token to token
+ROWS, COLUMNS = 4096, 2048  # 3 to 9 MB of weights: more than a core's second-level cache holds
+ROUNDS = 25  # of which the median counts
+REPEATED = 64  # tokens of a timed round, about 2 ms: products of fewer are repeated
+STRIDE = row_bytes(COLUMNS)
 
-# (kind, u, v, x, out, spill, times): compute the products of the chunks at u and at v with all tokens, `times` times.
-Products = Callable[[int, int, int, int, int, int, int], None]
+
+class Product(NamedTuple):
+    """A matrix of `rows` x COLUMNS in `.bin` bytes times some tokens; addresses of 64-byte aligned buffers."""
+
+    fmt: QuantizedFormat
+    rows: int
+    tokens: int
+    w: int
+    x: int
+    out: int
+    scratch: int
+
+
+Products = Callable[[Product, int], None]  # compute a product so many times
 Clock = Callable[[], float]
 
 
 @njit(**JIT)
-def by_tiles(kind, u, v, x, out, spill, times):
-    """The products with AMX tiles."""
-    stride = BLOCKS * RECORD
+def _multiply(kind, rows, w, x, tokens, out, scratch, by_tiles, times):
     for _ in range(times):
-        amx_tiles.configure(spill, trait(kind, HAS_HALVES) != 0)
-        for t in range(0, TOKENS, amx.TOKENS):
-            at, to = x + t * stride, out + t * STRIDE
-            amx.quantized_16(kind, u, BLOCKS, at, stride, to, STRIDE, True, spill, u, 0)
-            amx.quantized_16(kind, v, BLOCKS, at, stride, to + GAP, STRIDE, True, spill, v, 0)
-        amx_tiles.release(spill)
+        gemm.gemm_by(kind, w, COLUMNS, 0, rows // GROUP, x, STRIDE, tokens, out, 4 * rows, scratch, by_tiles)
+
+
+def by_tiles(p: Product, times: int) -> None:
+    """The product with AMX tiles."""
+    _multiply(p.fmt.id, p.rows, p.w, p.x, p.tokens, p.out, p.scratch, True, times)
+
+
+def by_dots(p: Product, times: int) -> None:
+    """The product with VNNI."""
+    _multiply(p.fmt.id, p.rows, p.w, p.x, p.tokens, p.out, p.scratch, False, times)
 
 
 @njit(**JIT)
-def by_dots(kind, u, v, x, out, spill, times):
-    """The products with VNNI. From two chunks: LLVM would merge the dot products of one chunk with itself."""
-    stride = BLOCKS * RECORD
-    for _ in range(times):
-        for t in range(0, TOKENS, 6):
-            at, to = x + t * stride, out + t * STRIDE
-            gemm._quantized_6(kind, u, v, BLOCKS, at, stride, to, STRIDE, GAP, True, u, v, 0)
-
-
-@njit(**JIT)
-def _records(values, n, to):
-    quantize_rows(address(values), 4 * n, n, to, BLOCKS * RECORD, 0, TOKENS)
+def _records(values, tokens, to):
+    quantize_rows(address(values), 4 * COLUMNS, COLUMNS, to, STRIDE, 0, tokens)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
@@ -73,15 +82,22 @@ def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
     return raw[start : start + nbytes], raw.ctypes.data + start
 
 
-def _chunk(fmt: QuantizedFormat, rng: np.random.Generator) -> tuple[np.ndarray, int]:
-    """An unpacked chunk of random codes and factors."""
-    size = unpacked_bytes_of(fmt)
-    chunk, at = _aligned(BLOCKS * size)
-    blocks = chunk.reshape(BLOCKS, size)
-    blocks[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (BLOCKS, CODE_BYTES), dtype=np.uint8)
-    factors = rng.normal(size=(BLOCKS, (size - CODE_BYTES) // 4)).astype(np.float32)
-    blocks[:, CODE_BYTES:] = factors.view(np.uint8)
-    return chunk, at
+def _matrix(fmt: QuantizedFormat, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, int]:
+    """Random codes, scales and minimums, all finite, as formats/description.py draws them."""
+    units = rows // GROUP * COLUMNS // fmt.unit
+    buffer, at = _aligned(units * fmt.unit_bytes)
+    buffer[:] = rng.integers(0, 256, buffer.size, np.uint8)
+    scales, matrix = fmt.scales, buffer.reshape(units, fmt.unit_bytes)
+    blocks = matrix[:, scales.head_bytes :].reshape(units, fmt.blocks, fmt.block_bytes)
+    if scales.is_sub:
+        f16 = matrix[:, : scales.head_bytes]
+    elif scales.sub == "e8m0":
+        blocks[..., fmt.codes.nbytes :] = rng.integers(120, 130, (units, fmt.blocks, GROUP), np.uint8)
+        return buffer, at
+    else:
+        f16 = blocks[..., fmt.codes.nbytes :]
+    f16[...] = rng.normal(size=(*f16.shape[:-1], f16.shape[-1] // 2)).astype(np.float16).view(np.uint8)
+    return buffer, at
 
 
 def instruction_mix(fmt: QuantizedFormat) -> tuple[bool, bool]:
@@ -103,40 +119,46 @@ def speedup(tiles: Callable[[], None], dots: Callable[[], None], rounds: int, cl
 
 def compare(
     rounds: int = ROUNDS,
+    rows: int = ROWS,
     tiles: Products = by_tiles,
     dots: Products = by_dots,
     clock: Clock = time.perf_counter,
-) -> tuple[bool, dict[str, float]]:
-    """Whether all bytes are equal, and by format how many times as fast the tiles are."""
+) -> tuple[bool, dict[str, list[float]]]:
+    """Whether all bytes are equal, and by format how many times as fast the tiles are at each of PROBED_TOKENS."""
     rng = np.random.default_rng(1)
-    n = BLOCKS * 32
-    records, x = _aligned(TOKENS * BLOCKS * RECORD)
-    scratch, spill = _aligned(SPILL_BYTES)
-    values = rng.normal(size=(TOKENS, n)).astype(np.float32)
+    most = max(PROBED_TOKENS)
+    values = rng.normal(size=(most, COLUMNS)).astype(np.float32)
     values[1], values[2, :32] = 0, np.inf
-    _records(values, n, x)
-    same, by_mix = True, dict[tuple[bool, bool], float]()
+    records, x = _aligned(most * STRIDE)
+    _records(values, most, x)
+    scratch, scratch_at = _aligned(MATMUL_BYTES)
+    (tiled, tiled_at), (dotted, dotted_at) = (_aligned(most * 4 * rows) for _ in range(2))
+    same, by_mix = True, dict[tuple[bool, bool], list[float]]()
     for fmt in QUANTIZED:
-        (first, u), (second, v) = _chunk(fmt, rng), _chunk(fmt, rng)
-        (tiled, tiled_at), (dotted, dotted_at) = (_aligned(TOKENS * STRIDE) for _ in range(2))
-        tiles(fmt.id, u, v, x, tiled_at, spill, 1)
-        dots(fmt.id, u, v, x, dotted_at, spill, 1)
-        same = same and tiled.tobytes() == dotted.tobytes()
-        if (mix := instruction_mix(fmt)) not in by_mix:
-            by_mix[mix] = speedup(
-                partial(tiles, fmt.id, u, v, x, tiled_at, spill, REPEATS),
-                partial(dots, fmt.id, u, v, x, dotted_at, spill, REPEATS),
-                rounds,
-                clock,
-            )
-        del first, second
+        matrix, w = _matrix(fmt, rows, rng)
+        mix = instruction_mix(fmt)
+        is_timed = mix not in by_mix
+        for tokens in PROBED_TOKENS:
+            tiled[:], dotted[:] = 0x55, 0xAA  # what one of them does not write is not equal
+            product = Product(fmt, rows, tokens, w, x, tiled_at, scratch_at)
+            other = product._replace(out=dotted_at)
+            tiles(product, 1)
+            dots(other, 1)
+            n = tokens * 4 * rows
+            same = same and tiled[:n].tobytes() == dotted[:n].tobytes()
+            if is_timed:
+                times = max(1, REPEATED // tokens)
+                found = speedup(partial(tiles, product, times), partial(dots, other, times), rounds, clock)
+                by_mix.setdefault(mix, []).append(found)
+        del matrix
     del records, scratch
     return same, {fmt.name: by_mix[instruction_mix(fmt)] for fmt in QUANTIZED}
 
 
 def main() -> int:
     """Print the verdict, or the reason against AMX; returns the exit code."""
-    same, speedups = compare()
+    rounds, rows = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (ROUNDS, ROWS)
+    same, speedups = compare(rounds, rows)
     if not same:
         print("AMX tiles do not give the bytes that VNNI gives")
         return 1

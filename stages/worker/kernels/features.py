@@ -6,11 +6,12 @@ it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
     amx        the same with AMX tiles for 16 tokens and more of every quantized format
-    native     the best of these that the CPU has (default); AMX only for formats for which amx_probe.py found it faster
+    native     the best of these that the CPU has (default); AMX only for formats, and from as many tokens on, for which
+               amx_probe.py found it faster
     tiles      the kernels of `amx` with emulated tiles (amx_tiles.py), for tests where there is no AMX
 
-`STARLING_AMX_FORMATS`, names separated by commas, replaces the formats that use tiles under `amx`, `tiles` and `native`
-on a CPU with AMX.
+`STARLING_AMX_FORMATS`, such as `Q4_1:32,Q8_0`, replaces that choice under `amx`, `tiles` and `native` on a CPU with
+AMX: the formats named use tiles from so many tokens of a product on, from 16 where no number is given.
 
 All give the same bytes (docs/numerics.md); restrictions are for tests and comparisons.
 """
@@ -28,6 +29,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +42,14 @@ AMX_NEEDS = ("amx-tile", "amx-int8")
 KEPT_CACHES = 4
 ISAS = ("portable", "vnni", "amx", "native", "tiles")
 ALL_FORMATS = frozenset(f.name for f in QUANTIZED)
+TILE_TOKENS = 16  # tokens, and rows, of a tile product
+MOST_TOKENS = 1 << 16  # bound of a number of tokens in STARLING_AMX_FORMATS: no step has so many
+PROBED_TOKENS = (16, 32, 64, 240)  # of the products that the AMX probe times
+
+# The formats whose products use tiles, by name, and the tokens of a product from which on they do.
+Thresholds = tuple[tuple[str, int], ...]
+ALL_TILES: Thresholds = tuple((name, TILE_TOKENS) for name in sorted(ALL_FORMATS))
+
 PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
 PROBE_S = 300  # time limit of the AMX probe; a longer one counts as failed
 _SHOW_CPU = (
@@ -116,9 +126,10 @@ def isa() -> str:
     chosen = choose_isa(host_features(), wanted)
     if chosen != "amx":
         return chosen
+    named = _named_thresholds()
     try:
         permit_amx()
-        if not _named_formats() and wanted == "native" and not amx_verdict().formats:
+        if not named and wanted == "native" and not amx_verdict().thresholds:
             return "vnni"
     except UnsupportedCpu:
         if wanted == "amx":
@@ -130,38 +141,61 @@ def isa() -> str:
 class Verdict(NamedTuple):
     """What the probe found on this machine."""
 
-    speedups: dict[str, float]  # by format: time of VNNI / time of AMX for the same work
+    speedups: dict[str, list[float]]  # by format, for each of PROBED_TOKENS: time of VNNI / time of AMX
     against: str  # why AMX is not used at all; "" if its bytes are equal
 
     @property
-    def formats(self) -> frozenset[str]:
-        """The formats whose products AMX computes in less time."""
-        return frozenset(name for name, speedup in self.speedups.items() if speedup > 1)
+    def thresholds(self) -> Thresholds:
+        """The formats whose products AMX computes in less time, and from how many tokens on."""
+        found = ((name, faster_from(speedups)) for name, speedups in sorted(self.speedups.items()))
+        return tuple((name, tokens) for name, tokens in found if tokens)
+
+
+def faster_from(speedups: Sequence[float]) -> int:
+    """The first of PROBED_TOKENS at which, as at all later ones, AMX takes less time; 0: at the last it does not."""
+    found = 0
+    for tokens, speedup in zip(reversed(PROBED_TOKENS), reversed(speedups), strict=True):
+        if not speedup > 1:
+            break
+        found = tokens
+    return found
 
 
 @functools.cache
-def tile_formats() -> frozenset[str]:
-    """The formats whose products of 16 tokens and more use tiles in this process."""
+def tile_thresholds() -> Thresholds:
+    """The formats whose products use tiles in this process, and from how many tokens on."""
     if isa() not in ("amx", "tiles"):
-        return frozenset()
-    if named := _named_formats():
+        return ()
+    if named := _named_thresholds():
         return named
-    return ALL_FORMATS if os.environ.get("STARLING_ISA") in ("amx", "tiles") else amx_verdict().formats
+    return ALL_TILES if os.environ.get("STARLING_ISA") in ("amx", "tiles") else amx_verdict().thresholds
 
 
-def _named_formats() -> frozenset[str]:
-    """The formats that STARLING_AMX_FORMATS names; empty without it. Raises `UnsupportedCpu` for an unknown one."""
-    named = frozenset(filter(None, os.environ.get("STARLING_AMX_FORMATS", "").split(",")))
-    if unknown := sorted(named - ALL_FORMATS):
-        raise UnsupportedCpu(
-            f"STARLING_AMX_FORMATS names {', '.join(unknown)}, expected some of {', '.join(sorted(ALL_FORMATS))}"
-        )
-    return named
+def _named_thresholds() -> Thresholds:
+    """What STARLING_AMX_FORMATS names; empty without it. Raises `UnsupportedCpu` for what it cannot name."""
+    found: dict[str, int] = {}
+    for item in filter(None, os.environ.get("STARLING_AMX_FORMATS", "").split(",")):
+        name, colon, number = item.partition(":")
+        if name not in ALL_FORMATS:
+            raise UnsupportedCpu(
+                f"STARLING_AMX_FORMATS names {name[:80]}, expected some of {', '.join(sorted(ALL_FORMATS))}"
+            )
+        if name in found:
+            raise UnsupportedCpu(f"STARLING_AMX_FORMATS names {name} twice, expected each format once")
+        is_number = number.isascii() and number.isdigit() and len(number) <= len(str(MOST_TOKENS))
+        tokens = int(number) if is_number else 0
+        if colon and not TILE_TOKENS <= tokens <= MOST_TOKENS:
+            raise UnsupportedCpu(
+                f"STARLING_AMX_FORMATS has {item[:80]!r}, expected {name}:TOKENS with TOKENS from {TILE_TOKENS} to "
+                f"{MOST_TOKENS}"
+            )
+        found[name] = tokens if colon else TILE_TOKENS
+    return tuple(sorted(found.items()))
 
 
 def amx_verdict() -> Verdict:
     """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache."""
-    directory = _cache_dir("amx", ALL_FORMATS)
+    directory = _cache_dir("amx", ALL_TILES)
     directory.mkdir(parents=True, exist_ok=True)
     os.utime(directory)  # in use, so that `_prune` keeps the verdict
     path = directory / "amx-speedups.json"
@@ -191,9 +225,17 @@ def _parsed(text: str) -> Verdict:
         raise ValueError(f"expected an object with {', '.join(Verdict._fields)}")
     verdict = Verdict(**found)
     is_complete = isinstance(verdict.speedups, dict) and verdict.speedups.keys() in (ALL_FORMATS, frozenset())
-    if not is_complete or not all(isinstance(number, int | float) for number in verdict.speedups.values()):
-        raise ValueError("expected one number per format")
+    if not is_complete or not all(_are_speedups(numbers) for numbers in verdict.speedups.values()):
+        raise ValueError(f"expected {len(PROBED_TOKENS)} numbers for each format")
     return verdict
+
+
+def _are_speedups(numbers: object) -> bool:
+    return (
+        isinstance(numbers, list)
+        and len(numbers) == len(PROBED_TOKENS)
+        and all(isinstance(number, int | float) for number in numbers)
+    )
 
 
 def _probe() -> Verdict:
@@ -265,8 +307,8 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def cache_key(name: str, formats: frozenset[str]) -> str:
-    """Hash of all that compiled kernels depend on: sources, target CPU, compilers, `formats` that use tiles.
+def cache_key(name: str, thresholds: Thresholds) -> str:
+    """Hash of all that compiled kernels depend on: sources, target CPU, compilers, what uses tiles from when on.
 
     Numba itself looks only at the file of a jitted function, not at the intrinsics it uses. Another installation of
     the same sources has the same hash.
@@ -283,19 +325,20 @@ def cache_key(name: str, formats: frozenset[str]) -> str:
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    h.update("|".join((name, *sorted(formats), *_identity(name), sys.version)).encode())
+    by_tiles = (f"{format_name}:{tokens}" for format_name, tokens in thresholds)
+    h.update("|".join((name, *by_tiles, *_identity(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {_version(package)}".encode())
     return h.hexdigest()[:16]
 
 
-def _cache_dir(name: str, formats: frozenset[str]) -> Path:
-    return starling_home() / "cache" / f"kernels-{cache_key(name, formats)}"
+def _cache_dir(name: str, thresholds: Thresholds) -> Path:
+    return starling_home() / "cache" / f"kernels-{cache_key(name, thresholds)}"
 
 
 def cache_dir() -> Path:
     """Where this process's compiled kernels are kept."""
-    return _cache_dir(isa(), tile_formats())
+    return _cache_dir(isa(), tile_thresholds())
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from stages.worker.kernels.simd.vectors import I64, named_intrinsic
     HAS_MINIMUMS,  # 1: D and M, not D alone
     LARGEST,  # the largest code
     UNPACKED,  # bytes of an unpacked block
-    USES_TILES,  # 1: AMX tiles for 16 tokens and more
+    TILES_FROM,  # tokens of a product from which on it uses AMX tiles; 0: never
 ) = range(9)
 
 
@@ -38,7 +38,7 @@ def _row(fmt: Format) -> list[int]:
     if scales.minimum == (fmt.codes.zero != 0) and (scales.minimum or scales.halves):
         raise ValueError(f"{fmt.name}: amx.py needs zero 0 with minimums, another one with halves alone")
     numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes_of(fmt)]
-    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), int(fmt.name in features.tile_formats())]
+    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), dict(features.tile_thresholds()).get(fmt.name, 0)]
 
 
 _TABLE = np.zeros((1 + max(BY_ID), 9), np.int64)

@@ -1,8 +1,8 @@
 """Several tokens times a matrix: chunks of two row groups are unpacked, then multiplied with all tokens.
 
 A chunk is unpacked once into scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers
-(tiles.py; amx.py for 16 tokens at a time of the formats for which AMX is faster on this CPU).  While a chunk is
-multiplied, the packed bytes of the next one are prefetched.
+(tiles.py; amx.py for 16 tokens at a time of the formats, and of the numbers of tokens, for which AMX is faster on this
+CPU).  While a chunk is multiplied, the packed bytes of the next one are prefetched.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from stages.worker.kernels.format_traits import (
     IS_DENSE,
     LARGEST,
     START,
+    TILES_FROM,
     UNIT_BYTES,
     UNPACKED,
-    USES_TILES,
     group_bytes,
     trait,
     unit_blocks,
@@ -145,9 +145,10 @@ def _tile_of(tokens):
 
 
 @njit(**MERGED)
-def _all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, spill, next_u, next_v, next_bytes):
+def _all_tokens(
+    kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, by_tiles, spill, next_u, next_v, next_bytes
+):
     """Every token with one unpacked chunk of n blocks; prefetches `next_bytes` at next_u and at next_v meanwhile."""
-    by_tiles = AMX and trait(kind, USES_TILES) != 0
     passes = (tokens + 15) // 16 if by_tiles else (tokens + 5) // 6
     lines = (next_bytes + 64 * n * passes - 1) // (64 * n * passes)
     if AMX:
@@ -218,15 +219,23 @@ def _next_chunk(kind, u, v, size, block, n, group, end):
     return min(_chunk(n, unit), n - block) // unit * trait(kind, UNIT_BYTES), u + at, v + at
 
 
-@njit(**INNER)
+@njit(**MERGED)
 def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
     """Two tokens and more; arguments as in matmul.py."""
+    tiles_from = trait(kind, TILES_FROM)
+    by_tiles = tiles_from != 0 and tokens >= tiles_from
+    gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles)
+
+
+@njit(**INNER)
+def gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles):
+    """As `gemm`, with AMX tiles if `by_tiles`, for which there are 16 tokens and more of a quantized format."""
+    by_tiles = AMX and by_tiles
     dense = trait(kind, IS_DENSE) != 0
     size = group_bytes(kind, columns)
     n = columns if dense else columns // BLOCK
     step = DENSE_CHUNK if dense else _chunk(n, unit_blocks(kind))
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
-    by_tiles = AMX and trait(kind, USES_TILES) != 0 and tokens >= amx.TOKENS
     at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if by_tiles else max(24, TOKENS_BYTES // stride // 6 * 6)
     spill = scratch + CHUNKS_BYTES
     if by_tiles:
@@ -264,6 +273,7 @@ def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scrat
                         out_stride,
                         gap,
                         at == 0,
+                        by_tiles,
                         spill,
                         next_u,
                         next_v,
