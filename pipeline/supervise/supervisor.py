@@ -82,18 +82,34 @@ def supervise(
     instead, after `preload` has imported its modules: that must start no thread and open no file.
     `counted_as`: the name in the stage's records, if that is not `stage`.
     """
+    watched_ancestors = prepare_supervisor(stage, config)
+    start = start_program(command)
+    if run is not None and preloaded(preload):
+        start = start_fork(run, stage, config)
+    return run_supervisor(stage, start, config, watched_ancestors, counted_as or stage, limits)
+
+
+def prepare_supervisor(stage: str, config: Config) -> list[int]:
+    """Make this process one that can supervise a stage; its watched ancestors."""
     process.become_subreaper()
     # NumPy's BLAS would start threads when it is imported, and a forked child would lack them.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     logs.setup(f"{stage}-supervisor", config, in_background=True)
-    watched_ancestors = ancestors.open_watched_ancestors()
-    start = start_program(command)
-    if run is not None and preloaded(preload):
-        start = start_fork(run, stage, config)
+    return ancestors.open_watched_ancestors()
+
+
+def run_supervisor(
+    stage: str,
+    start: Start,
+    config: Config,
+    watched_ancestors: list[int],
+    counted_as: str,
+    limits: Limits = Limits(),  # noqa: B008
+) -> int:
+    """Keep the stage alive, as `supervise` does; the exit code."""
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
-    count = open_count(config, counted_as or stage)
-    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=count)
+    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=open_count(config, counted_as))
     supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
     code = supervisor.run()
     supervisor.ignore_restart_requests()
@@ -143,12 +159,11 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
 
     def start(keepalive_fd: int, restarts: int) -> int:
         """Start the stage; its pid."""
-        environment = _environment(keepalive_fd, restarts)
 
         def body() -> int:
             """The stage's process."""
-            os.environ.update(environment)
-            logs.setup(stage, config, in_background=True, is_held=stage.startswith("worker"))
+            set_environment(keepalive_fd, restarts)
+            setup_logs(stage, config)
             return guarded(run)
 
         return base.fork(body)
@@ -158,6 +173,16 @@ def start_fork(run: Callable[[], int], stage: str, config: Config) -> Start:
 
 def _environment(keepalive_fd: int, restarts: int) -> dict[str, str]:
     return {process.KEEPALIVE_FD_VARIABLE: str(keepalive_fd), RESTARTS_VARIABLE: str(restarts)}
+
+
+def set_environment(keepalive_fd: int, restarts: int) -> None:
+    """Set what a forked stage reads of its supervisor."""
+    os.environ.update(_environment(keepalive_fd, restarts))
+
+
+def setup_logs(stage: str, config: Config) -> None:
+    """Those of a forked stage; of a worker, which forks its ranks, lines wait until it has."""
+    logs.setup(stage, config, in_background=True, is_held=stage.startswith("worker"))
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -6,7 +6,8 @@
 
 Versions that appear in the table are started.  Versions that leave it are stopped in order, and their files are
 removed.  A member is forked from a process that has already loaded the worker's modules and compiled kernels, so
-that loading a model pays for neither.
+that loading a model pays for neither.  Where versions are loaded while the server runs, one spare group is forked
+ahead (spare_group.py), and replaced `SPARE_AFTER_S` after it was taken; without it a member starts as usual.
 
 The failure of a member that gives up is recorded in its failure file.  If its version is serving, it is started again
 every `RETRY_S` and at SIGHUP, and the members of other serving versions go on; if there are none, the pool ends with
@@ -39,6 +40,7 @@ from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_count import path_of
 from pipeline.supervise.restart_policy import RestartPolicy
+from pipeline.supervise.spare_group import SpareGroup, fork_spare
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.worker_pool")
@@ -46,6 +48,7 @@ log = logging.getLogger("starling.worker_pool")
 TICK_S = 0.1  # while a member starts or stops
 IDLE_TICK_S = 5.0  # otherwise: changes of the table, signals and deaths wake the pool
 RETRY_S = 60.0  # until a serving version that has given up is started again; its cause may be a full disk
+SPARE_AFTER_S = 2.0  # from the start of a member to the fork of a spare, so that it takes no core from the member
 EXIT_S = 0.4  # beyond a member's drain time, for the end of its supervisor: honcho kills the pool after 5 s
 
 
@@ -70,7 +73,10 @@ class Member:
 
 
 class WorkerPool(SupervisorBase):
-    """`fork(version)` starts a supervisor and returns its pid. `only`: restrict the pool to that model."""
+    """`fork(version)` starts a supervisor and returns its pid. `only`: restrict the pool to that model.
+
+    `fork_spare` returns a spare group; None: there can be none.
+    """
 
     def __init__(
         self,
@@ -80,6 +86,8 @@ class WorkerPool(SupervisorBase):
         only: str = "",
         clock: Callable[[], float] = time.monotonic,
         retry_s: float = RETRY_S,
+        fork_spare: Callable[[], SpareGroup | None] = lambda: None,
+        spare_after_s: float = SPARE_AFTER_S,
     ) -> None:
         super().__init__(watched_ancestors, clock)
         self._retry_s = retry_s
@@ -91,6 +99,11 @@ class WorkerPool(SupervisorBase):
         self._arena_dir = paths.arena_dir(config)
         self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + EXIT_S
         self._members: dict[str, Member] = {}
+        self._fork_spare = fork_spare
+        self._spare_after_s = spare_after_s
+        self._spare: SpareGroup | None = None
+        self._spare_policy = RestartPolicy(random.SystemRandom().random)
+        self._next_spare = float("-inf")  # when it may be forked
         self._stops_sent = 0  # stop requests that the members and systemd have been notified of
         self._code = process.EXIT_OK
         self._is_ready_sent = "NOTIFY_SOCKET" not in os.environ
@@ -111,7 +124,7 @@ class WorkerPool(SupervisorBase):
             self._follower.poll()
             is_stopping = self.stop_requests > 0  # a stop that is requested from here on needs another round
             self._reconcile()
-            if is_stopping and all(member.is_over for member in self._members.values()):
+            if is_stopping and self._spare is None and all(member.is_over for member in self._members.values()):
                 self.ignore_restart_requests()
                 return self._code
             if self._renames in self.wait(self._timeout_s()):
@@ -125,10 +138,13 @@ class WorkerPool(SupervisorBase):
         is_settled = not any(member.orphans for member in members) and all(
             member.has_given_up or (member.pid and member.kill_at == float("inf")) for member in members
         )
+        is_settled = is_settled and (self._spare is None or self._spare.pid != 0)
         if self._renames < 0 or self.stop_requests or not is_settled or not self._is_ready_sent:
             return TICK_S
-        if self._watchdog_s:
-            return min(IDLE_TICK_S, self._watchdog_s)
+        is_missing = self._spare is None and self._needs_spare()
+        until_spare_s = max(0.0, self._next_spare - self._clock()) if is_missing else float("inf")
+        if self._watchdog_s or until_spare_s < IDLE_TICK_S:
+            return min(IDLE_TICK_S, self._watchdog_s or IDLE_TICK_S, until_spare_s)
         return timer_coalescing.until_aligned(self._clock(), IDLE_TICK_S)
 
     # -------------------------------------------------------------- starting and stopping
@@ -165,6 +181,7 @@ class WorkerPool(SupervisorBase):
             may_start = not member.has_given_up or version.state == "serving"
             if member.is_over and may_start and now >= member.not_before:
                 self._start(member)
+        self._keep_spare()
 
     def _add(self, version: ModelVersion) -> Member:
         member = self._members[version.id] = Member(version, RestartPolicy(random.SystemRandom().random))
@@ -172,20 +189,69 @@ class WorkerPool(SupervisorBase):
 
     def _start(self, member: Member) -> None:
         member.started = self._clock()
-        member.pid = self._fork(member.version)
-        member.pidfd = os.pidfd_open(member.pid)
-        self.register(member.pidfd)
-        log.info("worker group started", extra={"version": member.version.id, "supervisor": member.pid})
+        self._next_spare = max(self._next_spare, member.started + self._spare_after_s)
+        spare = self._spare
+        was_spare = spare is not None and spare.pid != 0 and spare.give(member.version)
+        if spare is not None and was_spare:
+            member.pid, member.pidfd, self._spare = spare.pid, spare.pidfd, None
+        else:
+            member.pid = self._fork(member.version)
+            member.pidfd = os.pidfd_open(member.pid)
+            self.register(member.pidfd)
+        facts = {"version": member.version.id, "supervisor": member.pid, "was_spare": was_spare}
+        log.info("worker group started", extra=facts)
 
     def _signal_all(self, number: signal.Signals) -> None:
         for member in self._members.values():
             if member.pid:
                 signal.pidfd_send_signal(member.pidfd, number)
 
+    # -------------------------------------------------------------- the spare
+
+    def _needs_spare(self) -> bool:
+        """Whether versions are loaded while the server runs: one was, or a configured model waits for a request."""
+        if self.stop_requests or self._only:
+            return False
+        waits = self._config.on_demand.enabled and any(not model.preload for model in self._config.models)
+        return waits or self._follower.table.serial > 0
+
+    def _keep_spare(self) -> None:
+        """Fork a spare if there is none, and it is time; kill it when the pool stops."""
+        spare = self._spare
+        if spare is not None and self.stop_requests:
+            spare.kill()
+        if spare is None and self._needs_spare() and self._clock() >= self._next_spare:
+            self._spare = spare = self._fork_spare()
+            if spare is None:
+                self._next_spare = float("inf")
+            else:
+                self.register(spare.pidfd)
+
+    def _reap_spare(self) -> None:
+        """Collect a spare that has ended; another one follows, after growing pauses."""
+        spare = self._spare
+        if spare is None:
+            return
+        if spare.pid and os.waitid(os.P_PIDFD, spare.pidfd, os.WEXITED | os.WNOHANG) is not None:
+            self.unregister(spare.pidfd)
+            os.close(spare.pidfd)
+            spare.pid, spare.pidfd = 0, -1
+            spare.kill()  # its channel is closed
+            now = self._clock()
+            wait_s = self._spare_policy.after_death(now - spare.started)
+            self._next_spare = max(self._next_spare, now + (self._retry_s if wait_s is None else wait_s))
+            if not self.stop_requests:
+                log.warning("the spare worker group has ended")
+        if not spare.pid:
+            self._fence(spare)
+            if not spare.orphans:
+                self._spare = None
+
     # -------------------------------------------------------------- ended members
 
     def _reap(self) -> None:
         """Collect ended members, kill what is left of them, decide what happens next."""
+        self._reap_spare()
         for member in self._members.values():
             if member.orphans:
                 self._fence(member)
@@ -200,13 +266,16 @@ class WorkerPool(SupervisorBase):
             self._fence(member)
             self._on_end(member, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
-    def _fence(self, member: Member) -> None:
-        """Kill the orphans of an ended member, which are now children of this subreaper, and collect those that ended.
+    def _fence(self, member: Member | SpareGroup) -> None:
+        """Kill the orphans of an ended member or spare, now children of this subreaper, and collect those that ended.
 
         The others keep the member from being started again.  The pool does not wait for them: on a busy machine it
         may take seconds until the threads and the memory of a process are gone, and other members must start.
         """
-        others = {pid for one in self._members.values() for pid in (one.pid, *one.orphans)} - member.orphans
+        groups: list[Member | SpareGroup] = [*self._members.values()]
+        if self._spare is not None:
+            groups.append(self._spare)
+        others = {pid for one in groups for pid in (one.pid, *one.orphans)} - member.orphans
         has_collected = True
         while has_collected:  # the children of an orphan that has ended are orphans, too
             has_collected = False
@@ -341,7 +410,11 @@ def run_worker_pool(
         body = run(version) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
-    pool = WorkerPool(config, fork, watched_ancestors, only)
+    def spare() -> SpareGroup | None:
+        """A spare group; None: it could only be a new program."""
+        return fork_spare("worker", config, run, time.monotonic()) if preloaded(preload) else None
+
+    pool = WorkerPool(config, fork, watched_ancestors, only, fork_spare=spare)
     pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll
     return pool.run()
 

@@ -4,6 +4,9 @@ python -m tests.pipeline.pool_process CONFIG_FILE
     stay     until SIGTERM
     exit:N   end with that code
     parent   start a process of its own in a group of its own, then stay
+
+With STARLING_TEST_SPARE_AFTER_S there is a spare group, that many seconds after the start of a member.  A member that
+was the spare has a real supervisor, and the line of the report is of its stage's process.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pipeline.config import paths
@@ -18,7 +23,8 @@ from pipeline.config.load import load
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise.base import SIGNALS
-from pipeline.supervise.worker_pool import RETRY_S, WorkerPool
+from pipeline.supervise.spare_group import SpareGroup, fork_spare
+from pipeline.supervise.worker_pool import RETRY_S, SPARE_AFTER_S, WorkerPool
 
 
 def main() -> int:
@@ -34,6 +40,9 @@ def main() -> int:
         process.die_with_parent(parent)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
+        return behave(version)
+
+    def behave(version: ModelVersion) -> int:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         behaviour = Path(version.settings.path).name
         below = 0
@@ -48,8 +57,17 @@ def main() -> int:
         while True:
             signal.pause()
 
+    def run(version: ModelVersion) -> Callable[[], int]:
+        return lambda: behave(version)
+
+    def spare() -> SpareGroup | None:
+        return (
+            fork_spare("worker", config, run, time.monotonic()) if "STARLING_TEST_SPARE_AFTER_S" in os.environ else None
+        )
+
+    spare_after_s = float(os.environ.get("STARLING_TEST_SPARE_AFTER_S", SPARE_AFTER_S))
     retry_s = float(os.environ.get("STARLING_TEST_RETRY_S", RETRY_S))
-    return WorkerPool(config, fork, [], retry_s=retry_s).run()
+    return WorkerPool(config, fork, [], retry_s=retry_s, fork_spare=spare, spare_after_s=spare_after_s).run()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""A spare worker group: a supervisor and its stage's process, both forked before it is known which version they run.
+
+    worker pool --version--> supervisor of the spare --version, keepalive pipe--> process of the stage
+
+Until then both wait in a read.  They have imported and loaded what a fork of the pool has, hold no file, lock or port,
+and end with the pool.  With the version the supervisor becomes that of the version (supervisor.py), whose first run is
+the waiting process; later runs are forks, as of any supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pipeline import procfs
+from pipeline.config.schema import Config
+from pipeline.models.versions import ModelVersion
+from pipeline.runtime import process
+from pipeline.supervise import base
+from pipeline.supervise.supervisor import (
+    Start,
+    guarded,
+    prepare_supervisor,
+    run_supervisor,
+    set_environment,
+    setup_logs,
+    start_fork,
+)
+
+MESSAGE_BYTES = 64 << 10  # most of a version as a message
+
+RunVersion = Callable[[ModelVersion], Callable[[], int]]  # a version -> the body of its stage's process
+
+
+class _Begin(msgspec.Struct, frozen=True):
+    """What the supervisor sends to the waiting process, with its end of the keepalive pipe."""
+
+    restarts: int
+    version: ModelVersion
+
+
+@dataclass
+class SpareGroup:
+    """The pool's handle of a spare; `give` makes it the group of a version."""
+
+    pid: int  # of its supervisor; 0: it has ended
+    pidfd: int
+    channel: socket.socket
+    started: float  # s, by the pool's clock
+    orphans: set[int] = field(default_factory=set)  # its processes that have not ended
+
+    def give(self, version: ModelVersion) -> bool:
+        """Let it become the group of `version`. False: it has ended or is stopped, and is killed."""
+        message = msgspec.msgpack.encode(version)
+        try:
+            if len(message) <= MESSAGE_BYTES and not procfs.is_stopped(self.pid):
+                self.channel.send(message, socket.MSG_DONTWAIT)
+                self.channel.close()
+                return True
+        except OSError:  # its supervisor has ended
+            pass
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        """Kill its supervisor, with which its other process dies. Idempotent."""
+        self.channel.close()
+        if self.pid:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+
+def fork_spare(stage: str, config: Config, run: RunVersion, now: float) -> SpareGroup:
+    """Fork a spare from this process, which has imported the stage."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def body() -> int:
+        ours.close()
+        return _supervise(stage, config, run, theirs)
+
+    pid = base.fork(body)
+    theirs.close()
+    return SpareGroup(pid, os.pidfd_open(pid), ours, now)
+
+
+def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
+    """The supervisor of a spare; the exit code."""
+    os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
+    watched_ancestors = prepare_supervisor(stage, config)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def wait_and_run() -> int:
+        channel.close()
+        ours.close()
+        return _wait_and_run(stage, config, run, theirs)
+
+    pid = base.fork(wait_and_run)
+    theirs.close()
+    message = _receive(channel, pid)
+    channel.close()
+    if not message:
+        return process.EXIT_FATAL  # the waiting process has ended, or the pool; the pool starts another spare
+    version = msgspec.msgpack.decode(message, type=ModelVersion)
+    fork = start_fork(lambda: run(version)(), stage, config)
+    return run_supervisor(stage, _start_waiting(pid, ours, version, fork), config, watched_ancestors, version.stage)
+
+
+def _receive(channel: socket.socket, pid: int) -> bytes:
+    """The pool's message; b"" if the process `pid` or the pool has ended."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        ready, _, _ = select.select([channel.fileno(), pidfd], [], [])
+        return channel.recv(MESSAGE_BYTES) if pidfd not in ready else b""
+    finally:
+        os.close(pidfd)
+
+
+def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion, fork: Start) -> Start:
+    """The first start is of the waiting process, all others are forks."""
+    is_waiting = True
+
+    def start(keepalive_fd: int, restarts: int) -> int:
+        """Start the stage; its pid."""
+        nonlocal is_waiting
+        if not is_waiting:
+            return fork(keepalive_fd, restarts)
+        is_waiting = False
+        with contextlib.suppress(OSError):  # it has ended: the supervisor sees that as it sees any end
+            socket.send_fds(channel, [msgspec.msgpack.encode(_Begin(restarts, version))], [keepalive_fd])
+        channel.close()
+        return pid
+
+    return start
+
+
+def _wait_and_run(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
+    """The process of the stage; the exit code."""
+    setup_logs(stage, config)
+    raw, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES + 1024, 1)
+    channel.close()
+    if not raw:
+        return process.EXIT_ORPHANED
+    begin = msgspec.msgpack.decode(raw, type=_Begin)
+    set_environment(descriptors[0], begin.restarts)
+    return guarded(lambda: run(begin.version)())

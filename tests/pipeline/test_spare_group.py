@@ -1,0 +1,145 @@
+"""The spare worker group becomes the group of the next version, is replaced, and does not outlive the pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline import procfs
+from tests.e2e.server import wait_gone
+from tests.pipeline.pool_world import WAIT_S, World, make
+
+Group = tuple[int, int]  # pid of the supervisor, and of the process that waits for a version
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    if world.pool is not None and world.pool.poll() is None:
+        world.pool.kill()
+        world.pool.wait()
+
+
+def start(world: World) -> Group:
+    """Start the pool with one member, and wait for the spare."""
+    world.write(make("stay", 1))
+    world.start(STARLING_TEST_SPARE_AFTER_S="0")
+    world.wait_begun("m@1")
+    return spare(world)
+
+
+def spare(world: World, *earlier: int) -> Group:
+    """The spare that has a process that waits, and a supervisor that is none of `earlier`."""
+    found: list[Group] = []
+
+    def is_there() -> bool:
+        assert world.pool is not None
+        members = [pid for name in ("m@1", "m@2", "m@3") for pid, _ in world.lives(name)]
+        for child in procfs.children(world.pool.pid):
+            below = procfs.children(child)
+            if child not in (*members, *earlier) and len(below) == 1 and below[0] not in members:
+                found[:] = [(child, below[0])]
+                return True
+        return False
+
+    world.wait(is_there)
+    return found[0]
+
+
+def stop(world: World) -> None:
+    assert world.pool is not None
+    world.pool.terminate()
+    assert world.pool.wait(WAIT_S) == 0
+
+
+def test_the_process_that_waits_becomes_the_group_of_the_next_version(world: World) -> None:
+    supervisor, waiting = start(world)
+    world.write(make("stay", 1), make("parent", 2, "loading"))
+    assert world.wait_begun("m@2")[0] == waiting
+    below = world.lives("m@2")[0][1]
+    other, _ = spare(world, supervisor)  # another one follows
+    # Its supervisor is one as any other: it restarts what is killed, after what was below it has ended.
+    os.kill(waiting, signal.SIGKILL)
+    again, _ = world.wait_begun("m@2", lives=2)
+    assert wait_gone(below, 0)
+    assert procfs.read_stat(again).parent == supervisor  # type: ignore[union-attr]
+    world.write(make("stay", 1))
+    assert wait_gone(supervisor)
+    assert wait_gone(again)
+    stop(world)
+    assert wait_gone(other)
+
+
+def test_a_spare_that_is_killed_is_replaced(world: World) -> None:
+    supervisor, waiting = start(world)
+    os.kill(supervisor, signal.SIGKILL)
+    second, waiting_second = spare(world, supervisor)
+    assert wait_gone(waiting)
+    os.kill(waiting_second, signal.SIGKILL)
+    third, waiting_third = spare(world, supervisor, second)
+    assert wait_gone(second)
+    world.write(make("stay", 1), make("stay", 2, "loading"))
+    assert world.wait_begun("m@2")[0] == waiting_third
+    assert len(world.lives("m@1")) == 1  # none of it concerned the member
+    stop(world)
+    assert wait_gone(third)
+
+
+def test_a_version_waits_for_no_spare(world: World) -> None:
+    """One that is stopped is killed, and the version starts without it; so does the next, which finds none."""
+    supervisor, waiting = start(world)
+    os.kill(supervisor, signal.SIGSTOP)
+    world.wait(lambda: procfs.is_stopped(supervisor))
+    world.write(make("stay", 1), make("stay", 2, "loading"), make("stay", 3, "loading"))
+    members = {world.wait_begun(name)[0] for name in ("m@2", "m@3")}
+    assert waiting not in members
+    assert wait_gone(supervisor)
+    assert wait_gone(waiting)
+    spare(world, supervisor)
+    stop(world)
+
+
+def test_a_version_that_takes_the_spare_and_is_removed_at_once_leaves_nothing(world: World) -> None:
+    supervisor, waiting = start(world)
+    for serial in (2, 3):
+        world.write(make("stay", 1), make("stay", serial, "loading"))
+        world.write(make("stay", 1))  # before the pool has looked, or while it starts the version
+        world.write(make("stay", 1), make("stay", serial, "loading"))
+        life, _ = world.wait_begun(f"m@{serial}")
+        world.write(make("stay", 1))
+        assert wait_gone(life)
+        world.wait(lambda: not list(world.run_dir.glob(f"worker-m@{serial}.*")))  # noqa: B023
+    assert wait_gone(supervisor)
+    assert wait_gone(waiting)
+    last, waiting = spare(world, supervisor)
+    stop(world)
+    assert wait_gone(last)
+    assert wait_gone(waiting)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_spare_ends_with_the_pool(world: World, number: signal.Signals) -> None:
+    supervisor, waiting = start(world)
+    assert world.pool is not None
+    world.pool.send_signal(number)
+    assert world.pool.wait(WAIT_S) == (0 if number == signal.SIGTERM else -number)
+    assert wait_gone(supervisor)
+    assert wait_gone(waiting)
+
+
+def test_a_server_that_loads_nothing_has_no_spare(world: World) -> None:
+    """Until a version is loaded while it runs: then more may follow."""
+    world.write(make("stay", 1), serial=0)
+    pool = world.start(STARLING_TEST_SPARE_AFTER_S="0")
+    member, _ = world.wait_begun("m@1")
+    world.write(make("stay", 1), make("stay", 2, "loading"), serial=0)
+    other, _ = world.wait_begun("m@2")
+    assert sorted(procfs.children(pool.pid)) == sorted([member, other])
+    world.write(make("stay", 1), serial=2)
+    assert spare(world)[0] not in (member, other)
+    stop(world)
