@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+_LIMITING = frozenset({"cpu", "memory"})  # controllers of version 1 whose files are read here
 _NO_LIMIT = 1 << 60  # bytes; version 1 writes a number near 2^63 for "none"
 
 
@@ -45,6 +46,8 @@ def _folders(proc: Path, root: Path) -> Iterator[Path]:
     for line in lines:
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
+        if controllers and not _LIMITING.intersection(controllers.split(",")):
+            continue
         hierarchies = [root] if not controllers else [root / controllers, *(root / c for c in controllers.split(","))]
         for hierarchy in hierarchies:
             # In a container the path may be that of the host, while the group itself is mounted at the root.

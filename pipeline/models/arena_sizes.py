@@ -113,13 +113,19 @@ def most_tokens(config: Config, model: ModelConfig, hyper: Hyper) -> int:
     return max_positions(config, model, shape, context) or context
 
 
+def version_steps_geometry(config: Config, model: ModelConfig, name: str, hyper: Hyper) -> StepsGeometry:
+    """Geometry of the step arena of a version with the settings `model`. `name`: of the model, without a serial."""
+    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
+    groups = KvGeometry.of(hyper, model.page_tokens, model.kv_type).groups
+    batch, drafts = config.max_batch_size(model), max_draft_sequences(config, name)
+    vocab, width = hyper.vocab_size, hyper.width
+    return steps_geometry(batch, drafts, context, model.page_tokens, vocab, width, groups.n_groups)
+
+
 def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
-    context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
-    drafts = max_draft_sequences(config, model.name)
-    batch = config.max_batch_size(model)
     kv = KvGeometry.of(hyper, model.page_tokens, model.kv_type)
-    steps = steps_geometry(batch, drafts, context, model.page_tokens, hyper.vocab_size, hyper.width, kv.groups.n_groups)
+    steps = version_steps_geometry(config, model, model.name, hyper)
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
         _file_bytes(steps_bytes(steps)),

@@ -14,6 +14,7 @@ once for each of its incarnations, because a second `Reconcile` could cross a gr
 from __future__ import annotations
 
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from pipeline.ipc.control_poll import Later, PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
 from pipeline.protocol import messages as m
-from pipeline.runtime import timer_coalescing
+from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime.malloc_trim import MallocTrimmer
 from shm.arena import ArenaError
 from stages.kv.audit import audit
@@ -66,6 +67,8 @@ class KvStage:
         self.loop.on_tick += [self._tick, self.exchange.expire, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
         self._has_noted_uses = False  # at the stop
+        self._renames = -1  # readable when a file has been renamed into the run directory
+        self._watch_record()
         self._next_chores = self._pushed_at = float("-inf")
 
     def run(self) -> int:
@@ -74,9 +77,22 @@ class KvStage:
             return self.loop.run(self._work)
         finally:
             self.control.close()
+            if self._renames >= 0:
+                os.close(self._renames)
             self.exchange.close()
             self.prefix_exchange.close()
             self.versions.close()
+
+    def _watch_record(self) -> None:
+        """Wake when the record of versions changes: an arena is created while the worker of its version starts."""
+        try:
+            self._renames = process.open_rename_watch(paths.run_dir(self.config))
+            self.loop.add_fd(self._renames, self._on_renames)
+        except OSError:  # the number of watches per user is limited: the scheduler's frame comes later
+            log.warning("run directory cannot be watched")
+
+    def _on_renames(self) -> None:
+        os.read(self._renames, 65536)  # `_work` follows, which looks at the record
 
     # -------------------------------------------------------------- between frames
 

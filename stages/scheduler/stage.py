@@ -374,6 +374,7 @@ class SchedulerStage:
             else:
                 runner.worker_ready(peer, self.workers.peers[peer], frame, self._clock())
                 self._pairs.update(self.follower.table, self.runners)
+                self._update_readiness(self._clock())  # requests may wait for it
 
     def _worker_down(self, peer: bytes, hello: m.Hello) -> None:
         for runner in self.runners.values():
@@ -403,6 +404,7 @@ class SchedulerStage:
             runner.engine.pages.denied(frame)
         elif isinstance(frame, m.KvReady):
             runner.kv_ready(frame, self._clock())
+            self._update_readiness(self._clock())
         elif isinstance(frame, m.KvState):
             runner.kv_state = frame
             runner.engine.pages.kv_state(frame)

@@ -53,6 +53,7 @@ class TokenizerStage:
         self.follower = versions.VersionFollower(config)
         self._opening: dict[ModelSource, threading.Thread] = {}  # of versions that are being loaded
         self._failed: dict[ModelSource, StarlingError] = {}
+        self._waiting: dict[tuple[bytes, str], m.Describe] = {}  # by peer and version, which is being opened
 
     def run(self) -> int:
         """Serve until told to stop; return the exit code."""
@@ -102,6 +103,7 @@ class TokenizerStage:
             self._failed[source] = error
         finally:
             self._opening.pop(source, None)
+            os.eventfd_write(self._wake, 1)
 
     def _unload_removed(self) -> None:
         """Unload the versions that are no longer in the version table."""
@@ -145,9 +147,32 @@ class TokenizerStage:
                 self._enqueue(peer, frame, length)
                 return
             self._length_left -= length
-        self._send(peer, self.service.reply(frame))
+        reply = self.service.reply(frame)
+        if isinstance(frame, m.Describe) and isinstance(reply, m.TokenizerFailed) and self._is_opening(frame.model):
+            self._waiting[peer, frame.model] = frame
+            return
+        self._send(peer, reply)
+
+    def _is_opening(self, name: str) -> bool:
+        """Whether a thread builds the vocabulary of a version, so that its end is a better answer than an error."""
+        version = self.follower.table.find(name)
+        index_path = versions.find_index(version, paths.models_dir()) if version is not None else None
+        return (
+            version is not None
+            and index_path is not None
+            and ModelSource.of(index_path, version.settings) in self._opening
+        )
+
+    def _describe_opened(self) -> None:
+        """Answer those that have waited for a vocabulary."""
+        for (peer, name), frame in list(self._waiting.items()):
+            if not self._is_opening(name):
+                del self._waiting[peer, name]
+                self._send(peer, self.service.reply(frame))
 
     def _drop_client(self, peer: bytes) -> None:
+        for key in [key for key in self._waiting if key[0] == peer]:
+            del self._waiting[key]
         self.encode_queue.drop_client(peer)
         self.loop.busy = self.encode_queue.is_busy
 
@@ -197,6 +222,7 @@ class TokenizerStage:
 
     def _on_done(self) -> None:
         os.eventfd_read(self._wake)
+        self._describe_opened()
         for peer, reply in self.encode_queue.take_results():
             self._send(peer, reply)
             self.loop.progress += 1

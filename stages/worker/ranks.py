@@ -27,6 +27,7 @@ from shm.pages import attach_kv
 from shm.step_ring import attach_steps
 from stages.worker.activations_arena import attach_activations, control_words
 from stages.worker.kernels import compiled
+from stages.worker.mapped_weights import map_weights
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
@@ -118,8 +119,11 @@ def pin(cpus: list[int], rank: int, ranks: int) -> None:
         os.sched_setaffinity(0, {cpus[rank]})
 
 
-def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
-    """Fork one rank. Call it before this process has other threads or sockets."""
+def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bool = False) -> Rank:
+    """Fork one rank. Call it before this process has other threads or sockets.
+
+    maps_weights: it maps the weights at once, all of which are in memory.
+    """
     leader_end, rank_end = channel_pair()
     parent = os.getpid()
     sys.stdout.flush()
@@ -137,6 +141,8 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int]) -> Rank:
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()
         pin(cpus, rank, ranks)
+        if maps_weights:
+            map_weights(model.checkpoint.data)
         code = _follow(model, rank, rank_end)
     except BaseException:
         traceback.print_exc()
@@ -167,10 +173,23 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
 
 def attach_ranks(ranks: list[Rank], paths: ArenaPaths) -> None:
     """Attach all ranks to the arenas at `paths`, or to none, and wait until they are. Raises `GroupError`."""
+    begin_attach(ranks, paths)
+    finish_attach(ranks)
+
+
+def begin_attach(ranks: list[Rank], paths: ArenaPaths) -> None:
+    """Let all ranks attach; `finish_attach` follows. Raises `GroupError`."""
     message = msgspec.msgpack.encode(paths)
     try:
         for rank in ranks:
             rank.channel.send(message)
+    except OSError as error:
+        raise GroupError(f"a rank process has ended: {error}") from None
+
+
+def finish_attach(ranks: list[Rank]) -> None:
+    """Wait until all ranks are attached. Raises `GroupError`."""
+    try:
         for rank in ranks:
             if not select.select([rank.channel.reader], [], [], ACK_S)[0] or rank.channel.receive() != b"ok":
                 raise GroupError(f"rank process {rank.pid} did not attach within {ACK_S:g} s")

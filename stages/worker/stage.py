@@ -27,6 +27,7 @@ from pipeline.errors import ConfigError, InternalError, ModelUnavailable, Starli
 from pipeline.faults import points
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import store, versions
+from pipeline.models.arena_sizes import version_steps_geometry
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs
 from pipeline.observe.phase_times import PhaseTimes
@@ -37,18 +38,30 @@ from shm import words
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.checkpoint import Checkpoint, CheckpointError
 from shm.pages import attach_kv
-from shm.step_ring import attach_steps
+from shm.step_ring import StepsGeometry, attach_steps
 from stages.worker import activations_arena as act
 from stages.worker.adapters.memory import AdapterMemory
+from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
 from stages.worker.checkpoint.weight_copies import copy_weights, should_copy
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
+from stages.worker.mapped_weights import are_in_memory, map_weights
 from stages.worker.memory_check import check_memory, is_planned, memory_left
 from stages.worker.model import Model
 from stages.worker.rank_places import place_ranks
-from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks, pin, spawn, watch
+from stages.worker.ranks import (
+    ArenaPaths,
+    Attachment,
+    Rank,
+    attach_ranks,
+    begin_attach,
+    finish_attach,
+    pin,
+    spawn,
+    watch,
+)
 from stages.worker.warm_up import warm_up
 
 log = logging.getLogger("starling.worker")
@@ -69,6 +82,7 @@ class WorkerStage:
         self.loop = PollLoop(version.stage, config)
         self._attachment: Attachment | None = None
         self._activations: Arena | None = None
+        self._ahead: Ahead | None = None
         self._generation = 0
         self._attach_error = ""  # of the last `Attach`
         self._announced = 0  # number announced to the ranks last: even for a step
@@ -79,6 +93,7 @@ class WorkerStage:
         self._bell_path = ""
         self._is_bell_connected = False
 
+        self._activations_path = paths.arena_dir(config) / f"{version.slug}.act"
         self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
         self._arriving: ArrivingWeights | None = None  # None: all weights are here
@@ -95,9 +110,12 @@ class WorkerStage:
         self._vocabulary = ""
         if config.drafts(self.version.name):
             self._vocabulary = self.model.index.vocabulary_digest
+        # A version that is loaded while the server runs gets no dummy passes, which a request would wait for.
+        self._is_awaited = version.state == "loading" and self._arriving is None
+        maps = self._is_awaited and are_in_memory(checkpoint.data)
         places, cpus = self._places, self._places.cpus
         self.ranks: list[Rank] = [
-            spawn(models[places.node_of(rank) if copies else 0], rank, self.n_ranks, cpus)
+            spawn(models[places.node_of(rank) if copies else 0], rank, self.n_ranks, cpus, maps)
             for rank in range(1, self.n_ranks)
         ]
         # ZeroMQ's threads are created before `pin`, which then pins this thread alone.
@@ -106,6 +124,10 @@ class WorkerStage:
         self.link.on_down = lambda hello: self._detach()
         if self.ranks:
             watch(self.ranks)
+        if self._is_awaited:
+            self._read_weights(maps)
+            steps = version_steps_geometry(config, model_config, version.name, self.model.hyper)
+            self._ahead = Ahead(self._geometry(steps), self._create_activations, checkpoint.data)
         logs.start_writing()
         pin(cpus, 0, self.n_ranks)
         self._warm_up()
@@ -163,13 +185,24 @@ class WorkerStage:
                 log.warning("adapter was replaced", extra={"model": self.name, "adapter": name, "before": digest})
         return AdapterMemory(checkpoint.index, list(prepared.values()))
 
+    def _read_weights(self, are_there: bool) -> None:
+        """Before the group is ready: a step that waits for a slow disk would count as stuck."""
+        if not are_there:
+            self._phases.enter("warm up")
+            self.loop.reason = f"reading the weights of {self.name}"
+            with self.loop.allow_stall(PREPARE_S):
+                map_weights(self.model.checkpoint.data)
+
     def _warm_up(self) -> None:
-        """Dummy passes, so that the first request finds the weights mapped; without them it is only slower."""
-        if self._arriving is not None:
-            return  # they would end when the last weights have arrived, and a request has to wait for them
+        """Dummy passes, so that the first request finds the weights mapped; without them it is only slower.
+
+        Where a request or a self-test waits for the version, that computes what they would.
+        """
+        if self._arriving is not None or self._is_awaited:
+            return  # without all weights they would end when the last ones have arrived
         self._phases.enter("warm up")
         self.loop.reason = f"warming up {self.name}"
-        settings, path = self.model_config, paths.arena_dir(self.config) / f"{self.version.slug}.act"
+        settings, path = self.model_config, self._activations_path
         with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
             try:
                 refused = warm_up(self.model, self.ranks, self._places, settings.kv_type, settings.page_tokens, path)
@@ -185,6 +218,16 @@ class WorkerStage:
         """A scheduler has connected, perhaps a new one: release the arenas of the previous one."""
         self._detach()
         self._send_ready()
+
+    def _geometry(self, steps: StepsGeometry) -> act.ActivationsGeometry:
+        rank = self.model_config.max_adapter_rank if self.model.adapters is not None else 0
+        step_tokens, n_nodes = self.config.scheduler.max_step_tokens, max(1, len(self._places.nodes))
+        return act.geometry_for(steps, self.model.hyper, step_tokens, self.n_ranks, rank, n_nodes)
+
+    def _create_activations(self, geometry: act.ActivationsGeometry) -> Arena:
+        act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
+        path, node_cpus = self._activations_path, self._places.node_cpus
+        return act.create_activations(path, geometry, self.model.hyper, self.model.digest, node_cpus)
 
     def _send_ready(self, error: str = "") -> None:
         h = self.model.hyper
@@ -206,6 +249,7 @@ class WorkerStage:
                 tuple(self.adapters.items()),
                 h.kv_window,
                 h.page_groups,
+                features.cache_dir().name,
             )
         )
 
@@ -229,22 +273,25 @@ class WorkerStage:
 
     def _attach(self, frame: m.Attach) -> None:
         """Create the activations arena, attach every rank to the arenas, then acknowledge the generation."""
-        where = paths.arena_dir(self.config) / f"{self.version.slug}.act"
         steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
         steps_arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
-        rank = self.model_config.max_adapter_rank if self.model.adapters is not None else 0
-        h, places, step_tokens = self.model.hyper, self._places, self.config.scheduler.max_step_tokens
-        geometry = act.geometry_for(s, h, step_tokens, self.n_ranks, rank, max(1, len(places.nodes)))
-        act.check_size(geometry, h, self.config.performance.memory_pool_size_mb, self.name)
-        self._activations = act.create_activations(where, geometry, h, self.model.digest, places.node_cpus)
+        geometry = self._geometry(s)
+        made = self._ahead.take(geometry) if self._ahead is not None else None
+        self._activations = made or self._create_activations(geometry)
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
-        act.reset_barrier(act.control_words(self._activations), self.n_ranks, places.clusters, places.nodes)
+        act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
         self._announced = 0
-        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(where))
-        self._attachment = Attachment(self.model, arena_paths, 0)
-        attach_ranks(self.ranks, arena_paths)
+        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(self._activations_path))
+        begin_attach(self.ranks, arena_paths)
+        try:
+            self._attachment = Attachment(self.model, arena_paths, 0)
+        finally:
+            finish_attach(self.ranks)
+            if self._attachment is None:
+                act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
+                attach_ranks(self.ranks, ArenaPaths())
         self._generation = frame.generation
         self._connect_bell(frame.doorbell)
         words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
@@ -286,6 +333,8 @@ class WorkerStage:
                     self._sleep()
         finally:
             self._detach()
+            if self._ahead is not None:
+                self._ahead.close()
             self._bell.close()
             loop.close()
         return loop.exit_code

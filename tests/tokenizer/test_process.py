@@ -6,10 +6,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from pipeline.files import replace_file
+from pipeline.models import store, versions
+from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
-from tests.kv.process import MODEL
+from tests.kv.process import MODEL, load_config
 from tests.tokenizer.process import TokenizerProcess, configure, write_model
 
 pytestmark = pytest.mark.slow
@@ -39,6 +43,24 @@ def test_a_text_over_the_token_limit_needs_no_memory(tokenizer: TokenizerProcess
     assert 8191 < reply.too_many <= len(text.encode())
     # The frame as bytes, and as text of up to four bytes per character.
     assert tokenizer.peak_mb() - before < 48
+
+
+def test_a_version_that_is_being_loaded_is_described_when_its_vocabulary_is_built(
+    tokenizer: TokenizerProcess, tmp_path: Path
+) -> None:
+    """Not refused meanwhile: the gateway would ask again only later."""
+    config = load_config(tmp_path)
+    settings = msgspec.structs.replace(config.models[0], chat_template="{{ messages }}")  # a vocabulary of its own
+    index = store.find_index(settings, tmp_path / "models")
+    assert index is not None
+    known = versions.initial(config)
+    new = ModelVersion(name=MODEL, serial=1, settings=settings, digest=index.stem, state="loading")
+    table = msgspec.structs.replace(known, versions=(*known.versions, new), serial=1)
+    replace_file(tmp_path / "run" / versions.TABLE_FILE, msgspec.json.encode(table))
+    assert isinstance(tokenizer.request(m.Describe("described", f"{MODEL}@1")), m.Described)
+    missing = tokenizer.request(m.Describe("missing", f"{MODEL}@2"))
+    assert isinstance(missing, m.TokenizerFailed)
+    assert missing.code == "MODEL_NOT_FOUND"
 
 
 def test_short_requests_are_answered_while_many_texts_are_encoded(tokenizer: TokenizerProcess) -> None:

@@ -148,6 +148,7 @@ class ModelState(Frame):
     kv_free_pages: int = 0
     kv_total_pages: int = 0
     adapters: tuple[tuple[str, str], ...] = ()  # as in `WorkerReady`
+    kernels: str = ""  # as in `WorkerReady`; "": no worker group has been attached
 
 
 class SchedulerState(Frame, tag="Q"):

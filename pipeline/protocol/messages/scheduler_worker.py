@@ -26,6 +26,7 @@ class WorkerReady(Frame, tag="w"):
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest (hex) of each LoRA adapter that it has in memory
     window: int = 0  # positions that attention reads in layers with a window; 0: pages behind it are not released
     page_groups: tuple[int, int] = (1, 0)  # as `shm.layer_groups.LayerGroups`
+    kernels: str = ""  # names its compiled kernels: another name, other sources or another CPU
 
 
 class Attach(Frame, tag="A"):

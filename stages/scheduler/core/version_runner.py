@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
 from shm.arena import Arena, ArenaError
@@ -68,6 +70,7 @@ class VersionRunner:
         self.steps_path = steps_path
         self.digest = ""
         self.vocabulary = ""  # digest of what its token ids mean; "": not known
+        self.kernels = ""  # names those of its worker
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
         self._ask_kv_at = 0.0  # s: if it has reported an error
@@ -144,7 +147,7 @@ class VersionRunner:
                 self.kill(now, "replaced by a new worker")
         self.peer = peer
         self._is_detaching = False
-        self.vocabulary = frame.vocabulary
+        self.vocabulary, self.kernels = frame.vocabulary, frame.kernels
         self._hello = hello
         self._ready = frame
         if frame.error:
@@ -362,7 +365,8 @@ class VersionRunner:
     def state(self) -> m.ModelState:
         """State for the gateways."""
         kv = self.kv_state
-        return self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
+        state = self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
+        return msgspec.structs.replace(state, kernels=self.kernels)
 
     def retire(self) -> None:
         """The version is unloaded: refuse its remaining sequences, and detach the worker from the arenas."""
