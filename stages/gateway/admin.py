@@ -14,7 +14,8 @@ The target of `load`, `reload` and `unload` may be MODEL:ADAPTER, and `path` the
 
 Every other answer is the state after the operation. The answers to `load`, `reload` and `unload` also have `change`,
 which contains `done` and the outcome or the progress. With `wait` false they return at once. Repeating an operation
-with the same `change` (an id that the client chooses) starts nothing and returns the progress. Drains survive a restart
+with the same `change` (an id that the client chooses) starts nothing and returns the outcome as soon as it is
+known, or the progress after `PROGRESS_S`. Drains survive a restart
 of the gateway in a small file beside the arenas, which is removed when the whole server stops; the table of loaded
 models is in the run directory.
 """
@@ -22,6 +23,8 @@ models is in the run directory.
 from __future__ import annotations
 
 import logging
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ log = logging.getLogger("starling.gateway.admin")
 
 MAX_TIMEOUT_S = 86_400.0
 POLL_S = 0.05  # between two checks whether a change has ended, if no event comes
+PROGRESS_S = 0.2  # until a repeated operation returns the progress of a change that has not ended
 LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
@@ -106,7 +110,7 @@ class Admin:
             raise InvalidRequest("target is missing: the model's name", "target")
         change = _text(request, "change", 64) or new_change_id()
         timeout_s = _seconds(request, UNLOAD_TIMEOUT_S if op == "unload" else LOAD_TIMEOUT_S)
-        waits = _flag(request, "wait")
+        waits, is_repeated = _flag(request, "wait"), self._loader.is_known(change)
         if op == "unload":
             self._loader.unload(target, change, timeout_s)
         elif op == "reload":
@@ -119,7 +123,8 @@ class Admin:
                     "kv_cache_mb",
                 )
             self._loader.load(target, path, change, timeout_s, megabytes)
-        while not (report := self._loader.report(change))["done"] and waits:
+        deadline = time.monotonic() + (math.inf if waits else PROGRESS_S if is_repeated else 0.0)
+        while not (report := self._loader.report(change))["done"] and time.monotonic() < deadline:
             await self._service.readiness.wait_for_change(POLL_S)
         return {"id": change, **report}
 

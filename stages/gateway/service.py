@@ -75,6 +75,7 @@ from stages.gateway.versions.loaded_versions import LoadedVersions
 from stages.gateway.versions.loader import Loader
 from stages.gateway.versions.model_use import ModelUse
 from stages.gateway.versions.on_demand import OnDemand
+from stages.gateway.versions.passed_tests import PassedTests
 from stages.gateway.versions.self_test import SelfTest
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ if TYPE_CHECKING:
 class Service:
     """One per process. `clock` is monotonic, `wall` is s since 1970 by the system's clock.
 
-    `responses_path`: file of the stored responses; None: in memory.
+    `responses_path`, `self_tests_path`: files of the stored responses and of the passed self-tests; None: in memory.
     `steady` is s since 1970 that no change of that clock moves: for what is compared after a restart; None: `wall`.
     """
 
@@ -104,6 +105,7 @@ class Service:
         steady: Callable[[], float] | None = None,
         api_keys: Keys | None = None,
         responses_path: Path | None = None,
+        self_tests_path: Path | None = None,
     ) -> None:
         steady = steady or wall
         self.api_keys = Keys(config) if api_keys is None else api_keys  # one that has no keys yet is false
@@ -186,7 +188,7 @@ class Service:
             self.readiness,
             self.in_flight,
             self.lifecycle,
-            SelfTest(self.loaded, self.tokenizer, self.relay, self.embedder, clock),
+            SelfTest(self.loaded, self.tokenizer, self.relay, self.embedder, clock, PassedTests(self_tests_path)),
             Eviction(config, self.catalog, self.in_flight, self.use, measure, clock),
             measure,
             steady,

@@ -80,6 +80,7 @@ class GatewayStage:
             steady=steady,
             api_keys=Keys(config, KeyFile(key_path(paths.state_dir(config)))),
             responses_path=paths.state_dir(config) / "responses.db",
+            self_tests_path=paths.state_dir(config) / "self-tests.json",
         )
         self.tokenizer.on_up = self.service.on_tokenizer_up
         self.tokenizer.on_down = self.service.on_tokenizer_down

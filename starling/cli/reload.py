@@ -28,8 +28,7 @@ from starling.cli.options import exit_codes, json_option, timeout_option
 
 LOAD_TIMEOUT_S = 600.0
 UNLOAD_TIMEOUT_S = 30.0
-POLL_S = 0.05  # at most, between two questions, each of which takes the gateway 4 ms
-MIN_POLL_S = 0.02  # at first; later a fifth of the time since the change began
+POLL_S = 0.05  # at most, between two questions, if the gateway does not wait for news of the change by itself
 RESTART_S = 30.0  # how long the gateway may not answer while it is being restarted
 SPARE_S = 15.0  # beyond the timeout, for the gateway to report the end
 
@@ -202,6 +201,7 @@ def change(
     begun = answered = clock()
     deadline = begun + timeout_s + SPARE_S
     while True:
+        asked = clock()
         try:
             state = control.call(run_dir, "gateway", request)
             answered = clock()
@@ -214,7 +214,8 @@ def change(
                 raise
         if clock() >= deadline:
             raise ModelUnavailable(f"{op} of {model} has not finished after {timeout_s + SPARE_S:g} s and continues")
-        pause(max(MIN_POLL_S, min(POLL_S, (clock() - begun) / 5)))
+        # A fifth of the time since the change began, less what the gateway has waited for news.
+        pause(max(0.0, min(POLL_S, (asked - begun) / 5) - (clock() - asked)))
 
 
 def _is_alive(run_dir: Path) -> bool:

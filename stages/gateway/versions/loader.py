@@ -119,7 +119,7 @@ class Loader:
 
     def load(self, name: str, path: str, change: str, timeout_s: float, kv_cache_mb: int = 0) -> None:
         """Start loading a model, unless the change is known. Raises `StarlingError`."""
-        if self._is_known(change):
+        if self.is_known(change):
             return
         if ":" in name:
             if kv_cache_mb:
@@ -132,7 +132,7 @@ class Loader:
 
     def reload(self, name: str, path: str, change: str, timeout_s: float) -> None:
         """Start loading a version that replaces the serving one, unless the change is known. Raises `StarlingError`."""
-        if self._is_known(change):
+        if self.is_known(change):
             return
         if ":" in name:
             self._change_adapter("reload", name, path, change, timeout_s)
@@ -157,7 +157,7 @@ class Loader:
 
         No request loads the model again, until an operator does.
         """
-        if self._is_known(change):
+        if self.is_known(change):
             return
         if ":" in name:
             self._change_adapter("unload", name, "", change, timeout_s)
@@ -210,7 +210,8 @@ class Loader:
             for version in self._catalog.all
         ]
 
-    def _is_known(self, change: str) -> bool:
+    def is_known(self, change: str) -> bool:
+        """Whether a change of that id was begun, here or by an earlier gateway, and its outcome is still stored."""
         return (
             change in self._changes
             or change in self._failed
@@ -229,11 +230,14 @@ class Loader:
     ) -> Change:
         if len(self._changes) >= MAX_CHANGES:
             raise Conflict(f"{MAX_CHANGES} changes are in progress; wait for them", "target")
-        if op != "demand" and not self._catalog.loading() and not self._catalog.retiring():
+        is_checked = op != "demand" and not self._catalog.loading() and not self._catalog.retiring()
+        if is_checked:
             # No version will free memory, so what does not fit now will not fit later.
             self._steps.check_memory(settings)
+        is_next = is_checked and not self._changes  # nothing takes memory between this check and the load
         until = self._wall() + timeout_s
-        return self._start(Change(change, op, settings.name), self._load(change, op, settings, until, of_adapter))
+        steps = self._load(change, op, settings, until, of_adapter, is_next)
+        return self._start(Change(change, op, settings.name), steps)
 
     def _start(self, change: Change, steps: Coroutine[Any, Any, None]) -> Change:
         self._changes[change.id] = change
@@ -265,9 +269,18 @@ class Loader:
             self.on_demand_failed(change.name, error)
 
     async def _load(
-        self, change: str, op: Op, settings: ModelConfig, until: float, of_adapter: AdapterChange | None
+        self,
+        change: str,
+        op: Op,
+        settings: ModelConfig,
+        until: float,
+        of_adapter: AdapterChange | None,
+        is_checked: bool = False,
     ) -> None:
-        """Load a version from the start. Raises `StarlingError`; the version is not in the catalog then."""
+        """Load a version from the start. Raises `StarlingError`; the version is not in the catalog then.
+
+        is_checked: its memory has just been.
+        """
         async with self._load_lock:
             is_serving = self._catalog.serving(settings.name) is not None
             if is_serving and op == "demand":
@@ -280,7 +293,7 @@ class Loader:
             check_slug(self._catalog, settings)
             if op == "demand":
                 await self._make_room(change, settings)
-            else:
+            elif not is_checked or of_adapter is not None:
                 await self._steps.wait_for_memory(change, settings, until)
             digest = known_digest(settings)
             like = self._catalog.serving(settings.name) if of_adapter is not None else None
