@@ -100,6 +100,19 @@ class AgentUnderTest:
             raise RuntimeError(f"the engine of {model} answers {response.status}")
         return seconds
 
+    def settle(self) -> None:
+        """Wait until a standby engine waits for a model, as on an agent that has been running for a while."""
+        until = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < until:
+            with contextlib.closing(
+                http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
+            ) as connection:
+                connection.request("GET", "/metrics", headers=self._site.headers)
+                if re.search(rb"^starling_agent_standby_engines [1-9]", connection.getresponse().read(), re.MULTILINE):
+                    return
+            time.sleep(POLL_S)
+        raise RuntimeError(f"no standby engine waits after {TIMEOUT_S:.0f} s")
+
     def unload(self, model: str, drop_cached: bool = False) -> None:
         """End the engine, and remove the files if `drop_cached`."""
         self.call("/unload_model", {"model_id": model, "drop_cached": drop_cached})

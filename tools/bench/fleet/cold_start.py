@@ -1,9 +1,9 @@
 """From the request to load a model to its first token, by where its bytes are.
 
 The blob store is nginx with a bound for each connection.  The ways take turns, round by round, so that what else the
-machine does meets all of them.  A check of the instrument: no way with one connection can be faster than bare requests
-for the same pieces over one connection, which are measured before the rounds; and the peer's way must read nothing of
-the weights from the store.
+machine does meets all of them.  Before each the agent has its standby engine again.  A check of the instrument: no way
+with one connection can be faster than bare requests for the same pieces over one connection, which are measured before
+the rounds; and the peer's way must read nothing of the weights from the store.
 """
 
 from __future__ import annotations
@@ -75,22 +75,27 @@ def _round(site: Site, store: LimitedStore, models: list[Any], name: str) -> Ite
     for way, is_streaming in zip(ONE_CONNECTION, (False, True)):
         settings = {"peers": False, "layer_streaming": is_streaming}
         with agent(site, "one", store.url, models, download_connections=1, agent=settings) as one:
+            one.settle()
             yield way, one.first_token_s(name)
             one.unload(name, drop_cached=True)
     with agent(site, "holder", store.url, models) as holder:
+        holder.settle()
         yield "parallel ranges", holder.first_token_s(name)
         holder.unload(name)
         before = store.bytes_sent()
         with agent(site, "other", store.url, models) as other:
+            other.settle()
             yield "a peer's cache", other.first_token_s(name)
             other.unload(name, drop_cached=True)
         if store.bytes_sent() != before:
             print(f"the store has sent {store.bytes_sent() - before:,} bytes to an agent with a peer", flush=True)
+        holder.settle()
         if (left := _drop_from_memory(holder)) < 0.1:
             yield "NVMe", holder.first_token_s(name)
             holder.unload(name)
         else:
             print(f"{left:.0%} of the file stay in memory: NVMe is not measured", flush=True)
+        holder.settle()
         yield "page cache", holder.first_token_s(name)
         holder.unload(name, drop_cached=True)
 
