@@ -27,6 +27,7 @@ output_record.py  the output tokens of a stream, from which another engine conti
 text_stream.py  the text of a stream of another engine, from which another one goes on
 opening.py      exchanges that end when their agent is lost
 releases.py     tells engines that no one reads a request
+catalog_reader.py  what is published
 cold_loads.py   loads that requests wait for, one for each model
 placement.py    the loads that placements need
 idle_models.py  models that have had no requests for a while

@@ -32,17 +32,12 @@ from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
 from pipeline.blobs.address import open_store as open_blobs
 from pipeline.blobs.interface import BlobStore
-from pipeline.catalog import contents
-from pipeline.catalog.adapter_entry import AdapterEntry
-from pipeline.catalog.adapters import entries as published_adapters
-from pipeline.catalog.adapters import usable
-from pipeline.catalog.entry import Entry
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.coordination.address import open_store
 from pipeline.coordination.election import Election, Term
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import ConfigError, ModelUnavailable, StarlingError
+from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.fleet import token
 from pipeline.fleet.bodies import HeartbeatRequest, HeartbeatResponse
 from pipeline.fleet.peer_tls import open_tls
@@ -52,6 +47,7 @@ from pipeline.observe.metrics import Metrics
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator import conversation_routes, response_routes
+from stages.orchestrator.catalog_reader import CatalogReader
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.connecting import connect
 from stages.orchestrator.fleet_api import EventLog, FleetApi
@@ -87,9 +83,6 @@ BACKLOG = 1024
 HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
-CATALOG_S = 30.0  # between two reads of the catalog
-FIRST_CATALOG_S = 30.0  # for the first one to end: then models are placed without it
-CATALOG_MISS_S = 1.0  # and after a request has named an unknown model
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
@@ -112,7 +105,6 @@ class OrchestratorStage:
         self.events = EventLog(time.time)
         self.registry = Registry(self._heartbeat, time.monotonic)
         self._published: dict[str, Published] = {}
-        self._adapters: list[AdapterEntry] = []
         weights = Weights(bounds.alpha, bounds.beta, bounds.gamma, bounds.delta)
         self.router = ScoreRouter(
             weights,
@@ -126,6 +118,7 @@ class OrchestratorStage:
         self.pressure = MemoryPressure(self.idle)
         self._calls = AgentCalls(self.client, self._token, is_tls=self._tls is not None)
         self.signer = UrlSigner(self._blobs, bounds.url_valid_s, self._start_poll, time.monotonic)
+        self._catalog = CatalogReader(self._blobs, self._published, self.signer, self.router, time.monotonic)
         self.changes = ModelChanges(
             self._calls,
             self.registry,
@@ -169,7 +162,7 @@ class OrchestratorStage:
             self.metrics,
             time.monotonic,
             time.time,
-            self._learn,
+            self._catalog.learn,
             keys,
             Quotas(config.rate_limits, time.monotonic, None, steady, keys.limits, use),
             self.quotas,
@@ -212,9 +205,6 @@ class OrchestratorStage:
         self.port = 0
         self._polls: dict[str, asyncio.Task[None]] = {}
         self._health: dict[str, str] = {}
-        self._catalog_read = -CATALOG_S
-        self._reading: asyncio.Task[None] | None = None  # of the catalog
-        self._catalog_known = asyncio.Event()  # it has been read, or could not be
         self._placing: dict[str, asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
         self._texts: TextServer | None = None
@@ -238,7 +228,7 @@ class OrchestratorStage:
             assert runner.server is not None
             self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text)
             server = await self._listen(self._texts)
-            works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog())
+            works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog.follow())
             tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             # Objects that live until the end are not traversed by later collections, which would delay streams.
@@ -252,10 +242,10 @@ class OrchestratorStage:
             await self._drain()
             return 0
         finally:
-            tasks += [self._reading] if self._reading is not None else []
             for task in (*tasks, *self._polls.values(), *self._placing.values()):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._catalog.close()
             await self.responses.close()
             await self.cold.close()
             await self.signer.close()
@@ -380,58 +370,9 @@ class OrchestratorStage:
 
     # ---------------------------------------------------------------- the catalog
 
-    async def _catalog(self) -> None:
-        """Read the catalog now and then."""
-        while True:
-            await self._read_catalog()
-            await asyncio.sleep(CATALOG_S)
-
-    async def _read_catalog(self) -> None:
-        """Read it, or wait for the read that is under way."""
-        if self._reading is None or self._reading.done():
-            self._catalog_read = time.monotonic()
-            self._reading = asyncio.get_running_loop().create_task(self._read_entries())
-        await asyncio.shield(self._reading)
-
-    async def _read_entries(self) -> None:
-        try:
-            entries = await contents.entries(self._blobs)
-        except StarlingError as error:
-            log.warning("the catalog cannot be read", extra={"reason": error.message})
-            self._catalog_known.set()
-            return
-        self._use_catalog(entries)
-        with contextlib.suppress(StarlingError):  # then those that are known stay
-            self._adapters = await published_adapters(self._blobs)
-            self._use_catalog(entries)
-        self._catalog_known.set()
-
-    def _use_catalog(self, entries: list[Entry]) -> None:
-        """Route by these entries, and by what is known of adapters."""
-        found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
-        adapters = usable(self._adapters, entries)
-        for one, model in adapters:
-            found[one.name] = Published(model.digest, model.weights_bytes + one.bytes, one.digest)
-        self._published.clear()
-        self._published.update(found)
-        self.signer.set_entries(entries, [one for one, _ in adapters])
-
-    async def _learn(self, model: str) -> None:
-        """A request names a model that is not known: it may have been published lately."""
-        if self.router.resolve(model) in self._published or self.router.has(model):
-            return
-        is_reading = self._reading is not None and not self._reading.done()
-        if is_reading or time.monotonic() - self._catalog_read > CATALOG_MISS_S:
-            await self._read_catalog()
-
-    async def _first_catalog(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_CATALOG_S):
-                await self._catalog_known.wait()
-
     async def _run_responses(self) -> None:
         """Run what is in the background, as soon as it is known where."""
-        await self._first_catalog()
+        await self._catalog.until_known()
         while self.registry.awaits_answers():
             await self._next_change(1.0)
         await self.responses.run()
@@ -440,7 +381,9 @@ class OrchestratorStage:
 
     async def _lead(self) -> None:
         """Carry out placements while this orchestrator leads."""
-        await self._first_catalog()  # agents without credentials refuse to load a model without its entry and URLs
+        await (
+            self._catalog.until_known()
+        )  # agents without credentials refuse to load a model without its entry and URLs
         election = Election(self._store, LEADER_KEY, self.identity.encode(), LEADER_S)
         while True:
             try:

@@ -1,0 +1,102 @@
+"""Reads the catalog now and then, and when a request names what is not known yet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+from pipeline.blobs.interface import BlobStore
+from pipeline.catalog import contents
+from pipeline.catalog.adapter_entry import AdapterEntry
+from pipeline.catalog.adapters import entries as published_adapters
+from pipeline.catalog.adapters import usable
+from pipeline.catalog.entry import Entry
+from pipeline.errors import StarlingError
+from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.signed_urls import UrlSigner
+
+log = logging.getLogger("starling.orchestrator")
+
+READ_S = 30.0  # between two reads of the catalog
+FIRST_S = 30.0  # for the first one to end: then models are placed without it
+MISS_S = 1.0  # between two reads for requests that name unknown models
+
+
+class CatalogReader:
+    """Keeps `published`, what routing uses of it, and the signer's entries up to date."""
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        published: dict[str, Published],
+        signer: UrlSigner,
+        router: ScoreRouter,
+        clock: Callable[[], float],
+    ) -> None:
+        self._blobs = blobs
+        self._published = published
+        self._signer = signer
+        self._router = router
+        self._clock = clock
+        self._adapters: list[AdapterEntry] = []
+        self._read_at = -READ_S
+        self._reading: asyncio.Task[None] | None = None
+        self._is_known = asyncio.Event()  # it has been read, or could not be
+
+    async def follow(self) -> None:
+        """Read it now and then."""
+        while True:
+            await self._read()
+            await asyncio.sleep(READ_S)
+
+    async def learn(self, model: str) -> None:
+        """A request names a model: if it is not known, it may have been published lately."""
+        if self._router.resolve(model) in self._published or self._router.has(model):
+            return
+        is_reading = self._reading is not None and not self._reading.done()
+        if is_reading or self._clock() - self._read_at > MISS_S:
+            await self._read()
+
+    async def until_known(self) -> None:
+        """Wait until it has been read, could not be, or takes too long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_S):
+                await self._is_known.wait()
+
+    async def close(self) -> None:
+        """End a read that is under way."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Read it, or wait for the read that is under way."""
+        if self._reading is None or self._reading.done():
+            self._read_at = self._clock()
+            self._reading = asyncio.get_running_loop().create_task(self._read_entries())
+        await asyncio.shield(self._reading)
+
+    async def _read_entries(self) -> None:
+        try:
+            entries = await contents.entries(self._blobs)
+        except StarlingError as error:
+            log.warning("the catalog cannot be read", extra={"reason": error.message})
+            self._is_known.set()
+            return
+        self._use(entries)
+        with contextlib.suppress(StarlingError):  # then those that are known stay
+            self._adapters = await published_adapters(self._blobs)
+            self._use(entries)
+        self._is_known.set()
+
+    def _use(self, entries: list[Entry]) -> None:
+        """Route by these entries, and by what is known of adapters."""
+        found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
+        adapters = usable(self._adapters, entries)
+        for one, model in adapters:
+            found[one.name] = Published(model.digest, model.weights_bytes + one.bytes, one.digest)
+        self._published.clear()
+        self._published.update(found)
+        self._signer.set_entries(entries, [one for one, _ in adapters])
