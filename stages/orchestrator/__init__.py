@@ -41,6 +41,9 @@ connecting.py   opens them: to the first address of a host that answers
 engine_connection.py  one of them: a request and its response
 http_response.py  the bytes of a response
 http_app.py     the routes
+text_request.py  reads plain requests for text
+text_connection.py  the connections of clients, which send them and others
+slots.py        how many requests there may be at once
 event_response.py  the response of a stream to its client
 response_routes.py  those of stored responses
 conversation_routes.py  those of conversations
