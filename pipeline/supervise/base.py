@@ -88,15 +88,20 @@ class SupervisorBase:
 def fork(body: Callable[[], int]) -> int:
     """Fork a copy of this process, in its own process group, that exits with the code `body` returns.
 
-    It receives SIGKILL when this process dies.  Returns its pid, in the parent.
+    It receives SIGKILL when this process dies.  Returns its pid, in the parent.  Raises `OSError`: there are too many
+    processes, or too little memory.
     """
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    pid = os.fork()
+    pid = -1
+    try:
+        pid = os.fork()
+    finally:
+        if pid:  # in the parent, also if the fork failed
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     if pid:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return pid
     code = process.EXIT_FATAL
     try:
@@ -114,3 +119,13 @@ def fork(body: Callable[[], int]) -> int:
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def open_pidfd(pid: int) -> int:
+    """The pidfd of a child. Raises `OSError` if there are too many descriptors; then the child has been killed."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise

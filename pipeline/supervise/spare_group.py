@@ -14,6 +14,8 @@ import os
 import select
 import signal
 import socket
+import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -77,20 +79,45 @@ class SpareGroup:
 
 
 def fork_spare(stage: str, config: Config, run: RunVersion, now: float) -> SpareGroup:
-    """Fork a spare from this process, which has imported the stage."""
+    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def body() -> int:
         ours.close()
         return _supervise(stage, config, run, theirs)
 
-    pid = base.fork(body)
-    theirs.close()
-    return SpareGroup(pid, os.pidfd_open(pid), ours, now)
+    try:
+        pid = base.fork(body)
+        return SpareGroup(pid, base.open_pidfd(pid), ours, now)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
 
 
 def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
-    """The supervisor of a spare; the exit code."""
+    """The supervisor of a spare; the exit code.
+
+    Until it supervises a version it ends by SIGKILL alone.  The pool may have given it a version meanwhile, and gives
+    up a version whose supervisor exits, but starts one whose supervisor was killed again.
+    """
+    try:
+        supervise_version = _wait_for_version(stage, config, run, channel)
+    except Exception:
+        traceback.print_exc()
+        supervise_version = None
+    if supervise_version is None:
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert supervise_version is not None
+    return supervise_version()
+
+
+def _wait_for_version(
+    stage: str, config: Config, run: RunVersion, channel: socket.socket
+) -> Callable[[], int] | None:
+    """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
     watched_ancestors = prepare_supervisor(stage, config)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,18 +132,20 @@ def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.sock
     message = _receive(channel, pid)
     channel.close()
     if not message:
-        return process.EXIT_FATAL  # the waiting process has ended, or the pool; the pool starts another spare
+        return None
     version = msgspec.msgpack.decode(message, type=ModelVersion)
-    fork = start_fork(lambda: run(version)(), stage, config)
-    return run_supervisor(stage, _start_waiting(pid, ours, version, fork), config, watched_ancestors, version.stage)
+    start = _start_waiting(pid, ours, version, start_fork(lambda: run(version)(), stage, config))
+    return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage)
 
 
 def _receive(channel: socket.socket, pid: int) -> bytes:
-    """The pool's message; b"" if the process `pid` or the pool has ended."""
+    """The pool's message, even if the process `pid` has ended; b"" if it has without one, or the pool has ended."""
     pidfd = os.pidfd_open(pid)
     try:
-        ready, _, _ = select.select([channel.fileno(), pidfd], [], [])
-        return channel.recv(MESSAGE_BYTES) if pidfd not in ready else b""
+        select.select([channel.fileno(), pidfd], [], [])
+        return channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return b""
     finally:
         os.close(pidfd)
 

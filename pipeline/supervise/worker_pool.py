@@ -48,6 +48,7 @@ log = logging.getLogger("starling.worker_pool")
 TICK_S = 0.1  # while a member starts or stops
 IDLE_TICK_S = 5.0  # otherwise: changes of the table, signals and deaths wake the pool
 RETRY_S = 60.0  # until a serving version that has given up is started again; its cause may be a full disk
+FORK_RETRY_S = 1.0  # until a version is started again for which no process could be forked
 SPARE_AFTER_S = 2.0  # from the start of a member to the fork of a spare, so that it takes no core from the member
 EXIT_S = 0.4  # beyond a member's drain time, for the end of its supervisor: honcho kills the pool after 5 s
 
@@ -195,8 +196,15 @@ class WorkerPool(SupervisorBase):
         if spare is not None and was_spare:
             member.pid, member.pidfd, self._spare = spare.pid, spare.pidfd, None
         else:
-            member.pid = self._fork(member.version)
-            member.pidfd = os.pidfd_open(member.pid)
+            try:
+                pid = self._fork(member.version)
+                member.pid, member.pidfd = pid, base.open_pidfd(pid)
+            except OSError as error:
+                self._fence(member)  # what a supervisor has started that was forked and killed at once
+                member.not_before = member.started + FORK_RETRY_S
+                facts = {"version": member.version.id, "error": str(error), "retry_s": FORK_RETRY_S}
+                log.error("worker group cannot be started", extra=facts)
+                return
             self.register(member.pidfd)
         facts = {"version": member.version.id, "supervisor": member.pid, "was_spare": was_spare}
         log.info("worker group started", extra=facts)
@@ -221,10 +229,13 @@ class WorkerPool(SupervisorBase):
         if spare is not None and self.stop_requests:
             spare.kill()
         if spare is None and self._needs_spare() and self._clock() >= self._next_spare:
-            self._spare = spare = self._fork_spare()
-            if spare is None:
-                self._next_spare = float("inf")
-            else:
+            self._next_spare = self._clock() + self._retry_s  # if there is none now
+            try:
+                self._spare = spare = self._fork_spare()
+            except OSError as error:  # too many processes or descriptors, or too little memory
+                log.warning("no spare worker group", extra={"error": str(error), "retry_s": self._retry_s})
+            if spare is not None:
+                self._next_spare = float("-inf")
                 self.register(spare.pidfd)
 
     def _reap_spare(self) -> None:
@@ -407,7 +418,8 @@ def run_worker_pool(
     def fork(version: ModelVersion) -> int:
         """Start a supervisor; its pid."""
         # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
-        body = run(version) if preloaded(preload) else None
+        # `run` reads the table, which the version may have left: that must end the member, not the pool.
+        body = (lambda: run(version)()) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
     def spare() -> SpareGroup | None:

@@ -6,11 +6,13 @@ python -m tests.pipeline.pool_process CONFIG_FILE
     parent   start a process of its own in a group of its own, then stay
 
 With STARLING_TEST_SPARE_AFTER_S there is a spare group, that many seconds after the start of a member.  A member that
-was the spare has a real supervisor, and the line of the report is of its stage's process.
+was the spare has a real supervisor, and the line of the report is of its stage's process.  The first
+STARLING_TEST_FAILED_FORKS forks of members fail, and as many of spares.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -32,7 +34,15 @@ def main() -> int:
     process.become_subreaper()
     report = paths.run_dir(config) / "report"
 
+    failures = {kind: int(os.environ.get("STARLING_TEST_FAILED_FORKS", "0")) for kind in ("member", "spare")}
+
+    def fail(kind: str) -> None:
+        failures[kind] -= 1
+        if failures[kind] >= 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
     def fork(version: ModelVersion) -> int:
+        fail("member")
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -61,9 +71,10 @@ def main() -> int:
         return lambda: behave(version)
 
     def spare() -> SpareGroup | None:
-        return (
-            fork_spare("worker", config, run, time.monotonic()) if "STARLING_TEST_SPARE_AFTER_S" in os.environ else None
-        )
+        if "STARLING_TEST_SPARE_AFTER_S" not in os.environ:
+            return None
+        fail("spare")
+        return fork_spare("worker", config, run, time.monotonic())
 
     spare_after_s = float(os.environ.get("STARLING_TEST_SPARE_AFTER_S", SPARE_AFTER_S))
     retry_s = float(os.environ.get("STARLING_TEST_RETRY_S", RETRY_S))

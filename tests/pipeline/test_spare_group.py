@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline import procfs
+from pipeline.models.versions import ModelVersion
+from pipeline.supervise.spare_group import fork_spare
 from tests.e2e.server import wait_gone
 from tests.pipeline.pool_world import WAIT_S, World, make
 
@@ -120,6 +124,85 @@ def test_a_version_that_takes_the_spare_and_is_removed_at_once_leaves_nothing(wo
     stop(world)
     assert wait_gone(last)
     assert wait_gone(waiting)
+
+
+def fork_and_kill(world: World, monkeypatch: pytest.MonkeyPatch, version: ModelVersion | None) -> tuple[int, int]:
+    """Fork a spare here, give it `version` while its waiting process has been killed, and let its supervisor go on.
+
+    The pids of the supervisor and of the process that waited.
+    """
+    # As if the pool had looked before the supervisor was stopped, which only makes the order certain.
+    monkeypatch.setattr(procfs, "is_stopped", lambda pid: False)
+
+    def run(version: ModelVersion) -> Callable[[], int]:
+        def body() -> int:
+            with (world.run_dir / "report").open("a") as lines:
+                lines.write(f"{version.id} {os.getpid()} 0\n")
+            return 0 if signal.sigwait({signal.SIGTERM}) else 1
+
+        return body
+
+    group = fork_spare("worker", world.config, run, 0.0)
+    deadline = time.monotonic() + WAIT_S
+    while not (below := procfs.children(group.pid)):
+        assert time.monotonic() < deadline
+    (waiting,) = below
+    os.kill(group.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, group.pid, os.WSTOPPED)
+    os.kill(waiting, signal.SIGKILL)
+    while (stat := procfs.read_stat(waiting)) is not None and stat.state != "Z":
+        assert time.monotonic() < deadline
+    if version is not None:
+        assert group.give(version)
+    os.kill(group.pid, signal.SIGCONT)
+    os.close(group.pidfd)
+    if version is None:
+        group.channel.close()
+    return group.pid, waiting
+
+
+def test_a_version_that_is_given_to_a_dying_spare_is_run(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor, waiting = fork_and_kill(world, monkeypatch, make("stay", 2, "loading"))
+    deadline = time.monotonic() + WAIT_S
+    while not (lives := world.lives("m@2")):
+        assert os.waitid(os.P_PID, supervisor, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "it has ended"
+        assert time.monotonic() < deadline
+    assert lives[0][0] != waiting
+    os.kill(supervisor, signal.SIGKILL)
+    os.waitpid(supervisor, 0)
+    assert wait_gone(lives[0][0])
+
+
+def test_the_supervisor_of_a_spare_that_gets_no_version_is_killed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version given at that moment is lost: the pool starts a member again that was killed, not one that exits."""
+    supervisor, _ = fork_and_kill(world, monkeypatch, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(supervisor, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_spare_that_cannot_be_forked_leaves_nothing_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(BlockingIOError):
+        fork_spare("worker", world.config, lambda version: lambda: 0, 0.0)
+    assert (set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+
+
+def test_without_processes_for_it_the_spare_comes_later(world: World) -> None:
+    """Neither a spare nor a member that cannot be forked ends the pool."""
+    world.write(make("stay", 1))
+    world.start(STARLING_TEST_SPARE_AFTER_S="0", STARLING_TEST_RETRY_S="0.2", STARLING_TEST_FAILED_FORKS="2")
+    member, _ = world.wait_begun("m@1")
+    assert len(world.lives("m@1")) == 1
+    _, waiting = spare(world)
+    world.write(make("stay", 1), make("stay", 2, "loading"))
+    assert world.wait_begun("m@2")[0] == waiting
+    assert not wait_gone(member, 0)
+    stop(world)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
