@@ -114,9 +114,7 @@ def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.sock
     return supervise_version()
 
 
-def _wait_for_version(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket
-) -> Callable[[], int] | None:
+def _wait_for_version(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> Callable[[], int] | None:
     """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
     watched_ancestors = prepare_supervisor(stage, config)

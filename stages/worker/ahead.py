@@ -1,7 +1,8 @@
 """What a worker group prepares on a thread while the scheduler and kv make their arenas for it.
 
-The activations arena of the geometry that they will ask for, and the weights mapped into rank 0; the other ranks map
-theirs (ranks.py).  Only for a version that a request or a self-test waits for: others compute dummy passes.
+The activations arena of the geometry that they will ask for, and the weights mapped into rank 0, until `close`; the
+other ranks map theirs (ranks.py).  Only for a version that a request or a self-test waits for: others compute dummy
+passes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ log = logging.getLogger("starling.worker")
 
 
 class Ahead:
-    """`make` creates the arena of a geometry, `weights` is the map of the checkpoint."""
+    """`make` creates the arena of a geometry, `weights` is what rank 0 maps of the checkpoint."""
 
     def __init__(
         self, geometry: ActivationsGeometry, make: Callable[[ActivationsGeometry], Arena], weights: np.ndarray
@@ -32,6 +33,7 @@ class Ahead:
         self._weights = weights
         self._arena: Arena | None = None
         self._is_made = threading.Event()  # or it cannot be
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
         # Signals are the main thread's: one that this thread took would not end the main thread's poll().
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -50,7 +52,8 @@ class Ahead:
         return arena
 
     def close(self) -> None:
-        """Remove the arena if it was not taken. Idempotent."""
+        """Remove the arena if it was not taken, and map no more weights. Idempotent."""
+        self._is_closed = True
         self._is_made.wait()
         arena, self._arena = self._arena, None
         if arena is not None:
@@ -64,4 +67,4 @@ class Ahead:
             log.info("no activations arena ahead", extra={"reason": str(error)})
         finally:
             self._is_made.set()
-        map_weights(self._weights)
+        map_weights(self._weights, lambda: not self._is_closed)

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 SAMPLE_BYTES = 1 << 20  # between two pages that `are_in_memory` asks for
+SLICE_BYTES = 4 << 20  # mapped by one call, which keeps other threads from mapping anything: a millisecond in memory
+MAX_MAPPED_BYTES = 16 << 30  # by all ranks together, before they read it: page tables of 32 MiB
 
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14; an older kernel refuses it
@@ -31,9 +36,21 @@ def are_in_memory(weights: np.ndarray) -> bool:
     return True
 
 
-def map_weights(weights: np.ndarray) -> None:
-    """Map all pages into this process, and read those that are not in memory.
+def can_ask(path: Path, owner: int) -> bool:
+    """Whether the kernel tells this process which pages of the file at `path` are in memory.
+
+    To others than the owner and who may write the file it says that all are, since Linux 5.2.
+    """
+    return owner == os.geteuid() or os.access(path, os.W_OK)
+
+
+def map_weights(weights: np.ndarray, goes_on: Callable[[], bool] = lambda: True) -> None:
+    """Map all pages into this process, and read those that are not in memory; no more as soon as not `goes_on()`.
 
     An error of the disk is left to the step that reads the page.
     """
-    _libc.madvise(ctypes.c_void_p(weights.ctypes.data), ctypes.c_size_t(weights.nbytes), _MADV_POPULATE_READ)
+    for offset in range(0, weights.nbytes, SLICE_BYTES):
+        if not goes_on():
+            return
+        nbytes = min(SLICE_BYTES, weights.nbytes - offset)
+        _libc.madvise(ctypes.c_void_p(weights.ctypes.data + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)

@@ -122,7 +122,7 @@ def pin(cpus: list[int], rank: int, ranks: int) -> None:
 def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bool = False) -> Rank:
     """Fork one rank. Call it before this process has other threads or sockets.
 
-    maps_weights: it maps the weights at once, all of which are in memory.
+    maps_weights: it maps the weights, all of which are in memory, until the first message.
     """
     leader_end, rank_end = channel_pair()
     parent = os.getpid()
@@ -142,7 +142,8 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bo
         gc.freeze()
         pin(cpus, rank, ranks)
         if maps_weights:
-            map_weights(model.checkpoint.data)
+            # Rank 0 does not wait for it: what a rank has not mapped when it must attach, its steps do.
+            map_weights(model.weights, lambda: not select.select([rank_end.reader], [], [], 0)[0])
         code = _follow(model, rank, rank_end)
     except BaseException:
         traceback.print_exc()

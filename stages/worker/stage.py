@@ -8,6 +8,8 @@ when no step is published, and under load every `POLL_EVERY_NS` or at the end of
 
 Of a checkpoint that is still downloaded (arriving_weights.py) the layers of a step are computed as they arrive; then
 there are no dummy passes.
+
+Length: start, attachment and steps share one state, which no other module may see half changed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_ada
 from stages.worker.checkpoint.weight_copies import copy_weights, should_copy
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.mapped_weights import are_in_memory, map_weights
+from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
 from stages.worker.memory_check import check_memory, is_planned, memory_left
 from stages.worker.model import Model
 from stages.worker.rank_places import place_ranks
@@ -112,7 +114,9 @@ class WorkerStage:
             self._vocabulary = self.model.index.vocabulary_digest
         # A version that is loaded while the server runs gets no dummy passes, which a request would wait for.
         self._is_awaited = version.state == "loading" and self._arriving is None
-        maps = self._is_awaited and are_in_memory(checkpoint.data)
+        are_there = can_ask(checkpoint.path, checkpoint.info.st_uid) and are_in_memory(checkpoint.data)
+        is_small = checkpoint.data.nbytes * self.n_ranks <= MAX_MAPPED_BYTES
+        maps = self._is_awaited and is_small and are_there
         places, cpus = self._places, self._places.cpus
         self.ranks: list[Rank] = [
             spawn(models[places.node_of(rank) if copies else 0], rank, self.n_ranks, cpus, maps)
@@ -125,9 +129,10 @@ class WorkerStage:
         if self.ranks:
             watch(self.ranks)
         if self._is_awaited:
-            self._read_weights(maps)
+            self._read_weights(are_there)
             steps = version_steps_geometry(config, model_config, version.name, self.model.hyper)
-            self._ahead = Ahead(self._geometry(steps), self._create_activations, checkpoint.data)
+            weights = self.model.weights if is_small else self.model.weights[:0]
+            self._ahead = Ahead(self._geometry(steps), self._create_activations, weights)
         logs.start_writing()
         pin(cpus, 0, self.n_ranks)
         self._warm_up()
@@ -191,7 +196,12 @@ class WorkerStage:
             self._phases.enter("warm up")
             self.loop.reason = f"reading the weights of {self.name}"
             with self.loop.allow_stall(PREPARE_S):
-                map_weights(self.model.checkpoint.data)
+                map_weights(self.model.weights, self._go_on)
+
+    def _go_on(self) -> bool:
+        """Report progress; False when the stage is stopping."""
+        self.loop.report_progress()
+        return not self.loop.stopping
 
     def _warm_up(self) -> None:
         """Dummy passes, so that the first request finds the weights mapped; without them it is only slower.
@@ -250,6 +260,7 @@ class WorkerStage:
                 h.kv_window,
                 h.page_groups,
                 features.cache_dir().name,
+                self._places.nodes,
             )
         )
 

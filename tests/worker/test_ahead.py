@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +16,9 @@ import pytest
 from shm.arena import Arena, ArenaError
 from stages.worker.activations_arena import ActivationsGeometry
 from stages.worker.ahead import Ahead
-from stages.worker.mapped_weights import SAMPLE_BYTES, are_in_memory, map_weights
+from stages.worker.mapped_weights import SLICE_BYTES, are_in_memory, can_ask, map_weights
 
-NBYTES = 4 * SAMPLE_BYTES + 100
+NBYTES = 3 * SLICE_BYTES + 100
 
 
 class Weights(NamedTuple):
@@ -54,6 +55,26 @@ def test_weights_that_have_left_the_memory_are_found_and_read(weights: Weights) 
     assert resident_bytes(weights.data) >= NBYTES
 
 
+def test_mapping_ends_when_it_need_not_go_on(weights: Weights) -> None:
+    """A rank that must attach, and a group that ends, wait for one slice at most."""
+    answers = iter([True, False])
+    map_weights(weights.data, lambda: next(answers))
+    assert SLICE_BYTES <= resident_bytes(weights.data) < 2 * SLICE_BYTES
+    map_weights(weights.data)
+    assert resident_bytes(weights.data) >= NBYTES
+
+
+def test_a_file_of_another_user_counts_as_not_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel would say that all of it is in memory."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"x")
+    assert can_ask(path, os.geteuid())
+    assert can_ask(path, os.geteuid() + 1)  # this process may write it
+    assert not can_ask(tmp_path / "gone.bin", os.geteuid() + 1)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write every file
+    assert not can_ask(path, os.geteuid() + 1)
+
+
 def test_memory_of_the_process_needs_no_reading() -> None:
     assert are_in_memory(np.zeros(NBYTES, np.uint8)[1:])
 
@@ -85,6 +106,24 @@ def test_an_arena_that_is_not_taken_is_removed(tmp_path: Path) -> None:
     for _ in range(2):
         ahead.close()
         assert not path.exists()
+
+
+def test_no_more_is_mapped_after_the_end(weights: Weights, tmp_path: Path) -> None:
+    may_go_on = threading.Event()
+
+    def wait(geometry: ActivationsGeometry) -> Arena:
+        may_go_on.wait()
+        return make(tmp_path / "m.act")
+
+    ahead = Ahead(GEOMETRY, wait, weights.data)
+    ending = threading.Thread(target=ahead.close)
+    ending.start()
+    while not ahead._is_closed:
+        pass
+    may_go_on.set()
+    ending.join()
+    ahead._thread.join()
+    assert resident_bytes(weights.data) == 0
 
 
 def test_an_arena_that_cannot_be_made_leaves_that_to_the_attachment() -> None:

@@ -149,6 +149,8 @@ class ModelState(Frame):
     kv_total_pages: int = 0
     adapters: tuple[tuple[str, str], ...] = ()  # as in `WorkerReady`
     kernels: str = ""  # as in `WorkerReady`; "": no worker group has been attached
+    ranks: int = 0  # as in `WorkerReady`, with `nodes`
+    nodes: tuple[int, ...] = ()
 
 
 class SchedulerState(Frame, tag="Q"):

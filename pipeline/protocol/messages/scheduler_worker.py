@@ -27,6 +27,7 @@ class WorkerReady(Frame, tag="w"):
     window: int = 0  # positions that attention reads in layers with a window; 0: pages behind it are not released
     page_groups: tuple[int, int] = (1, 0)  # as `shm.layer_groups.LayerGroups`
     kernels: str = ""  # names its compiled kernels: another name, other sources or another CPU
+    nodes: tuple[int, ...] = ()  # ranks of each memory node; (): one node, or the ranks are not pinned
 
 
 class Attach(Frame, tag="A"):

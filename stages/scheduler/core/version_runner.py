@@ -71,6 +71,7 @@ class VersionRunner:
         self.digest = ""
         self.vocabulary = ""  # digest of what its token ids mean; "": not known
         self.kernels = ""  # names those of its worker
+        self.places: tuple[int, tuple[int, ...]] = 0, ()  # the number of its ranks, and of those of each memory node
         self.reason = "waiting for its worker"
         self.kv: m.KvReady | None = None
         self._ask_kv_at = 0.0  # s: if it has reported an error
@@ -148,6 +149,7 @@ class VersionRunner:
         self.peer = peer
         self._is_detaching = False
         self.vocabulary, self.kernels = frame.vocabulary, frame.kernels
+        self.places = frame.ranks, frame.nodes
         self._hello = hello
         self._ready = frame
         if frame.error:
@@ -366,7 +368,8 @@ class VersionRunner:
         """State for the gateways."""
         kv = self.kv_state
         state = self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
-        return msgspec.structs.replace(state, kernels=self.kernels)
+        ranks, nodes = self.places
+        return msgspec.structs.replace(state, kernels=self.kernels, ranks=ranks, nodes=nodes)
 
     def retire(self) -> None:
         """The version is unloaded: refuse its remaining sequences, and detach the worker from the arenas."""
