@@ -63,7 +63,7 @@ class TokenizerStage:
         finally:
             self.encode_queue.stop()
             self._thread.join()
-            os.close(self._wake)
+            # `_wake` stays open until the process ends: a thread that opens a model may still write to it.
 
     # -------------------------------------------------------------- models
 
