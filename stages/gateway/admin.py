@@ -42,6 +42,7 @@ log = logging.getLogger("starling.gateway.admin")
 MAX_TIMEOUT_S = 86_400.0
 POLL_S = 0.05  # between two checks whether a change has ended, if no event comes
 PROGRESS_S = 0.2  # until a repeated operation returns the progress of a change that has not ended
+MAX_WAITING = 8  # operations; further ones get the progress at once, so that the control socket has connections left
 LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
@@ -61,6 +62,7 @@ class Admin:
 
     def __init__(self, service: Service, drains_file: Path) -> None:
         self._service = service
+        self._n_waiting = 0  # operations that wait for the end of a change
         self._loader = service.loader
         self._loader.on_unloaded = self._forget
         self._drains_file = drains_file
@@ -123,9 +125,14 @@ class Admin:
                     "kv_cache_mb",
                 )
             self._loader.load(target, path, change, timeout_s, megabytes)
-        deadline = time.monotonic() + (math.inf if waits else PROGRESS_S if is_repeated else 0.0)
-        while not (report := self._loader.report(change))["done"] and time.monotonic() < deadline:
-            await self._service.readiness.wait_for_change(POLL_S)
+        may_wait = is_repeated and self._n_waiting < MAX_WAITING
+        deadline = time.monotonic() + (math.inf if waits else PROGRESS_S if may_wait else 0.0)
+        self._n_waiting += 1
+        try:
+            while not (report := self._loader.report(change))["done"] and time.monotonic() < deadline:
+                await self._service.readiness.wait_for_change(POLL_S)
+        finally:
+            self._n_waiting -= 1
         return {"id": change, **report}
 
     def _drain(self, request: dict[str, Any]) -> None:
