@@ -1,9 +1,10 @@
-"""The self-tests that versions have passed: the token after the first words of their text, by all that it depends on.
+"""The self-tests that versions have passed: the tokens after the first words of their text, by all they depend on.
 
     STATE_DIR/self-tests.json   the last `MAX_TESTS`; replaced atomically, and ignored if it does not decode
 
-A version of which the same is loaded again need only give the same token with the same logprob (self_test.py).  Another
-model file, other kernels, another CPU or other settings of the output are another key.
+A version of which the same is loaded again need only give the same tokens with the same logprobs (self_test.py).
+Another model file, other kernels, another CPU or other settings of the output are another key.  What is recorded for a
+key stays until newer keys take its place: other tokens of the same key are damage.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ class ProbeToken(NamedTuple):
     logprob: float
 
 
+Probe = tuple[ProbeToken, ...]
+
+
 class PassedTests:
     """One per gateway. `path`: of the file; None: they end with this process."""
 
@@ -38,16 +42,15 @@ class PassedTests:
         self._path = path
         self._by_key = _read(path) if path is not None else {}
 
-    def find(self, key: str) -> ProbeToken | None:
-        """The first token of the test that was passed with that key."""
+    def find(self, key: str) -> Probe | None:
+        """The tokens of the test that was passed with that key."""
         return self._by_key.get(key)
 
-    def add(self, key: str, first: ProbeToken) -> None:
-        """A test was passed. What cannot be stored is lost with this process."""
-        if self._by_key.pop(key, None) == first:
-            self._by_key[key] = first
+    def add(self, key: str, probe: Probe) -> None:
+        """A test was passed; an earlier one of that key stays. What cannot be stored is lost with this process."""
+        if key in self._by_key:
             return
-        self._by_key[key] = first
+        self._by_key[key] = probe
         while len(self._by_key) > MAX_TESTS:
             del self._by_key[next(iter(self._by_key))]
         if self._path is None:
@@ -63,11 +66,11 @@ def key_of(**facts: object) -> str:
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()
 
 
-def _read(path: Path) -> dict[str, ProbeToken]:
+def _read(path: Path) -> dict[str, Probe]:
     try:
         if path.stat().st_size > MAX_BYTES:
             return {}
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, ProbeToken])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Probe])
     except FileNotFoundError:
         return {}
     except (OSError, *DECODE_ERRORS) as error:
