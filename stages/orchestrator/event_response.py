@@ -50,14 +50,14 @@ class _Sent(web.StreamResponse):
 class EventResponse:
     """The `Out` of one request for a stream."""
 
-    def __init__(self, request: web.Request, headers: Mapping[str, str]) -> None:
-        """`headers`: of the response, besides those of its form."""
+    def __init__(self, request: web.Request, headers: Mapping[str, str], *, is_last: bool = False) -> None:
+        """`headers`: of the response, besides those of its form. `is_last`: the connection closes after it."""
         self.is_begun = False
         self._request = request
         self._headers = headers
         self._status = 200
         self._is_chunked = request.version >= HttpVersion11
-        self._keeps_connection = self._is_chunked and request.keep_alive
+        self._keeps_connection = self._is_chunked and request.keep_alive and not is_last
         self._head = b""  # until it is sent
 
     async def begin(self, status: int, headers: Mapping[str, str]) -> None:
@@ -100,7 +100,7 @@ class EventResponse:
         transport = self._open_transport()
         self._send(transport, data)
         if transport.get_write_buffer_size() >= BUFFERED_BYTES:
-            await _while_read(transport, self._request.writer.drain())
+            await while_read(transport, self._request.writer.drain())
 
     def _open_transport(self) -> asyncio.Transport:
         transport = self._request.transport
@@ -120,7 +120,7 @@ class EventResponse:
         if self._is_chunked:
             transport.write(b"0\r\n\r\n")
         if transport.get_write_buffer_size() >= UNDRAINED_BYTES:
-            await _while_read(transport, self._request.writer.drain())
+            await while_read(transport, self._request.writer.drain())
         return _Sent(self._status, keeps_connection=self._keeps_connection)
 
 
@@ -142,14 +142,34 @@ def date_field(seconds: int) -> str:
     return formatdate(seconds, usegmt=True)
 
 
-async def _while_read(transport: asyncio.Transport, drained: Coroutine[Any, Any, None]) -> None:
+async def send_whole(request: web.Request, response: web.StreamResponse) -> web.StreamResponse:
+    """Send a large whole answer now, while its request is counted, and wait as for a stream. A small one follows later.
+
+    Raises `ConnectionResetError` if the client does not read, or has left.
+    """
+    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+        return response
+    if len(response.body) < UNDRAINED_BYTES:
+        return response
+    request[BEGUN] = True
+    if (send := getattr(request, "send", None)) is not None:  # a `PlainRequest`'s
+        await send(response)
+        return response
+    await response.prepare(request)
+    if request.transport is None:
+        raise ConnectionResetError("the client has disconnected")
+    await while_read(request.transport, response.write_eof())
+    return response
+
+
+async def while_read(transport: asyncio.Transport, drained: Coroutine[Any, Any, None]) -> None:
     """Wait for `drained` while the client reads. Raises `ConnectionResetError` if it does not, or has left."""
     # A task of its own: aiohttp cannot wait for the same connection again once such a wait was cancelled.
     task = asyncio.ensure_future(drained)
     try:
-        accepted = _accepted_bytes(transport)
+        accepted = accepted_bytes(transport)
         while not (await asyncio.wait((task,), timeout=WRITE_TIMEOUT_S))[0]:
-            before, accepted = accepted, _accepted_bytes(transport)
+            before, accepted = accepted, accepted_bytes(transport)
             if accepted - before < MIN_READ_BYTES:
                 transport.abort()
                 raise ConnectionResetError("the client does not read")
@@ -158,7 +178,7 @@ async def _while_read(transport: asyncio.Transport, drained: Coroutine[Any, Any,
         task.cancel()
 
 
-def _accepted_bytes(transport: asyncio.Transport) -> int:
+def accepted_bytes(transport: asyncio.Transport) -> int:
     """A number that rises by each byte that the client's host accepts."""
     # What the kernel takes comes in large steps: it has buffers of some MB.
     state = tcp_state(transport)

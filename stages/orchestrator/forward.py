@@ -308,6 +308,7 @@ class _Kept(msgspec.Struct, gc=False):
     under_way: list[Forward]  # it, or its repetitions, whose clients are connected
     until: float = float("inf")  # s of the clock, when none is
     record: OutputRecord | None = None  # what its client may continue from
+    charged: int = 0  # tokens of its answer
 
     def is_other(self, digest: bytes) -> bool:
         """Whether a request with the same key and this digest has another body."""
@@ -382,6 +383,18 @@ class KeptRequests:
         """What a client that continues its stream has left; else a new one."""
         known = self._kept.get(forward.id) if forward.last_id else None
         return known.record if known is not None and known.record is not None else OutputRecord()
+
+    def uncharged(self, forward: Forward, tokens: int, *, is_all: bool) -> int:
+        """How many of the tokens that a client has got are to be charged; from then on they are.
+
+        `is_all`: they are all of the answer up to there, of which an earlier reader may have been charged a part.
+        """
+        known = self._kept.get(forward.id)
+        if known is None or known.is_other(forward.digest):
+            return tokens
+        fresh = max(0, tokens - known.charged) if is_all else tokens
+        known.charged += fresh
+        return fresh
 
     def find(self, request_id: str) -> tuple[Forward, str] | None:
         """The request, and the agent that it was sent to last."""

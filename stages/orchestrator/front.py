@@ -421,12 +421,14 @@ class Front:
         if ticket.forward.may_be_response:
             is_response = ticket.forward.path == PATH
             keeping = KeepingOut(out, self._keep_of(ticket), is_response=is_response, before_end=ticket.turn.end)
-            events = await self._relay.stream(ticket.forward, keeping)
-            events = keeping.usage.get("output_tokens", events)
+
+            def charge(events: int) -> None:
+                used = keeping.usage.get("output_tokens")
+                self._charge(ticket, events if used is None else used, is_all=used is not None)
+
+            await self._relay.stream(ticket.forward, keeping, charge)
         else:
-            events = await self._relay.stream(ticket.forward, reader or out)
-        if ticket.is_charged:
-            self.quotas.charge_output(ticket.tenant, events, ticket.key_id)
+            await self._relay.stream(ticket.forward, reader or out, partial(self._charge, ticket))
         if reader is not None:
             self._remember(ticket, reader.session)
 
@@ -434,6 +436,9 @@ class Front:
         """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
         status, headers, body = await self._relay.whole(ticket.forward)
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
+        end = body if ticket.forward.path == PATH else body[-512:]
+        if ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
+            self._charge(ticket, int(used[1]))  # before anything is waited for: the client may leave
         if kept is not None:
             await self._keep_of(ticket)(body, kept)
         elif ticket.continues:
@@ -442,10 +447,14 @@ class Front:
             self.sessions.forget(ticket.tenant, ticket.session)
         elif ticket.session is not None:
             self._remember(ticket, session_in(body))
-        end = body if ticket.forward.path == PATH else body[-512:]
-        if ticket.is_charged and ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):
-            self.quotas.charge_output(ticket.tenant, int(used[1]), ticket.key_id)
         return status, headers, body
+
+    def _charge(self, ticket: Ticket, tokens: int, *, is_all: bool = False) -> None:
+        """Charge the output that a client has got, once. `is_all`: from the beginning of the answer on."""
+        if ticket.is_charged:
+            is_all = is_all or not ticket.forward.last_id
+            fresh = self._relay.kept.uncharged(ticket.forward, tokens, is_all=is_all)
+            self.quotas.charge_output(ticket.tenant, fresh, ticket.key_id)
 
     def _keep_of(self, ticket: Ticket) -> Keep:
         forward = ticket.forward

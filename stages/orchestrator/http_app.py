@@ -28,7 +28,7 @@ from pipeline.api.keys import MODELS, Caller
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
 from pipeline.observe import exposition, logs
-from stages.orchestrator.event_response import BEGUN, EventResponse
+from stages.orchestrator.event_response import BEGUN, EventResponse, send_whole
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
@@ -241,6 +241,9 @@ def _too_large(limit_mb: int) -> TooLarge:
 
 async def _set_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(own_headers(request))
+    if request.app[FLEET].is_stopping:
+        response.force_close()
+        response.headers["Connection"] = "close"
 
 
 def own_headers(request: web.Request) -> dict[str, str]:
@@ -262,29 +265,33 @@ async def _generate(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     _check_version(request)
     with front.counted(request[PRINCIPAL]):
-        await front.take_request(request[CALLER])
-        ticket = await front.ticket(
-            request[CALLER],
-            request.path,
-            await body_of(request),
-            headers_of(request),
-            request.headers.get(KEY),
-            request.headers.get("Last-Event-ID", ""),
-        )
-        try:
-            if ticket.stored:
-                request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
-                request[NAMED] = dict[str, Any](model=ticket.forward.routed.model)
-                headers = {"X-Starling-Request": ticket.forward.id}
-                return web.Response(body=ticket.stored, headers=headers, content_type=CONTENT_TYPE)
-            if ticket.job is not None:
-                return await _in_background(request, front, ticket.job)
-            return await answer(request, front, ticket)
-        except (ConnectionError, asyncio.CancelledError):
-            await front.left(ticket)
-            raise
-        finally:
-            await ticket.turn.end()
+        return await send_whole(request, await _text(request, front))  # after the turn: the next request may follow
+
+
+async def _text(request: web.Request, front: Front) -> web.StreamResponse:
+    await front.take_request(request[CALLER])
+    ticket = await front.ticket(
+        request[CALLER],
+        request.path,
+        await body_of(request),
+        headers_of(request),
+        request.headers.get(KEY),
+        request.headers.get("Last-Event-ID", ""),
+    )
+    try:
+        if ticket.stored:
+            request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
+            request[NAMED] = dict[str, Any](model=ticket.forward.routed.model)
+            headers = {"X-Starling-Request": ticket.forward.id}
+            return web.Response(body=ticket.stored, headers=headers, content_type=CONTENT_TYPE)
+        if ticket.job is not None:
+            return await _in_background(request, front, ticket.job)
+        return await answer(request, front, ticket)
+    except (ConnectionError, asyncio.CancelledError):
+        await front.left(ticket)
+        raise
+    finally:
+        await ticket.turn.end()
 
 
 async def _in_background(request: web.Request, front: Front, job: Job) -> web.StreamResponse:
@@ -308,7 +315,7 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     try:
         if ticket.forward.is_stream:
             names = {"X-Starling-Request": ticket.forward.id, "X-Request-Id": request[REQUEST_ID]}
-            response = EventResponse(request, {**SERVER, **names})
+            response = EventResponse(request, {**SERVER, **names}, is_last=request.app[FLEET].is_stopping)
             await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
             return await response.end()
         status, headers, body = await front.whole(ticket)
@@ -335,7 +342,7 @@ async def _convert(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         await front.take_request(request[CALLER])
         ticket = await front.plain_ticket(request[CALLER], request.path, await body_of(request), headers_of(request))
-        return await answer(request, front, ticket)
+        return await send_whole(request, await answer(request, front, ticket))
 
 
 async def _get_request(request: web.Request) -> web.StreamResponse:
@@ -347,7 +354,7 @@ async def _get_request(request: web.Request) -> web.StreamResponse:
         if request.method == METH_HEAD:  # a body would be read as the answer to the client's next request
             headers = sse.HEADERS if ticket.forward.is_stream else {"Content-Type": CONTENT_TYPE}
             return web.Response(headers={**headers, "X-Starling-Request": ticket.forward.id})
-        return await answer(request, front, ticket)
+        return await send_whole(request, await answer(request, front, ticket))
 
 
 async def _cancel_request(request: web.Request) -> web.StreamResponse:

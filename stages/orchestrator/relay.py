@@ -98,8 +98,11 @@ class Relay:
 
     # ---------------------------------------------------------------- streams
 
-    async def stream(self, forward: Forward, out: Out) -> int:
-        """Forward a streamed request; the number of events. Raises `StarlingError` or `Refusal` before it has begun."""
+    async def stream(self, forward: Forward, out: Out, charge: Callable[[int], object] = lambda events: None) -> int:
+        """Forward a streamed request; the number of events. Raises `StarlingError` or `Refusal` before it has begun.
+
+        `charge` is called with the number of events however it ends, also when its client leaves.
+        """
         cutter = EventCutter(forward.last_id.encode(), self.kept.record(forward))
         tries = Tries(self._clock)
         tries.version = cutter.output.version
@@ -124,6 +127,7 @@ class Relay:
             return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
             self.kept.left(forward, cutter.output)
+            charge(tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events)
 
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
@@ -216,9 +220,8 @@ class Relay:
             await self._read_refusal(route, forward, answer)
             answer = await self._send(route, forward, {})
         if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
-            await self._check_same(
-                route, forward, answer
-            )  # the engine has it from an earlier attempt, of which nothing was delivered
+            # The engine has it from an earlier attempt, of which nothing was delivered.
+            await self._check_same(route, forward, answer)
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 

@@ -48,6 +48,7 @@ from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator import conversation_routes, response_routes
 from stages.orchestrator.catalog_reader import CatalogReader
+from stages.orchestrator.client_connections import connections_of
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.connecting import connect
 from stages.orchestrator.fleet_api import EventLog, FleetApi
@@ -226,7 +227,7 @@ class OrchestratorStage:
         try:
             await runner.setup()
             assert runner.server is not None
-            self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text)
+            self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text, connections_of(self.config))
             server = await self._listen(self._texts)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog.follow())
             tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
@@ -239,6 +240,7 @@ class OrchestratorStage:
             await self._stopping.wait()
             self.fleet.is_stopping = True
             server.close()
+            self._texts.stop()
             await self._drain()
             return 0
         finally:

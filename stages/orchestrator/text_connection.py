@@ -1,11 +1,14 @@
 """A client's connection while it has plain requests for text (text_request.py), which need nothing of aiohttp.
 
-    TextServer       all connections, and the application
-    TextConnection   a connection: one request at a time; others wait unread
-    PlainRequest     what the handlers of http_app.py use of aiohttp's request
+    TextServer        all connections, and the application
+    TextConnection    a connection: one request at a time; others wait unread
+    OtherConnection   one of aiohttp
+    PlainRequest      what the handlers of http_app.py use of aiohttp's request
 
 With the first request that is not plain, the connection becomes one of aiohttp, which gets the same bytes, and stays
-one.  From its bytes to its handler a plain request takes half of aiohttp's time.
+one.  From its bytes to its handler a plain request takes half of aiohttp's time.  client_connections.py bounds both.
+
+A client that has closed its sending side gets the answer to a plain request, as from a server; aiohttp cancels others.
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.tcp_helpers import tcp_keepalive
+from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from stages.orchestrator.event_response import date_field
+from stages.orchestrator.client_connections import Client, ClientConnections
+from stages.orchestrator.event_response import UNDRAINED_BYTES, date_field, while_read
 from stages.orchestrator.http_app import own_headers
 from stages.orchestrator.text_request import Head, read_head
 
@@ -28,6 +33,8 @@ log = logging.getLogger("starling.orchestrator.http")
 
 KEPT_S = 75.0  # a connection without a request
 PART_S = 1.0  # for the rest of a request; then aiohttp waits for it
+CANCEL_S = 1.0  # for requests that are cancelled at the end
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client skips it; the host of a client that has left answers with RST
 MAX_AHEAD_BYTES = 64 << 10  # received while a request is answered; then nothing more is read
 
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -38,7 +45,6 @@ class PlainRequest(dict[Any, Any]):
 
     method = "POST"
     version = HttpVersion11
-    keep_alive = True
 
     def __init__(self, connection: TextConnection, head: Head, body: bytes) -> None:
         super().__init__()
@@ -50,7 +56,18 @@ class PlainRequest(dict[Any, Any]):
         self.match_info = connection.server.matches[head.path]
         self.content = self  # the body's reader
         self.content_length = head.n_body
+        self.is_answered = False  # whole
         self._body = body
+
+    @property
+    def keep_alive(self) -> bool:
+        """Whether the connection takes another request."""
+        return not self.writer.is_last
+
+    async def send(self, response: web.Response) -> None:
+        """Send a whole answer, and wait until little is buffered. Raises `ConnectionResetError`."""
+        self.is_answered = True
+        await self.writer.send(response, self)
 
     @property
     def transport(self) -> asyncio.Transport | None:
@@ -69,12 +86,24 @@ class PlainRequest(dict[Any, Any]):
 class TextServer:
     """Called for each connection that is accepted. `handle`: answers plain requests. Used in one event loop."""
 
-    def __init__(self, app: web.Application, server: web.Server, paths: dict[str, str], handle: Handle) -> None:
+    def __init__(
+        self,
+        app: web.Application,
+        server: web.Server,
+        paths: dict[str, str],
+        handle: Handle,
+        clients: ClientConnections,
+    ) -> None:
         """`server`: aiohttp's of the application. `paths`: for text; all have a route for POST."""
         self.app = app
         self.handle = handle
-        self.other = server
+        self.clients = clients
         self.connections: set[TextConnection] = set()
+        self.others: set[OtherConnection] = set()
+        self.tasks: set[asyncio.Task[None]] = set()  # that answer plain requests, also of clients that have left
+        self.is_stopping = False
+        self.is_closing = False
+        self._server = server
         self.matches = {
             route.resource.canonical: web.UrlMappingMatchInfo({}, route)
             for route in app.router.routes()
@@ -85,17 +114,34 @@ class TextServer:
         """The protocol of a new connection."""
         return TextConnection(self)
 
+    def other(self, client: Client) -> OtherConnection:
+        """The protocol of a connection that becomes one of aiohttp."""
+        return OtherConnection(self, self._server, client)
+
+    def stop(self) -> None:
+        """The process ends: connections without a request are closed, and others after their answer."""
+        self.is_stopping = True
+        for one in list(self.connections):
+            if one.is_idle:
+                one.end()
+        for other in list(self.others):
+            if not other.is_in_body:  # of which aiohttp would drop the rest
+                other.end()
+
     async def close(self, wait_s: float) -> None:
         """Close the connections, and cancel the requests that have not ended after `wait_s`."""
-        running = [one.task for one in self.connections if one.task is not None]
-        if running:
-            await asyncio.wait(running, timeout=wait_s)
+        self.stop()
+        self.is_closing = True  # what is received from now on is not read
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=wait_s)
         for one in list(self.connections):
             one.end()
-        await asyncio.gather(
-            *[task for one in self.connections if (task := one.task) is not None], return_exceptions=True
-        )
+        for task in self.tasks:  # also those whose clients have left
+            task.cancel()
+        if self.tasks:
+            await asyncio.wait(self.tasks, timeout=CANCEL_S)
         self.connections.clear()
+        self.clients.close()
 
 
 class TextConnection(asyncio.Protocol):
@@ -108,32 +154,62 @@ class TextConnection(asyncio.Protocol):
         self.output_size = 0  # set by an `EventResponse`
         self._loop = asyncio.get_running_loop()
         self.task: asyncio.Task[None] | None = None  # that answers a request
-        self._received = b""  # and not a request that is being answered
+        self._client: Client | None = None
+        self._received: list[bytes] = []  # and not a request that is being answered
+        self._n_received = 0  # bytes
+        self._head: Head | None = None  # of what was received, if its body is not complete
         self._is_held = False
+        self._is_half_closed = False
         self._may_write: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request, and no part of one."""
+        return self.task is None and not self._received
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the connection closes after the answer."""
+        return self.server.is_stopping
 
     # ---------------------------------------------------------------- called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """It is open."""
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
-        self.server.connections.add(self)
-        tcp_keepalive(self.transport)
+        own = cast(asyncio.Transport, transport)  # uvloop's is no subclass
         peer = transport.get_extra_info("peername")
         self.remote = peer[0] if isinstance(peer, tuple) else ""
+        self._client = self.server.clients.admit(own, self.remote, self._probe)
+        if self._client is None:
+            return
+        self.transport = own
+        self.server.connections.add(self)
+        tcp_keepalive(self.transport)
         self._idle_since = self._loop.time()
         self._timer = self._loop.call_later(KEPT_S, self._look)
 
     def data_received(self, data: bytes) -> None:
         """A request, or a part of one."""
-        self._received = self._received + data if self._received else data
+        if self.server.is_closing or self.transport is None:
+            return
+        self._received.append(data)
+        self._n_received += len(data)
         if self.task is None:
             self._begin()
-        elif len(self._received) > MAX_AHEAD_BYTES and self.transport is not None and not self._is_held:
+        elif self._n_received > MAX_AHEAD_BYTES and not self._is_held:
             self._is_held = True
             self.transport.pause_reading()
+            self._watch_for_end()
+
+    def eof_received(self) -> bool:
+        """The client has closed its sending side, or has left. True: the connection stays open for the answer."""
+        if self.task is None or self.transport is None:
+            return False
+        self._is_half_closed = True
+        self._watch_for_end()
+        return True
 
     def pause_writing(self) -> None:
         """The client does not keep up."""
@@ -149,6 +225,8 @@ class TextConnection(asyncio.Protocol):
         """The client has left: its request is cancelled."""
         self._leave()
         self.transport = None
+        if self._client is not None:
+            self.server.clients.release(self._client)
         may_write = self._may_write
         if may_write is not None and not may_write.done():
             may_write.set_exception(ConnectionResetError("the client has disconnected"))
@@ -160,30 +238,42 @@ class TextConnection(asyncio.Protocol):
 
     def _begin(self) -> None:
         """Answer what was received, or let aiohttp do so."""
-        data = self._received
-        head = read_head(data, self.server.matches)
-        if head is None or len(data) > (end := head.n_head + head.n_body):
+        head = self._head
+        if head is None:
+            data = b"".join(self._received) if len(self._received) > 1 else self._received[0]
+            self._received = [data]
+            head = self._head = read_head(data, self.server.matches)
+        if head is None or self._n_received > (end := head.n_head + head.n_body):
             self._hand_over()
-        elif len(data) < end:
+        elif self._n_received < end:
             if self._timer is not None and self._idle_since >= 0:  # a part: once for each request
                 self._timer.cancel()
                 self._idle_since = -1.0
                 self._timer = self._loop.call_later(PART_S, self._hand_over)
         else:
-            self._received = b""
+            body = self._take()[head.n_head :]
             if self._idle_since < 0:
                 self._restart_timer()
-            body = data[head.n_head :]
             self.task = self._loop.create_task(self._answer(PlainRequest(self, head, body)))
+            self.server.tasks.add(self.task)
+            self.task.add_done_callback(self.server.tasks.discard)
+
+    def _take(self) -> bytes:
+        """What was received."""
+        data = b"".join(self._received)
+        self._received, self._n_received, self._head = [], 0, None
+        return data
 
     async def _answer(self, request: PlainRequest) -> None:
         try:
             response = await self.server.handle(cast(web.Request, request))
-            if isinstance(response, web.Response):
-                self._send(response, request)
-                await self.drain()
+            if isinstance(response, web.Response) and not request.is_answered:
+                await self.send(response, request)
         except BaseException as error:
-            self._abort()
+            if self.transport is not None and isinstance(error, asyncio.CancelledError) and self.server.is_closing:
+                self.transport.close()  # what was sent arrives
+            elif self.transport is not None:
+                self.transport.abort()
             if not isinstance(error, Exception):
                 raise
             if not isinstance(error, ConnectionError):
@@ -191,41 +281,66 @@ class TextConnection(asyncio.Protocol):
             return
         finally:
             self.task = None
+        self._next()
+
+    def _next(self) -> None:
+        """A request was answered."""
         self._idle_since = self._loop.time()
+        self.output_size = 0
         if self.transport is None:
             return
+        if self._client is not None and not self._is_half_closed:
+            self._client.probe_at = None
         if self._is_held:
             self._is_held = False
             self.transport.resume_reading()
-        if self._received:
+        if self.is_last:
+            self.transport.close()
+        elif self._received:
             self._begin()
+            if self._is_half_closed and self.task is None and self.transport is not None:
+                self.transport.close()  # the rest of it does not come
+        elif self._is_half_closed:
+            self.transport.close()
 
-    def _send(self, response: web.Response, request: PlainRequest) -> None:
-        """Send a response that is complete. Raises `ConnectionResetError`, `ValueError`."""
-        if self.transport is None or self.transport.is_closing():
+    async def send(self, response: web.Response, request: PlainRequest) -> None:
+        """Send a response that is complete, and wait until little is buffered.
+
+        Raises `ConnectionResetError`, also for a client that does not read, and `ValueError`.
+        """
+        transport = self.transport
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has disconnected")
-        body = response.body
-        assert body is None or isinstance(body, bytes)
-        fields = [
-            *response.headers.items(),
-            *own_headers(cast(web.Request, request)).items(),
-            ("Content-Length", str(len(body or b""))),
-            ("Date", date_field(int(time.time()))),
-        ]
-        lines = [f"HTTP/1.1 {response.status} {response.reason}", *[f"{name}: {value}" for name, value in fields]]
+        body = response.body or b""
+        assert isinstance(body, bytes)
+        fields = {**response.headers, "Content-Length": str(len(body))}
+        if body and "Content-Type" not in response.headers:
+            fields["Content-Type"] = "application/octet-stream"
+        fields["Date"] = date_field(int(time.time()))
+        if self.is_last:
+            fields["Connection"] = "close"
+        fields.update(own_headers(cast(web.Request, request)))
+        first = f"HTTP/1.1 {response.status} {response.reason}"
+        lines = [first, *[f"{name}: {value}" for name, value in fields.items()]]
         if any("\r" in line or "\n" in line for line in lines):
             raise ValueError("a field of a response has a line break")
-        self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + (body or b""))
+        transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+        if transport.get_write_buffer_size() >= UNDRAINED_BYTES:
+            await while_read(transport, self.drain())
 
     def _hand_over(self) -> None:
         """Let aiohttp have the connection, and what was received."""
         self._leave()
-        transport, data = self.transport, self._received
-        self.transport, self._received = None, b""
-        if transport is not None and not transport.is_closing():
-            other = self.server.other()
+        transport, data = self.transport, self._take()
+        self.transport = None
+        if transport is not None and not transport.is_closing() and self._client is not None:
+            self._client.probe_at = None
+            other = self.server.other(self._client)
+            self._client = None
             transport.set_protocol(other)
             other.connection_made(transport)
+            if self._may_write is not None:
+                other.pause_writing()
             other.data_received(data)
 
     # ---------------------------------------------------------------- the writer of a request
@@ -241,12 +356,18 @@ class TextConnection(asyncio.Protocol):
         """Close it: what was sent arrives, and a request that is being answered is cancelled."""
         if self.task is not None:
             self.task.cancel()
-        elif self.transport is not None:
+        if self.transport is not None:
             self.transport.close()
 
-    def _abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
+    def _watch_for_end(self) -> None:
+        """Nothing more is read, so that its client's end is not seen: what is sent finds out."""
+        if self._client is not None:
+            self._client.watch_for_end(self._loop.time())
+
+    def _probe(self) -> None:
+        """Send what a client skips, unless an answer has begun: its events are sent as they come."""
+        if self.task is not None and self.transport is not None and not self.output_size:
+            self.transport.write(CONTINUE)
 
     def _leave(self) -> None:
         self.server.connections.discard(self)
@@ -265,5 +386,36 @@ class TextConnection(asyncio.Protocol):
         left_s = KEPT_S if self.task is not None else self._idle_since + KEPT_S - self._loop.time()
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._look)
+        elif self.transport is not None and self.transport.get_write_buffer_size():
+            self.transport.abort()  # a close would wait until it is read
         elif self.transport is not None:
             self.transport.close()
+
+
+class OtherConnection(RequestHandler):
+    """A connection of aiohttp, within the same bounds."""
+
+    def __init__(self, texts: TextServer, server: web.Server, client: Client) -> None:
+        super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
+        self._texts = texts
+        self._client = client
+        texts.others.add(self)
+
+    @property
+    def is_in_body(self) -> bool:
+        """Whether the body of its request has not come completely."""
+        request = self._current_request
+        return bool(self._messages) or (request is not None and not request.content.is_eof())
+
+    def end(self) -> None:
+        """Close it after the answer to its request, if it has one."""
+        if self._current_request is None and self.transport is not None:
+            self.transport.close()
+        else:
+            self.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """It is closed."""
+        super().connection_lost(exc)
+        self._texts.others.discard(self)
+        self._texts.clients.release(self._client)

@@ -18,7 +18,10 @@ _HEAD = re.compile(rb"POST (/[!-~]*) HTTP/1\.1\r\n((?:[!#$%&'*+.^_`|~0-9A-Za-z-]
 _FIELD = re.compile(r"([^:]+):[ \t]*([^\r]*)\r\n")
 _LENGTH = re.compile("[1-9][0-9]{0,6}")
 # Fields with which a request is more than its body.
-_OTHERS = frozenset(("transfer-encoding", "expect", "upgrade", "te", "trailer"))
+# And those that aiohttp refuses, or reads as `Connection`.
+_OTHERS = frozenset(
+    ("transfer-encoding", "expect", "upgrade", "te", "trailer", "proxy-connection", "sec-websocket-key1")
+)
 
 
 class Head(NamedTuple):

@@ -17,7 +17,7 @@ from stages.orchestrator.http_response import ResponseReader
 
 WAIT_S = 300.0
 HEADERS = {"X-Starling-Request": "req-1"}
-accepted_bytes = event_response._accepted_bytes
+accepted_bytes = event_response.accepted_bytes
 
 
 class Stream:
@@ -165,7 +165,7 @@ async def test_a_client_may_read_slowly_but_must_read(
 ) -> None:
     slow, app, loop = SlowClient(waits_at_end=waits_at_end, reads=reads), web.Application(), asyncio.get_running_loop()
     monkeypatch.setattr(event_response, "WRITE_TIMEOUT_S", 0.02)
-    monkeypatch.setattr(event_response, "_accepted_bytes", slow.accepted_bytes)
+    monkeypatch.setattr(event_response, "accepted_bytes", slow.accepted_bytes)
     app.router.add_get("/", slow.answer)
     async with TestServer(app) as server, asyncio.timeout(WAIT_S):
         with slow.socket as client:

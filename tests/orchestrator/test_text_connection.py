@@ -15,7 +15,8 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.orchestrator import text_connection
+from stages.orchestrator import client_connections, event_response, text_connection
+from stages.orchestrator.client_connections import ClientConnections
 from stages.orchestrator.event_response import BUFFERED_BYTES, EventResponse
 from stages.orchestrator.http_app import REQUEST_ID
 from stages.orchestrator.http_response import ResponseReader
@@ -25,6 +26,8 @@ from stages.orchestrator.text_request import MAX_BODY_BYTES, MAX_FIELDS, MAX_HEA
 WAIT_S = 300.0
 PATH = "/v1/generate"
 HOST = b"Host: a\r\n"
+LARGE_BYTES = 40_000_000  # more than the kernel holds of a connection
+THE_OTHERS = b"A: 1\r\nA: 2\r\n"  # a request with them is aiohttp's
 
 
 def request(body: bytes = b"hello", fields: bytes = b"", method: bytes = b"POST", path: bytes = PATH.encode()) -> bytes:
@@ -57,6 +60,8 @@ class Site:
                 for _ in range(8):
                     await response.write(b"x" * BUFFERED_BYTES)
                 return await response.end()
+            if body == b"large":
+                body *= LARGE_BYTES // 5
             by = "plain" if is_plain else "aiohttp"
             return web.Response(body=body, headers={"By": by, "Seen": request.headers.get("seen", "")})
         except BaseException as error:
@@ -87,14 +92,14 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving() -> AsyncIterator[tuple[Site, Client]]:
-    site, app = Site(), web.Application()
+async def serving(clients: ClientConnections | None = None) -> AsyncIterator[tuple[Site, Client]]:
+    site, app, clients = Site(), web.Application(), clients if clients is not None else ClientConnections(64, 64)
     app.router.add_post(PATH, site.handle)
     app.router.add_get(PATH, site.handle)
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
     await runner.setup()
     assert runner.server is not None
-    site.server = TextServer(app, runner.server, {PATH: "generate"}, site.handle)
+    site.server = TextServer(app, runner.server, {PATH: "generate"}, site.handle, clients)
     listening = await asyncio.get_running_loop().create_server(site.server, "127.0.0.1", 0)
     site.port = listening.sockets[0].getsockname()[1]
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
@@ -269,9 +274,132 @@ async def test_a_request_whose_rest_does_not_come_is_aiohttps(monkeypatch: pytes
         assert await client.answer() == (200, "aiohttp", b"hello")
 
 
+# ------------------------------------------------------------------ bounds, and the end
+
+
+@pytest.mark.parametrize("fields", [b"", THE_OTHERS])
+async def test_a_client_that_does_not_read_its_answer_loses_the_connection(
+    monkeypatch: pytest.MonkeyPatch, fields: bytes
+) -> None:
+    monkeypatch.setattr(client_connections, "CHECK_S", 0.01)
+    for module in (client_connections, event_response):
+        monkeypatch.setattr(module, "WRITE_TIMEOUT_S", 0.05)
+    async with serving() as (site, client):
+        client.writer.transport.pause_reading()
+        client.writer.write(request(b"large", fields))
+        await site.ended.get()
+        while len(site.server.clients) or site.server.tasks or site.server.others:
+            await asyncio.sleep(0)
+
+
+async def test_a_connection_beyond_the_bound_is_refused() -> None:
+    async with serving(ClientConnections(4, 1)) as (site, client):
+        client.writer.write(request())
+        assert (await client.answer())[0] == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
+        writer.close()
+        client.writer.write(request(fields=THE_OTHERS))  # it counts when it is aiohttp's, too
+        assert await client.answer() == (200, "aiohttp", b"hello")
+        assert len(site.server.clients) == 1
+        client.writer.close()
+        while len(site.server.clients):
+            await asyncio.sleep(0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+        other = Client(reader, writer)
+        writer.write(request())
+        assert (await other.answer())[0] == 200
+        writer.close()
+
+
+async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
+    async with serving() as (_, client):
+        client.writer.write(request(b"stream"))
+        client.writer.write_eof()
+        received, body = ResponseReader("POST"), 0
+        while not received.has_ended:
+            data = await client.reader.read(1 << 16)
+            assert data
+            body += len(received.feed(data))
+        assert body == 8 * BUFFERED_BYTES and await client.reader.read() == b""
+
+
+@pytest.mark.parametrize("ahead", [b"", request() * 2000])
+async def test_a_client_that_sends_no_more_and_leaves_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch, ahead: bytes
+) -> None:
+    for name in ("CHECK_S", "PROBE_S", "PROBE_AGAIN_S"):
+        monkeypatch.setattr(client_connections, name, 0.01)
+    async with serving() as (site, client):
+        client.writer.write(request(b"wait"))
+        await site.begun.get()
+        client.writer.write(ahead)
+        client.writer.close()  # its host sends FIN, and RST for what is sent to it
+        assert isinstance(await site.ended.get(), asyncio.CancelledError)
+
+
+@pytest.mark.parametrize("fields", [b"", THE_OTHERS])
+async def test_a_server_that_stops_ends_connections_without_requests(fields: bytes) -> None:
+    async with serving() as (site, client):
+        client.writer.write(request(fields=fields))
+        assert (await client.answer())[0] == 200
+        site.server.stop()
+        assert await client.reader.read() == b""
+
+
+async def test_the_last_answer_of_a_server_that_stops_says_so() -> None:
+    async with serving() as (site, client):
+        data = request()
+        client.writer.write(data[:-1])
+        while all(one.is_idle for one in site.server.connections):
+            await asyncio.sleep(0)
+        site.server.stop()
+        client.writer.write(data[-1:])
+        received = ResponseReader("POST")
+        while not received.has_ended:
+            received.feed(await client.reader.read(1 << 16))
+        assert (received.status, received.fields["Connection"]) == (200, "close")
+        assert await client.reader.read() == b""
+
+
+async def test_a_request_that_has_not_begun_ends_with_its_connection() -> None:
+    async with serving() as (site, client):
+        while not site.server.connections:
+            await asyncio.sleep(0)
+        (one,) = site.server.connections
+        one.data_received(request())
+        one.end()
+        assert await client.reader.read() == b""
+        assert site.begun.empty()
+
+
+async def test_no_request_is_taken_while_the_server_closes() -> None:
+    async with serving() as (site, client):
+        client.writer.write(request(b"wait"))
+        await site.begun.get()
+        closing = asyncio.ensure_future(site.server.close(0.2))
+        client.writer.write(request(b"late"))
+        await closing
+        assert await client.reader.read() == b"" and site.begun.empty()
+
+
+async def test_the_head_is_aiohttps() -> None:
+    async with serving() as (_, client):
+        heads = []
+        for fields in (b"Seen: a\r\n", b"Seen: a\r\n" + THE_OTHERS):
+            client.writer.write(request(b"hello", fields))
+            head = (await client.reader.readuntil(b"\r\n\r\n")).replace(b": aiohttp", b": plain")
+            assert await client.reader.readexactly(5) == b"hello"
+            lines = [line for line in head.split(b"\r\n") if not line.startswith((b"Date", b"Server", b"X-Request"))]
+            heads.append(lines)
+        assert heads[0] == heads[1]
+
+
 # ------------------------------------------------------------------ heads
 
-NAMES = st.sampled_from(["Seen", "a", "X-Request-Id", "content-type", "Authorization", "Connection", "Cookie", "TE"])
+NAMES = st.sampled_from(
+    ["Seen", "a", "X-Request-Id", "content-type", "Authorization", "Connection", "Cookie", "TE", "Proxy-Connection"]
+)
 VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF, exclude_characters="\x7f"), max_size=20)
 
 
@@ -281,7 +409,9 @@ def test_a_plain_request_is_what_aiohttp_reads(fields: list[tuple[str, str]], bo
     head = read_head(data, (PATH,))
     if head is None:
         names = [name.lower() for name, _ in fields]
-        assert not body or len(set(names)) != len(names) or "te" in names or "connection" in names
+        assert (
+            not body or len(set(names)) != len(names) or not {"te", "connection", "proxy-connection"}.isdisjoint(names)
+        )
         return
 
     async def check() -> None:
@@ -302,6 +432,8 @@ def test_a_plain_request_is_what_aiohttp_reads(fields: list[tuple[str, str]], bo
         request()[:20],
         request().replace(b"HTTP/1.1", b"HTTP/1.0"),
         request(fields=b"Connection: close\r\n"),
+        request(fields=b"Proxy-Connection: close\r\n"),
+        request(fields=b"Sec-WebSocket-Key1: a\r\n"),
         request(fields=b"Transfer-Encoding: chunked\r\n"),
         request(fields=b"Content-Length: 5\r\n"),
         request(fields=b"a: b\r\n c: d\r\n"),

@@ -147,6 +147,23 @@ def other(**fields: Any) -> LoadedModel:
     return engine(engine="vllm", continues_text=True, engine_url="http://e", **fields)
 
 
+@pytest.mark.parametrize("is_other", [False, True])
+async def test_what_was_delivered_is_charged_when_the_client_leaves(is_other: bool) -> None:
+    class Leaving(Received):
+        async def write(self, data: bytes) -> None:
+            raise ConnectionResetError("the client has disconnected")
+
+        def write_now(self, data: bytes) -> bool:
+            return False
+
+    one, charged = other() if is_other else engine(engine_url="http://e"), list[int]()
+    relay = relay_of(Engines((200, BEGUN)), one)
+    with pytest.raises(ConnectionResetError):
+        await relay.stream(forward(is_stream=True), Leaving(), charged.append)
+    assert len(charged) == 1 and (charged[0] or is_other)
+    await relay.close()
+
+
 async def test_only_engines_that_accept_a_text_count_as_replays() -> None:
     engines = Engines((200, BEGUN), None, DEAD, None, DEAD, None, DEAD, None, (200, ENDED))
     relay, out = relay_of(engines, other(), other()), Received()
