@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -16,10 +17,12 @@ import msgspec
 from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import retried
 from pipeline.catalog import contents
-from pipeline.catalog.adapter_entry import FOLDER, LISTING, AdapterEntry, checked, decode, encode, manifest_key
+from pipeline.catalog.adapter_entry import FOLDER, LISTING, AdapterEntry, decode, encode, manifest_key
 from pipeline.catalog.entry import MAX_MANIFEST_BYTES, Entry
 from pipeline.errors import ConfigError, Conflict, ModelNotFound, NotFound, StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
+
+log = logging.getLogger("starling.catalog")
 
 
 class PublishedAdapter(NamedTuple):
@@ -80,6 +83,7 @@ async def publish(store: BlobStore, entry: AdapterEntry, raw: bytes, *, replace:
     if await _size(store, entry.key) != len(raw):
         await retried(lambda: _put_once(store, entry.key, raw))
         sent = len(raw)
+    before = current
     if current is None or not current.same_adapter(entry):
         try:
             # Without `replace` one of two publishers gets Conflict, whatever both have read before.
@@ -91,6 +95,8 @@ async def publish(store: BlobStore, entry: AdapterEntry, raw: bytes, *, replace:
         else:
             current = entry
     await _write_listing(store)
+    if before is not None and before.digest != current.digest:
+        await _remove_unnamed(store, before)
     return PublishedAdapter(current, sent)
 
 
@@ -100,13 +106,18 @@ async def remove(store: BlobStore, name: str) -> int:
 
 
 async def remove_all_of(store: BlobStore, base: str) -> int:
-    """Remove the adapters of a model that was removed; the bytes freed. Raises `StarlingError`."""
+    """Remove the adapters of a model; the bytes freed. Interrupted, it can be repeated. Raises `StarlingError`."""
     return sum([await _remove(store, entry) for entry in await entries(store) if entry.base == base])
 
 
 async def _remove(store: BlobStore, entry: AdapterEntry) -> int:
     await retried(lambda: store.delete(manifest_key(entry.name)))
     await _write_listing(store)
+    return await _remove_unnamed(store, entry)
+
+
+async def _remove_unnamed(store: BlobStore, entry: AdapterEntry) -> int:
+    """Remove the file of an entry that has left unless another entry names it; the bytes freed."""
     if any(other.digest == entry.digest for other in await entries(store)):
         return 0
     await retried(lambda: store.delete(entry.key))
@@ -121,12 +132,18 @@ async def _listed(store: BlobStore) -> list[AdapterEntry]:
     where = f"{store.address}/{LISTING}"
     try:
         raw = await retried(lambda: store.read(LISTING, contents.MAX_LISTING_BYTES))
-        found = msgspec.json.decode(raw, type=list[AdapterEntry])
+        listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
     except NotFound:  # none was ever published
         return []
     except DECODE_ERRORS as error:
         raise StorageUnavailable(f"{where} is not a listing ({error}); it may be changing, try again") from None
-    return [checked(entry, where) for entry in found]
+    found = []
+    for one in listed:
+        try:
+            found.append(decode(bytes(one), where))
+        except ConfigError as error:  # of another release; the others are used
+            log.warning("an adapter of the catalog is left out", extra={"reason": error.message})
+    return found
 
 
 async def _current(store: BlobStore, name: str, replace: bool) -> AdapterEntry | None:

@@ -44,7 +44,8 @@ ModelState = Literal["DOWNLOADING", "LOADING_TO_GPU", "READY", "FAILED", "UNLOAD
 # From near to far. PEER_CACHED and REMOTE are what an orchestrator finds out: no agent reports them of itself.
 CacheLevel = Literal["GPU_RESIDENT", "CPU_RESIDENT", "DRAM_CACHED", "NVME_CACHED", "PEER_CACHED", "REMOTE"]
 
-ModelId = Annotated[str, Meta(min_length=1, max_length=128)]
+MAX_MODEL_ID = 128 + 1 + 64  # characters of MODEL:ADAPTER
+ModelId = Annotated[str, Meta(min_length=1, max_length=MAX_MODEL_ID)]
 MAX_CLAIMED = 64
 MAX_URLS = 64  # of one model in one body
 MAX_URL_CHARACTERS = 8192  # a token of a role makes it long

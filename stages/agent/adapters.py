@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ log = logging.getLogger("starling.agent")
 
 PARAM = "adapters"  # of a refusal that ends when another adapter of the model leaves
 
+SETTLE_S = 2.0  # after its load an adapter stays for so long, unless it is unloaded without `only_idle`
+
 Place = Callable[[LoadModelRequest, AdapterFile], Awaitable[Placement]]
 
 
@@ -45,6 +48,7 @@ class AdapterLoad:
         self.entry = entry
         self.file: AdapterFile | None = None
         self.placement: Placement | None = None  # of its model
+        self.ready_at = -math.inf  # s of the clock
         self.task: asyncio.Task[None]
 
     @property
@@ -73,11 +77,14 @@ class Adapters:
         settings: Callable[[str], ModelConfig],
         engine_of: Callable[[str], str],
         pinned: Callable[[], Collection[str]],
+        *,
+        reads_blobs: bool = True,
     ) -> None:
         """place: loads a model with an adapter, or returns its placement.  settings: of a model.
 
         stores: that this agent reads by itself.  signed: reads by URLs of orchestrators; None: it takes none.
         engine_of: the other engine that computes a model; "": none does.  pinned: digests of models in use.
+        reads_blobs: whether `stores` has `fleet.blobs`, whose answer that there is no such adapter is the last word.
         """
         self._config = config
         self._context = context
@@ -87,7 +94,9 @@ class Adapters:
         self._settings = settings
         self._engine_of = engine_of
         self._pinned = pinned
+        self._reads_blobs = reads_blobs
         self._loads: dict[str, AdapterLoad] = {}  # by MODEL:ADAPTER
+        self._unloads: dict[str, asyncio.Task[None]] = {}  # likewise
         self.on_loaded: Callable[[], object] = lambda: None
 
     @property
@@ -98,7 +107,7 @@ class Adapters:
     @property
     def digests(self) -> set[str]:
         """Of their files."""
-        return {one.entry.digest for one in self._loads.values()}
+        return {one.entry.digest for one in self._loads.values() if not one.has_ended}
 
     async def load(self, request: LoadModelRequest) -> AdapterLoad:
         """The load of an adapter, begun unless it is loaded. Raises `StarlingError` with the reason of a refusal."""
@@ -107,6 +116,8 @@ class Adapters:
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
         if engine := self._engine_of(base):
             raise no_adapters(engine)
+        if unloading := self._unloads.get(name):
+            await asyncio.wait([unloading])
         if known := self._known(request):
             return known
         entry = await self._entry_of(request)
@@ -128,16 +139,25 @@ class Adapters:
         load.task.add_done_callback(partial(self._ended, load))
         return load
 
-    async def unload(self, name: str, drop_cached: bool) -> None:
-        """Let no more requests name an adapter. Idempotent. Raises `StarlingError`."""
-        load = self._loads.pop(name, None)
+    async def unload(self, name: str, drop_cached: bool, only_idle: bool = False) -> None:
+        """Let no more requests name an adapter. Idempotent. Raises `StarlingError`.
+
+        A caller that is cancelled leaves nothing half-done: the work goes on.  With `only_idle` it raises `Conflict`
+        while the adapter is loading, and for `SETTLE_S` afterwards: two that take turns at one place serve those who
+        wait for them.
+        """
+        if reason := check_adapter_names(name):
+            raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
+        load = self._loads.get(name)
         digest = load.entry.digest if load is not None else ""
+        if load is not None and only_idle:
+            self._check_settled(load)
         if load is not None:
-            load.task.cancel()
-            await asyncio.wait([load.task])
-            if load.placement is not None and not load.has_ended:
-                await load.placement.remove_adapter(load.entry.adapter, self._timeout_s)
-            self.on_loaded()
+            task = self._unloads.get(name)
+            if task is None:
+                task = self._unloads[name] = asyncio.get_running_loop().create_task(self._unload(name, load))
+                task.add_done_callback(partial(self._unloaded, name))
+            await asyncio.shield(task)
         if not drop_cached:
             return
         if not digest and (entry := await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)) is not None:
@@ -147,19 +167,46 @@ class Adapters:
         if digest:
             await asyncio.to_thread(self._context.cache.remove_adapter, digest)
 
+    async def _unload(self, name: str, load: AdapterLoad) -> None:
+        load.task.cancel()
+        await asyncio.wait([load.task])
+        if load.placement is not None and not load.has_ended:
+            await load.placement.remove_adapter(load.entry.adapter, self._timeout_s)
+        if self._loads.get(name) is load:
+            del self._loads[name]  # last: after an error the next call removes it
+        self.on_loaded()
+
+    def _unloaded(self, name: str, done: asyncio.Task[None]) -> None:
+        self._unloads.pop(name, None)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.warning("an adapter is not unloaded", extra={"model": name, "reason": str(error)})
+
+    def _check_settled(self, load: AdapterLoad) -> None:
+        """Raise `Conflict` while the adapter is loading, and shortly afterwards."""
+        name = load.entry.name
+        if not load.task.done():
+            raise Conflict(f"{name!r} is loading: unload it later, or without only_idle", "only_idle")
+        if (left_s := load.ready_at + SETTLE_S - self._context.clock()) > 0:
+            raise Conflict(
+                f"{name!r} was loaded just now: unload it in {left_s:.1f} s, or without only_idle", "only_idle"
+            )
+
     async def forget_model(self, base: str) -> None:
         """A model leaves: so do its adapters."""
-        for name in [name for name in self._loads if base_of(name) == base]:
-            load = self._loads.pop(name)
+        for name, load in [(name, load) for name, load in self._loads.items() if base_of(name) == base]:
             load.task.cancel()
             await asyncio.wait([load.task])
+            if self._loads.get(name) is load:
+                del self._loads[name]
 
     async def stop(self) -> None:
         """End the loads that run. The names stay: the next agent loads them again."""
         for load in self._loads.values():
             load.task.cancel()
-        if self._loads:
-            await asyncio.wait([load.task for load in self._loads.values()])
+        for task in self._unloads.values():
+            task.cancel()
+        if tasks := [*(load.task for load in self._loads.values()), *self._unloads.values()]:
+            await asyncio.wait(tasks)
 
     # ------------------------------------------------------------------ parts
 
@@ -178,10 +225,9 @@ class Adapters:
                 f"{request.adapter_digest[:16]}...: unload it first",
                 "adapter_digest",
             )
-        if known.task.done() and known.placement is not None and known.file is not None and not known.is_ready:
-            # Its engine starts again, with the adapter.
-            work = known.placement.add_adapter(known.file, self._timeout_s)
-            known.task = asyncio.get_running_loop().create_task(work)
+        if known.task.done() and not known.is_ready:
+            # Its engine starts again, with the adapter or because of its file, which is looked at again.
+            known.task = asyncio.get_running_loop().create_task(self._run(known, request))
             known.task.add_done_callback(partial(self._ended, known))
         return known
 
@@ -196,9 +242,9 @@ class Adapters:
         for store in self._stores:
             try:
                 return await published.find(store, name)
-            except ModelNotFound as error:
-                raise ModelNotFound(error.message, "model_id") from None
             except StarlingError as error:
+                if isinstance(error, ModelNotFound) and self._reads_blobs:
+                    raise ModelNotFound(error.message, "model_id") from None
                 failure = failure or error
         entry = await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)
         if entry is not None:
@@ -225,11 +271,12 @@ class Adapters:
                 f"{settings.max_adapter_rank}: raise that",
                 "model_id",
             )
-        others = {
-            one.entry.digest: one.entry.bytes
+        # As the engine counts them: the configured ones, too, and each name for itself.
+        taken = sum(_size_of(Path(one.path)) for one in settings.adapters) + sum(
+            one.entry.bytes
             for name, one in self._loads.items()
             if base_of(name) == entry.base and name != entry.name and not one.has_ended
-        }
+        )
         most, count = settings.adapters_mb << 20, len(self._of(entry.base)) - (entry.name in self._of(entry.base))
         if entry.bytes > most:
             raise ModelUnavailable(
@@ -243,9 +290,9 @@ class Adapters:
                 "one",
                 PARAM,
             )
-        if sum(others.values()) + entry.bytes > most and entry.digest not in others:
+        if taken + entry.bytes > most:
             raise ResourceError(
-                f"{entry.name!r} has {entry.bytes:,} bytes, the other adapters of its model {sum(others.values()):,}, "
+                f"{entry.name!r} has {entry.bytes:,} bytes, the other adapters of its model {taken:,}, "
                 f"and models.adapters_mb allows {most:,}: unload one, or raise that",
                 PARAM,
             )
@@ -260,7 +307,13 @@ class Adapters:
         load.file = AdapterFile(adapter_of(entry.name), entry.digest, path, entry.bytes)
         of_model = LoadModelRequest(model_id=entry.base, digest=entry.base_digest, signed=request.signed)
         load.placement = await self._place(of_model, load.file)
-        await load.placement.add_adapter(load.file, self._timeout_s)
+        try:
+            await load.placement.add_adapter(load.file, self._timeout_s)
+        except ResourceError as error:
+            if "adapters_mb" in error.message:  # the engine's own count
+                raise ResourceError(error.message, PARAM) from None
+            raise
+        load.ready_at = self._context.clock()
         self.on_loaded()
 
     def _sources(self, entry: AdapterEntry, request: LoadModelRequest) -> list[AdapterSource]:
@@ -283,3 +336,13 @@ class Adapters:
         if self._loads.get(load.entry.name) is load and load.task is done:
             del self._loads[load.entry.name]
         log.error("an adapter is not loaded", extra={"model": load.entry.name, "reason": str(error)})
+
+
+def _size_of(path: Path) -> int:
+    """Bytes of a file, or of the files in a directory; 0 without one."""
+    try:
+        path = path.expanduser()
+        files = path.iterdir() if path.is_dir() else (path,)
+        return sum(one.stat().st_size for one in files)
+    except OSError:
+        return 0

@@ -139,13 +139,12 @@ class AgentApi:
 
     async def _load_adapter(self, request: web.Request, body: LoadModelRequest) -> web.Response:
         load = await self._models.adapters.load(body)
+        task = load.task
         if body.wait:
-            try:
-                async with asyncio.timeout(body.timeout_ms / 1000):
-                    await asyncio.shield(load.task)
-            except TimeoutError:
-                pass
-        if load.task.cancelled():
+            await asyncio.wait([task], timeout=body.timeout_ms / 1000)
+        if task.done() and not task.cancelled():
+            task.result()  # raises
+        if task.cancelled() or load.task.cancelled():  # whose end is no cancellation of this call
             raise ModelUnavailable(f"{body.model_id!r} was unloaded meanwhile", "model_id")
         if load.placement is not None and load.is_ready:
             return await self._loaded(request, load.placement, body.model_id)

@@ -132,10 +132,12 @@ class Models:
             self.settings,
             lambda name: self.other_engines[name].engine if name in self.other_engines else "",
             lambda: self.pinned,
+            reads_blobs=self._reads_blobs,
         )
         self.adapters.on_loaded = self._store
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
+        self._unloading: set[asyncio.Task[None]] = set()
         self.standby = make_standby(fleet.agent.standby_engines, agent_dir)
         kv_types = {ModelConfig(name="any").kv_type, *(model.kv_type for model in config.models)}
         self.kernels = make_kernel_build(kv_types, agent_dir, self._is_loading)
@@ -241,8 +243,20 @@ class Models:
         Those of an adapter finish.
         """
         if ":" in name:
-            await self.adapters.unload(name, drop_cached)
+            await self.adapters.unload(name, drop_cached, only_idle)
             return
+        # Not in the caller's task: a caller that is gone must leave no model half-ended.
+        work = asyncio.get_running_loop().create_task(self._unload(name, drop_cached, only_idle))
+        self._unloading.add(work)
+        work.add_done_callback(self._unloaded)
+        await asyncio.shield(work)
+
+    def _unloaded(self, done: asyncio.Task[None]) -> None:
+        self._unloading.discard(done)
+        if not done.cancelled() and (error := done.exception()) is not None:
+            log.info("a model is not unloaded", extra={"reason": str(error)})
+
+    async def _unload(self, name: str, drop_cached: bool, only_idle: bool) -> None:
         async with self._changing:
             placement = self._placed.get(name)
             if placement is not None:

@@ -29,6 +29,7 @@ from pipeline.catalog.entry import Entry
 from pipeline.errors import Conflict, ModelUnavailable, StarlingError
 from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
+from stages.agent.downloads.adapter import digest_of
 from stages.agent.downloads.remaining import Remaining
 from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.local_model import LocalModel
@@ -92,6 +93,9 @@ class Placement:
         self.adapters = {one.name: one for one in adapters}  # that engines are started with
         self.serving: dict[str, str] = {}  # the adapters of the engine: digest by name
         self._adapting = asyncio.Lock()
+        self._in_engine: set[str] = set()  # names of adapters that the engine may have, also those that left meanwhile
+        self._proven: set[str] = set()  # digests of adapters with which an engine was ready
+        self._refused: dict[str, StarlingError] = {}  # why an adapter is not among `adapters` any more, by its name
         self._arriving: Path | None = None
         self._remaining = Remaining(clock)
         self._may_start = asyncio.Event()
@@ -150,47 +154,90 @@ class Placement:
         """
         async with self._adapting:
             before = self.adapters.get(added.name)
+            self._refused.pop(added.name, None)  # of an earlier one
             self.adapters[added.name] = added
             try:
                 while not await self._has_loaded(added, within_s):
                     await self._sleep(ADMIT_POLL_S)  # the end of an engine that has died is seen soon
             except BaseException:
                 self.adapters.pop(added.name, None)
-                if before is not None:
+                if before is not None and before != added:
                     self.adapters[added.name] = before
                 raise
 
     async def _has_loaded(self, added: AdapterFile, within_s: float) -> bool:
         """Load an adapter unless the engine has it; false if the engine has died. Raises `StarlingError`."""
         await self.wait()
-        while self.state == "READY" and self.progress is not None:  # a version beside it needs all weights
+        while self.state != "READY" or self.progress is not None:  # a version beside it needs all weights
             await self._sleep(ADMIT_POLL_S)
+            await self.wait()
+        if self.adapters.get(added.name) != added:
+            gone = ModelUnavailable(f"{self.model_id}:{added.name} was unloaded meanwhile", "model_id")
+            raise self._refused.pop(added.name, gone)
         engine = self.engine
         if self.serving.get(added.name) == added.digest:
             return True
         if engine is None or not self._was_ready:
             return False
         try:
+            await self._remove_strays(engine, within_s)
+            if added.name in self.serving:  # with other matrices, which it may lose from now on
+                self._serves({name: digest for name, digest in self.serving.items() if name != added.name})
+            self._in_engine.add(added.name)
             await engine.load_adapter(added, within_s)
         except EngineDied:
             return False
         if engine is not self.engine or not self._was_ready:
             return False
+        self._proven.add(added.digest)
         self._serves({**self.serving, added.name: added.digest})
         log.info("adapter is ready", extra={"model": f"{self.model_id}:{added.name}", "digest": added.digest})
         return True
 
     async def remove_adapter(self, name: str, within_s: float) -> None:
-        """Let no more requests name an adapter; those that it has finish. Idempotent. Raises `StarlingError`."""
+        """Let no more requests name an adapter; those that it has finish. Raises `StarlingError`.
+
+        Idempotent: after an error or a cancellation it is removed by the next call, or before the next adapter comes.
+        """
         async with self._adapting:
             self.adapters.pop(name, None)
             engine = self.engine
-            if name in self.serving and engine is not None and self._was_ready:
+            if name in self.serving:
                 self._serves({one: digest for one, digest in self.serving.items() if one != name})
+            if name in self._in_engine and engine is not None and self._was_ready:
                 try:
                     await engine.unload_adapter(name, within_s)
                 except EngineDied:
                     return  # the next one is started without it
+                if engine is self.engine:
+                    self._in_engine.discard(name)
+
+    async def _remove_strays(self, engine: Engine, within_s: float) -> None:
+        """Remove what the engine has of adapters that have left. Raises `StarlingError`."""
+        for name in sorted(self._in_engine - set(self.adapters)):
+            await engine.unload_adapter(name, within_s)
+            if engine is self.engine:
+                self._in_engine.discard(name)
+
+    async def _check_files(self) -> None:
+        """Before a start: an adapter whose file is missing or damaged must not end the engine of all others."""
+        for one in list(self.adapters.values()):
+            if await asyncio.to_thread(digest_of, one.path) != one.digest and self.adapters.get(one.name) == one:
+                self._refuse(
+                    one, "its file on this host is damaged or missing: it is fetched again when it is asked for"
+                )
+
+    def _refuse(self, one: AdapterFile, reason: str) -> None:
+        self.adapters.pop(one.name, None)
+        self._refused[one.name] = ModelUnavailable(f"{self.model_id}:{one.name} is not loaded: {reason}", "model_id")
+        log.warning("an adapter is left out", extra={"model": f"{self.model_id}:{one.name}", "reason": reason})
+
+    def _leave_out(self, engine: Engine, reason: str) -> bool:
+        """After a final error at the start: whether an adapter may be the cause, which is left out from now on."""
+        had = [one for one in engine.adapters if self.adapters.get(one.name) == one]
+        for one in [one for one in had if one.digest not in self._proven] or had:
+            self._refuse(one, reason)
+        return bool(had)
 
     def _serves(self, adapters: dict[str, str]) -> None:
         """The engine has other adapters, which is another version with an empty KV cache."""
@@ -320,9 +367,11 @@ class Placement:
         else:
             arriving = self._arriving
             self._set("DOWNLOADING")
+        await self._check_files()
         begun = ready_at = self._clock()
         engine = self._make_engine(entry, arriving)
         engine.adapters = tuple(self.adapters.values())
+        self._in_engine = {one.name for one in engine.adapters}
         was_ready = False
         try:
             try:
@@ -337,7 +386,8 @@ class Placement:
                     self.progress = None
                 was_ready, ready_at = True, self._clock()
                 self._was_ready = True
-                self.serving = {one.name: one.digest for one in engine.adapters}
+                self._proven = {one.digest for one in engine.adapters}
+                self.serving = {one.name: one.digest for one in engine.adapters if self.adapters.get(one.name) == one}
                 self.load_s = ready_at - begun
                 self.incarnation = self._next_incarnation()
                 self._set("READY")
@@ -347,7 +397,7 @@ class Placement:
                 raise await _while_arriving(download, self._watched(engine, download))
             finally:
                 self._was_ready = False
-                self.serving = {}
+                self.serving, self._in_engine = {}, set()
                 self.queue = Queue()
                 is_cancelled = (task := asyncio.current_task()) is not None and task.cancelling() > 0
                 if not is_cancelled:
@@ -362,6 +412,8 @@ class Placement:
                 else self._policy.after_death(self._clock() - ready_at if was_ready else 0.0, was_ready)
             )
             if delay is None:
+                if error.is_final and not was_ready and self._leave_out(engine, error.message):
+                    return  # the model starts once more, without it
                 raise
             self.restarts += 1
             await self._sleep(delay)

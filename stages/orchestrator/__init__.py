@@ -7,6 +7,7 @@ rates.py        the measured speeds behind it
 prefixes.py     which prompts each engine was sent
 held_prefixes.py  which of their prefixes it holds, as agents publish it
 router.py       the choice of an agent
+adapter_hosts.py  which agents may load or serve an adapter
 decisions.py    why each choice was made
 
 front.py        a client's request before it is forwarded: keys, bounds, quotas, its id

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from pipeline.api.adapter_names import base_of
 from pipeline.errors import Overloaded, StarlingError
 
 
@@ -47,6 +48,10 @@ class ColdLoads:
     def under_way(self) -> list[ColdLoad]:
         """All loads."""
         return list(self._loads.values())
+
+    def agents_of(self, base: str) -> set[str]:
+        """The agents that load a model, or one of its adapters."""
+        return {load.agent_id for load in self._loads.values() if base_of(load.model) == base}
 
     async def wait(self, model: str, agent_id: str, evict: str = "", predicted_s: float = 0.0) -> str:
         """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.

@@ -15,7 +15,7 @@ from pipeline.api.adapter_names import sort_key
 from pipeline.api.fields import flag, integer, read_fields, text
 from pipeline.api.json_body import parse_object
 from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
-from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.bodies import MAX_MODEL_ID, HeartbeatResponse
 from pipeline.fleet.records import AgentRecord, check_agent_id
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.cold_loads import ColdLoads
@@ -197,7 +197,7 @@ class FleetApi:
     async def _place(self, fields: dict[str, Any]) -> dict[str, Any]:
         values = read_fields(
             fields,
-            {"model": text(128, empty=False), "replicas": integer(0, MAX_REPLICAS)},
+            {"model": text(MAX_MODEL_ID, empty=False), "replicas": integer(0, MAX_REPLICAS)},
             required=("model", "replicas"),
         )
         model, replicas = values["model"], values["replicas"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import msgspec
 
@@ -25,6 +25,7 @@ log = logging.getLogger("starling.orchestrator")
 
 LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent's own error to arrive
 RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
+MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
 REFUSED_S = 30.0  # after another error
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
 
@@ -80,6 +81,7 @@ class ModelChanges:
         check_agent: Callable[[str], Awaitable[object]],
         clock: Callable[[], float],
         signer: UrlSigner,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
         """`timeout_ms`: for a load. `check_agent(id)`: poll it, because its models have changed."""
         self._calls = calls
@@ -92,6 +94,8 @@ class ModelChanges:
         self._check_agent = check_agent
         self._clock = clock
         self._signer = signer
+        self._sleep = sleep
+        self.kept: Callable[[], Collection[str]] = tuple  # adapters that do not leave for others
 
     async def load(self, agent_id: str, model: str, evict: str = "") -> None:
         """Load a model on an agent, after another one has left. Raises `StarlingError`."""
@@ -116,20 +120,27 @@ class ModelChanges:
             adapter=adapter,
         )
         body = msgspec.json.encode(request)
-        besides = {model, base}
+        besides, left, waits = {model, base}, set[str](), 0
         try:
             while True:
                 if evict:
-                    besides.add(evict)
-                    await self._unload(record, evict, f"makes room for {model}")
-                self._events.add("load", agent=agent_id, model=model)
+                    left.add(evict)
+                    if await self._leaves(record, evict, model, may_wait=waits < MOST_WAITS):
+                        besides.add(evict)
+                    else:
+                        waits += 1
+                if not waits:
+                    self._events.add("load", agent=agent_id, model=model)
                 try:
                     await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
                     break
                 except StarlingError as error:
-                    evict = self._making_room(error, agent_id, model, besides)
+                    evict = self._making_room(error, agent_id, model, besides, is_repeated=base in left)
                     if not evict:
-                        raise
+                        if waits == MOST_WAITS or not self._may_leave_later(error, agent_id, model):
+                            raise
+                        waits += 1
+                        await self._sleep(RETRY_S)
         except StarlingError as error:
             self._events.add("load-failed", agent=agent_id, model=model, text=error.message)
             raise
@@ -139,13 +150,36 @@ class ModelChanges:
         self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
         await self._check_agent(agent_id)
 
-    def _making_room(self, error: StarlingError, agent_id: str, model: str, besides: set[str]) -> str:
-        """What leaves after a refusal for too little memory or disk, or too many adapters; "": nothing can."""
+    async def _leaves(self, record: AgentRecord, evict: str, model: str, *, may_wait: bool) -> bool:
+        """Unload what makes room; false, after a while, if that is an adapter that stays. Raises `StarlingError`."""
+        try:
+            await self._unload(record, evict, f"makes room for {model}")
+        except ModelUnavailable:
+            if ":" not in evict or not may_wait:
+                raise
+            await self._sleep(RETRY_S)
+            return False
+        return True
+
+    def _making_room(
+        self, error: StarlingError, agent_id: str, model: str, besides: set[str], *, is_repeated: bool
+    ) -> str:
+        """What leaves after a refusal; "": nothing can.
+
+        Refused for too little memory or disk, for too many adapters, or because of another version of the model.
+        """
+        if error.code == Conflict.CODE and error.param == "digest":
+            return "" if is_repeated else self._router.outdated_model(agent_id, model)
         if error.code != ResourceError.CODE:
             return ""
         if error.param == ADAPTERS:
-            return self._router.idle_adapter(agent_id, model, besides)
+            return self._router.idle_adapter(agent_id, model, {*besides, *self.kept()})
         return self._router.idle_model(agent_id, besides)
+
+    def _may_leave_later(self, error: StarlingError, agent_id: str, model: str) -> bool:
+        """Whether an adapter for which there is no room may wait: others are loading, or have requests."""
+        is_full = error.code == ResourceError.CODE and error.param == ADAPTERS
+        return is_full and any(one not in self.kept() for one in self._router.other_adapters(agent_id, model))
 
     async def place(self, agent_id: str, model: str) -> None:
         """Load a model that is to be placed. After an error it waits: the next attempt comes later."""
@@ -153,7 +187,7 @@ class ModelChanges:
             await self.load(agent_id, model)
         except StarlingError as error:
             log.warning("a model was not placed", extra={"model": model, "agent": agent_id, "reason": error.message})
-            await asyncio.sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
+            await self._sleep(RETRY_S if isinstance(error, Conflict) else REFUSED_S)
 
     async def unload_idle(self, agent_id: str, model: str, why: str) -> None:
         """Unload a model that has no requests. `why`: for the event."""

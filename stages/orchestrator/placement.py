@@ -19,11 +19,18 @@ class Load(NamedTuple):
     agent_id: str
 
 
-def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> list[Load]:
+def _is_host(view: NodeView, model: str) -> bool:
+    return _state(view, base_of(model)) in HELD
+
+
+def missing_loads(
+    wanted: Iterable[tuple[str, int]], table: list[NodeView], is_host: Callable[[NodeView, str], bool] = _is_host
+) -> list[Load]:
     """The loads that bring each (model, replicas) to its number, at most one for each agent.
 
     An agent that has the files comes first, then one with more room.  An agent whose engine for the model has failed is
     the last choice.  What runs on agents without a placement stays: it leaves when another model needs its place.
+    `is_host`: whether an agent has the model of an adapter in the right version.
     """
     busy: set[str] = set()
     loads = []
@@ -32,7 +39,7 @@ def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> l
         usable = [view for view in have if view.may_start and view.health == "READY"]
         base = base_of(model)
         # An adapter needs no place of its own where its model is.
-        hosts = [view.agent_id for view in table if base != model and _state(view, base) in HELD]
+        hosts = [view.agent_id for view in table if base != model and is_host(view, model)]
         candidates = [
             view
             for view in table
@@ -40,12 +47,14 @@ def missing_loads(wanted: Iterable[tuple[str, int]], table: list[NodeView]) -> l
             and view.may_start
             and view.health == "READY"
             and (view.details.serves_adapters or base == model)
-            and (view.agent_id in hosts or _has_room(view))
+            # One that has another version of the model has its place, which that leaves when it is idle.
+            and (view.agent_id in hosts or _has_room(view) or (base != model and _is_host(view, model)))
         ]
         candidates.sort(
             key=lambda view: (
                 _state(view, base) == "FAILED",
                 view.agent_id not in hosts,
+                base != model and view.agent_id not in hosts and _is_host(view, model),
                 not _is_cached(view, base),
                 _load(view),
             )

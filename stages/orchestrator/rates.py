@@ -57,15 +57,20 @@ class ErrorReport(msgspec.Struct, frozen=True):
 
 
 class Rates:
-    """Of all agents. Bounded by `keep_only`."""
+    """Of all agents. Bounded by `keep_only` and the models that have answered: a name that was asked for adds none."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple[str, str], EngineRates] = {}
+        self._unmeasured = EngineRates()
         self._count = 0
         self._predicted_s = self._actual_s = self._error_s = 0.0
 
     def of(self, agent_id: str, model: str) -> EngineRates:
-        """The rates of a model on an agent; defaults at first."""
+        """The rates of a model on an agent, to be read; defaults until it was measured there."""
+        return self._engines.get((agent_id, model), self._unmeasured)
+
+    def measured(self, agent_id: str, model: str) -> EngineRates:
+        """The rates of a model on an agent, to be changed."""
         found = self._engines.get((agent_id, model))
         if found is None:
             found = self._engines[agent_id, model] = EngineRates()
@@ -75,7 +80,7 @@ class Rates:
         self, agent_id: str, model: str, *, new_bytes: int, ahead: int, first_token_s: float, predicted_s: float
     ) -> None:
         """A request's first token has come. `new_bytes`: of its prompt, not cached; `ahead`: sequences before it."""
-        rates = self.of(agent_id, model)
+        rates = self.measured(agent_id, model)
         if ahead == 0 and new_bytes >= MIN_PROMPT_BYTES:
             rates.prefill_s_per_byte.add(first_token_s / new_bytes)
         elif ahead > 0:
@@ -89,7 +94,7 @@ class Rates:
     def observe_start(self, agent_id: str, model: str, seconds: float) -> None:
         """An engine has started with its model on the host."""
         if seconds > 0:
-            self.of(agent_id, model).start_s.add(seconds)
+            self.measured(agent_id, model).start_s.add(seconds)
 
     def keep_only(self, agents: set[str]) -> None:
         """Forget the agents that have left."""

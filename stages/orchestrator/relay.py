@@ -27,6 +27,7 @@ from pipeline.api.output_tokens import OUTPUT
 from pipeline.api.page_names import HEADER as PAGES
 from pipeline.api.session_header import EXISTING
 from pipeline.api.session_header import HEADER as SESSION
+from pipeline.api.weights_header import HEADER as WEIGHTS
 from pipeline.errors import ModelUnavailable, NotFound, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
@@ -392,6 +393,8 @@ class Relay:
             headers[header] = str(len(output))
         if route.must_hold:
             headers[SESSION] = EXISTING
+        if ":" in route.engine.model_id:
+            headers[WEIGHTS] = route.engine.digest
         if forward.id and is_kept:
             self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)

@@ -23,6 +23,8 @@ from pipeline.api.adapter_names import adapted_digest, adapter_of, base_of
 from pipeline.catalog.adapters import unknown_adapter
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
+from stages.orchestrator import adapter_hosts
+from stages.orchestrator.adapter_hosts import HELD_STATES, Published
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
@@ -41,15 +43,6 @@ from stages.orchestrator.score import (
 from stages.orchestrator.session_cost import Place, Size, terms_of
 
 RETRY_AFTER_S = 1.0
-HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
-
-
-class Published(NamedTuple):
-    """What routing uses of a catalog's entry."""
-
-    digest: str  # of the model's file
-    nbytes: int
-    adapter_digest: str = ""  # of an adapter, whose model has `digest`; "": it is a model
 
 
 _UNPUBLISHED = Published("", 0)
@@ -97,6 +90,8 @@ class ScoreRouter(RequestRouter):
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
         self._last_used: dict[tuple[str, str], int] = {}  # by agent and model: which model leaves first
+        self._of_adapter: Counter[tuple[str, str]] = Counter()  # requests under way, by agent and MODEL:ADAPTER
+        self.loading_at: Callable[[str], Collection[str]] = lambda base: ()  # agents that load a model for a request
 
     # ---------------------------------------------------------------- the table
 
@@ -113,6 +108,7 @@ class ScoreRouter(RequestRouter):
         self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
         self._last_turn = {name: turn for name, turn in self._last_turn.items() if name in self._table}
         self._last_used = {key: turn for key, turn in self._last_used.items() if key[0] in self._table}
+        self._last_used = adapter_hosts.with_new(self._last_used, table, self._turns)
 
     @property
     def table(self) -> list[NodeView]:
@@ -143,13 +139,17 @@ class ScoreRouter(RequestRouter):
 
         Raises `ModelNotFound` if several have one.
         """
-        if ":" in name or self._published(name) is not None or self.has(name):
+        if ":" in name or self._published(name) is not None or self.has(name) or self._is_cached(name):
             return name
         found = sorted(one for one in self._names() if adapter_of(one) == name)
         if len(found) > 1:
             listed = " and ".join(found[:8])
             raise ModelNotFound(f"adapter {name!r} belongs to several models; ask for one of {listed}", "model")
         return found[0] if found else name
+
+    def _is_cached(self, model: str) -> bool:
+        """Whether the model's files are on an agent."""
+        return any(model in one.names for view in self._table.values() for one in view.details.cached_models)
 
     def has_other(self, model: str, agent_id: str) -> bool:
         """Whether another agent has the model ready and may get requests."""
@@ -176,6 +176,7 @@ class ScoreRouter(RequestRouter):
         ready = [one for one in scored if one.is_candidate and one.state == "READY"]
         candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
         candidates = [one for one in candidates if self._table[one.agent_id].may_start] or candidates
+        candidates = adapter_hosts.of_published(candidates, self._table, request.model, self._published(request.model))
         if request.pinned:
             candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
         order = by_name(request.begins) if request.begins and not request.is_held else self._order
@@ -186,6 +187,9 @@ class ScoreRouter(RequestRouter):
             candidates = [one for one in scored if one.is_candidate]
             # An engine that has just failed to start is tried again only if no other agent can load the model.
             candidates = [one for one in candidates if one.state != "FAILED"] or candidates
+            begun = self.loading_at(base_of(request.model))
+            hosts = {view.agent_id for view in self._table.values() if self.is_host(view, request.model)}
+            candidates = adapter_hosts.nearest(candidates, request.model, hosts, begun)
             cause, order = "cold", by_score
         best = min(candidates, key=lambda one: order(one, self._last_turn))
         view = self._table[best.agent_id]
@@ -205,9 +209,22 @@ class ScoreRouter(RequestRouter):
             predicted_s=predicted_s,
             ahead=best.ahead,
             new_bytes=max(0, request.prompt_bytes - best.matched_bytes),
-            evict="" if is_ready or not _takes_place(view, request.model) else self._leaving(view) or "",
+            evict=""
+            if is_ready or not self._takes_place(view, request.model)
+            else self._leaving(view, request.model) or "",
             must_hold=request.is_held and bool(request.begins),
         )
+
+    def is_host(self, view: NodeView, model: str) -> bool:
+        """Whether the agent has an engine for the model, or is getting one: for an adapter in the right version."""
+        return adapter_hosts.is_host(view.details, model, self._published(model))
+
+    def _has_other_version(self, view: NodeView, model: str) -> bool:
+        return adapter_hosts.has_other_version(view.details, model, self._published(model))
+
+    def _takes_place(self, view: NodeView, model: str) -> bool:
+        """Whether an engine must be started for a model: an adapter is loaded into that of its model."""
+        return not self.is_host(view, model) and view.agent_id not in self.loading_at(base_of(model))
 
     def _check_engine(self, model: str) -> None:
         """Raises `StarlingError` if another kind of engine computes the model, which takes no conversations."""
@@ -226,10 +243,10 @@ class ScoreRouter(RequestRouter):
         running = loaded(details, model)
         published = self._published(model) or _UNPUBLISHED
         # An adapter is where its model is: it is small beside that.
-        name = model if running is not None else base_of(model)
+        name = model if running is not None and running.model_state == "READY" else base_of(model)
         holders = self._holders.get(published.digest, ())
         where = residence(details, name, published.digest, published.nbytes, holders)
-        ahead = self._ahead(view.agent_id, running)
+        ahead = self._ahead(view.agent_id, loaded(details, name))
         matched = self.prefixes.matched_bytes(engine_name(view.agent_id, running), request.blocks) if running else 0
         rates = self.rates.of(view.agent_id, model)
         found = terms(details, where, rates, ahead=ahead, matched_bytes=min(matched, request.prompt_bytes))
@@ -268,12 +285,14 @@ class ScoreRouter(RequestRouter):
             return "it does not answer"
         if ":" in request.model and not view.details.serves_adapters:
             return "its release loads no adapters"
-        if not _takes_place(view, request.model):
+        if not self._takes_place(view, request.model):
             return ""
         published = self._published(request.model)
         if published is None and residence(view.details, request.model, "", 0).level == "REMOTE":
             return "it does not have the model, which is not published"
-        if self._leaving(view) is None:
+        if self._leaving(view, request.model) is None:
+            if self._has_other_version(view, request.model):
+                return f"it has another version of {base_of(request.model)}, which is not idle"
             return f"it runs {view.details.max_models} models, and none of them is idle"
         return ""
 
@@ -297,9 +316,7 @@ class ScoreRouter(RequestRouter):
                 "(fleet.orchestrator.max_per_agent); try again",
                 retry_after_s=RETRY_AFTER_S,
             )
-        if self._published(model) is None and not any(
-            model in cached.names for view in self._table.values() for cached in view.details.cached_models
-        ):
+        if self._published(model) is None and not self._is_cached(model):
             known = any(loaded(view.details, model) for view in self._table.values())
             if not known:
                 self._refuse_adapter(model)
@@ -372,16 +389,30 @@ class ScoreRouter(RequestRouter):
     def idle_adapter(self, agent_id: str, model: str, besides: Collection[str]) -> str:
         """The adapter of the same model that leaves the agent for MODEL:ADAPTER: that which was used longest ago.
 
-        "": there is none.  Its requests finish.
+        "": all others are loading, or have requests of this orchestrator.
         """
-        view = self._table.get(agent_id)
-        base = base_of(model)
-        names = names_in(view.details) if view is not None else []
-        others = [name for name in names if ":" in name and base_of(name) == base and name not in (model, *besides)]
+        ready = self.other_adapters(agent_id, model, is_ready=True)
+        others = [name for name in ready if name not in besides and not self._of_adapter[agent_id, name]]
         return min(others, key=lambda name: (self._last_used.get((agent_id, name), -1), name), default="")
 
-    def _leaving(self, view: NodeView) -> str | None:
+    def other_adapters(self, agent_id: str, model: str, *, is_ready: bool = False) -> list[str]:
+        """The other adapters of the same model on the agent, or those that are ready."""
+        view = self._table.get(agent_id)
+        running = loaded(view.details, base_of(model)) if view is not None else None
+        found = [one for one in running.adapters if one.is_ready or not is_ready] if running is not None else []
+        return [name for one in found if (name := f"{base_of(model)}:{one.name}") != model]
+
+    def outdated_model(self, agent_id: str, model: str) -> str:
+        """The model of an adapter, if the agent has another version of it than the published one; else ""."""
+        view = self._table.get(agent_id)
+        return base_of(model) if view is not None and self._has_other_version(view, model) else ""
+
+    def _leaving(self, view: NodeView, model: str) -> str | None:
         """The model that leaves for another one: "" if there is room, None if no model is idle."""
+        if self._has_other_version(view, model):
+            base = base_of(model)
+            others = [one.model_id for one in view.details.loaded_models if one.model_id != base]
+            return self._least_recent(view, others)
         held = [one for one in view.details.loaded_models if one.model_state in HELD_STATES]
         if len(held) < (view.details.max_models or len(held) + 1):
             return ""
@@ -405,6 +436,8 @@ class ScoreRouter(RequestRouter):
         key = (route.agent_id, base_of(request.model))
         self._under_way[key] += 1
         self._last_used[key] = self._last_used[route.agent_id, request.model] = next(self._turns)
+        if ":" in request.model:
+            self._of_adapter[route.agent_id, request.model] += 1
         view = self._table.get(route.agent_id)
         if view is not None and route.engine is not None:
             self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
@@ -435,17 +468,16 @@ class ScoreRouter(RequestRouter):
         self._under_way[key] -= 1
         if self._under_way[key] <= 0:
             del self._under_way[key]
+        if ":" in request.model:
+            key = (route.agent_id, request.model)
+            self._of_adapter[key] -= 1
+            if self._of_adapter[key] <= 0:
+                del self._of_adapter[key]
 
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""
         base = base_of(model)
         return sum(n for (name, one), n in self._under_way.items() if name == agent_id and base in ("", one))
-
-
-def _takes_place(view: NodeView, model: str) -> bool:
-    """Whether an engine must be started for a model: an adapter is loaded into that of its model."""
-    running = loaded(view.details, base_of(model))
-    return running is None or running.model_state not in HELD_STATES
 
 
 def _serves(running: LoadedModel, version: str) -> bool:

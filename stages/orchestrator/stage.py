@@ -133,6 +133,8 @@ class OrchestratorStage:
             self.signer,
         )
         self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
+        self.router.loading_at = self.cold.agents_of
+        self.changes.kept = self._kept
         self._changed = asyncio.Event()
         self.pages = PageTransfers(
             self._calls, self.registry, self.router.rates, self.router.decisions, self.events.add, time.monotonic
@@ -408,7 +410,7 @@ class OrchestratorStage:
             self.fleet.is_leader = True
             placements = self.fleet.placements.values() if self.fleet.is_store_up else ()
             wanted = [(one.model, one.replicas) for one in placements]
-            due_loads = missing_loads(wanted, self.router.table)
+            due_loads = missing_loads(wanted, self.router.table, self.router.is_host)
             due_loads += stalled_loads(wanted, self.router.table, self.signer.has_told)
             for load in due_loads:
                 self._start_placing(load.agent_id, partial(self.changes.place, load.agent_id, load.model))
@@ -417,9 +419,13 @@ class OrchestratorStage:
             self.prefix_moves.begin_round()
             self.idle.observe(self.router.table)
             if self.fleet.is_store_up:
-                kept = {model for model, _ in wanted} | {load.model for load in self.cold.under_way}
-                self._unload_idle({base_of(model) for model in kept})
+                self._unload_idle({base_of(model) for model in self._kept()})
             await asyncio.sleep(PLACE_S)
+
+    def _kept(self) -> set[str]:
+        """Models and adapters that are placed, or that requests wait for."""
+        placed = {one.model for one in self.fleet.placements.values()}
+        return placed | {load.model for load in self.cold.under_way}
 
     def _unload_idle(self, kept: set[str]) -> None:
         """Unload models that have had no requests for a while, or whose agent is short of memory."""

@@ -144,8 +144,9 @@ def unpublish(name: str) -> None:
         async with open_store(config) as blobs:
             if ":" in name:
                 return await adapters.remove(blobs, name)
-            _, freed = await contents.remove(blobs, name)
-            return freed + await adapters.remove_all_of(blobs, name)
+            # Its adapters first: interrupted in between, the command can be repeated.
+            freed = await adapters.remove_all_of(blobs, name)
+            return freed + (await contents.remove(blobs, name))[1]
 
     config = load()
     freed = asyncio.run(remove())

@@ -53,13 +53,17 @@ class Recording(Engine):
         self.problem: StarlingError | None = None  # of the next change
         self.may_change = asyncio.Event()
         self.may_change.set()
+        self.may_unload = asyncio.Event()
+        self.may_unload.set()
         self.dies = asyncio.Event()
+        self.final = ""  # the adapter with which it does not start
 
     async def start(self) -> None:
         self.started = [one.name for one in self.adapters]
 
     async def ready(self) -> None:
-        return
+        if self.final in self.started:
+            raise EngineDied(f"no room for {self.final}", is_final=True)
 
     async def ended(self) -> EngineDied:
         await self.dies.wait()
@@ -85,6 +89,7 @@ class Recording(Engine):
 
     async def unload_adapter(self, name: str, within_s: float) -> None:
         self.changes.append(f"-{name}")
+        await self.may_unload.wait()
 
 
 def raw(number: int) -> bytes:
@@ -111,7 +116,11 @@ class Bench:
         cache = ModelCache(self.models_dir, Bounds(most, 0))
         self.engines: list[Recording] = []
         self.placement: Placement | None = None
-        context = Context(cache, Bandwidth(0, time.monotonic), sleep=lambda seconds: asyncio.sleep(0))
+        self.final = ""
+        self.now = 0.0
+        context = Context(
+            cache, Bandwidth(0, time.monotonic), clock=lambda: self.now, sleep=lambda seconds: asyncio.sleep(0)
+        )
         self.adapters = Adapters(
             resolve({}, {}),
             context,
@@ -129,6 +138,7 @@ class Bench:
 
         def make(source: object, arriving: Path | None) -> Recording:
             self.engines.append(Recording())
+            self.engines[-1].final = self.final
             return self.engines[-1]
 
         assert (request.model_id, request.digest) == ("m", ENTRY.digest)
@@ -220,6 +230,93 @@ async def test_an_unloaded_adapter_makes_room_for_another_one(bench: Bench) -> N
     assert not bench.file(1).exists() and pulled_adapters.read(bench.models_dir, "m:a") is None
     await bench.adapters.forget_model("m")
     assert bench.adapters.names == ()
+
+
+async def test_a_caller_that_leaves_an_unload_leaves_nothing_behind(bench: Bench) -> None:
+    await bench.load("m:a")
+    await bench.load("m:b")
+    (engine,) = bench.engines
+    engine.may_unload.clear()
+    caller = asyncio.ensure_future(bench.adapters.unload("m:b", drop_cached=False))
+    await until(lambda: "-b" in engine.changes)
+    caller.cancel()
+    await asyncio.wait([caller])
+    assert bench.placement is not None and list(bench.placement.serving) == ["a"]
+    waiting = asyncio.ensure_future(bench.load("m:b"))
+    engine.may_unload.set()
+    await waiting
+    assert engine.changes == ["+b", "-b", "+b"] and bench.adapters.names == ("m:a", "m:b")
+
+
+async def test_an_unload_during_a_load_removes_what_the_engine_has(bench: Bench) -> None:
+    await bench.load("m:a")
+    (engine,) = bench.engines
+    engine.may_change.clear()
+    await bench.adapters.load(LoadModelRequest(model_id="m:b"))
+    await until(lambda: engine.changes == ["+b"])
+    with pytest.raises(Conflict, match="is loading"):
+        await bench.adapters.unload("m:b", drop_cached=False, only_idle=True)
+    await bench.adapters.unload("m:b", drop_cached=False)
+    assert engine.changes == ["+b", "-b"] and bench.adapters.names == ("m:a",)
+    # One that fails is removed before the next adapter comes.
+    engine.may_change.set()
+    engine.problem = ResourceError("no memory for a second KV arena")
+    with pytest.raises(ResourceError):
+        await bench.load("m:b")
+    engine.problem = None
+    await bench.load("m:c")
+    assert engine.changes == ["+b", "-b", "+b", "-b", "+c"]
+
+
+async def test_an_adapter_that_came_just_now_stays_for_those_who_wait(bench: Bench) -> None:
+    await bench.load("m:a")
+    await bench.load("m:b")
+    with pytest.raises(Conflict, match="was loaded just now"):
+        await bench.adapters.unload("m:b", drop_cached=False, only_idle=True)
+    bench.now += 2.1
+    await bench.adapters.unload("m:b", drop_cached=False, only_idle=True)
+    assert bench.adapters.names == ("m:a",)
+
+
+async def test_an_adapter_with_which_the_engine_cannot_start_is_left_out(bench: Bench) -> None:
+    bench.final = "a"
+    with pytest.raises(ModelUnavailable, match="m:a is not loaded: no room for a"):
+        await bench.load("m:a")
+    assert bench.placement is not None
+    await bench.placement.wait()
+    assert [one.started for one in bench.engines] == [["a"], []] and bench.adapters.names == ()
+    await bench.load("m:b")
+    assert bench.engines[1].changes == ["+b"]
+
+
+async def test_a_damaged_file_does_not_end_the_engine_of_the_others(bench: Bench) -> None:
+    await bench.load("m:a")
+    await bench.load("m:b")
+    bench.file(1).write_bytes(raw(9))
+    bench.engines[0].dies.set()
+    await until(lambda: len(bench.engines) == 2 and bench.placement is not None and bench.placement.state == "READY")
+    assert bench.engines[1].started == ["b"]
+    await bench.load("m:a")
+    assert bench.engines[1].changes == ["+a"] and bench.file(1).read_bytes() == raw(1)
+
+
+async def test_what_a_killed_download_leaves_is_evicted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, ModelConfig(name="m"), most=SIZE + 100_000)
+    await bench.publish(("a", 1))
+    part = bench.models_dir / ".fetch" / f"{'f' * 64}.lora.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(raw(7))
+    await bench.load("m:a")
+    assert not part.exists() and bench.file(1).exists()
+    # The file that its name had before goes, too.
+    await bench.adapters.unload("m:a", drop_cached=False)
+    await published.publish(bench.store, entry("a", 2), raw(2), replace=True)
+    assert [blob.key for blob in await bench.store.scan("lora")] == [entry("a", 2).key]
+    await bench.load("m:a")
+    assert not bench.file(1).exists() and bench.file(2).exists()
+    await bench.adapters.stop()
+    assert bench.placement is not None
+    await bench.placement.stop()
 
 
 async def test_refusals_name_the_reason(bench: Bench) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.api.adapter_names import adapted_digest, sort_key
 from pipeline.errors import ModelNotFound, ModelUnavailable, StarlingError
-from pipeline.fleet.bodies import LoadedAdapter, LoadedModel
+from pipeline.fleet.bodies import CachedModel, LoadedAdapter, LoadedModel
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.placement import Load, missing_loads
 from stages.orchestrator.policies import by_score
@@ -149,6 +150,88 @@ def test_the_adapter_that_leaves_was_used_longest_ago() -> None:
     assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
     assert made.idle_adapter("a", f"{MODEL}:third", {f"{MODEL}:second"}) == f"{MODEL}:first"
     assert made.idle_adapter("a", "other:first", ()) == made.idle_adapter("gone", f"{MODEL}:x", ()) == ""
+
+
+def test_an_adapter_that_is_loading_or_has_requests_stays() -> None:
+    both = with_adapters("first", "second")
+    starting = msgspec.structs.replace(both.adapters[0], is_ready=False)
+    made = routing(agent("a", msgspec.structs.replace(both, adapters=(starting, both.adapters[1]))))
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    assert made.other_adapters("a", f"{MODEL}:second") == [f"{MODEL}:first"]
+    asked = request(model=f"{MODEL}:second")
+    route = made.choose(asked)
+    made.begin(route, asked)
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == ""
+    made.end(route, asked)
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+
+
+def test_an_adapter_that_another_orchestrator_has_loaded_counts_as_used_then() -> None:
+    made = routing(agent("a", with_adapters("second")))
+    asked = request(model=f"{MODEL}:second")
+    made.begin(made.choose(asked), asked)
+    made.end(made.choose(asked), asked)
+    made.update_routing_table([agent("a", with_adapters("first", "second"))])
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+
+
+def test_adapters_of_one_model_are_loaded_where_the_first_one_is() -> None:
+    """Even on an agent that must first let another model go, and although a free one has the files."""
+    made = routing(agent("a", engine("other"), max_models=1), agent("b", cached_models=(cached(),)))
+    made.loading_at = lambda base: {"a"} if base == MODEL else set()
+    for model in (MODEL, f"{MODEL}:first", f"{MODEL}:second"):
+        route = made.choose(request(model=model))
+        assert (route.agent_id, route.evict) == ("a", "")
+    assert made.choose(request(model="other:second")).agent_id == "a"
+
+
+def test_an_agent_that_has_begun_to_load_it_is_preferred() -> None:
+    idle = agent("b", engine(), cached_models=(cached(),))
+    begun = agent("a", with_adapters("first", is_ready=False, running=2), cached_models=(cached(),))
+    assert routing(idle, begun).choose(request(model=f"{MODEL}:first")).agent_id == "a"
+    made = routing(idle, begun)
+    made.choose(request("r", f"{MODEL}:first"))
+    decision = made.decisions.find("r")
+    assert decision is not None
+    (scored,) = [one for one in decision.choices[0].scores if one.agent_id == "a"]
+    assert (scored.level, scored.ahead) == ("CPU_RESIDENT", 2)
+
+
+def test_another_version_of_its_model_must_leave_first() -> None:
+    name, old = f"{MODEL}:first", {"digest": "9" * 64}
+    made = routing(agent("a", engine(**old)))
+    assert made.choose(request(model=name)).evict == MODEL and made.outdated_model("a", name) == MODEL
+    busy = agent("a", engine(running=1, **old))
+    with pytest.raises(ModelUnavailable, match="another version of demo, which is not idle"):
+        routing(busy).choose(request(model=name))
+    assert routing(busy, agent("b", max_models=1)).choose(request(model=name)).agent_id == "b"
+    assert routing(busy).choose(request()).agent_id == "a"
+    # A placement takes another agent if there is one.
+    made = routing(busy, agent("b", max_models=1))
+    assert missing_loads([(name, 1)], made.table, made.is_host) == [Load(name, "b")]
+    assert missing_loads([(name, 1)], [busy], made.is_host) == [Load(name, "a")]
+
+
+def test_the_published_version_of_an_adapter_is_preferred() -> None:
+    name = f"{MODEL}:first"
+    old = engine(adapters=(LoadedAdapter(name="first", digest="8" * 64, bytes=10, is_ready=True),))
+    made = routing(agent("a", old), agent("b", with_adapters("first", running=9)))
+    assert made.choose(request(model=name)).agent_id == "b"
+    assert routing(agent("a", old)).choose(request(model=name)).agent_id == "a"
+
+
+def test_a_model_that_is_on_a_disk_alone_keeps_its_name() -> None:
+    on_disk = CachedModel(digest="7" * 64, names=("first",), cache_level="NVME_CACHED", bytes=1, is_complete=True)
+    assert routing(agent("a", engine(), cached_models=(on_disk,))).resolve("first") == "first"
+
+
+def test_a_name_that_is_asked_for_costs_no_memory() -> None:
+    made = routing(agent("a", engine()))
+    for number in range(100):
+        with pytest.raises(ModelNotFound):
+            made.choose(request(model=f"none-{number}"))
+        made.place("a", f"none-{number}")
+    assert made.rates._engines == {}
 
 
 def test_prefixes_belong_to_one_adapter() -> None:

@@ -55,7 +55,7 @@ class World:
         self.events: list[str] = []
         self.rates = Rates()
         for name in NAMES:
-            self.rates.of(name, MODEL).prefill_s_per_byte.value = SLOW
+            self.rates.measured(name, MODEL).prefill_s_per_byte.value = SLOW
         self.decisions = DecisionLog()
         self.transfers = PageTransfers(self, self, self.rates, self.decisions, self.note, lambda: self.now)
 
@@ -123,11 +123,11 @@ async def test_pages_are_sent_where_that_is_faster() -> None:
 
 async def test_pages_are_computed_where_that_is_faster() -> None:
     world = World()
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = 1e-5
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = 1e-5
     made = await world.bring(400)
     assert made is not None and made.outcome == "computed"
     assert not world.calls  # a few tokens need no question
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = 0.12 / 4400
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = 0.12 / 4400
     made = await world.bring()
     assert made is not None and made.outcome == "computed"
     assert [path for _, path, _, _ in world.calls] == ["/give_pages"]
@@ -182,7 +182,7 @@ async def test_what_concerns_one_transfer_stops_no_other_one(at: str, kind: type
 @pytest.mark.parametrize("who", ["target", "call"])
 async def test_the_speed_of_a_link_is_learnt_from_transfers_that_take_too_long(who: str) -> None:
     world = World()
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = SLOW
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = SLOW
 
     def too_late(timeout_ms: int, timeout_s: float) -> None:
         world.now += timeout_ms / 1000 if who == "target" else timeout_s
@@ -234,7 +234,7 @@ async def test_a_part_of_the_pages_is_compared_with_computing_that_part(
 async def test_a_few_pages_of_many_are_not_sent() -> None:
     world = World()
     # Sending takes 0.15 s, computing all of it 0.44 s, and what the pages save 0.11 s.
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = SLOW / 10
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = SLOW / 10
     world.given = GivePagesResponse(ticket="t" * 32, pages=15, bytes=20_000_000, of_pages=60)
     made = await world.bring(prompt_bytes=4000)
     assert made is not None and made.outcome == "computed"
@@ -291,7 +291,7 @@ async def test_agents_that_cannot_exchange_pages_are_not_asked(name: str, lacks:
 async def test_a_tenant_has_few_transfers_at_once_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_transfers, "MOST_S", 60.0)  # of a turn, on a machine that may be loaded
     world = World()
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = 1.0
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = 1.0
     world.may_answer.clear()
     running = [asyncio.create_task(world.bring(name=f"req-{n}", tenant="mine")) for n in range(MAX_OF_TENANT)]
     while len(world.calls) < MAX_OF_TENANT:
@@ -315,7 +315,7 @@ async def test_a_tenant_has_few_transfers_at_once_and_the_others_wait(monkeypatc
 
 async def test_a_stream_waits_for_its_turn_no_longer_than_computing_takes() -> None:
     world = World()
-    world.rates.of("two", MODEL).prefill_s_per_byte.value = 0.06 / 4400
+    world.rates.measured("two", MODEL).prefill_s_per_byte.value = 0.06 / 4400
     world.may_answer.clear()
     running = [asyncio.create_task(world.bring(name=f"req-{n}", tenant="mine")) for n in range(MAX_OF_TENANT)]
     while len(world.calls) < MAX_OF_TENANT:

@@ -331,7 +331,7 @@ async def test_an_agent_that_drains_or_is_not_there_keeps_what_it_has() -> None:
 async def test_a_turn_does_not_wait_for_a_move_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stages.orchestrator.session_moves.LEAST_WAIT_S", 0.01)
     world = World(40, tokens=b"t", gain_s=0.01)
-    monkeypatch.setattr(world.router.rates.of("one", MODEL).turn_s, "value", 0.002)
+    monkeypatch.setattr(world.router.rates.measured("one", MODEL).turn_s, "value", 0.002)
     world.may_take.clear()
     assert await world.turn() == "one"  # 0.08 s later, as long as the queue
     assert await world.turn() == "one" and world.calls == MOVE[:2]

@@ -29,6 +29,7 @@ log = logging.getLogger("starling.cache")
 UNFINISHED = ".fetch"
 _PART = ".bin.part"
 _ADAPTER = ".lora"
+_ADAPTER_PART = ".lora.part"
 
 
 class ModelCache:
@@ -64,8 +65,9 @@ class ModelCache:
             )
             for digest, at in used.items()
         ]
-        for path in sorted((self.models_dir / UNFINISHED).glob(f"*{_PART}")):
-            digest = path.name.removesuffix(_PART)
+        folder = self.models_dir / UNFINISHED
+        for path in sorted([*folder.glob(f"*{_PART}"), *folder.glob(f"*{_ADAPTER_PART}")]):
+            digest = path.name.partition(".")[0]
             with contextlib.suppress(FileNotFoundError):
                 is_busy = digest in pinned or self._is_downloading(digest)
                 found.append(Item(path.name, _allocated(path), path.stat().st_mtime, is_busy))
@@ -88,7 +90,8 @@ class ModelCache:
 
     def make_room_for_adapter(self, entry: AdapterEntry, pinned: Collection[str] = ()) -> list[str]:
         """Evict what must go for an adapter that is to be downloaded; the keys evicted. Raises `ResourceError`."""
-        return self._make_room(f"{entry.digest}{_ADAPTER}", "", entry.bytes, entry.bytes, pinned)
+        key = f"{entry.digest}{_ADAPTER}"
+        return self._make_room(key, f"{entry.digest}{_ADAPTER_PART}", entry.bytes, entry.bytes, pinned)
 
     def make_room(self, digest: str, nbytes: int, pinned: Collection[str] = ()) -> list[str]:
         """Evict what must go for a download of `nbytes`, and reserve nothing; the keys evicted.
@@ -120,12 +123,25 @@ class ModelCache:
         with lock(self.models_dir, "cache"):
             self._evict(f"{digest}{_ADAPTER}")
 
+    def record_adapter(self, entry: AdapterEntry, pinned: Collection[str] = ()) -> None:
+        """Record the use of an adapter. The file that its name had before goes unless something uses it.
+
+        `pinned`: digests.  Raises `OSError`.
+        """
+        with lock(self.models_dir, "cache"):
+            before = pulled_adapters.read(self.models_dir, entry.name)
+            pulled_adapters.write(self.models_dir, entry)
+            if before is None or before.digest in (entry.digest, *pinned):
+                return
+            if all(before.digest != other.digest for other, _ in pulled_adapters.read_all(self.models_dir)):
+                self._evict(f"{before.digest}{_ADAPTER}")
+
     def _evict(self, key: str) -> None:
         log.info("file evicted from the cache", extra={"key": key})
         if key.endswith(_ADAPTER):
             pulled_adapters.remove(self.models_dir, key.removesuffix(_ADAPTER))
             return
-        if key.endswith(_PART):
+        if key.endswith((_PART, _ADAPTER_PART)):
             (self.models_dir / UNFINISHED / key).unlink(missing_ok=True)
             return
         # The index first: without it the other files are not a model. A worker that maps the .bin keeps its map.

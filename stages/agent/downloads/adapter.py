@@ -44,13 +44,20 @@ async def bring_adapter(
     models_dir = context.cache.models_dir
     path = pulled_adapters.file_path(models_dir, entry.digest)
     async with locked(models_dir, entry.digest, context.sleep):
-        if await asyncio.to_thread(_digest_of, path) != entry.digest:
+        is_here = await asyncio.to_thread(digest_of, path) == entry.digest
+        if not is_here:
             await asyncio.to_thread(context.cache.make_room_for_adapter, entry, {*pinned, entry.digest})
-            await _fetch(context, entry, sources, path)
         try:
-            await uninterrupted(pulled_adapters.write, models_dir, entry)
+            # Before the file: a process that is killed leaves none that no entry names.
+            await uninterrupted(context.cache.record_adapter, entry, {*pinned, entry.digest})
         except OSError as error:
             raise disk_error(error, path, 0) from None
+        if not is_here:
+            try:
+                await _fetch(context, entry, sources, path)
+            except StarlingError:
+                await uninterrupted(context.cache.remove_adapter, entry.digest)
+                raise
     return path
 
 
@@ -101,7 +108,7 @@ def _place(part: Path, path: Path) -> None:
     part.replace(path)
 
 
-def _digest_of(path: Path) -> str:
+def digest_of(path: Path) -> str:
     """SHA-256 of a file; "" if it cannot be read."""
     try:
         with path.open("rb") as file:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from pipeline.api import weights_header
 from pipeline.api.adapter_names import adapted_digest
 from pipeline.api.adapter_salt import with_adapter
 from pipeline.api.generation_fields import check_configured_order
@@ -70,6 +71,7 @@ class _Call(NamedTuple):
     trace: RequestTrace | None  # its timeline
     context: TraceContext | None
     adapter: str = ""  # name of the LoRA adapter that it asks for
+    weights: str = ""  # digest of those that alone may compute it; "": any
 
 
 class Admission:
@@ -170,8 +172,12 @@ class Admission:
         client_id: str = "",
         name: RequestName | None = None,
         context: TraceContext | None = None,
+        weights: str = "",
     ) -> RequestState:
-        """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`."""
+        """The request, ready to be started. Raises `StarlingError`. The caller holds a `slot`.
+
+        `weights`: see pipeline/api/weights_header.py.
+        """
         self._received.count()
         model, adapter = self._catalog.resolve_adapter(generation.model)
         name = name or RequestName(f"req-{secrets.token_hex(12)}")
@@ -179,7 +185,7 @@ class Admission:
             name.id, started_at, tenant=caller.tenant, model=model, client_id=client_id or name.id, context=context
         )
         try:
-            call = _Call(caller, started_at, client_id, name, trace, context, adapter)
+            call = _Call(caller, started_at, client_id, name, trace, context, adapter, weights)
             state = await self._admit(model, generation, call)
         except BaseException:
             self._timelines.withdraw(trace)
@@ -234,6 +240,10 @@ class Admission:
             digest = self._loaded.adapter_digest(version, call.adapter)
             generation = msgspec.structs.replace(generation, adapter=AdapterUse(call.adapter, digest))
             salt = with_adapter(salt, digest)
+        if call.weights:
+            weights_header.check(
+                call.weights, identity_of(self._loaded.described[version.id].digest, generation), generation.model
+            )
         if generation.session_id is None:
             generation = msgspec.structs.replace(generation, cache_salt=salt)
             return await self._build(version, generation, (), call)

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from aiohttp.hdrs import METH_HEAD
 
-from pipeline.api import response_context, session_header, sse
+from pipeline.api import response_context, session_header, sse, weights_header
 from pipeline.api.idempotency_key import HEADER as IDEMPOTENCY_KEY
 from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.json_body import CONTENT_TYPE
@@ -163,6 +163,7 @@ async def _admit(
 ) -> RequestState:
     plugins = service.plugins
     generation = session_header.narrowed(generation, request.headers.get(session_header.HEADER))
+    weights = weights_header.read(request.headers.get(weights_header.HEADER))
     if plugins is not None:
         name = name or new_request_name()
         generation = await plugins.before(generation, name.id, request[CALLER].tenant, request[STARTED_AT])
@@ -171,7 +172,7 @@ async def _admit(
     if output is not None and (name is None or generation.session_id is not None):
         raise InvalidRequest(f"{OUTPUT} needs {NAME} and a request without a session", OUTPUT)
     state = await service.admission.admit(
-        generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name, request.get(TRACE)
+        generation, request[CALLER], request[STARTED_AT], request[CLIENT_ID], name, request.get(TRACE), weights
     )
     if plugins is not None:
         state.set_plugins(plugins.chain())

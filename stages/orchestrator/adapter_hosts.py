@@ -1,0 +1,80 @@
+"""Which agents may load or serve an adapter: those that have its model in the version that it was made for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+from pipeline.api.adapter_names import adapted_digest, base_of
+from pipeline.fleet.bodies import HeartbeatResponse
+from stages.orchestrator.decisions import AgentScore
+from stages.orchestrator.interfaces import NodeView, RoutingTable
+from stages.orchestrator.score import loaded
+
+HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
+
+
+class Published(NamedTuple):
+    """What routing uses of a catalog's entry."""
+
+    digest: str  # of the model's file
+    nbytes: int
+    adapter_digest: str = ""  # of an adapter, whose model has `digest`; "": it is a model
+
+
+def is_host(details: HeartbeatResponse, model: str, published: Published | None) -> bool:
+    """Whether the agent has an engine for the model, or is getting one: for an adapter in the right version."""
+    running = loaded(details, base_of(model))
+    is_held = running is not None and running.model_state in HELD_STATES
+    return is_held and not has_other_version(details, model, published)
+
+
+def has_other_version(details: HeartbeatResponse, model: str, published: Published | None) -> bool:
+    """Whether the agent has another version of an adapter's model than the published one: it must leave first."""
+    running = loaded(details, base_of(model))
+    if ":" not in model or published is None or running is None or running.model_state not in HELD_STATES:
+        return False
+    return bool(published.digest and running.digest) and running.digest != published.digest
+
+
+def of_published(
+    candidates: list[AgentScore], table: Mapping[str, NodeView], model: str, published: Published | None
+) -> list[AgentScore]:
+    """The agents that serve the published version of an adapter; all, if none does: another version was published."""
+    if published is None or not published.adapter_digest:
+        return candidates
+    digest = adapted_digest(published.digest, published.adapter_digest)
+    found = [(one, loaded(table[one.agent_id].details, model)) for one in candidates]
+    return [one for one, running in found if running is not None and running.digest == digest] or candidates
+
+
+def nearest(
+    candidates: list[AgentScore], model: str, hosts: Collection[str], begun: Collection[str]
+) -> list[AgentScore]:
+    """Of the agents that may load a model those that have begun; of an adapter those that have its model; or all.
+
+    So adapters of one model that are asked for at the same time do not start it on several agents.  `hosts`: agents
+    that have the model, or are getting it; `begun`: those that get it for a request.
+    """
+    loading = [one for one in candidates if one.agent_id in begun]
+    if ":" not in model:
+        return loading or candidates
+    held = [one for one in candidates if one.agent_id in hosts]
+    return [one for one in held if one.state in HELD_STATES] or held or loading or candidates
+
+
+def with_new(
+    last_used: dict[tuple[str, str], int], table: RoutingTable, turns: Iterator[int]
+) -> dict[tuple[str, str], int]:
+    """The last uses by agent and model, with the adapters that have become ready and without those that have left.
+
+    An adapter that this orchestrator has not used counts as used when it was first seen ready: who loaded it needs it.
+    """
+    found = {key: turn for key, turn in last_used.items() if ":" not in key[1]}
+    for view in table:
+        for model in view.details.loaded_models:
+            for adapter in model.adapters:
+                key = (view.agent_id, f"{model.model_id}:{adapter.name}")
+                if adapter.is_ready:
+                    found[key] = last_used[key] if key in last_used else next(turns)
+    return found
