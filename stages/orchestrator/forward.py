@@ -319,28 +319,32 @@ class KeptRequests:
     """Requests that this orchestrator has forwarded, so that their clients can read them again. Bounded.
 
     A request whose key was sent with another body before leaves the entry of the first one as it is: the engine refuses
-    it, unless the first one was refused, has failed or was cancelled.
+    it, unless the first one was refused, has failed or was cancelled. It is pending until an engine begins to answer,
+    and is found in place of the first one if that one has no client; if it is refused, only it is forgotten.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._pending: OrderedDict[str, _Kept] = OrderedDict()  # with another body than the kept one of their id
         self.nbytes = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._kept) + len(self._pending)
 
     def check_key(self, request_id: str, key: str, digest: bytes) -> None:
         """Raises `Conflict` if the request of a key is under way here with another body than that of `digest`."""
-        known = self._kept.get(request_id)
+        known = self._current(request_id)
         if known is not None and known.under_way and known.is_other(digest):
             raise other_body(key)
 
     def put(self, forward: Forward, agent_id: str, engine: LoadedModel) -> None:
         """It is sent to an agent's engine. Raises `NotFound` for one to be read again that the engine cannot repeat."""
         known = self._kept.get(forward.id)
-        if known is not None and known.is_other(forward.digest):
-            return  # until it is `accepted`
+        pending = self._pending.get(forward.id)
+        if known.is_other(forward.digest) if known is not None else pending is not None:
+            self._put_pending(forward, agent_id, engine)
+            return
         if engine.continues_text:
             if known is not None:
                 self._drop(forward.id)
@@ -357,15 +361,44 @@ class KeptRequests:
         if all(one is not forward for one in known.under_way):
             known.under_way.append(forward)
 
-    def accepted(self, forward: Forward, agent_id: str) -> None:
+    def _put_pending(self, forward: Forward, agent_id: str, engine: LoadedModel) -> None:
+        """It has another body than the kept request of its id, which may have failed."""
+        pending = self._pending.get(forward.id)
+        if engine.continues_text:  # its answer could not be repeated
+            return
+        if pending is None:
+            self._pending[forward.id] = _Kept(forward, agent_id, len(forward.body), [forward])
+            self.nbytes += len(forward.body)
+            self._trim()
+        elif not pending.is_other(forward.digest):
+            pending.agent_id = agent_id
+            if all(one is not forward for one in pending.under_way):
+                pending.under_way.append(forward)
+
+    def accepted(self, forward: Forward, agent_id: str, engine: LoadedModel) -> None:
         """An engine has begun to answer it: an earlier request with its key, but another body, cannot be read again."""
-        known = self._kept.get(forward.id)
-        if known is not None and known.is_other(forward.digest):
+        known, pending = self._kept.get(forward.id), self._pending.get(forward.id)
+        if known is not None and not known.is_other(forward.digest):
+            return
+        if known is not None:
             self._drop(forward.id)
+        if pending is not None and not engine.continues_text and not pending.is_other(forward.digest):
+            del self._pending[forward.id]
+            pending.agent_id = agent_id
+            self._kept[forward.id] = pending
+            return
+        if pending is not None:
+            self._drop_pending(forward.id)
+        if known is not None and not engine.continues_text:
             self._add(forward, agent_id)
 
     def left(self, forward: Forward, record: OutputRecord | None = None) -> None:
         """Its client has left, or has everything. `record`: of the output so far."""
+        pending = self._pending.get(forward.id)
+        if pending is not None:
+            pending.under_way = [one for one in pending.under_way if one is not forward]
+            if not pending.under_way:  # no engine has begun to answer it
+                self._drop_pending(forward.id)
         known = self._kept.get(forward.id)
         others = [one for one in known.under_way if one is not forward] if known is not None else []
         if known is None or len(others) == len(known.under_way):
@@ -382,7 +415,9 @@ class KeptRequests:
     def record(self, forward: Forward) -> OutputRecord:
         """What a client that continues its stream has left; else a new one."""
         known = self._kept.get(forward.id) if forward.last_id else None
-        return known.record if known is not None and known.record is not None else OutputRecord()
+        if known is None or known.record is None or known.is_other(forward.digest):
+            return OutputRecord()
+        return known.record
 
     def uncharged(self, forward: Forward, tokens: int, *, is_all: bool) -> int:
         """How many of the tokens that a client has got are to be charged; from then on they are.
@@ -398,13 +433,15 @@ class KeptRequests:
 
     def find(self, request_id: str) -> tuple[Forward, str] | None:
         """The request, and the agent that it was sent to last."""
-        known = self._kept.get(request_id)
+        known = self._current(request_id)
         return (known.forward, known.agent_id) if known is not None else None
 
     def forget(self, request_id: str) -> None:
         """It is not to be read again."""
         if request_id in self._kept:
             self._drop(request_id)
+        if request_id in self._pending:
+            self._drop_pending(request_id)
 
     def expire(self) -> None:
         """Forget what is older than `KEPT_S`."""
@@ -412,14 +449,24 @@ class KeptRequests:
         for name in [name for name, kept in self._kept.items() if kept.until <= now]:
             self._drop(name)
 
+    def _current(self, request_id: str) -> _Kept | None:
+        known, pending = self._kept.get(request_id), self._pending.get(request_id)
+        return known if pending is None or (known is not None and known.under_way) else pending
+
     def _add(self, forward: Forward, agent_id: str) -> None:
         self._kept[forward.id] = _Kept(forward, agent_id, len(forward.body), [forward])
         self.nbytes += len(forward.body)
         self._trim()
 
     def _trim(self) -> None:
-        while self._kept and (self.nbytes > KEPT_BYTES or len(self._kept) > KEPT_COUNT):
-            self._drop(next(iter(self._kept)))
+        while len(self) and (self.nbytes > KEPT_BYTES or len(self) > KEPT_COUNT):
+            if self._kept:
+                self._drop(next(iter(self._kept)))
+            else:
+                self._drop_pending(next(iter(self._pending)))
 
     def _drop(self, request_id: str) -> None:
         self.nbytes -= self._kept.pop(request_id).nbytes
+
+    def _drop_pending(self, request_id: str) -> None:
+        self.nbytes -= self._pending.pop(request_id).nbytes

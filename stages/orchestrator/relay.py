@@ -413,8 +413,9 @@ class Relay:
         """The engine has begun to answer. Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
+        assert route.engine is not None
         tries.n_accepted += 1
-        self.kept.accepted(forward, route.agent_id)
+        self.kept.accepted(forward, route.agent_id, route.engine)
         self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
 
     async def _read_refusal(self, route: Route, forward: Forward, answer: Answer) -> Refusal:

@@ -102,6 +102,42 @@ async def test_a_key_whose_request_was_refused_is_that_of_the_next_body() -> Non
         assert relay.kept.nbytes == len(found[0].body) and len(relay.kept) == 1
 
 
+@pytest.mark.parametrize("has_expired", [False, True])
+async def test_a_corrected_body_is_read_again_before_its_head_comes(has_expired: bool) -> None:
+    engine = LoopbackEngine(REFUSED, b"")
+    async with relaying(engine) as world:
+        relay, clock = world.relay, world.clock
+        with pytest.raises(Refusal, match="400"):
+            await relay.whole(keyed(FIRST))
+        corrected = asyncio.ensure_future(relay.whole(keyed(OTHER)))
+        await until_asked(engine, 2)
+        found = relay.kept.find("req-1")
+        assert found is not None and found[0].digest == OTHER
+        with pytest.raises(Conflict):
+            relay.kept.check_key("req-1", "mine", b"3" * 32)
+        if has_expired:
+            clock.now += KEPT_S + 1
+            relay.kept.expire()
+        engine.transports[1].write(response(200, b"answer"))
+        assert (await corrected)[2] == b"answer"
+        assert relay.kept.find("req-1") == found
+        assert relay.kept.nbytes == len(found[0].body) and len(relay.kept) == 1
+        clock.now += KEPT_S + 1
+        relay.kept.expire()
+        assert relay.kept.nbytes == 0 and len(relay.kept) == 0
+
+
+async def test_a_corrected_body_that_is_refused_leaves_the_first_request() -> None:
+    engine = LoopbackEngine(REFUSED, REFUSED)
+    async with relaying(engine) as world:
+        for digest in (FIRST, OTHER):
+            with pytest.raises(Refusal, match="400"):
+                await world.relay.whole(keyed(digest))
+        found = world.relay.kept.find("req-1")
+        assert found is not None and found[0].digest == FIRST
+        assert world.relay.kept.nbytes == len(found[0].body) and len(world.relay.kept) == 1
+
+
 @pytest.mark.parametrize("is_anthropic", [False, True])
 async def test_an_answer_of_another_body_is_not_read_with_a_key(is_anthropic: bool) -> None:
     """A request that its engine may have from an earlier attempt: the engine's 409 is about the key."""
