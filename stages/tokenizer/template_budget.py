@@ -227,7 +227,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             if name in ITERATING_FILTERS and not isinstance(value, Sized):
                 value = list(self._iterate(value))
                 args = (*args[:at], value, *args[at + 1 :])
-            if name in LAZY_FILTERS:
+            if name in LAZY_FILTERS and value:  # Jinja takes what is false for an empty list
                 args = (*args[:at], self._iterate(value), *args[at + 1 :])
             if isinstance(value, Sized) and name in ELEMENT_FILTERS:
                 self.charge(KEY * len(value))

@@ -327,3 +327,11 @@ def test_marks_are_removed_from_pieces_as_from_the_whole(texts: list[str]) -> No
 )
 def test_the_format_of_tool_calls_follows_from_the_template(source: str, expected: str) -> None:
     assert ChatTemplate(source).tool_format == expected
+
+
+@pytest.mark.parametrize("value", ["none", "false", "[]", "''"])
+@pytest.mark.parametrize("work", ["map('upper')", "select", "reject", "selectattr('name')", "rejectattr('name')"])
+def test_filters_take_what_is_false_for_an_empty_list(work: str, value: str) -> None:
+    """As in Jinja: `tools` and `documents` are none where a request has none."""
+    source = "{{ (" + value + " | " + work + " | list) | length }}{{ messages[0]['content'] }}"
+    assert ChatTemplate(source, "<s>", "</s>").render([{"role": "user", "content": "x"}]).text == "0x"
