@@ -13,7 +13,7 @@ from pipeline.catalog.adapter_entry import AdapterEntry
 from pipeline.catalog.adapters import entries as published_adapters
 from pipeline.catalog.adapters import usable
 from pipeline.catalog.entry import Entry
-from pipeline.errors import StarlingError
+from pipeline.errors import ModelUnavailable, StarlingError
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.signed_urls import UrlSigner
 
@@ -41,6 +41,7 @@ class CatalogReader:
         self._router = router
         self._clock = clock
         self._adapters: list[AdapterEntry] = []
+        self._has_read_adapters = False
         self._read_at = -READ_S
         self._reading: asyncio.Task[None] | None = None
         self._is_known = asyncio.Event()  # it has been read, or could not be
@@ -52,12 +53,21 @@ class CatalogReader:
             await asyncio.sleep(READ_S)
 
     async def learn(self, model: str) -> None:
-        """A request names a model: if it is not known, it may have been published lately."""
-        if self._router.resolve(model) in self._published or self._router.has(model):
+        """A request names a model: if it is not known, it may have been published lately.
+
+        Raises `ModelUnavailable` for an adapter while none could be read.
+        """
+        if self._knows(model):
             return
         is_reading = self._reading is not None and not self._reading.done()
         if is_reading or self._clock() - self._read_at > MISS_S:
             await self._read()
+        if ":" in model and not self._has_read_adapters and not self._knows(model):
+            reason = "the adapters of the catalog cannot be read now; try again"
+            raise ModelUnavailable(reason, "model", retry_after_s=1.0)
+
+    def _knows(self, model: str) -> bool:
+        return self._router.resolve(model) in self._published or self._router.has(model)
 
     async def until_known(self) -> None:
         """Wait until it has been read, could not be, or takes too long."""
@@ -86,8 +96,12 @@ class CatalogReader:
             self._is_known.set()
             return
         self._use(entries)
-        with contextlib.suppress(StarlingError):  # then those that are known stay
+        try:
             self._adapters = await published_adapters(self._blobs)
+        except StarlingError as error:  # those that are known stay
+            log.warning("the adapters of the catalog cannot be read", extra={"reason": error.message})
+        else:
+            self._has_read_adapters = True
             self._use(entries)
         self._is_known.set()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from stages.orchestrator.event_cutter import EventCutter
 from stages.orchestrator.forward import Out, Tries
+from stages.orchestrator.upstream import Answer, Unreachable
 
 
 class Passing:
@@ -59,3 +60,15 @@ class Passing:
         events, self._waiting = self._waiting, b""
         if events:
             await self._out.write(events)
+
+
+async def pass_events(answer: Answer, passing: Passing, cutter: EventCutter) -> bool:
+    """See `Answer.pass_to`. The last event may take its time, because the response is stored before it: an engine that
+    dies meanwhile is not missed.
+    """
+    try:
+        return await answer.pass_to(passing.take)
+    except Unreachable:
+        if not cutter.is_over:
+            raise
+        return False

@@ -44,7 +44,7 @@ from stages.orchestrator.forward import (
 )
 from stages.orchestrator.handover import BringPages, Handovers
 from stages.orchestrator.opening import Abortable, E, Opening, Registered
-from stages.orchestrator.passing import Passing
+from stages.orchestrator.passing import Passing, pass_events
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
@@ -147,7 +147,7 @@ class Relay:
                 )
                 if tries.count == 1 and not cutter.last_id:
                     passing.begins = lambda: self._router.first_token(route, forward.routed, self._clock() - begun)
-                while await _pass(answer, passing, cutter):
+                while await pass_events(answer, passing, cutter):
                     await passing.deliver()
                     if cutter.error:
                         await self._on_error_event(cutter.error, out, cutter.error_code)
@@ -477,18 +477,6 @@ class Relay:
 
     async def _send_copy(self, route: Route, copy: Forward, output: bytes) -> Answer:
         return await self._send(route, copy, {}, output=output, is_kept=False)
-
-
-async def _pass(answer: Answer, passing: Passing, cutter: EventCutter) -> bool:
-    """See `Answer.pass_to`. The last event may take its time, because the response is stored before it: an engine that
-    dies meanwhile is not missed.
-    """
-    try:
-        return await answer.pass_to(passing.take)
-    except Unreachable:
-        if not cutter.is_over:
-            raise
-        return False
 
 
 async def _next(answer: Answer, stream: TextStream) -> bytes:
