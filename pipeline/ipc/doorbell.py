@@ -46,3 +46,38 @@ class Doorbell:
             self._socket.close()
             Path(self.path).unlink(missing_ok=True)
             self.fd = -1
+
+
+class Ringer:
+    """The worker's side of it."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._path = ""
+        self.connected_fd = -1  # for kernels, which ring by themselves; -1: they cannot, and `ring` does
+
+    def connect(self, path: str) -> None:
+        """Ring this doorbell from now on; "": none."""
+        self._path, self.connected_fd = path, -1
+        if path:
+            try:
+                self._socket.connect(path)
+                self.connected_fd = self._socket.fileno()
+            except OSError:
+                pass
+
+    def ring(self) -> bool:
+        """False: there is no doorbell, or it has gone."""
+        if not self._path:
+            return False
+        try:
+            self._socket.sendto(b"", self._path)
+        except BlockingIOError:
+            pass  # the scheduler has unread rings: another one adds nothing
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._socket.close()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
+from pipeline.ipc.doorbell import Ringer
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import store, versions
 from pipeline.models.arena_sizes import version_steps_geometry
@@ -91,9 +91,7 @@ class WorkerStage:
         self._fault = points.fault_point("worker", "step")
         self._steps = 0  # number of steps, for the fault plan
         self._next_poll = 0
-        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
-        self._bell_path = ""
-        self._is_bell_connected = False
+        self._bell = Ringer()
 
         self._activations_path = paths.arena_dir(config) / f"{version.slug}.act"
         self._arena_labels = self.version.name, "activations", "reserved"
@@ -109,9 +107,7 @@ class WorkerStage:
         copies = self._copy_weights(checkpoint)
         models = [Model(checkpoint, adapters, weights) for weights in copies] or [Model(checkpoint, adapters)]
         self.model = models[0]  # rank 0's
-        self._vocabulary = ""
-        if config.drafts(self.version.name):
-            self._vocabulary = self.model.index.vocabulary_digest
+        self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
         # A version that is loaded while the server runs gets no dummy passes, which a request would wait for.
         self._is_awaited = version.state == "loading" and self._arriving is None
         are_there = can_ask(checkpoint.path, checkpoint.info.st_uid) and are_in_memory(checkpoint.data)
@@ -166,8 +162,9 @@ class WorkerStage:
         # Without all weights there is nothing to copy yet: the ranks use the file until the group starts again.
         if self._arriving is None and should_copy(setting, self.name, nbytes, n_nodes, left):
             with self.loop.allow_stall(PREPARE_S):
-                copies = copy_weights(checkpoint, self._places.node_cpus, self._report_preparation)
-            checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
+                copies = copy_weights(checkpoint, self._places.node_cpus, self._report_preparation, setting)
+            if copies:
+                checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
         self._phases.enter("start ranks")
         return copies
 
@@ -304,19 +301,9 @@ class WorkerStage:
                 act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
                 attach_ranks(self.ranks, ArenaPaths())
         self._generation = frame.generation
-        self._connect_bell(frame.doorbell)
+        self._bell.connect(frame.doorbell)
         words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
         log.info("attached", extra={"model": self.name, "generation": frame.generation})
-
-    def _connect_bell(self, path: str) -> None:
-        """Connect the doorbell that kernels ring by themselves; without it this loop rings."""
-        self._bell_path = path
-        try:
-            if path:
-                self._bell.connect(path)
-            self._is_bell_connected = bool(path)
-        except OSError:
-            self._is_bell_connected = False
 
     def _detach(self) -> None:
         """Release the arenas in all ranks. Idempotent."""
@@ -389,7 +376,7 @@ class WorkerStage:
             attachment.timing,
             limit_ns,
             base,
-            self._bell.fileno() if self._is_bell_connected else -1,
+            self._bell.connected_fd,
         )
         attachment.table.table[pb.FIRST_LAYER] = 0
         done = int(control[sh.DONE])
@@ -451,15 +438,8 @@ class WorkerStage:
 
     def _wake_scheduler(self, step: int) -> None:
         """Wake the scheduler by its doorbell (pipeline/ipc/doorbell.py), or else by a frame."""
-        if self._bell_path:
-            try:
-                self._bell.sendto(b"", self._bell_path)
-                return
-            except BlockingIOError:
-                return  # the scheduler has unread rings: another one adds nothing
-            except OSError:
-                pass
-        self.link.send(m.StepDone(self._generation, step))
+        if not self._bell.ring():
+            self.link.send(m.StepDone(self._generation, step))
 
     def _sleep(self) -> None:
         """Sleep until a doorbell, a frame or the next tick."""
