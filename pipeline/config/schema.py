@@ -223,7 +223,7 @@ class PerformanceConfig(Section, frozen=True, kw_only=True):
     batch_size: Annotated[int, Meta(ge=1, le=1024)] = 32  # sequences in a step, unless the model has max_batch_size
     memory_pool_size_mb: MegabytesOrNone = 0  # limit of a model's activations; 0: what it needs
     use_mmap: bool = True  # map the weights' files; false: read them into memory of huge pages
-    weight_copies: Literal["auto", "always", "never"] = "auto"  # one on each memory node; auto: if memory allows it
+    weight_copies: Literal["never", "auto", "always"] = "never"  # one on each memory node; auto: if memory allows it
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):

@@ -137,12 +137,10 @@ def test_memory_nodes(tmp_path: Path) -> None:
     memory_nodes(tmp_path / "sys" / "devices" / "system" / "node", {0: "0-3,8", 1: "4-7"})
     emulated = machine.Machine(tmp_path / "proc", tmp_path / "sys")
     (found,) = machine.nodes(CONFIG, emulated, list(range(9)))
-    assert found == Finding(
-        "memory nodes", "ok", "2, with 5 and 4 cores: each has a copy of the weights if memory allows it"
-    )
-    never = Config(models=CONFIG.models, performance=PerformanceConfig(weight_copies="never"))
-    (found,) = machine.nodes(never, emulated, [0, 4])
-    assert found.found == "2, with 1 and 1 cores: none has a copy of the weights"
+    assert found == Finding("memory nodes", "ok", "2, with 5 and 4 cores: none has a copy of the weights")
+    auto = Config(models=CONFIG.models, performance=PerformanceConfig(weight_copies="auto"))
+    (found,) = machine.nodes(auto, emulated, [0, 4])
+    assert found.found == "2, with 1 and 1 cores: each has a copy of the weights if memory allows it"
     assert list(machine.nodes(CONFIG, emulated, [4, 5])) == []
     assert list(machine.nodes(CONFIG, machine.Machine(tmp_path / "proc", tmp_path / "none"), [4, 5])) == []
 

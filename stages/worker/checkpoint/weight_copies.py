@@ -53,9 +53,12 @@ def should_copy(setting: str, name: str, bin_bytes: int, n_nodes: int, left: Cal
     return True
 
 
-def copy_weights(checkpoint: Checkpoint, node_cpus: Sequence[Sequence[int]], progress: Progress) -> list[np.ndarray]:
+def copy_weights(
+    checkpoint: Checkpoint, node_cpus: Sequence[Sequence[int]], progress: Progress, setting: str = "always"
+) -> list[np.ndarray]:
     """A read-only copy of `checkpoint.data` for each node, whose CPUs are given; uint8 each.
 
+    setting: with `auto` there are none ([]) where the system gives no memory for them.
     Raises `CheckpointError` when a piece of a mapped file cannot be read, `OSError` without memory.
     """
     begun, total = time.monotonic(), len(node_cpus) * checkpoint.data.nbytes
@@ -63,7 +66,14 @@ def copy_weights(checkpoint: Checkpoint, node_cpus: Sequence[Sequence[int]], pro
     progress(PHASE, 0, total)
     kinds = []
     for cpus in node_cpus:
-        memory = allocate(checkpoint.data.nbytes)
+        try:
+            memory = allocate(checkpoint.data.nbytes)
+        except OSError as error:
+            if setting != "auto":
+                raise
+            reason = {"model": checkpoint.index.name, "reason": error.strerror}
+            log.warning("weights are not copied to each memory node", extra=reason)
+            return []
         done = len(copies) * checkpoint.data.nbytes
 
         def copy(piece: int, to: np.ndarray = memory.data) -> int:
