@@ -8,8 +8,6 @@ when no step is published, and under load every `POLL_EVERY_NS` or at the end of
 
 Of a checkpoint that is still downloaded (arriving_weights.py) the layers of a step are computed as they arrive; then
 there are no dummy passes.
-
-Length: start, attachment and steps share one state, which no other module may see half changed.
 """
 
 from __future__ import annotations
