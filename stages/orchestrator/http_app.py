@@ -164,21 +164,24 @@ def _note(request: web.Request, given: str, status: int, error: StarlingError | 
     if not front.config.logging.log_requests or not path.startswith("/v1/"):
         return
     # An event has a budget of lines: one who watches the fleet must not use up that of the clients' requests.
-    event, level = "request", logging.WARNING if status >= 500 else logging.INFO
-    if path.startswith("/v1/fleet"):
-        event = "fleet request"
-        if request.method == "GET" and status < 400:
-            level = logging.DEBUG
-    if log.isEnabledFor(level) and not logs.suppresses(log, level, event):
-        facts = {
-            **_log_names(request, given, error),
-            "endpoint": endpoint,
-            "status": status,
-            "duration_ms": round(took_s * 1000, 1),
-            "error": error.code if error is not None else None,
-            "param": (error.param or None) if error is not None else None,
-        }
-        log.log(level, event, extra=facts)
+    level = logging.WARNING if status >= 500 else logging.INFO
+    is_operators = path.startswith("/v1/fleet")
+    if is_operators and request.method == "GET" and status < 400:
+        level = logging.DEBUG
+    if not log.isEnabledFor(level) or logs.suppresses(log, level, "fleet request" if is_operators else "request"):
+        return
+    facts = {
+        **_log_names(request, given, error),
+        "endpoint": endpoint,
+        "status": status,
+        "duration_ms": round(took_s * 1000, 1),
+        "error": error.code if error is not None else None,
+        "param": (error.param or None) if error is not None else None,
+    }
+    if is_operators:
+        log.log(level, "fleet request", extra=facts)
+    else:
+        log.log(level, "request", extra=facts)
 
 
 def _log_names(request: web.Request, given: str, error: StarlingError | None) -> dict[str, str | None]:

@@ -44,7 +44,7 @@ CODES = {
 @click.option("--replace", is_flag=True, help="Publish even if the name has another model now.")
 @json_option()
 def publish(file: str, name: str | None, replace: bool, as_json: bool) -> None:
-    """Put a model, or a LoRA adapter of one, into the fleet's blob store (fleet.blobs).
+    """Put a model or an adapter into the blob store.
 
     FILE is a GGUF file or a configured model. It is prepared first if necessary: what is published is the checkpoint,
     which other machines map as it is. Repeated, the command sends only what the store lacks.
@@ -156,7 +156,7 @@ def unpublish(name: str) -> None:
 @click.command(epilog=exit_codes({0: "success", 1: CODES[1], 78: CODES[78]}))
 @json_option()
 def catalog(as_json: bool) -> None:
-    """List the models and adapters that requests to a fleet may name."""
+    """List the published models and adapters."""
 
     async def read() -> tuple[str, list[Entry], list[AdapterEntry]]:
         async with open_store(config) as blobs:

@@ -64,7 +64,7 @@ class Member:
         self.prefixes = PrefixExchange(lambda model: self.side.loaded, lambda: self.now)
         self.engine: Any = SimpleNamespace(kv_arenas=folder, control_dir=folder / name)
         self.engine.control_dir.mkdir()
-        placement = SimpleNamespace(engine=self.engine, state="READY")
+        placement = SimpleNamespace(model_id="tiny", engine=self.engine, state="READY")
         models: Any = SimpleNamespace(find=lambda model: placement)
         self.giver = Giver(models, max_bytes, lambda: self.now)
         self.taker = Taker(models, session, "t" * 32, max_bytes, available_memory=lambda: self.memory)
