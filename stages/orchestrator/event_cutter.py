@@ -42,6 +42,13 @@ _LEVELS = (b"", b"f", b"e", b"d")
 _BEGIN: Place = (0, 0, math.inf)
 
 
+def tokens_before(last_id: str) -> int:
+    """Tokens of all choices that a client had got with this event; 0 for what is no id of an event."""
+    _, colon, places = last_id.rpartition(":")
+    found = [_PLACE.fullmatch(place.encode()) for place in places.split(".")] if colon else []
+    return sum(int(one[1]) for one in found if one is not None)
+
+
 class EventTooLargeError(Exception):
     """The engine sends an event that does not end."""
 

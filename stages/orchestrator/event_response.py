@@ -21,6 +21,7 @@ from pipeline.errors import StarlingError
 from pipeline.ipc.tcp_transport import tcp_state
 
 BEGUN = web.RequestKey("begun", bool)
+IN_EVENTS = web.RequestKey("in_events", bool)  # a chunk with a comment may be sent: between the head and the end
 
 WRITE_TIMEOUT_S = 30.0  # in which a client must accept
 MIN_READ_BYTES = 32 << 10  # of what is buffered for it
@@ -81,6 +82,7 @@ class EventResponse:
         if head:
             data = head + data
             self._request.writer.output_size = len(head)  # tells aiohttp that no other response may follow
+            self._request[IN_EVENTS] = self._is_chunked
         transport.write(data)
 
     def write_now(self, data: bytes) -> bool:
@@ -117,6 +119,7 @@ class EventResponse:
         transport = self._open_transport()
         if self._head:
             self._send(transport, b"")
+        self._request[IN_EVENTS] = False
         if self._is_chunked:
             transport.write(b"0\r\n\r\n")
         if transport.get_write_buffer_size() >= UNDRAINED_BYTES:

@@ -389,7 +389,7 @@ class KeptRequests:
             return
         if pending is not None:
             self._drop_pending(forward.id)
-        if known is not None and not engine.continues_text:
+        if (known is not None or pending is not None) and not engine.continues_text:
             self._add(forward, agent_id)
 
     def left(self, forward: Forward, record: OutputRecord | None = None) -> None:
@@ -419,15 +419,17 @@ class KeptRequests:
             return OutputRecord()
         return known.record
 
-    def uncharged(self, forward: Forward, tokens: int, *, is_all: bool) -> int:
+    def uncharged(self, forward: Forward, tokens: int, *, is_all: bool, had: int = 0) -> int:
         """How many of the tokens that a client has got are to be charged; from then on they are.
 
-        `is_all`: they are all of the answer up to there, of which an earlier reader may have been charged a part.
+        `is_all`: they are all of the answer up to there, of which an earlier reader may have been charged a part; else
+        `had` tokens were before them.
         """
         known = self._kept.get(forward.id)
         if known is None or known.is_other(forward.digest):
             return tokens
-        fresh = max(0, tokens - known.charged) if is_all else tokens
+        end = tokens if is_all else had + tokens
+        fresh = max(0, min(tokens, end - known.charged))
         known.charged += fresh
         return fresh
 

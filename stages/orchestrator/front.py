@@ -28,6 +28,7 @@ from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overload
 from pipeline.fleet import token as fleet_token
 from pipeline.fleet.bodies import LoadedModel
 from pipeline.observe.metrics import Metrics
+from stages.orchestrator.event_cutter import tokens_before
 from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.known_sessions import KnownSessions, SessionReader, session_in
@@ -453,7 +454,8 @@ class Front:
         """Charge the output that a client has got, once. `is_all`: from the beginning of the answer on."""
         if ticket.is_charged:
             is_all = is_all or not ticket.forward.last_id
-            fresh = self._relay.kept.uncharged(ticket.forward, tokens, is_all=is_all)
+            had = 0 if is_all else tokens_before(ticket.forward.last_id)
+            fresh = self._relay.kept.uncharged(ticket.forward, tokens, is_all=is_all, had=had)
             self.quotas.charge_output(ticket.tenant, fresh, ticket.key_id)
 
     def _keep_of(self, ticket: Ticket) -> Keep:

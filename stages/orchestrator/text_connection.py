@@ -24,8 +24,9 @@ from aiohttp.tcp_helpers import tcp_keepalive
 from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
+from pipeline.api import sse
 from stages.orchestrator.client_connections import Client, ClientConnections
-from stages.orchestrator.event_response import UNDRAINED_BYTES, date_field, while_read
+from stages.orchestrator.event_response import IN_EVENTS, UNDRAINED_BYTES, date_field, while_read
 from stages.orchestrator.http_app import own_headers
 from stages.orchestrator.text_request import Head, read_head
 
@@ -35,6 +36,7 @@ KEPT_S = 75.0  # a connection without a request
 PART_S = 1.0  # for the rest of a request; then aiohttp waits for it
 CANCEL_S = 1.0  # for requests that are cancelled at the end
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"  # a client skips it; the host of a client that has left answers with RST
+COMMENT = sse.http_chunk(b": \n\n")  # the same between two events
 MAX_AHEAD_BYTES = 64 << 10  # received while a request is answered; then nothing more is read
 
 Handle = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -154,6 +156,7 @@ class TextConnection(asyncio.Protocol):
         self.output_size = 0  # set by an `EventResponse`
         self._loop = asyncio.get_running_loop()
         self.task: asyncio.Task[None] | None = None  # that answers a request
+        self._request: PlainRequest | None = None  # that it answers
         self._client: Client | None = None
         self._received: list[bytes] = []  # and not a request that is being answered
         self._n_received = 0  # bytes
@@ -254,7 +257,8 @@ class TextConnection(asyncio.Protocol):
             body = self._take()[head.n_head :]
             if self._idle_since < 0:
                 self._restart_timer()
-            self.task = self._loop.create_task(self._answer(PlainRequest(self, head, body)))
+            self._request = PlainRequest(self, head, body)
+            self.task = self._loop.create_task(self._answer(self._request))
             self.server.tasks.add(self.task)
             self.task.add_done_callback(self.server.tasks.discard)
 
@@ -280,7 +284,7 @@ class TextConnection(asyncio.Protocol):
                 log.exception("internal error", extra={"path": request.path})
             return
         finally:
-            self.task = None
+            self.task = self._request = None
         self._next()
 
     def _next(self) -> None:
@@ -365,9 +369,13 @@ class TextConnection(asyncio.Protocol):
             self._client.watch_for_end(self._loop.time())
 
     def _probe(self) -> None:
-        """Send what a client skips, unless an answer has begun: its events are sent as they come."""
-        if self.task is not None and self.transport is not None and not self.output_size:
+        """Send what a client skips: what comes back says whether it has left."""
+        if self.task is None or self.transport is None:
+            return
+        if not self.output_size:
             self.transport.write(CONTINUE)
+        elif self._request is not None and self._request.get(IN_EVENTS):  # of a stream whose next event may be late
+            self.transport.write(COMMENT)
 
     def _leave(self) -> None:
         self.server.connections.discard(self)

@@ -10,6 +10,7 @@ import pytest
 from pipeline.api.error_response import error_response
 from pipeline.api.idempotency_key import other_body
 from pipeline.errors import Conflict
+from stages.orchestrator.event_cutter import tokens_before
 from stages.orchestrator.forward import KEPT_S, Refusal
 from tests.orchestrator.loopback_engine import WAIT_S, LoopbackEngine, keyed, relaying, response
 from tests.orchestrator.test_text_relay import Received
@@ -147,3 +148,21 @@ async def test_an_answer_of_another_body_is_not_read_with_a_key(is_anthropic: bo
             await world.relay.whole(keyed(OTHER, was_sent=True))
         assert refused.value.is_of_key and "another body" in json.loads(refused.value.body)["error"]["message"]
         assert len(engine.requests) == 1
+
+
+async def test_tokens_that_a_client_gets_again_are_charged_once() -> None:
+    async with relaying(LoopbackEngine(response(200))) as world:
+        kept, first = world.relay.kept, keyed(FIRST)
+        await world.relay.whole(first)
+        again = keyed(FIRST, last_id="req-1:40.20f")
+        assert tokens_before(again.last_id) == 60
+        assert kept.uncharged(first, 80, is_all=True) == 80  # of which 60 arrived
+        assert kept.uncharged(again, 40, is_all=False, had=60) == 20
+        assert kept.uncharged(again, 40, is_all=False, had=60) == 0
+        assert kept.uncharged(first, 100, is_all=True) == 0
+        assert kept.uncharged(keyed(FIRST, last_id="req-1:100"), 30, is_all=False, had=100) == 30
+
+
+@pytest.mark.parametrize(("last_id", "tokens"), [("", 0), ("req-1", 0), ("req-1:17.9", 26), ("req-1:17d-3.x", 17)])
+def test_tokens_before_an_event(last_id: str, tokens: int) -> None:
+    assert tokens_before(last_id) == tokens

@@ -54,6 +54,11 @@ class Site:
                 await asyncio.get_running_loop().create_future()
             if body == b"fail":
                 raise RuntimeError("a fault")
+            if body == b"quiet stream":  # its head is sent, and no event follows
+                quiet = EventResponse(request, {"By": "stream"})
+                await quiet.begin(200, {})
+                await quiet.write(b": begun\n\n")
+                await asyncio.get_running_loop().create_future()
             if body == b"stream":
                 response = EventResponse(request, {"By": "stream"})
                 await response.begin(200, {})
@@ -324,15 +329,18 @@ async def test_a_client_that_sends_no_more_gets_its_answer() -> None:
         assert body == 8 * BUFFERED_BYTES and await client.reader.read() == b""
 
 
-@pytest.mark.parametrize("ahead", [b"", request() * 2000])
+@pytest.mark.parametrize(("body", "ahead"), [(b"wait", b""), (b"wait", request() * 2000), (b"quiet stream", b"")])
 async def test_a_client_that_sends_no_more_and_leaves_ends_its_request(
-    monkeypatch: pytest.MonkeyPatch, ahead: bytes
+    monkeypatch: pytest.MonkeyPatch, body: bytes, ahead: bytes
 ) -> None:
     for name in ("CHECK_S", "PROBE_S", "PROBE_AGAIN_S"):
         monkeypatch.setattr(client_connections, name, 0.01)
     async with serving() as (site, client):
-        client.writer.write(request(b"wait"))
+        client.writer.write(request(body))
         await site.begun.get()
+        if body == b"quiet stream":
+            assert (await client.reader.readuntil(b": begun\n\n")).startswith(b"HTTP/1.1 200")
+            await client.reader.readexactly(2)  # with bytes that were not read its host would send RST
         client.writer.write(ahead)
         client.writer.close()  # its host sends FIN, and RST for what is sent to it
         assert isinstance(await site.ended.get(), asyncio.CancelledError)
