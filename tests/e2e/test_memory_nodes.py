@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.schema import DEMO_MODEL
+from pipeline.models.demo_models import DEMOS
 from pipeline.procfs import anonymous_bytes, children
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import Server, wait_gone
@@ -53,7 +54,7 @@ def test_two_memory_nodes(tmp_path: Path, demo_server: Server) -> None:
         assert [generate(server, prompt, n) for prompt, n in ((PROMPT, 24), (PROMPT[:3], 8))] == expected
         pid = server.pid_of(f"worker-{DEMO_MODEL}")
         (rank,) = children(pid)
-        nbytes = next((tmp_path / "models").glob("*.bin")).stat().st_size
+        nbytes = (tmp_path / "models" / f"{DEMOS[DEMO_MODEL].sha256}.bin").stat().st_size
         assert anonymous_bytes(pid) > 2 * nbytes, "both copies are its own"
         assert ".bin" not in Path(f"/proc/{rank}/maps").read_text()
         since, tokens = len(server.output), list[int]()

@@ -17,7 +17,7 @@ import pytest
 from starling.cli.kv_clear import cleared
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server, wait_gone
+from tests.e2e.server import ROOT, Server, poll_until, wait_gone
 from tests.e2e.traffic import REQUEST, Traffic, tokens_of
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
@@ -44,11 +44,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
         assert server.leftovers() == []
 
 
+def shows_ready(server: Server) -> bool:
+    try:
+        return "not ready" not in starling(server, "status")
+    except AssertionError:  # its exit code is 1
+        return False
+
+
 def status(server: Server) -> dict[str, dict[str, Any]]:
     return {row["stage"]: row for row in json.loads(starling(server, "status", "--json"))}
 
 
 def test_status_shows_every_stage(server: Up) -> None:
+    poll_until(lambda: shows_ready(server))  # the gateway answers before its record says so
     rows = status(server)
     assert sorted(rows) == sorted(STAGES)
     for row in rows.values():
