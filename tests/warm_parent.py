@@ -71,6 +71,9 @@ def start(request: dict[str, Any], home: ShownHome) -> ForkedProgram:
     program, *arguments = command = request["command"]
     preload("honcho" if program == "honcho" else arguments[0])
     assert can_fork(command)
+    # What the fork inherits is never collected there: it would close descriptors whose numbers are others' by then.
+    gc.collect()
+    gc.freeze()
 
     def main() -> None:
         if (given := os.environ.get(ShownHome.NAME)) is not None:

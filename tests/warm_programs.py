@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @functools.cache
-def _parent() -> socket.socket:
-    """The connection to the parent of all programs."""
+def _parent(kind: str) -> socket.socket:
+    """The connection to the parent of all programs of a kind, of which it has imported no other."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         command = [sys.executable, "-m", "tests.warm_parent", str(theirs.fileno()), ROOM_OF_COMMAND]
@@ -63,6 +63,7 @@ class WarmProgram:
         """`cwd`: "" is that of this process.  leads_session: it starts a session, else a process group."""
         self.returncode: int | None = None  # exit code, or -signal
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        kind = command[0] if command[0] == "honcho" else command[1]
         with theirs:
             request = {
                 "command": command,
@@ -70,7 +71,7 @@ class WarmProgram:
                 "cwd": str(cwd) or os.getcwd(),
                 "leads_session": leads_session,
             }
-            socket.send_fds(_parent(), [json.dumps(request).encode()], [theirs.fileno()])
+            socket.send_fds(_parent(kind), [json.dumps(request).encode()], [theirs.fileno()])
         self._channel.settimeout(START_S)
         message, fds, _, _ = socket.recv_fds(self._channel, 64, 2)
         if not message:

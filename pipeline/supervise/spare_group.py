@@ -23,6 +23,7 @@ import msgspec
 
 from pipeline import procfs
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise import base
@@ -96,6 +97,20 @@ def fork_spare(stage: str, config: Config, run: RunVersion, now: float) -> Spare
         theirs.close()
 
 
+def run_version(run: RunVersion, version: ModelVersion) -> int:
+    """The body of the process of a version; its exit code.
+
+    `run` reads the table of loaded versions. One that has left it dies as if killed: the pool ends it, or it starts
+    again if it is back by now. An exit would give it up.
+    """
+    try:
+        body = run(version)
+    except ConfigError:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise
+    return body()
+
+
 def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
     """The supervisor of a spare; the exit code.
 
@@ -132,7 +147,7 @@ def _wait_for_version(stage: str, config: Config, run: RunVersion, channel: sock
     if not message:
         return None
     version = msgspec.msgpack.decode(message, type=ModelVersion)
-    start = _start_waiting(pid, ours, version, start_fork(lambda: run(version)(), stage, config))
+    start = _start_waiting(pid, ours, version, start_fork(lambda: run_version(run, version), stage, config))
     return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage)
 
 
@@ -175,4 +190,4 @@ def _wait_and_run(stage: str, config: Config, run: RunVersion, channel: socket.s
         return process.EXIT_ORPHANED
     begin = msgspec.msgpack.decode(raw, type=_Begin)
     set_environment(descriptors[0], begin.restarts)
-    return guarded(lambda: run(begin.version)())
+    return guarded(lambda: run_version(run, begin.version))

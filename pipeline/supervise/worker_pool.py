@@ -40,7 +40,7 @@ from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_count import path_of
 from pipeline.supervise.restart_policy import RestartPolicy
-from pipeline.supervise.spare_group import SpareGroup, fork_spare
+from pipeline.supervise.spare_group import SpareGroup, fork_spare, run_version
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.worker_pool")
@@ -419,7 +419,7 @@ def run_worker_pool(
         """Start a supervisor; its pid."""
         # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
         # `run` reads the table, which the version may have left: that must end the member, not the pool.
-        body = (lambda: run(version)()) if preloaded(preload) else None
+        body = (lambda: run_version(run, version)) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
     def spare() -> SpareGroup | None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from pipeline import procfs
+from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
-from pipeline.supervise.spare_group import fork_spare
+from pipeline.supervise import base
+from pipeline.supervise.spare_group import fork_spare, run_version
 from tests.e2e.server import wait_gone
 from tests.pipeline.pool_world import WAIT_S, World, make
 
@@ -226,3 +228,13 @@ def test_a_server_that_loads_nothing_has_no_spare(world: World) -> None:
     world.write(make("stay", 1), serial=2)
     assert spare(world)[0] not in (member, other)
     stop(world)
+
+
+def test_a_version_that_has_left_the_table_is_not_given_up() -> None:
+    """Its process dies as if killed: it may be back by now."""
+
+    def run(version: ModelVersion) -> Callable[[], int]:
+        raise ConfigError("no such model is configured")
+
+    pid = base.fork(lambda: run_version(run, make("stay", 2, "loading")))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
