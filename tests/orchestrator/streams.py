@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -29,5 +30,7 @@ def hold(engine: Server, is_held: bool = True) -> None:
 
 
 def step(engine: Server, times: int) -> None:
+    """Wait for a sequence, which may still be on its way to the engine, and generate tokens of it."""
+    poll_until(lambda: engine.peers.do(lambda: bool(engine.peers.generator.running)))
     for _ in range(times):
         engine.peers.do(lambda: engine.peers.generator.step(1))
