@@ -62,11 +62,6 @@ def manifest_key(name: str) -> str:
     return f"{FOLDER}/{base.replace('/', '--')}/{adapter}.json"
 
 
-def encode(entry: AdapterEntry) -> bytes:
-    """The manifest's bytes."""
-    return msgspec.json.format(msgspec.json.encode(entry), indent=2) + b"\n"
-
-
 def decode(raw: bytes, where: str) -> AdapterEntry:
     """The manifest. Raises `ConfigError`, which begins with `where`."""
     try:

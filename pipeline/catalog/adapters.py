@@ -17,8 +17,8 @@ import msgspec
 from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import retried
 from pipeline.catalog import contents
-from pipeline.catalog.adapter_entry import FOLDER, LISTING, AdapterEntry, decode, encode, manifest_key
-from pipeline.catalog.entry import MAX_MANIFEST_BYTES, Entry
+from pipeline.catalog.adapter_entry import FOLDER, LISTING, AdapterEntry, decode, manifest_key
+from pipeline.catalog.entry import Entry, encode
 from pipeline.errors import ConfigError, Conflict, ModelNotFound, NotFound, StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
 
@@ -50,9 +50,8 @@ def usable(adapters: Iterable[AdapterEntry], models: Iterable[Entry]) -> list[tu
 
 async def find(store: BlobStore, name: str) -> AdapterEntry:
     """The entry of BASE:ADAPTER. Raises `ModelNotFound` with the names that exist, and other `StarlingError`."""
-    key = manifest_key(name)
     try:
-        return decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+        return await contents.manifest(store, manifest_key(name), decode)
     except NotFound:
         base, _, adapter = name.partition(":")
         try:
@@ -76,12 +75,12 @@ async def publish(store: BlobStore, entry: AdapterEntry, raw: bytes, *, replace:
     """
     if await asyncio.to_thread(lambda: hashlib.sha256(raw).hexdigest()) != entry.digest or len(raw) != entry.bytes:
         raise ConfigError(f"the file of adapter {entry.name!r} is damaged: prepare it again")
-    current = await _current(store, entry.name, replace)
+    current = await contents.current(store, manifest_key(entry.name), decode, replace)
     if current is not None and not current.same_adapter(entry) and not replace:
         raise _taken(entry, current)
     sent = 0
     if await _size(store, entry.key) != len(raw):
-        await retried(lambda: _put_once(store, entry.key, raw))
+        await retried(lambda: contents.put_once(store, entry.key, raw))
         sent = len(raw)
     before = current
     if current is None or not current.same_adapter(entry):
@@ -89,7 +88,7 @@ async def publish(store: BlobStore, entry: AdapterEntry, raw: bytes, *, replace:
             # Without `replace` one of two publishers gets Conflict, whatever both have read before.
             await retried(lambda: store.put(manifest_key(entry.name), encode(entry), replace=replace))
         except Conflict:
-            current = await _current(store, entry.name, replace)
+            current = await contents.current(store, manifest_key(entry.name), decode, replace)
             if current is None or not current.same_adapter(entry):
                 raise (_taken(entry, current) if current else Conflict(f"{entry.name!r} is being removed")) from None
         else:
@@ -146,30 +145,12 @@ async def _listed(store: BlobStore) -> list[AdapterEntry]:
     return found
 
 
-async def _current(store: BlobStore, name: str, replace: bool) -> AdapterEntry | None:
-    """The entry that has the name. A damaged one raises `ConfigError`, or with `replace` counts as none."""
-    key = manifest_key(name)
-    try:
-        return decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
-    except NotFound:
-        return None
-    except ConfigError:
-        if replace:
-            return None
-        raise
-
-
 async def _size(store: BlobStore, key: str) -> int:
     """Bytes of a blob; -1 without one."""
     try:
         return await retried(lambda: store.size(key))
     except NotFound:
         return -1
-
-
-async def _put_once(store: BlobStore, key: str, data: bytes) -> None:
-    """Place a blob that is named by its contents. One of another size was damaged, and is replaced."""
-    await store.put(key, data, replace=await _size(store, key) != -1)
 
 
 def _taken(entry: AdapterEntry, current: AdapterEntry) -> Conflict:

@@ -24,7 +24,7 @@ from pipeline.catalog.entry import (
     decode,
     manifest_key,
 )
-from pipeline.errors import ConfigError, ModelNotFound, NotFound, StarlingError, StorageUnavailable
+from pipeline.errors import ConfigError, Conflict, ModelNotFound, NotFound, StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
 
 log = logging.getLogger("starling.catalog")
@@ -70,11 +70,36 @@ async def manifests(
     return [entry for entry in found if entry is not None]
 
 
+async def manifest(store: BlobStore, key: str, read: Callable[[bytes, str], T]) -> T:
+    """What `read(bytes, where)` makes of a manifest. Raises `NotFound`, `ConfigError`, and other `StarlingError`."""
+    return read(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+
+
+async def current(store: BlobStore, key: str, read: Callable[[bytes, str], T], replace: bool) -> T | None:
+    """The entry that has the name; None without one. A damaged one raises `ConfigError`, or with `replace` is none."""
+    try:
+        return await manifest(store, key, read)
+    except NotFound:
+        return None
+    except ConfigError:
+        if replace:
+            return None
+        raise
+
+
+async def put_once(store: BlobStore, key: str, data: bytes) -> None:
+    """Place a blob that is named by its contents: one that exists with this size has them."""
+    try:
+        await store.put(key, data)
+    except Conflict:
+        if await store.size(key) != len(data):  # what another program has put there
+            await store.put(key, data, replace=True)
+
+
 async def find(store: BlobStore, name: str) -> Entry:
     """The entry of a name. Raises `ModelNotFound` with the names that exist, and other `StarlingError`."""
-    key = manifest_key(name)
     try:
-        return decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
+        return await manifest(store, manifest_key(name), decode)
     except NotFound:
         try:
             known = ", ".join(entry.name for entry in await entries(store)) or "none"

@@ -130,8 +130,8 @@ def manifest_key(name: str) -> str:
     return f"{FOLDER}/{name.replace('/', '--')}.json"
 
 
-def encode(entry: Entry) -> bytes:
-    """The manifest's bytes."""
+def encode(entry: msgspec.Struct) -> bytes:
+    """The bytes of a manifest, of a model or of an adapter."""
     return msgspec.json.format(msgspec.json.encode(entry), indent=2) + b"\n"
 
 

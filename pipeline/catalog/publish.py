@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from pipeline.blobs.interface import BlobStore
 from pipeline.blobs.retry import retried
+from pipeline.catalog import contents
 from pipeline.catalog.contents import write_listing
-from pipeline.catalog.entry import MAX_MANIFEST_BYTES, PART_BYTES, Entry, Source, decode, encode, manifest_key
-from pipeline.errors import ConfigError, Conflict, NotFound
+from pipeline.catalog.entry import PART_BYTES, Entry, Source, decode, encode, manifest_key
+from pipeline.errors import ConfigError, Conflict
 from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, VERSION, CheckpointError, Index, bin_path, load_index, piece_checksum
 
@@ -89,7 +90,7 @@ async def publish(
     `ResourceError` (the store is full), `StorageUnavailable`.
     """
     entry, index, raw = await asyncio.to_thread(describe, index_path, name, source_file, published, part_bytes)
-    current = await _current(store, name, replace)
+    current = await contents.current(store, manifest_key(name), decode, replace)
     if current is not None and not current.same_model(entry) and not replace:
         raise _taken(entry, current)
     sent = 0
@@ -109,19 +110,6 @@ async def publish(
     return Published(current, sent, entry.nbytes - min(sent, entry.nbytes))
 
 
-async def _current(store: BlobStore, name: str, replace: bool) -> Entry | None:
-    """The entry that has the name. A damaged one raises `ConfigError`, or with `replace` counts as none."""
-    key = manifest_key(name)
-    try:
-        return decode(await retried(lambda: store.read(key, MAX_MANIFEST_BYTES)), f"{store.address}/{key}")
-    except NotFound:
-        return None
-    except ConfigError:
-        if replace:
-            return None
-        raise
-
-
 async def _send(
     store: BlobStore, entry: Entry, index: Index, raw: bytes, weights: Path, missing: set[str], progress: Progress
 ) -> int:
@@ -137,7 +125,7 @@ async def _send(
         nonlocal done, sent
         for part in queue:
             data = await uninterrupted(_read_part, file, weights, entry, index, part)
-            await retried(partial(_put_once, store, entry.part_key(part), data))
+            await retried(partial(contents.put_once, store, entry.part_key(part), data))
             done += len(data)
             sent += len(data)
             progress(PHASE, done, total)
@@ -152,7 +140,7 @@ async def _send(
         finally:
             os.close(file)
     if entry.index_key in missing:
-        await retried(lambda: _put_once(store, entry.index_key, raw))
+        await retried(lambda: contents.put_once(store, entry.index_key, raw))
         sent += len(raw)
     progress(PHASE, total, total)
     return sent
@@ -168,24 +156,15 @@ async def _together(work: list[Coroutine[Any, Any, None]]) -> None:
         raise errors.exceptions[0] from None
 
 
-async def _put_once(store: BlobStore, key: str, data: bytes) -> None:
-    """Place a blob that is named by its contents: one that exists with this size has them."""
-    try:
-        await store.put(key, data)
-    except Conflict:
-        if await store.size(key) != len(data):  # what another program has put there
-            await store.put(key, data, replace=True)
-
-
 async def _place_manifest(store: BlobStore, entry: Entry, replace: bool) -> None:
-    current = await _current(store, entry.name, replace)
+    current = await contents.current(store, manifest_key(entry.name), decode, replace)
     if current is not None and current.same_model(entry):
         return
     try:
         # Without `replace` one of two publishers gets Conflict, whatever both have read before.
         await retried(lambda: store.put(manifest_key(entry.name), encode(entry), replace=replace))
     except Conflict:
-        current = await _current(store, entry.name, replace)
+        current = await contents.current(store, manifest_key(entry.name), decode, replace)
         if current is None or not current.same_model(entry):
             raise (_taken(entry, current) if current else Conflict(f"{entry.name!r} is being removed")) from None
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pipeline.catalog.adapter_entry import FOLDER, AdapterEntry, decode, encode, manifest_key
+from pipeline.catalog.adapter_entry import FOLDER, AdapterEntry, decode, manifest_key
+from pipeline.catalog.entry import encode
 from pipeline.errors import StarlingError
 from pipeline.files import make_directory, replace_file
 

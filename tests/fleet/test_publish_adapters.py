@@ -13,8 +13,8 @@ from pipeline.blobs.folder import FolderStore
 from pipeline.blobs.http import HttpStore
 from pipeline.blobs.interface import Data
 from pipeline.catalog import adapters, contents
-from pipeline.catalog.adapter_entry import LISTING, AdapterEntry, decode, encode, manifest_key
-from pipeline.catalog.entry import Entry, Source
+from pipeline.catalog.adapter_entry import LISTING, AdapterEntry, decode, manifest_key
+from pipeline.catalog.entry import Entry, Source, encode
 from pipeline.errors import ConfigError, Conflict, ModelNotFound, ResourceError
 from tests.fleet.range_server import served
 
