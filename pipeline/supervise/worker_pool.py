@@ -303,8 +303,9 @@ class WorkerPool(SupervisorBase):
             if code and member.kill_at == float("inf"):
                 self._code = self._code or process.EXIT_FATAL
             return
-        if version.id not in self._wanted():
-            return
+        was_stopped, member.kill_at = member.kill_at != float("inf"), float("inf")
+        if version.id not in self._wanted() or was_stopped:
+            return  # it had left the table, and starts again if it is back
         facts = {"version": version.id, "code": code}
         if code == 0:  # it was stopped from outside: `starling down` stops all supervisors
             self.stop_requests = 1
