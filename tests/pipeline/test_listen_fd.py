@@ -14,7 +14,7 @@ from pipeline.supervise import listen_fd
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_the_listener_is_reachable_at_its_url(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(listen_fd.VARIABLE, raising=False)
+        patch.setenv(listen_fd.VARIABLE, "")  # and so removed at the end, also if it was not set
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]

@@ -125,6 +125,7 @@ def test_a_successor_keeps_the_certificate_of_files_that_are_broken_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config(server=ServerConfig(tls_cert="/c", tls_key="/k"))
+    monkeypatch.setenv(listen_fd.TLS_VARIABLE, "")  # and so removed at the end
     fd = listen_fd.keep_certificate(config)
     try:
         files = CertificateFiles(*map(str, place(tmp_path, "one")))
