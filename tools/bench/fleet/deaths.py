@@ -340,7 +340,7 @@ def measure(deaths: int, kinds: tuple[str, ...] = KINDS, words: int = 0) -> dict
     elif "host" in kinds:
         found["host"]["cut"] = False
     if "store" in kinds:
-        found["store"] = _shown("store", _of_store(deaths, words))
+        found["store"] = _of_stores(deaths, words)
     return {kind: found[kind] for kind in kinds}
 
 
@@ -349,12 +349,13 @@ def _shown(kind: str, figures: dict[str, Any]) -> dict[str, Any]:
     return figures
 
 
-def _of_store(deaths: int, words: int) -> dict[str, Any]:
-    """A fleet with etcd or Redis, which dies."""
-    if not (name := store_under_test.installed()):
-        return {"skipped": "neither etcd nor Redis is installed with its client: make fleet-peers"}
-    with StoreUnderTest(name) as store, FleetUnderTest(2, store=store.address) as fleet:
-        return {"store": name, **Bench(fleet, words).measure("store", deaths, store=store)}
+def _of_stores(deaths: int, words: int) -> dict[str, Any]:
+    """By store: a fleet whose etcd or Redis dies."""
+    found = {}
+    for name in store_under_test.installed():
+        with StoreUnderTest(name) as store, FleetUnderTest(2, store=store.address) as fleet:
+            found[name] = _shown(name, Bench(fleet, words).measure("store", deaths, store=store))
+    return found or {"skipped": "neither etcd nor Redis is installed with its client: make fleet-peers"}
 
 
 def _of_hosts(deaths: int, words: int) -> dict[str, Any]:

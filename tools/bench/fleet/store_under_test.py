@@ -20,7 +20,7 @@ from tools.ports import free_port
 
 START_S = 60.0
 POLL_S = 0.05
-# Program and client, in the order of preference.
+# Program and client.
 STORES = {"etcd": ("etcd", "aetcd"), "redis": ("redis-server", "redis")}
 PLACES = (str(Path(sys.executable).parent), "/usr/sbin", "/usr/local/sbin")
 
@@ -30,19 +30,16 @@ def program(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=os.pathsep.join(PLACES))
 
 
-def installed() -> str:
-    """The store that can be run here; "": none."""
-    for name, (server, client) in STORES.items():
-        if program(server) and importlib.util.find_spec(client) is not None:
-            return name
-    return ""
+def installed() -> list[str]:
+    """The stores that can be run here."""
+    return [name for name, (server, client) in STORES.items() if program(server) and importlib.util.find_spec(client)]
 
 
 class StoreUnderTest:
     """A running store. A context manager."""
 
     def __init__(self, name: str) -> None:
-        """`name`: as `installed` returns it."""
+        """`name`: one of `installed`."""
         found = program(STORES[name][0])
         assert found is not None
         self.name = name
