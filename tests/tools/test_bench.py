@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 
 from tools.bench.http.first_byte import first_byte
-from tools.bench.offline import depths
 from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import main
 from tools.bench.offline.plots import can_plot, write_plots
@@ -152,18 +151,6 @@ def test_it_runs_on_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert all(f["candidate"]["median"] > 0 for f in value["figures"])
     assert value["baseline"] is None
     assert os.sched_getaffinity(0) == before
-
-
-@pytest.mark.slow
-def test_long_contexts_take_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
-    monkeypatch.setattr("pipeline.config.paths.cache_dir", lambda: tmp_path)
-    arguments = ["--shape", "wide", "--format", "Q4_0", "--depths", "16,7000", "--baseline-to", "0"]
-    result = CliRunner().invoke(depths.main, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    short, long = json.loads(result.output.splitlines()[-1])["depths"]
-    assert short["chunk"][2] > long["chunk"][2] > 0
-    assert long["kv_mb"] > short["kv_mb"]
 
 
 @pytest.mark.slow

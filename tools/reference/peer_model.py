@@ -1,61 +1,17 @@
 """llama.cpp as a function of tokens, out of the wheel `xllamacpp` (`make peers`): logits, and greedy text.
 
-The wheel's extension module exports the C functions; structures of parameters are passed as bytes, as in
-`peer_vocabulary`.
+Its functions are those of peer_context.py.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
-from tools.reference.peer_vocabulary import _PARAMETERS, _load_library, _Parameters
-
-# The first fields of `llama_context_params`: n_ctx, n_batch, n_ubatch, n_seq_max, three others; then come both threads.
-_DEFAULTS = (512, 2048, 512, 1, 0, 0, 1)
-_THREADS = slice(len(_DEFAULTS), len(_DEFAULTS) + 2)
-
-
-class _Batch(ctypes.Structure):
-    """`llama_batch`."""
-
-    _fields_ = [
-        ("n_tokens", ctypes.c_int32),
-        ("token", ctypes.POINTER(ctypes.c_int32)),
-        ("embd", ctypes.c_void_p),
-        ("pos", ctypes.POINTER(ctypes.c_int32)),
-        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
-        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
-        ("logits", ctypes.POINTER(ctypes.c_int8)),
-    ]
-
-
-def _library() -> ctypes.CDLL:
-    library = _load_library()
-    library.llama_context_default_params.restype = _Parameters
-    library.llama_init_from_model.restype = ctypes.c_void_p
-    library.llama_init_from_model.argtypes = [ctypes.c_void_p, _Parameters]
-    library.llama_free.argtypes = [ctypes.c_void_p]
-    library.llama_free.restype = None
-    library.llama_get_memory.argtypes = [ctypes.c_void_p]
-    library.llama_get_memory.restype = ctypes.c_void_p
-    library.llama_memory_clear.argtypes = [ctypes.c_void_p, ctypes.c_bool]
-    library.llama_memory_clear.restype = None
-    library.llama_batch_init.argtypes = [ctypes.c_int32, ctypes.c_int32, ctypes.c_int32]
-    library.llama_batch_init.restype = _Batch
-    library.llama_batch_free.argtypes = [_Batch]
-    library.llama_batch_free.restype = None
-    library.llama_decode.argtypes = [ctypes.c_void_p, _Batch]
-    library.llama_decode.restype = ctypes.c_int32
-    library.llama_get_logits_ith.argtypes = [ctypes.c_void_p, ctypes.c_int32]
-    library.llama_get_logits_ith.restype = ctypes.POINTER(ctypes.c_float)
-    library.llama_vocab_n_tokens.argtypes = [ctypes.c_void_p]
-    library.llama_vocab_n_tokens.restype = ctypes.c_int32
-    return library
+from tools.reference.peer_context import check_layout, load_library
 
 
 class PeerModel:
@@ -65,23 +21,17 @@ class PeerModel:
     """
 
     def __init__(self, path: Path, context: int, threads: int) -> None:
-        self._library = _library()
+        self._library = load_library()
         self._model = self._library.llama_model_load_from_file(
             str(path).encode(), self._library.llama_model_default_params()
         )
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load {path}")
         self.vocab_size = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
-        raw = bytearray(ctypes.string_at(ctypes.byref(self._library.llama_context_default_params()), _PARAMETERS))
-        numbers = np.frombuffer(raw, np.int32)
-        one, other = numbers[_THREADS]
-        if tuple(numbers[: len(_DEFAULTS)]) != _DEFAULTS or not 0 < one == other < 1024:
-            raise RuntimeError(
-                f"llama_context_params begins with {numbers[: _THREADS.stop].tolist()}, expected {list(_DEFAULTS)} and "
-                f"twice the threads: it has another layout in this release of xllamacpp"
-            )
-        numbers[:3], numbers[_THREADS] = context, threads
-        parameters = _Parameters.from_buffer_copy(bytes(raw))
+        parameters = self._library.llama_context_default_params()
+        check_layout(parameters)
+        parameters.n_ctx = parameters.n_batch = parameters.n_ubatch = context
+        parameters.n_threads = parameters.n_threads_batch = threads
         self._context = self._library.llama_init_from_model(self._model, parameters)
         if not self._context:
             raise RuntimeError(f"llama.cpp cannot make a context of {context} tokens for {path}")

@@ -1,6 +1,6 @@
 """llama.cpp's tokenizer, out of the wheel `xllamacpp` (`make peers`): token ids to compare with.
 
-The wheel's extension module exports the C functions; the structure of load parameters is passed as bytes.
+Its functions are those of peer_context.py.
 """
 
 from __future__ import annotations
@@ -9,16 +9,10 @@ import ctypes
 import importlib.util
 from pathlib import Path
 
-_PARAMETERS = 512  # bytes: more than `llama_model_params` has
+from tools.reference.peer_context import PARAMETERS, Parameters, load_library
+
 _VOCAB_ONLY = 72  # offset of `vocab_only` in it
 _FLAGS = bytes([0, 0, 1])  # the defaults of vocab_only, check_tensors and use_extra_bufts
-
-
-class _Parameters(ctypes.Structure):
-    _fields_ = [("raw", ctypes.c_char * _PARAMETERS)]
-
-
-_library: ctypes.CDLL | None = None
 
 
 def is_installed() -> bool:
@@ -26,51 +20,17 @@ def is_installed() -> bool:
     return importlib.util.find_spec("xllamacpp") is not None
 
 
-def _load_library() -> ctypes.CDLL:
-    global _library
-    if _library is not None:
-        return _library
-    import xllamacpp.xllamacpp as extension
-
-    library = ctypes.CDLL(extension.__file__)
-    library.llama_model_default_params.restype = _Parameters
-    library.llama_model_load_from_file.restype = ctypes.c_void_p
-    library.llama_model_load_from_file.argtypes = [ctypes.c_char_p, _Parameters]
-    library.llama_model_get_vocab.restype = ctypes.c_void_p
-    library.llama_model_get_vocab.argtypes = [ctypes.c_void_p]
-    library.llama_model_free.argtypes = [ctypes.c_void_p]
-    library.llama_model_free.restype = None
-    library.llama_tokenize.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_char_p,
-        ctypes.c_int32,
-        ctypes.POINTER(ctypes.c_int32),
-        ctypes.c_int32,
-        ctypes.c_bool,
-        ctypes.c_bool,
-    ]
-    library.llama_log_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    library.llama_log_set.restype = None
-    library.llama_log_set(ctypes.cast(_QUIET, ctypes.c_void_p), None)
-    library.llama_backend_init()
-    _library = library
-    return library
-
-
-_QUIET = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
-
-
 class PeerVocabulary:
     """The vocabulary of a GGUF file, loaded by llama.cpp. Raises `RuntimeError` if it refuses the file."""
 
     def __init__(self, path: Path) -> None:
-        self._library = _load_library()
-        raw = bytearray(ctypes.string_at(ctypes.byref(self._library.llama_model_default_params()), _PARAMETERS))
+        self._library = load_library()
+        raw = bytearray(ctypes.string_at(ctypes.byref(self._library.llama_model_default_params()), PARAMETERS))
         if raw[_VOCAB_ONLY : _VOCAB_ONLY + 3] != _FLAGS:
             raise RuntimeError("llama_model_params has another layout in this release of xllamacpp")
         raw[_VOCAB_ONLY] = 1
         self._model = self._library.llama_model_load_from_file(
-            str(path).encode(), _Parameters.from_buffer_copy(bytes(raw))
+            str(path).encode(), Parameters.from_buffer_copy(bytes(raw))
         )
         if not self._model:
             raise RuntimeError(f"llama.cpp cannot load the vocabulary of {path}")

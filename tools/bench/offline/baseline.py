@@ -1,16 +1,19 @@
 """Other engines in child processes, so that their threads and memory are separate from Starling's.
 
 The baseline is llama.cpp.  It is compiled for this CPU if `llama-cpp-python` is installed (native_baseline.py), else it
-is the wheel `xllamacpp`, which is compiled for AVX2.  The wheel offers llama.cpp's server and not its decode call, so
-figures come from the server's own timings: `prompt_ms` for prefill, and for decode the time between the first and the
-last token of a request (the first one belongs to the prompt), summed over concurrent requests.  No HTTP is involved.
+is the wheel `xllamacpp`, which is compiled for AVX2 (wheel_baseline.py).
 
 Further peers (peers.py) run in an environment of their own.  Parent and child exchange lines of JSON; the child begins
 with a description of itself, or with {"error": ...}:
 
     {"prefill": 512}                     -> {"tokens_per_s": ..., "resident_mb": ...}
     {"decode": 4, "cached": 16, "n": 64} -> the same
-    {"depth": 8192, "n": 24}             -> {"chunk": ..., "decode": ..., "resident_mb": ...}, of engines that have it
+
+and of llama.cpp
+
+    {"fill": 8192}                              -> {"kv_mb": ..., "resident_mb": ...}
+    {"depth": 8192, "n": 24, "computed": 0}     -> {"chunk": ..., "decode": ..., "resident_mb": ...}
+    {"restore": 2048}                           -> {"same": 1, "resident_mb": ...}
 """
 
 from __future__ import annotations
@@ -20,17 +23,16 @@ import json
 import os
 import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from tools.bench.offline.ik_baseline import IkBaseline
-from tools.bench.offline.native_baseline import NativeBaseline, resident_mb
+from tools.bench.offline.native_baseline import FLASH, NativeBaseline, resident_mb
 from tools.bench.offline.openvino_baseline import OpenVinoBaseline
+from tools.bench.offline.wheel_baseline import WheelBaseline
 
 LLAMA_CPP = "llama.cpp"
 
@@ -55,11 +57,13 @@ class Baseline:
         slot_tokens: int,
         engine: str = LLAMA_CPP,
         python: str = sys.executable,
+        flash: Sequence[int] = FLASH,
     ) -> None:
-        """`python`: the interpreter that has the engine. Raises `EngineRefusesError`."""
+        """`python`: the one that has the engine; `flash`: of native_baseline.py. Raises `EngineRefusesError`."""
         self.engine = engine
         command = [python, "-m", "tools.bench.offline.baseline", str(model), "--engine", engine]
         command += ["--cores", ",".join(map(str, cores)), "--slots", str(slots), "--slot-tokens", str(slot_tokens)]
+        command += ["--flash", ",".join(map(str, flash))]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -81,7 +85,7 @@ class Baseline:
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         response = self._response()
-        self.about["resident_mb"] = response["resident_mb"]
+        self.about |= {name: response[name] for name in ("resident_mb", "kv_mb") if name in response}
         return response
 
     def prefill(self, n_tokens: int) -> float:
@@ -92,13 +96,18 @@ class Baseline:
         """Tokens per second of `batch` sequences together, `n_tokens` each after `cached` ones."""
         return self._request(decode=batch, cached=cached, n=n_tokens)["tokens_per_s"]
 
-    def depth(self, cached: int, n_tokens: int) -> tuple[float, float]:
-        """Tokens per second of a chunk of a prompt, and of `n_tokens` tokens, behind `cached` positions.
+    def fill(self, cached: int) -> None:
+        """Fill the caches of llama.cpp for `depth`."""
+        self._request(fill=cached)
 
-        Only a llama.cpp that is compiled here (`make peers-native`).
-        """
-        found = self._request(depth=cached, n=n_tokens)
+    def depth(self, cached: int, n_tokens: int, is_computed: bool = False) -> tuple[float, float]:
+        """Tokens per second of a chunk, and of `n_tokens` tokens, each behind `cached` positions of llama.cpp."""
+        found = self._request(depth=cached, n=n_tokens, computed=int(is_computed))
         return found["chunk"], found["decode"]
+
+    def is_restored(self, n: int) -> bool:
+        """Whether llama.cpp computes the same logits behind `n` positions that were restored from their state."""
+        return bool(self._request(restore=n)["same"])
 
     def close(self) -> None:
         """End the child process."""
@@ -112,59 +121,13 @@ class Baseline:
 # ------------------------------------------------------------------ the child process
 
 
-class _Server:
-    def __init__(self, model: str, threads: int, slots: int, slot_tokens: int) -> None:
-        import xllamacpp
-
-        params = xllamacpp.CommonParams()
-        params.model.path = model
-        params.n_parallel = slots
-        params.n_ctx = slots * slot_tokens
-        params.cpuparams.n_threads = threads
-        params.cpuparams_batch.n_threads = threads
-        params.cache_ram_mib = 0
-        params.verbosity = -1
-        begun = time.perf_counter()
-        self._server = xllamacpp.Server(params)
-        self.about = {
-            "version": xllamacpp.__version__,
-            "build": xllamacpp.BUILD_INFO,
-            "cpu": xllamacpp.get_system_info().strip(" |"),
-            "load_ms": round(1000 * (time.perf_counter() - begun), 1),
-        }
-        self._rng = np.random.default_rng(0)
-        self._pool = ThreadPoolExecutor(slots)
-
-    def _run(self, n_prompt: int, n_predict: int) -> dict[str, Any]:
-        result = self._server.handle_completions(
-            {
-                "prompt": self._rng.integers(300, 20000, n_prompt).tolist(),
-                "n_predict": n_predict,
-                "ignore_eos": True,
-                "cache_prompt": False,
-                "temperature": 0.0,
-                "samplers": ["top_k"],
-                "top_k": 1,
-            }
-        )
-        return (json.loads(result) if isinstance(result, str) else result)["timings"]
-
-    def prefill(self, n: int) -> float:
-        timings = self._run(n, 1)
-        return 1000 * timings["prompt_n"] / timings["prompt_ms"]
-
-    def decode(self, batch: int, cached: int, n: int) -> float:
-        runs = [self._pool.submit(self._run, cached, n + 1) for _ in range(batch)]
-        timings = [run.result() for run in runs]
-        return sum(1000 * (t["predicted_n"] - 1) / t["predicted_ms"] for t in timings)
-
-
-def _kind(engine: str) -> type[NativeBaseline] | type[_Server] | type[IkBaseline] | type[OpenVinoBaseline]:
-    if engine == IkBaseline.NAME:
-        return IkBaseline
+def _start(engine: str, model: str, threads: int, slots: int, slot_tokens: int, flash: list[int]) -> Any:
     if engine == OpenVinoBaseline.NAME:
-        return OpenVinoBaseline
-    return NativeBaseline if importlib.util.find_spec("llama_cpp") else _Server
+        return OpenVinoBaseline(model, threads, slots, slot_tokens)
+    kind: type[NativeBaseline] = IkBaseline if engine == IkBaseline.NAME else WheelBaseline
+    if engine == LLAMA_CPP and importlib.util.find_spec("llama_cpp"):
+        kind = NativeBaseline
+    return kind(model, threads, slots, slot_tokens, flash)
 
 
 @click.command()
@@ -173,7 +136,8 @@ def _kind(engine: str) -> type[NativeBaseline] | type[_Server] | type[IkBaseline
 @click.option("--slots", type=int, required=True)
 @click.option("--slot-tokens", type=int, required=True)
 @click.option("--engine", default=LLAMA_CPP)
-def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str) -> None:
+@click.option("--flash", default=",".join(map(str, FLASH)))
+def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str, flash: str) -> None:
     """Answer the requests on standard input, a line each, on standard output."""
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the library must not mix with the responses
@@ -185,7 +149,8 @@ def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str) -> N
         responses.flush()
 
     try:
-        server = _kind(engine)(model, len(numbers), slots, slot_tokens)
+        kinds = [int(kind) for kind in flash.split(",")]
+        server = _start(engine, model, len(numbers), slots, slot_tokens, kinds)
     except Exception as error:  # libraries raise errors of their own classes
         send({"error": " ".join(str(error).split())[:300] or type(error).__name__})
         os._exit(1)
@@ -195,8 +160,13 @@ def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str) -> N
         if "prefill" in request:
             rates = {"tokens_per_s": server.prefill(request["prefill"])}
         elif "depth" in request:
-            assert isinstance(server, NativeBaseline)
-            rates = dict(zip(("chunk", "decode"), server.depth(request["depth"], request["n"]), strict=True))
+            found = server.depth(request["depth"], request["n"], bool(request["computed"]))
+            rates = dict(zip(("chunk", "decode"), found, strict=True))
+        elif "fill" in request:
+            server.fill(request["fill"])
+            rates = {"kv_mb": round(server.kv_mb, 1)}
+        elif "restore" in request:
+            rates = {"same": int(server.is_restored(request["restore"]))}
         else:
             rates = {"tokens_per_s": server.decode(request["decode"], request["cached"], request["n"])}
         send(rates | {"resident_mb": round(resident_mb(), 1)})

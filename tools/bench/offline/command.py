@@ -21,6 +21,7 @@ import click
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
 from pipeline.models import store
+from pipeline.procfs import available_memory
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.disturbance import Watch
 from tools.bench.http import command as over_http
@@ -45,18 +46,23 @@ BATCHES = (1, 4, 8, 16, 32)
 CACHED = (512, 1024, 2048)
 PROMPTS = (64, 512, 4096)
 HTTP_ROUNDS = 3
+LEAST_TOKENS = 8  # that are decoded, and
+SECOND_BYTES = 10 << 30  # that a machine reads in about a second
+READ_BYTES = 2 << 30  # most of the plain read, which needs memory beside both engines' weights
 
 
-def works(quick: bool) -> list[Work]:
-    """The units of work, in the order of the table."""
+def works(quick: bool, is_large: bool = False) -> list[Work]:
+    """The units of work, in the order of the table. Of a large model few are quick."""
+    if quick and is_large:
+        return [Work("prefill", tokens=64), *(Work("decode", batch=n, cached=SHORT) for n in BATCHES[:2])]
     prompts = [Work("prefill", tokens=n) for n in PROMPTS if not (quick and n > 512)]
     batches = [Work("decode", batch=n, cached=SHORT) for n in BATCHES]
     return prompts + batches + [Work("decode", batch=1, cached=n) for n in CACHED if not (quick and n > 512)]
 
 
-def decode_tokens(work: Work) -> int:
+def decode_tokens(work: Work, weight_bytes: int) -> int:
     """Output tokens of each sequence: about a second of work, few compared with the cached tokens."""
-    return {1: 64, 4: 48, 8: 32}.get(work.batch, 24)
+    return min({1: 64, 4: 48, 8: 32}.get(work.batch, 24), max(LEAST_TOKENS, SECOND_BYTES // weight_bytes))
 
 
 def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
@@ -75,32 +81,39 @@ class Engines:
     """Both engines, each with one instance for many short sequences and one for a long sequence."""
 
     def __init__(
-        self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], baseline: bool, longest: int
+        self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], baseline: bool, planned: list[Work]
     ) -> None:
-        temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in range(2)]
-        many = (max(BATCHES), 128)
-        one = (1, longest + 128)
+        longest = max(max(w.tokens, w.cached) for w in planned)
+        # Instances: (sequences, tokens of each). All short work of a large model has one, as each may copy the weights.
+        geometries = [(max(w.batch for w in planned), 128)]
+        if longest > 64:
+            geometries.append((1, longest + 128))
+        temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in geometries]
         self.cores = cores
         self.candidate = [
             stack.enter_context(starling.Candidate(index, directory, cores, rows, tokens))
-            for directory, (rows, tokens) in zip(temporary, (many, one), strict=True)
+            for directory, (rows, tokens) in zip(temporary, geometries, strict=True)
         ]
         self.baselines: list[Baseline] = []
-        for slots, tokens in (many, one) if baseline else ():
+        for slots, tokens in geometries if baseline else ():
             self.baselines.append(Baseline(gguf, cores, slots, tokens))
             stack.callback(self.baselines[-1].close)
         python = peers.environment() / "bin" / "python"
-        self.peers = peers.start(stack, gguf, cores, [many, one], python) if baseline else {}
+        self.peers = peers.start(stack, gguf, cores, geometries, python) if baseline else {}
 
     def measure(self, work: Work, engines: list[starling.Candidate] | list[Baseline]) -> float:
         """Tokens per second of one unit of work on one engine."""
         if work.kind == "prefill":
-            return engines[1].prefill(work.tokens)
-        return engines[int(work.cached > SHORT)].decode(work.batch, work.cached, decode_tokens(work))
+            return engines[-1].prefill(work.tokens)
+        return engines[-1 if work.cached > SHORT else 0].decode(work.batch, work.cached, self.decode_tokens(work))
+
+    def decode_tokens(self, work: Work) -> int:
+        """Output tokens of each sequence."""
+        return decode_tokens(work, self.candidate[0].runner.model.weight_bytes)
 
     def step_bytes(self, work: Work) -> int:
         """Bytes that a decode step of this work reads, half way through its tokens."""
-        return self.candidate[0].step_bytes(work.batch, work.cached + decode_tokens(work) // 2)
+        return self.candidate[0].step_bytes(work.batch, work.cached + self.decode_tokens(work) // 2)
 
 
 class Rounds:
@@ -130,7 +143,7 @@ class Rounds:
             return (
                 engines.measure(work, engines.candidate),
                 engines.measure(work, engines.baselines) if engines.baselines else 0.0,
-                read_bandwidth(engines.step_bytes(work), engines.cores, 0.2, 1) if work in self.read else 0.0,
+                self._read(engines, work) if work in self.read else 0.0,
                 [engines.measure(work, peer) for peer in engines.peers.values()],
             )
 
@@ -151,6 +164,10 @@ class Rounds:
                     if engine[work]
                 )
                 click.echo(f"round {number + 1} of {n}: {work.title}: {rates} tokens/s")
+
+    @staticmethod
+    def _read(engines: Engines, work: Work) -> float:
+        return read_bandwidth(min(engines.step_bytes(work), READ_BYTES), engines.cores, 0.2, 1)
 
     def figure(self, engines: Engines, work: Work) -> Figure:
         """The table's row for one unit of work."""
@@ -187,7 +204,7 @@ class Rounds:
     show_default=True,
     help="A running server, for the time to the first byte.",
 )
-@click.option("--quick", is_flag=True, help="Leave out long prompts.")
+@click.option("--quick", is_flag=True, help="Leave out long prompts, and most of a large shape.")
 @click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
     gguf: Path | None,
@@ -209,8 +226,7 @@ def main(
     models_dir = paths.models_dir()
     index = prepare_checkpoint(model, models_dir)
     source = store.fetch(model, models_dir)
-    planned = works(quick)
-    longest = max(max(w.tokens, w.cached) for w in planned)
+    planned = works(quick, shape in LARGE)
     to_first_byte = first_byte(url)
     if to_first_byte is None:
         click.echo(f"no server at {url}: the time to the first byte is left out")
@@ -218,14 +234,17 @@ def main(
     if baseline and not available():
         click.echo("llama.cpp is not installed (`make peers` installs it): measuring Starling alone")
         baseline = False
+    if baseline and source.nbytes + READ_BYTES > (free := available_memory()):
+        click.echo(f"llama.cpp is left out: its weights take {source.nbytes:,} bytes of memory, and {free:,} are free")
+        baseline = False
 
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-        engines = Engines(stack, index, source.path, numbers, baseline, longest)
+        engines = Engines(stack, index, source.path, numbers, baseline, planned)
         done = Rounds(engines, planned, rounds)
         engine = starling.about() | {
             "first_byte": to_first_byte,
-            "step_overhead_us": round(engines.candidate[0].overhead_us(64), 1),
+            "step_overhead_us": round(engines.candidate[0].overhead_us(engines.decode_tokens(Work("decode"))), 1),
             "load_ms": round(starling.load_ms(index, directory, numbers), 1),
             "weights_resident_mb": round(starling.resident_mb(".bin"), 1),
         }

@@ -1,0 +1,83 @@
+"""The benchmark of long contexts: llama.cpp's filled cache is that of computed positions; both engines are timed."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tools.bench.offline import depths
+from tools.bench.offline.baseline import LLAMA_CPP, Baseline, available
+from tools.bench.offline.filled_cache import SequenceState
+from tools.reference.peer_context import ContextParameters, check_layout
+from tools.tiny_gguf import SHAPES, write_model
+
+needs_llama_cpp = pytest.mark.skipif(not available(), reason="`make peers` installs llama.cpp")
+
+
+def state_bytes(positions: list[int], sequence: int = 1) -> ctypes.Array[ctypes.c_uint8]:
+    cells = np.array([(position, 1, sequence) for position in positions], np.int32)
+    data = b"\1\0\0\0" + len(positions).to_bytes(4, "little") + cells.tobytes() + bytes(range(200))
+    return (ctypes.c_uint8 * len(data)).from_buffer_copy(data)
+
+
+def test_a_state_moves_to_other_positions_and_keeps_the_rest() -> None:
+    raw = state_bytes([7, 8, 9])
+    before = bytes(raw)
+    state = SequenceState(raw, 1, 7, 3)
+    state.move(1000)
+    assert bytes(raw) == bytes(state_bytes([1000, 1001, 1002]))
+    state.move(7)
+    assert bytes(raw) == before
+
+
+@pytest.mark.parametrize("positions", [[7, 8, 10], [8, 9, 10], [7, 8]])
+def test_a_state_of_another_layout_is_refused(positions: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="3 positions from 7 on has no or several records"):
+        SequenceState(state_bytes(positions), 1, 7, 3)
+    with pytest.raises(RuntimeError, match="has no or several records"):
+        SequenceState(state_bytes([7, 8, 9], sequence=0), 1, 7, 3)
+
+
+def test_parameters_of_another_layout_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="has another layout in this release of xllamacpp"):
+        check_layout(ContextParameters())
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+@pytest.mark.parametrize("flash", [0, 1])
+def test_restored_positions_give_the_logits_of_computed_ones(tmp_path: Path, flash: int) -> None:
+    """Moved to position 0 and back on the way; with one block in all places the logits are others."""
+    gguf = write_model(tmp_path / "m.gguf", SHAPES["wide"], "Q4_0")
+    baseline = Baseline(gguf, sorted(os.sched_getaffinity(0))[:1], 1, 4096, flash=(flash,))
+    try:
+        assert baseline.is_restored(1600)
+        baseline.fill(2000)
+        token_bytes = 4 * SHAPES["wide"].n_layers * SHAPES["wide"].n_kv_heads * SHAPES["wide"].head_dim
+        assert baseline.about["kv_mb"] == pytest.approx(2000 * token_bytes / 1e6, rel=0.1)
+        assert min(baseline.depth(2000, 2)) > 0 and min(baseline.depth(600, 2, is_computed=True)) > 0
+    finally:
+        baseline.close()
+
+
+@pytest.mark.slow
+def test_long_contexts_take_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("pipeline.config.paths.cache_dir", lambda: tmp_path)
+    arguments = ["--shape", "wide", "--format", "Q4_0", "--depths", "16,7000", "--rounds", "2"]
+    result = CliRunner().invoke(depths.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output.splitlines()[-1])
+    short, long = report["depths"]
+    assert short["chunk"][2] > long["chunk"][2] > 0
+    assert long["kv_mb"] > short["kv_mb"]
+    assert "worst" in report
+    if available():
+        assert set(long[LLAMA_CPP]) == set(depths.NAMES.values())
+        assert long["ratio"]["decode"] > 0
