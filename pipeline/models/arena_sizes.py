@@ -135,7 +135,7 @@ def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
                 hyper,
                 config.scheduler.max_step_tokens,
                 model.max_adapter_rank if model.adapters else 0,
-                _n_nodes(model),
+                n_nodes(model),
             )
         ),
     )
@@ -145,7 +145,7 @@ def _file_bytes(contents: int) -> int:
     return HEADER_BYTES + align(contents, 4096)
 
 
-def _n_nodes(model: ModelConfig) -> int:
+def n_nodes(model: ModelConfig) -> int:
     """Memory nodes that the ranks of `model` are on, as `stages.worker.rank_places` finds them."""
     allowed = sorted(os.sched_getaffinity(0))
     cpus = [cpu for cpu in model.cpus if cpu in allowed] or allowed

@@ -17,7 +17,7 @@ from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
-from pipeline.models import arena_sizes, store
+from pipeline.models import arena_sizes, store, weight_copies
 from shm.arena import unreserved_bytes
 from shm.checkpoint import CheckpointError, load_index
 
@@ -45,6 +45,7 @@ class MemoryPlan(NamedTuple):
     kv: int
     steps_and_activations: int
     adapters: int = 0
+    copies: int = 0  # of the weights, one on each memory node, where these must be: the file's pages can be dropped
 
     @property
     def arenas(self) -> int:
@@ -63,7 +64,9 @@ def measure(config: Config) -> FreeMemory:
     memory, limit = procfs.available_memory(), None
     if group.memory_free is not None and group.memory_free < memory:
         memory, limit = group.memory_free, group.memory
-    return FreeMemory(max(0, found.f_bavail * found.f_frsize - promised), max(0, memory - promised), limit)
+    copies = weight_copies.totals(paths.run_dir(config)).promised
+    arenas = max(0, found.f_bavail * found.f_frsize - promised)
+    return FreeMemory(arenas, max(0, memory - promised - copies), limit)
 
 
 def plan(config: Config, model: ModelConfig) -> MemoryPlan:
@@ -74,14 +77,17 @@ def plan(config: Config, model: ModelConfig) -> MemoryPlan:
         if index_path is not None:
             index = load_index(index_path)
             sizes = arena_sizes.arena_sizes(config, model, index.hyper)
-            return MemoryPlan(index.bin_bytes, sizes.kv, sizes.steps + sizes.activations, adapters_need(model))
+            others = sizes.steps + sizes.activations
+            copies = copies_need(config, model, index.bin_bytes)
+            return MemoryPlan(index.bin_bytes, sizes.kv, others, adapters_need(model), copies)
     except (OSError, CheckpointError):
         pass  # it will be prepared again
     try:
         weights = store.gguf_path(model, models_dir).stat().st_size
     except OSError:
         weights = 0
-    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20, adapters_need(model))
+    copies = copies_need(config, model, weights)
+    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20, adapters_need(model), copies)
 
 
 def need(config: Config, model: ModelConfig) -> int:
@@ -102,6 +108,12 @@ def weights_need(config: Config, model: ModelConfig) -> int:
         return 0
 
 
+def copies_need(config: Config, model: ModelConfig, bin_bytes: int) -> int:
+    """Bytes of the copies of a version's weights that it does not start without; `auto` makes none without room."""
+    nodes = arena_sizes.n_nodes(model) if config.performance.weight_copies == "always" else 1
+    return nodes * bin_bytes if nodes > 1 else 0
+
+
 def adapters_need(model: ModelConfig) -> int:
     """Bytes of memory for a version's adapters: as many as their files have. A file that is missing counts as nothing.
 
@@ -119,7 +131,15 @@ def _adapter_bytes(path: Path) -> int:
 
 def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
     """Raise `ResourceError` with the numbers unless the version fits."""
-    needed, weights, adapters = need(config, model), weights_need(config, model), adapters_need(model)
+    wanted = plan(config, model)
+    needed, adapters, weights = wanted.arenas, wanted.adapters, weights_need(config, model)
+    if needed <= free.arenas and needed + adapters + wanted.copies > free.memory and wanted.copies:
+        raise ResourceError(
+            f"model {model.name!r} needs {wanted.copies:,} bytes for a copy of its weights on each memory node and "
+            f"{needed + adapters:,} for its arenas and adapters in addition to the loaded models, and {free.owner} has "
+            f"{free.memory:,} available: set performance.weight_copies: auto, or unload a model first",
+            param="performance.weight_copies",
+        )
     if needed <= free.arenas and needed + adapters + weights > free.memory and weights:
         raise ResourceError(
             f"model {model.name!r} needs {weights:,} bytes for its weights and {needed + adapters:,} for its arenas "
@@ -151,7 +171,8 @@ def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, 
 
     mapped: bytes of available memory that the mapped weights of other loaded models use.
     """
-    needed = wanted.arenas + wanted.weights + wanted.adapters
+    weights = wanted.copies or wanted.weights
+    needed = wanted.arenas + weights + wanted.adapters
     left = max(0, free.memory - mapped)
     if wanted.arenas <= free.arenas and needed <= left:
         return
@@ -160,7 +181,7 @@ def check_plan(config: Config, name: str, wanted: MemoryPlan, free: FreeMemory, 
     if wanted.arenas <= free.arenas:
         where = f"{free.owner} has {left:,} bytes available beside the weights of the loaded models"
     raise ResourceError(
-        f"model {name!r} needs {needed:,} bytes ({wanted.weights:,} of weights, {wanted.kv:,} of KV pages, "
+        f"model {name!r} needs {needed:,} bytes ({weights:,} of weights, {wanted.kv:,} of KV pages, "
         f"{wanted.steps_and_activations:,} of other arenas and {wanted.adapters:,} of adapters), and {where}: lower "
         f"kv_cache_mb, or unload a model first",
         param="model",

@@ -76,7 +76,10 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob("*.restarts")
     yield from run_dir.glob("*.failed")
     yield from run_dir.glob("*.start")
+    yield from run_dir.glob("*.copies")  # pipeline/models/weight_copies.py
+    yield from run_dir.glob("weight-copies")
     yield from run_dir.glob("versions.json")
+    yield from run_dir.glob("versions.bell")
     yield from run_dir.glob("log-levels.json")
     yield from run_dir.glob("gateway.pem")  # pipeline/tls/trust.py
     yield from run_dir.glob(".*.new")  # of an interrupted `replace_file`

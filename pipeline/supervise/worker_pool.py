@@ -31,7 +31,7 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable
-from pipeline.models import versions
+from pipeline.models import versions, weight_copies
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
 from pipeline.observe.log_levels import LogLevelFollower
@@ -358,6 +358,7 @@ class WorkerPool(SupervisorBase):
             path_of(self._run_dir, stage),
             versions.failure_path(self._run_dir, stage),
             versions.start_request_path(self._run_dir, stage),
+            weight_copies.path_of(self._run_dir, stage),
             self._arena_dir / f"{stage}.metrics",
             self._arena_dir / f"{slug}.act",
             *self._arena_dir.glob(f".{slug}.act.*"),

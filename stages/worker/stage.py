@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, InternalError, ModelUnavailable, Starli
 from pipeline.faults import points
 from pipeline.ipc.doorbell import Ringer
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
-from pipeline.models import store, versions
+from pipeline.models import store, versions, weight_copies
 from pipeline.models.arena_sizes import version_steps_geometry
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs
@@ -44,7 +44,7 @@ from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
-from stages.worker.checkpoint.weight_copies import copy_weights, should_copy
+from stages.worker.checkpoint.weight_copies import copy_weights, reserve_copies
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
@@ -158,11 +158,15 @@ class WorkerStage:
         nbytes, left = checkpoint.data.nbytes, partial(memory_left, self.config, self.version)
         copies: list[np.ndarray] = []
         # Without all weights there is nothing to copy yet: the ranks use the file until the group starts again.
-        if self._arriving is None and should_copy(setting, self.name, nbytes, n_nodes, left):
+        run_dir, stage = paths.run_dir(self.config), self.version.stage
+        if self._arriving is None and reserve_copies(run_dir, stage, setting, self.name, nbytes, n_nodes, left):
             with self.loop.allow_stall(PREPARE_S):
                 copies = copy_weights(checkpoint, self._places.node_cpus, self._report_preparation, setting)
             if copies:
                 checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
+                weight_copies.record(run_dir, stage, n_nodes * nbytes, is_made=True)
+            else:
+                weight_copies.remove(run_dir, stage)
         self._phases.enter("start ranks")
         return copies
 

@@ -20,6 +20,7 @@ from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ResourceError, StarlingError
+from pipeline.models import weight_copies
 from pipeline.models.capacity import FreeMemory, MemoryPlan, check_plan
 from pipeline.models.store import damaged
 from pipeline.models.versions import ModelVersion, write_failure
@@ -48,6 +49,7 @@ class Gateway:
         self.config = resolve({"models": models, "server": server, "on_demand": on_demand}, {})
         self.now = 100.0
         self.room = room
+        self.beside = 0  # bytes of memory more than that
         self.submitted: dict[str, str] = {}  # version by sequence
         self.service = Service(
             self.config,
@@ -64,7 +66,7 @@ class Gateway:
 
     def _free(self) -> FreeMemory:
         free = (self.room - len(self.catalog.all)) * NEED
-        return FreeMemory(free, free + len(NAMES) * WEIGHTS)
+        return FreeMemory(free, free + len(NAMES) * WEIGHTS + self.beside)
 
     def _to_scheduler(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Submit):
@@ -256,6 +258,31 @@ def test_a_model_with_requests_stays_and_a_load_waits_for_it(tmp_path: Path) -> 
         assert await task
         assert gateway.catalog.serving("a")
         gateway.end(first)
+
+    with_gateway(tmp_path, test)
+
+
+def test_an_unload_frees_the_copies_of_the_weights(tmp_path: Path) -> None:
+    """The pages of the file that they were copied from can be dropped already."""
+
+    async def test(gateway: Gateway) -> None:
+        settings, eviction = gateway.config.models[1], gateway.loader._eviction
+        (version,) = gateway.catalog.all
+        gateway.room = 1
+        gateway.beside = -NEED
+        with pytest.raises(ResourceError, match="bytes available beside the weights of the loaded models"):
+            eviction._check(settings, {version.id})
+        run_dir = paths.run_dir(gateway.config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        weight_copies.record(run_dir, version.stage, NEED, is_made=True)
+        eviction._check(settings, {version.id})
+        with pytest.raises(ResourceError):
+            eviction._check(settings, set())
+        gateway.room, gateway.beside = 2, -2 * WEIGHTS
+        eviction._check(settings, set())
+        weight_copies.remove(run_dir, version.stage)
+        with pytest.raises(ResourceError):
+            eviction._check(settings, set())
 
     with_gateway(tmp_path, test)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from pipeline.config.load import resolve
 from pipeline.errors import ResourceError
-from pipeline.models import capacity
+from pipeline.models import capacity, weight_copies
 from pipeline.models.versions import ModelVersion
 from shm.checkpoint import CheckpointError, bin_path
 from shm.checkpoint_writer import CheckpointWriter
@@ -128,17 +129,73 @@ def test_a_piece_that_cannot_be_read_is_an_error_that_names_it(large: Path, tmp_
     ],
 )
 def test_when_weights_are_copied(
-    setting: str, n_nodes: int, left: int, expected: bool, caplog: pytest.LogCaptureFixture
+    setting: str, n_nodes: int, left: int, expected: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert wc.should_copy(setting, "m", 100, n_nodes, lambda: left) == expected
+    assert wc.reserve_copies(tmp_path, "worker-m", setting, "m", 100, n_nodes, lambda: left) == expected
+    promised = n_nodes * 100 if expected else 0
+    assert weight_copies.totals(tmp_path) == (0, promised)
     is_refused = setting == "auto" and n_nodes > 1 and not expected
     assert ("they would take too much memory" in caplog.text) == is_refused
+
+
+def test_the_copies_of_all_versions_take_half_of_the_memory_at_most(tmp_path: Path) -> None:
+    """Of 1,000 bytes, of which those of two versions are taken as they are made."""
+
+    def reserve(stage: str, left: int) -> bool:
+        return wc.reserve_copies(tmp_path, stage, "auto", stage, 100, 2, lambda: left)
+
+    assert reserve("worker-a", 1000)
+    assert reserve("worker-b", 800), "what is promised to the first one is not left"
+    weight_copies.record(tmp_path, "worker-a", 200, is_made=True)
+    assert not reserve("worker-c", 600)
+    assert reserve("worker-b", 600), "its own record of before does not count"
+    weight_copies.remove(tmp_path, "worker-a")
+    assert reserve("worker-c", 800)
+
+
+def test_versions_that_start_together_look_at_the_memory_one_after_the_other(tmp_path: Path) -> None:
+    begun, looked = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def second() -> None:
+        begun.set()
+        found.append(wc.reserve_copies(tmp_path, "worker-b", "always", "b", 100, 2, left_of_second))
+
+    def left_of_second() -> int:
+        looked.set()
+        return 350 - weight_copies.totals(tmp_path).promised
+
+    def left_of_first() -> int:
+        thread.start()
+        assert begun.wait(60)
+        assert not looked.wait(0.2), "it would find memory that the first one takes"
+        return 350
+
+    thread = threading.Thread(target=lambda: found.append(_is_refused(second)))
+    assert wc.reserve_copies(tmp_path, "worker-a", "always", "a", 100, 2, left_of_first)
+    thread.join()
+    assert found == [True], "the machine has 150 bytes for it"
+
+
+def _is_refused(reserve: Callable[[], None]) -> bool:
+    try:
+        reserve()
+    except ResourceError:
+        return True
+    return False
+
+
+def test_copies_that_cannot_be_recorded_are_not_made_unless_they_must_be(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    assert not wc.reserve_copies(nowhere, "worker-m", "auto", "m", 100, 2, lambda: 1 << 40)
+    with pytest.raises(FileNotFoundError):
+        wc.reserve_copies(nowhere, "worker-m", "always", "m", 100, 2, lambda: 1 << 40)
 
 
 def test_copies_that_must_be_and_do_not_fit_are_refused_with_the_numbers() -> None:
     message = "weights of m need 2,000 bytes of memory for 2 memory nodes, and the machine has 1,999 left"
     with pytest.raises(ResourceError, match=message) as caught:
-        wc.should_copy("always", "m", 1000, 2, lambda: 1999)
+        wc.should_copy("always", "m", 2000, 2, 1999, 0)
     assert caught.value.param == "performance.weight_copies"
 
 

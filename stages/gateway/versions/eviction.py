@@ -12,9 +12,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
-from pipeline.models import capacity
+from pipeline.models import capacity, weight_copies
 from pipeline.models.versions import ModelVersion
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.versions.catalog import VersionCatalog
@@ -102,15 +103,20 @@ class Eviction:
     def _check(self, settings: ModelConfig, gone: set[str]) -> None:
         """Raise `ResourceError` if the model would not fit without the versions `gone`."""
         plans = {one.id: capacity.plan(self._config, one.model) for one in self._catalog.all}
+        run_dir = paths.run_dir(self._config)
+        copies = {one.id: weight_copies.of(run_dir, one.stage) for one in self._catalog.all}
         free = self._measure(self._config)
         freed = sum(plans[one].arenas for one in gone)
         freed_adapters = sum(plans[one].adapters for one in gone)
-        mapped = sum(plan.weights for version, plan in plans.items() if version not in gone)
+        freed_copies = sum(found.nbytes for one in gone if (found := copies[one]) is not None)
+        # The file's pages of a version that has copies are used no more.
+        mapped = sum(plan.weights for one, plan in plans.items() if one not in gone and copies[one] is None)
         if not self._config.performance.use_mmap:  # they are in memory, which is not available
             freed_weights, mapped = sum(plans[one].weights for one in gone), 0
         else:
             freed_weights = 0
-        free = free._replace(arenas=free.arenas + freed, memory=free.memory + freed + freed_adapters + freed_weights)
+        memory = free.memory + freed + freed_adapters + freed_weights + freed_copies
+        free = free._replace(arenas=free.arenas + freed, memory=memory)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
 
     def _suffices(self, settings: ModelConfig, idle: list[ModelVersion]) -> bool:

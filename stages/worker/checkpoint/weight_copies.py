@@ -14,10 +14,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 
 import numpy as np
 
 from pipeline.errors import ResourceError
+from pipeline.models import weight_copies
 from shm import memory_nodes
 from shm.checkpoint import PIECE_BYTES, Checkpoint, n_pieces
 from stages.worker.checkpoint.verify import read_in
@@ -28,26 +30,49 @@ log = logging.getLogger("starling.checkpoint")
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 PHASE = "copy weights"
 THREADS = 8  # for one node: some cores take what its memory gives
-SHARE = 0.5  # of the memory that is left beside a version's arenas, which `auto` takes for all copies at most
+SHARE = 0.5  # of the memory beside a version's arenas that `auto` takes at most, for the copies of all versions
 
 
-def should_copy(setting: str, name: str, bin_bytes: int, n_nodes: int, left: Callable[[], int]) -> bool:
-    """Whether a model's weights are copied to each of so many memory nodes.
+def reserve_copies(
+    run_dir: Path, stage: str, setting: str, name: str, bin_bytes: int, n_nodes: int, left: Callable[[], int]
+) -> bool:
+    """Whether a model's weights are copied to each of so many memory nodes, whose memory is recorded as promised.
 
-    setting: `performance.weight_copies`; left: bytes of memory beside the arenas of the version.
-    Raises `ResourceError` if they must be and memory is too small.
+    stage: of the version's worker; setting: `performance.weight_copies`; left: bytes of memory beside the arenas of
+    the version and what is promised to the copies of others.
+    Raises `ResourceError` if they must be and memory is too small, `OSError` if it cannot be recorded.
     """
     if n_nodes < 2 or setting == "never":
         return False
-    needed, available = n_nodes * bin_bytes, left()
+    try:
+        with weight_copies.one_at_a_time(run_dir):
+            others = weight_copies.totals(run_dir, without=stage)
+            if not should_copy(setting, name, n_nodes * bin_bytes, n_nodes, left(), sum(others)):
+                weight_copies.remove(run_dir, stage)
+                return False
+            weight_copies.record(run_dir, stage, n_nodes * bin_bytes, is_made=False)
+            return True
+    except OSError as error:
+        if setting != "auto":
+            raise
+        log.warning("weights are not copied to each memory node", extra={"model": name, "reason": error.strerror})
+        return False
+
+
+def should_copy(setting: str, name: str, needed: int, n_nodes: int, available: int, others: int) -> bool:
+    """Whether so many bytes are taken for copies on so many memory nodes, beside the copies of other versions.
+
+    Raises `ResourceError` if they must be and memory is too small.
+    """
     if setting == "always" and needed > available:
         raise ResourceError(
             f"the weights of {name} need {needed:,} bytes of memory for {n_nodes} memory nodes, and the machine has "
             f"{available:,} left beside the arenas: set performance.weight_copies: auto, or free some memory",
             param="performance.weight_copies",
         )
-    if setting == "auto" and needed > SHARE * available:
-        facts = {"model": name, "bytes": needed, "allowed": int(SHARE * available), "nodes": n_nodes}
+    allowed = max(0, int(SHARE * (available + others)) - others)
+    if setting == "auto" and needed > allowed:
+        facts = {"model": name, "bytes": needed, "allowed": allowed, "nodes": n_nodes, "others": others}
         log.warning("weights are not copied to each memory node: they would take too much memory", extra=facts)
         return False
     return True
