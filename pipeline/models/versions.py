@@ -1,6 +1,7 @@
 """Model versions: the table that the gateway writes and every other stage follows.
 
     RUN_DIR/versions.json        the table, replaced atomically; absent: the models as configured
+    RUN_DIR/versions.bell        its times are set after each change of the table, to wake the stages that watch it
     RUN_DIR/worker-SLUG.failed   why the worker group of a version could not start
     RUN_DIR/worker-SLUG.start    a request to start that group now, for the worker pool
 
@@ -18,8 +19,10 @@ with the sockets (pipeline/supervise/cleanup.py), so that a fresh start serves w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -35,6 +38,7 @@ from shm.decoding import DECODE_ERRORS
 log = logging.getLogger("starling.versions")
 
 TABLE_FILE = "versions.json"
+BELL_FILE = "versions.bell"
 MAX_OUTCOMES = 32  # results of past changes that the table keeps
 
 State = Literal["loading", "serving", "retiring"]
@@ -149,13 +153,23 @@ def _decode(config: Config, raw: bytes) -> VersionTable:
 
 
 def write(config: Config, table: VersionTable) -> None:
-    """Replace the table. Only the gateway does this. Raises `OSError`; the old table then stays."""
+    """Replace the table, and wake who watches `bell_path`. Only the gateway does this.
+
+    Raises `OSError`; the old table then stays.
+    """
     replace_file(table_path(config), msgspec.json.encode(table))
+    with contextlib.suppress(OSError):  # nobody watches, or looks at the table at the next frame
+        os.utime(bell_path(config))
 
 
 def table_path(config: Config) -> Path:
     """Where the table is."""
     return paths.run_dir(config) / TABLE_FILE
+
+
+def bell_path(config: Config) -> Path:
+    """A file whose times are set after each change of the table: a watch of it sees no other file of its directory."""
+    return paths.run_dir(config) / BELL_FILE
 
 
 class VersionFollower:

@@ -36,7 +36,7 @@ _SYS_SCHED_SETATTR = 314  # x86-64
 _SCHED_ATTR_BYTES = 56
 SLICE_NS = 100_000  # the kernel's minimum
 _SIGSET_BYTES = 128
-_IN_MOVED_TO = 0x80
+_IN_ATTRIB, _IN_MOVED_TO = 0x4, 0x80
 
 
 _epoch_ns = 0
@@ -148,9 +148,22 @@ def open_child_signal_fd() -> int:
 
 def open_rename_watch(directory: Path) -> int:
     """A descriptor that is readable when a file has been renamed into `directory`. Raises `OSError`."""
+    return _open_watch(directory, _IN_MOVED_TO)
+
+
+def open_touch_watch(path: Path) -> int:
+    """A descriptor that is readable when the times of this file have been set; it is made if there is none.
+
+    Unlike a watch of its directory, it is not readable when other files there change. Raises `OSError`.
+    """
+    os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    return _open_watch(path, _IN_ATTRIB)
+
+
+def _open_watch(path: Path, events: int) -> int:
     fd = _descriptor(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     try:
-        _descriptor(_libc.inotify_add_watch(fd, os.fsencode(directory), _IN_MOVED_TO))
+        _descriptor(_libc.inotify_add_watch(fd, os.fsencode(path), events))
     except OSError:
         os.close(fd)
         raise

@@ -27,6 +27,7 @@ from pipeline.errors import Conflict, InvalidRequest
 from pipeline.ipc.control_poll import Later, PollControlServer
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
+from pipeline.models import versions
 from pipeline.protocol import messages as m
 from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime.malloc_trim import MallocTrimmer
@@ -67,7 +68,7 @@ class KvStage:
         self.loop.on_tick += [self._tick, self.exchange.expire, MallocTrimmer(self.loop.clock).tick]
         self.clearing: Clearing | None = None  # the last one
         self._has_noted_uses = False  # at the stop
-        self._renames = -1  # readable when a file has been renamed into the run directory
+        self._changes = -1  # readable when the record of versions has changed
         self._watch_record()
         self._next_chores = self._pushed_at = float("-inf")
 
@@ -77,8 +78,8 @@ class KvStage:
             return self.loop.run(self._work)
         finally:
             self.control.close()
-            if self._renames >= 0:
-                os.close(self._renames)
+            if self._changes >= 0:
+                os.close(self._changes)
             self.exchange.close()
             self.prefix_exchange.close()
             self.versions.close()
@@ -86,13 +87,13 @@ class KvStage:
     def _watch_record(self) -> None:
         """Wake when the record of versions changes: an arena is created while the worker of its version starts."""
         try:
-            self._renames = process.open_rename_watch(paths.run_dir(self.config))
-            self.loop.add_fd(self._renames, self._on_renames)
+            self._changes = process.open_touch_watch(versions.bell_path(self.config))
+            self.loop.add_fd(self._changes, self._on_change)
         except OSError:  # the number of watches per user is limited: the scheduler's frame comes later
-            log.warning("run directory cannot be watched")
+            log.warning("record of versions cannot be watched")
 
-    def _on_renames(self) -> None:
-        os.read(self._renames, 65536)  # `_work` follows, which looks at the record
+    def _on_change(self) -> None:
+        os.read(self._changes, 65536)  # `_work` follows, which looks at the record
 
     # -------------------------------------------------------------- between frames
 

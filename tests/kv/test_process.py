@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import select
 import shutil
 import signal
 from array import array
@@ -12,6 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.config import paths
+from pipeline.files import replace_file
 from pipeline.models import versions
 from pipeline.protocol import messages as m
 from stages.kv.stage import KvStage
@@ -97,6 +100,27 @@ def test_a_scheduler_that_attaches_before_the_arena_of_a_load_is_open_is_not_ref
             versions.write(config, msgspec.structs.replace(table, serial=serial, versions=(serving, loading)))
             s.link.send(m.KvAttach(loading.id, digest, str(s.steps_path)))
             assert s.take(m.KvReady, model=loading.id).error == ""
+
+
+def test_only_the_table_of_versions_wakes_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other stages replace their records in the same directory twice a second."""
+    write_model(home)
+    monkeypatch.setenv("STARLING_HOME", str(home))
+    config = load_config(home)
+    stage = KvStage(config)
+    try:
+        replace_file(paths.run_dir(config) / "scheduler.status", b"{}")
+        assert not select.select([stage._changes], [], [], 0)[0]
+        table = versions.initial(config)
+        loading = msgspec.structs.replace(table.versions[0], serial=1, state="loading")
+        versions.write(config, msgspec.structs.replace(table, serial=1, versions=(*table.versions, loading)))
+        while set(stage.versions.by_id) != {"tiny", loading.id}:
+            stage.loop.poll(60.0)
+            stage._work()
+        assert not select.select([stage._changes], [], [], 0)[0]
+    finally:
+        stage.loop.quit(0)
+        assert stage.run() == 0
 
 
 def test_a_successor_continues_the_leases(home: Path) -> None:

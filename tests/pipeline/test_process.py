@@ -210,6 +210,24 @@ def test_renames_into_a_directory_are_signalled(tmp_path: Path) -> None:
         process.open_rename_watch(tmp_path / "nowhere")
 
 
+def test_touches_of_one_file_are_signalled(tmp_path: Path) -> None:
+    """The other files of its directory are not: a stage would wake at every record that another one replaces."""
+    path = tmp_path / "bell"
+    fd = process.open_touch_watch(path)
+    os.utime(path)
+    assert select.select([fd], [], [], LONG_S)[0]
+    assert os.read(fd, 65536)
+    (tmp_path / "new").write_text("record")
+    (tmp_path / "new").rename(tmp_path / "record")
+    os.utime(tmp_path / "record")
+    os.close(process.open_touch_watch(path))
+    assert path.read_bytes() == b""
+    assert not select.select([fd], [], [], 0)[0]
+    os.close(fd)
+    with pytest.raises(FileNotFoundError):
+        process.open_touch_watch(tmp_path / "nowhere" / "bell")
+
+
 CHILDREN = """
 import os, select, signal, subprocess, sys
 from pipeline.runtime import process

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.models import versions
+from pipeline.runtime import process
 
 
 @pytest.fixture
@@ -32,6 +35,18 @@ def test_without_a_table_the_configured_models_are_used(config: Config) -> None:
     assert follower.poll() and follower.table == second(config)
     versions.table_path(config).unlink()
     assert follower.poll() and follower.table == versions.initial(config)
+
+
+def test_a_change_of_the_table_wakes_who_watches_its_bell(config: Config) -> None:
+    versions.write(config, second(config))
+    assert not versions.bell_path(config).exists(), "only a watch makes it"
+    fd = process.open_touch_watch(versions.bell_path(config))
+    try:
+        assert not select.select([fd], [], [], 0)[0]
+        versions.write(config, versions.initial(config))
+        assert select.select([fd], [], [], 0)[0], "the event is there when the call returns"
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("damage", [b"{", b"\xff", b'{"configured": "\xff"}', b"[" * 100_000])
