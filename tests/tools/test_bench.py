@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from tools.bench.http.first_byte import first_byte
+from tools.bench.offline import shapes
 from tools.bench.offline.bandwidth import read_bandwidth
-from tools.bench.offline.command import main
+from tools.bench.offline.command import decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
 from tools.bench.phases import attention, sampler
@@ -78,6 +79,38 @@ def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch: pyte
     assert result.exit_code == 2
     assert "--plots needs matplotlib" in result.output
     assert not Path("there").exists()
+
+
+def test_the_table_of_shapes_has_the_share_of_the_bandwidth_and_what_disturbed_it() -> None:
+    found = []
+    for is_compared in (False, True):
+        baseline = Rate(5.0, 4.0, 6.0) if is_compared else None
+        figures = [
+            Figure(Work("decode", batch=4, cached=16), Rate(30, 30, 30), read_gb_s=9.9),
+            Figure(DECODE, Rate(10.0, 9.5, 11.0), baseline, read_gb_s=18.2, bandwidth_share=0.914),
+        ]
+        watch = {"disturbed": int(is_compared), "worst": "stolen 3 %"}
+        report = Report(machine([0]) | watch, {"name": "m", "weights_mb": 1822.0}, figures, {})
+        found.append(json.loads(report.as_json()))
+    head, alone, compared = (line.split("  ") for line in shapes.table(found))
+    assert [cell.strip() for cell in alone if cell] == ["m", "1,822", "10.0 (9.5-11.0)", "18.2", "91 %", "0"]
+    assert compared[-1].strip() == "1 (stolen 3 %)" and "2.00" in "".join(compared)
+    assert "of bandwidth" in "".join(head)
+
+
+def test_unknown_shapes_are_refused_before_anything_runs() -> None:
+    result = CliRunner().invoke(shapes.main, ["--shapes", "llama-1b,huge"])
+    assert result.exit_code == 2 and "shape 'huge' is none of small, odd" in result.output
+    result = CliRunner().invoke(shapes.main, ["--formats", "Q9"])
+    assert result.exit_code == 2 and "format 'Q9' is none of" in result.output
+
+
+def test_little_of_a_large_model_is_quick() -> None:
+    assert {work.title for work in works(True, is_large=True)} == {"prefill 64", "decode, batch 1", "decode, batch 4"}
+    assert len(works(False, is_large=True)) == len(works(False)) > len(works(True))
+    assert decode_tokens(DECODE, 100 << 20) == 64
+    assert decode_tokens(DECODE, 1 << 30) == 10
+    assert decode_tokens(DECODE, 8 << 30) == 8
 
 
 class _Streams(BaseHTTPRequestHandler):

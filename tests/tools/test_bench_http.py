@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -20,11 +21,13 @@ from starling.bench.load import Run, drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench import disturbance
 from tools.bench.http import baseline, command
+from tools.bench.http.bound import first_token_lines, gap_lines, replay_s
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
 from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
+from tools.tiny_gguf import SHAPES, write_model
 
 WORK = Work(2, 10, requests=2)
 
@@ -134,6 +137,49 @@ def test_rows_have_ratios() -> None:
     lines = table([row])
     assert len(lines) == 3 and "starling" in lines[1] and "llama-server" in lines[2]
     assert row.plain()["work"]["clients"] == 1
+
+
+def test_first_tokens_are_compared_with_their_target() -> None:
+    def row(clients: int, ratio: float | None, shared: int = 0) -> Row:
+        return Row(Work(clients, 100, shared=shared), served, first_ratio=ratio)
+
+    responses = [_response("a", 0.5)]
+    responses[0].status, responses[0].finish, responses[0].tokens = 200, "length", 64
+    served = ServerFigures.of([outcome(WORKS[0], Run(responses, 0.0, 2.0))])
+    rows = [row(1, 0.2), row(8, 0.4), row(16, 0.41), row(16, 0.1, shared=400), row(8, None)]
+    assert first_token_lines(rows) == [
+        "8 clients, 100 tokens: first token after 0.40 of the baseline's time, target 0.4: met",
+        "16 clients, 100 tokens: first token after 0.41 of the baseline's time, target 0.4: MISSED",
+    ]
+
+
+def test_gaps_are_compared_with_their_targets() -> None:
+    report = {
+        "rows": [
+            {
+                "work": "16 streams",
+                "served_tokens_per_s": [930.0, 900.0, 940.0],
+                "kernels_tokens_per_s": [1000.0, 990.0, 1010.0],
+                "gap": [0.07, 0.06, 0.11],
+                "target": 0.1,
+                "holds": True,
+            }
+        ]
+    }
+    (line,) = gap_lines(report)
+    assert line == "16 streams: 930 of 1,000 tokens/s of the kernels alone, gap 7 % (6 to 11), target 10 %: met"
+
+
+@pytest.mark.slow
+def test_steps_are_computed_again_without_a_server(tmp_path: Path) -> None:
+    """Rows keep their sequences, whatever their numbers; four times as many steps take more time."""
+    model = ModelConfig(name="m", path=str(write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0")))
+    index = prepare_checkpoint(model, tmp_path / "models")
+    cores = sorted(os.sched_getaffinity(0))[:1]
+    steps = [[(9, 0, 40, 1), (70, 0, 20, 0)], [(9, 40, 1, 1), (70, 20, 30, 1)]]
+    steps += [[(9, 41 + i, 1, 1), (70, 50 + i, 1, 1)] for i in range(100)]
+    short, long = replay_s(index, cores, steps[:26]), replay_s(index, cores, steps)
+    assert 0 < short < long
 
 
 def test_clients_may_begin_later(address: tuple[str, int]) -> None:

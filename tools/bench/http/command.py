@@ -29,6 +29,7 @@ from starling.bench.load import drive
 from tools.bench.disturbance import Watch
 from tools.bench.http import scenarios
 from tools.bench.http.baseline import FLASH_ATTENTION, BaselineMissing, BaselineServer
+from tools.bench.http.bound import first_token_lines, gap_lines, gaps
 from tools.bench.http.constrained import constrained
 from tools.bench.http.predictions import predictions
 from tools.bench.http.server_under_test import ServerUnderTest
@@ -37,7 +38,7 @@ from tools.bench.offline.results import machine
 
 SLOTS = 16
 SLOT_TOKENS = 1024  # of context for each of the baseline's slots
-SECTIONS = ("table", "steps", "long", "speculation", "prediction", "constrained", "idle")
+SECTIONS = ("table", "gaps", "steps", "long", "speculation", "prediction", "constrained", "idle")
 BATCHES = (1, 16, 32)  # streams of the runs that measure pauses between steps
 
 
@@ -51,9 +52,9 @@ class Bench:
 
     def __init__(self, stack: ExitStack, model: ModelConfig, cores: list[int], rounds: int) -> None:
         self.stack, self.model, self.cores, self.rounds = stack, model, cores, rounds
-        index = prepare(model, paths.models_dir())
+        self.index = prepare(model, paths.models_dir())
         self.source = store.fetch(model, paths.models_dir())
-        self.prompts = Prompts(index, int.from_bytes(os.urandom(4)))
+        self.prompts = Prompts(self.index, int.from_bytes(os.urandom(4)))
 
     def server_under_test(self, slots: int) -> ServerUnderTest:
         """Start a server with `slots` sequences in a step, and a key for each tenant."""
@@ -92,8 +93,10 @@ class Bench:
             if figures:
                 row.baseline_name = max(figures, key=lambda name: figures[name].tokens_per_s.median)
                 row.baseline = figures[row.baseline_name]
+                first_ms = min(one.first_p50_ms.median for one in figures.values())
+                row.first_ratio = round(row.candidate.first_p50_ms.median / first_ms, 3)
             rows.append(row)
-        click.echo("\n".join(table(rows)))
+        click.echo("\n".join([*table(rows), *first_token_lines(rows)]))
         if watch.disturbed:
             click.echo(
                 f"{watch.disturbed} of {self.rounds * len(works)} rounds of a workload were disturbed each time, at "
@@ -145,6 +148,9 @@ def measure(
                 click.echo(f"{name}: {json.dumps(report[name])}")
 
         section("idle", lambda: scenarios.at_rest(server))
+        section("gaps", lambda: gaps(server, prompts, bench.index, cores, rounds))
+        if "gaps" in report:
+            click.echo("\n".join(gap_lines(report["gaps"])))
         section("steps", lambda: [scenarios.pauses(server, prompts, batch) for batch in BATCHES])
         section("long", lambda: [scenarios.long_prompt(server, prompts, batch) for batch in (1, 8, 16)])
         section("speculation", lambda: scenarios.speculation(server, prompts, max(3, rounds)))

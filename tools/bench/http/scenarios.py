@@ -42,6 +42,7 @@ class StepWatch:
         self.pauses: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its begin
         self.steps: list[tuple[int, int, float]] = []  # tokens, attention positions, us
         self.periods: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its own
+        self.entries: list[list[tuple[int, int, int, int]]] = []  # of the steps: row, start, count, samples
         self.missed = 0
 
     def look(self, _now: float = 0.0) -> None:
@@ -55,7 +56,8 @@ class StepWatch:
             slot = number % sh.SLOTS
             _, begun, ended, _ = steps.timing[slot].tolist()
             entries = int(steps.slot_head[slot, sh.SLOT_ENTRIES])
-            parts = steps.entries[slot, :entries, sh.START : sh.COUNT + 1].tolist()
+            self.entries.append([tuple(one) for one in steps.entries[slot, :entries, : sh.SAMPLES + 1].tolist()])
+            parts = [(start, count) for _, start, count, _ in self.entries[-1]]
             tokens = sum(count for _, count in parts)
             positions = sum(count * start + count * (count + 1) // 2 for start, count in parts)
             self.steps.append((tokens, positions, (ended - begun) / 1e3))

@@ -204,6 +204,7 @@ class Row(msgspec.Struct):
     candidate: ServerFigures
     baseline: ServerFigures | None = None
     baseline_name: str = "llama-server"  # and how it was started
+    first_ratio: float | None = None  # time to a first token, divided by that of the baseline with the shortest one
 
     @property
     def ratio(self) -> float | None:

@@ -37,8 +37,9 @@ class Candidate:
         tokens: int,
         profile: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        samples: int = 0,
     ) -> None:
-        """`clock`: s, of rates; this thread is rank 0."""
+        """`clock`: s, of rates; this thread is rank 0. `samples`: most of a step, 0: one of each row."""
         self.clock = clock
         before = set(threading.enumerate())
         self._affinity = os.sched_getaffinity(0)
@@ -50,7 +51,7 @@ class Candidate:
             max_rows=rows,
             max_tokens=tokens,
             step_tokens=STEP_TOKENS,
-            max_samples=rows,
+            max_samples=samples or rows,
             profile=profile,
         )
         followers = [t for t in threading.enumerate() if t not in before]

@@ -1,0 +1,141 @@
+"""What the kernels alone would give: the steps that a server has computed, once more in this process, without a server.
+
+The steps are read from the arena while the server computes them, and computed again right after it by the same number
+of ranks on the same cores.  Nothing runs between two of them.  The gap is the share of the throughput that is missing
+over HTTP: control plane, client, waits, and what these take from the ranks' cores.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from shm import step_ring as sh
+from tools.bench.disturbance import Watch
+from tools.bench.http.scenarios import watched
+from tools.bench.http.server_under_test import ServerUnderTest
+from tools.bench.http.workload import OUTPUT, Prompts, Row, Spread, body
+from tools.bench.offline.candidate import Candidate
+from tools.step_runner import Entry
+
+AT_ONCE = sh.SLOTS // 2  # steps that are published together
+FIRST_TOKEN_SHARE = 0.4  # of the baseline's time to a first token: the target
+FIRST_TOKEN_CLIENTS = (8, 16)  # of the workloads that have that target
+
+
+class Load(NamedTuple):
+    """A workload whose gap is measured."""
+
+    title: str
+    prompt: int  # tokens
+    output: int
+    requests: int  # of each client, one after the other
+    target: float  # largest gap
+
+
+CLIENTS = 16
+LOADS = (
+    Load("16 streams of 256 tokens", 16, 256, 1, 0.10),
+    Load("16 clients, prompts of 100 tokens", 100, OUTPUT, 2, 0.25),
+)
+
+
+def replay_s(index: Path, cores: list[int], steps: Sequence[Sequence[Entry]]) -> float:
+    """Seconds that the kernels take for these steps, after some that map what they use."""
+    numbers = {row: place for place, row in enumerate(sorted({row for step in steps for row, *_ in step}))}
+    tokens = 1 + max(start + count for step in steps for _, start, count, _ in step)
+    again = [[(numbers[row], start, count, n) for row, start, count, n in step] for step in steps]
+    samples = max(sum(entry[sh.SAMPLES] for entry in step) for step in steps)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        Candidate(index, Path(directory), cores, len(numbers), tokens, samples=samples) as candidate,
+    ):
+        candidate.fill_cache()
+        candidate.fill_tokens(len(numbers), tokens)
+        candidate.runner.run_all(again[:AT_ONCE])
+        begun = candidate.clock()
+        for at in range(0, len(again), AT_ONCE):
+            candidate.runner.run_all(again[at : at + AT_ONCE])
+        return candidate.clock() - begun
+
+
+def gap(server: ServerUnderTest, prompts: Prompts, index: Path, cores: list[int], load: Load) -> tuple[float, float]:
+    """Tokens per second over HTTP and of the kernels alone. `RuntimeError` if requests fail or steps are missed."""
+    texts = [[prompts.text(load.prompt) for _ in range(load.requests)] for _ in range(CLIENTS)]
+    requests = [[server.request(body(server.model, text, load.output)) for text in own] for own in texts]
+    run, watch, _ = watched(server, requests)
+    failed = [response for response in run.responses if not response.is_good]
+    if failed or watch.missed:
+        raise RuntimeError(f"{load.title}: {len(failed)} requests failed, {watch.missed} steps were not seen")
+    tokens = sum(response.tokens for response in run.responses)
+    seconds = max(response.times[-1] for response in run.responses) - run.began
+    return tokens / seconds, tokens / replay_s(index, cores, watch.entries)
+
+
+def gaps(
+    server: ServerUnderTest, prompts: Prompts, index: Path, cores: list[int], rounds: int, loads: Sequence[Load] = LOADS
+) -> dict[str, Any]:
+    """The gap of each workload over the rounds, beside its target."""
+    watch = Watch(server.pids, cores)
+    found: dict[str, list[tuple[float, float]]] = {load.title: [] for load in loads}
+    for number in range(rounds):
+        for load in loads:
+            served, kernels = watch.undisturbed(partial(gap, server, prompts, index, cores, load))
+            found[load.title].append((served, kernels))
+            click.echo(
+                f"gaps, round {number + 1} of {rounds}: {load.title}: {served:,.0f} over HTTP, {kernels:,.0f} tokens/s "
+                f"of the kernels alone"
+            )
+    rows = []
+    for load in loads:
+        shares = Spread.of([round(1 - served / bound, 3) for served, bound in found[load.title]])
+        rows.append(
+            {
+                "work": load.title,
+                "served_tokens_per_s": _plain(Spread.of([round(served, 1) for served, _ in found[load.title]])),
+                "kernels_tokens_per_s": _plain(Spread.of([round(bound, 1) for _, bound in found[load.title]])),
+                "gap": _plain(shares),
+                "target": load.target,
+                "holds": shares.median <= load.target,
+            }
+        )
+    return {"rows": rows, **watch.plain()}
+
+
+def _plain(spread: Spread) -> list[float]:
+    return [spread.median, spread.low, spread.high]
+
+
+def gap_lines(report: dict[str, Any]) -> list[str]:
+    """The gaps as text, with their targets."""
+    lines = []
+    for row in report["rows"]:
+        served, kernels, shares = row["served_tokens_per_s"], row["kernels_tokens_per_s"], row["gap"]
+        median, low, high = (100 * share for share in shares)
+        verdict = _verdict(row["holds"], f"{100 * row['target']:.0f} %")
+        lines.append(
+            f"{row['work']}: {served[0]:,.0f} of {kernels[0]:,.0f} tokens/s of the kernels alone, gap {median:.0f} % "
+            f"({low:.0f} to {high:.0f}), {verdict}"
+        )
+    return lines
+
+
+def first_token_lines(rows: Sequence[Row]) -> list[str]:
+    """Times to a first token as shares of the baseline's, for the workloads with a target."""
+    return [
+        f"{row.work.title}: first token after {row.first_ratio:.2f} of the baseline's time, "
+        + _verdict(row.first_ratio <= FIRST_TOKEN_SHARE, f"{FIRST_TOKEN_SHARE}")
+        for row in rows
+        if row.first_ratio is not None
+        and row.work.clients in FIRST_TOKEN_CLIENTS
+        and (row.work.prompt, row.work.shared) == (100, 0)
+    ]
+
+
+def _verdict(holds: bool, target: str) -> str:
+    return f"target {target}: {'met' if holds else 'MISSED'}"
