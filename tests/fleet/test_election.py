@@ -78,13 +78,23 @@ async def test_one_of_many_candidates_leads_and_a_later_term_has_a_greater_fence
     timed: CoordinationStore, clock: Clock
 ) -> None:
     terms: list[Term] = []
+    waiting: set[str] = set()
+
+    class Candidate(Election):
+        async def _wait_for_end(self) -> None:
+            waiting.add(name := self._identity.decode())
+            try:
+                await super()._wait_for_end()
+            finally:
+                waiting.discard(name)
 
     async def candidate(name: str) -> None:
-        terms.append(await Election(timed, "leader", name.encode(), 10, clock=clock).campaign())
+        terms.append(await Candidate(timed, "leader", name.encode(), 10, clock=clock).campaign())
 
     tasks = [asyncio.create_task(candidate(name)) for name in "abcd"]
     for number in range(1, 5):
-        await until(lambda number=number: len(terms) == number)  # type: ignore[misc]
+        # A candidate that asks for its lease while the clock jumps gets a term that is over when it begins.
+        await until(lambda number=number: (len(terms), len(waiting)) == (number, 4 - number))  # type: ignore[misc]
         assert sum(term.is_valid for term in terms) == 1
         clock.now += 10.1  # the leader does not renew
     await asyncio.gather(*tasks)
@@ -151,13 +161,14 @@ from pipeline.coordination.election import Election
 async def main():
     async with open_store() as store:
         election = Election(store, "leader", str(os.getpid()).encode(), 1.0)
-        term = await election.campaign()
-        holding = asyncio.create_task(election.hold(term))
-        while True:
-            now = time.monotonic()
-            if term.is_valid:
-                print(os.getpid(), term.fence, now, flush=True)
-            await asyncio.sleep(0.02)
+        while True:  # a busy machine may end a term, too
+            term = await election.campaign()
+            holding = asyncio.create_task(election.hold(term))
+            while not holding.done():
+                now = time.monotonic()
+                if term.is_valid:
+                    print(os.getpid(), term.fence, now, flush=True)
+                await asyncio.sleep(0.02)
 asyncio.run(main())
 """
 )
@@ -182,11 +193,12 @@ def test_leaders_of_real_processes_never_overlap_though_they_are_killed_and_stop
             assert leader not in led
             led.append(leader)
             os.kill(leader, action)
-        os.kill(led[1], signal.SIGCONT)  # it must not go on leading
+        before = _last_fence(log)
+        os.kill(led[1], signal.SIGCONT)  # it must not go on leading, but may be elected again
         deadline = time.monotonic() + 120
-        while _last_leader(log) in led and time.monotonic() < deadline:
+        while _last_fence(log) <= before and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert _last_leader(log) not in led
+        assert _last_fence(log) > before
     finally:
         for process in processes:
             process.kill()
@@ -197,11 +209,20 @@ def test_leaders_of_real_processes_never_overlap_though_they_are_killed_and_stop
         first, _ = spans.get(int(fence), (float(now), 0.0))
         spans[int(fence)] = first, float(now)
     ordered = [spans[fence] for fence in sorted(spans)]
-    assert len(ordered) == 4
+    assert len(ordered) >= 4
     for (_, end), (begin, _) in pairwise(ordered):
         assert end < begin
 
 
+def _last(log: Path) -> list[str]:
+    """Process, fence and time of the last line that is complete."""
+    lines = [line.split() for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return lines[-1] if lines else []
+
+
 def _last_leader(log: Path) -> int | None:
-    lines = [line for line in log.read_text().splitlines() if len(line.split()) == 3]
-    return int(lines[-1].split()[0]) if lines else None
+    return int(_last(log)[0]) if _last(log) else None
+
+
+def _last_fence(log: Path) -> int:
+    return int(_last(log)[1])
