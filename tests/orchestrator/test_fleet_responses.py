@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import stat
 from collections.abc import Callable
 from contextlib import closing
@@ -257,13 +258,18 @@ def test_a_stream_in_the_background_outlives_its_client(pair: Pair, engines: lis
     assert assembled(read_events(first, f"{PATH}/{name}?stream=true", None, MINE))["output"] == whole["output"]
 
 
+@on_every_store
 def test_responses_in_the_background_are_bounded_and_keyed(pair: Pair, engines: list[Server]) -> None:
     first, second = pair
     for engine in engines:
         hold(engine)
-    keyed = {**MINE, "Idempotency-Key": "background"}
+    keyed = {
+        **MINE,
+        "Idempotency-Key": secrets.token_hex(8),
+    }  # engines know those of other pairs
     made = [one.post(PATH, said("Hello", background=True), keyed) for one in (first, second, first)]
     assert [one.status for one in made] == [200] * 3 and len({one.json["id"] for one in made}) == 1
+    assert {one.json["status"] for one in made} <= {"queued", "in_progress"}
     other = second.post(PATH, said("Other", background=True), keyed)
     assert (other.status, other.error["param"]) == (409, "Idempotency-Key")
     names = [made[0].json["id"]]

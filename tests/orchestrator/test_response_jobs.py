@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from stages.orchestrator.request_ids import RequestIds
 from stages.orchestrator.responses import background
 from stages.orchestrator.responses.background import MAX_OF_TENANT, Background, Begun, KeepJob
 from stages.orchestrator.responses.heads import Heads
-from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs
+from stages.orchestrator.responses.jobs import ABANDONED_S, Job, Jobs, Opened
 from stages.orchestrator.responses.service import Responses
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.tenant_blobs import TenantBlobs
@@ -284,6 +285,35 @@ async def test_requests_are_bounded_for_each_tenant_and_in_all(tmp_path: Path) -
         await only.background.begin(job(200, "b"))
     await only.background.begin(job(201, "c"))  # a reserve for those that have none
     await only.close()
+
+
+@pytest.mark.parametrize(("tenants", "max_open"), [("a" * 17, 100), ("abcdefghijklmnopq", 16)])
+async def test_bounds_hold_for_orchestrators_that_admit_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tenants: str, max_open: int
+) -> None:
+    """Of a tenant, and of all: both orchestrators count before either adds its request."""
+    wall = Wall()
+    first, second = (Orchestrator(tmp_path, name, wall, max_open) for name in ("one", "two"))
+    for number in range(15):
+        await first.background.begin(job(number, tenants[number]))
+    have_counted = asyncio.Barrier(2)
+    n_counts: Counter[Jobs] = Counter()
+    count = Jobs.all
+
+    async def counted(jobs: Jobs) -> list[Opened]:
+        found = await count(jobs)
+        n_counts[jobs] += 1
+        if n_counts[jobs] == 2:  # the first time is before the request is written
+            await have_counted.wait()
+        return found
+
+    monkeypatch.setattr(Jobs, "all", counted)
+    attempts = (one.background.begin(job(15 + n, tenants[15 + n])) for n, one in enumerate((first, second)))
+    found = await asyncio.gather(*attempts, return_exceptions=True)
+    assert {type(one) for one in found} == {bytes, Overloaded}, found
+    assert len(await count(first.jobs)) == MAX_OF_TENANT
+    for one in (first, second):
+        await one.close()
 
 
 async def test_blobs_beside_their_record_are_removed_later(tmp_path: Path) -> None:

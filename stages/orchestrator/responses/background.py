@@ -28,7 +28,7 @@ from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import Overloaded, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import MOVABLE, NotRepeated
-from stages.orchestrator.responses.jobs import Job, Jobs
+from stages.orchestrator.responses.jobs import Job, Jobs, Opened
 from stages.orchestrator.responses.keeper import ResponseKeeper
 from stages.orchestrator.responses.keeping import END
 from stages.orchestrator.responses.store import ResponseStore
@@ -130,7 +130,7 @@ class Background:
             if stored is not None:  # an earlier attempt with this Idempotency-Key
                 _check_same(stored.digest, job)
                 return stored.body
-            await self._check_open(job.tenant)
+            self._check_room(job.tenant, await self._jobs.all())
             if job.is_stream and len(self._tasks) >= MAX_RUNNING:  # its client would wait for others to end
                 raise Overloaded(
                     f"this orchestrator runs {MAX_RUNNING} requests in the background; leave stream out, or try again",
@@ -138,9 +138,8 @@ class Background:
                     retry_after_s=1.0,
                 )
             blob = await self._jobs.write(job)
-            async with self._adding:  # no two requests see the same room
-                await self._check_open(job.tenant)
-                is_added = await self._jobs.add(job, blob)
+            async with self._adding:  # only other orchestrators may be in the way
+                is_added = await self._jobs.add(job, blob, partial(self._check_room, job.tenant))
             if is_added:
                 self._take(job.request_id, job.tenant, is_new=True)
                 return job.shown
@@ -150,8 +149,9 @@ class Background:
         _check_same(known.digest, job)
         return known.shown
 
-    async def _check_open(self, tenant: str) -> None:
-        counts = Counter(opened.tenant for opened in await self._jobs.all())
+    def _check_room(self, tenant: str, opened: list[Opened]) -> None:
+        """Raises `Overloaded` if no other request of the tenant may be added to those that have not ended."""
+        counts = Counter(one.tenant for one in opened)
         reserve = self._max_open // 8 if counts[tenant] else 0  # for tenants that have none
         if counts.total() >= self._max_open - reserve:
             raise Overloaded(

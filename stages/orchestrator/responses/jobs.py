@@ -1,9 +1,12 @@
 """Requests for responses in the background, as orchestrators share them until they have ended.
 
     responses/open/ID   in the coordination store: whose it is, since when, and the name of its blob
+    responses/admitted  likewise: changes with each record that is added
     jobs/ID-DIGEST      in the blob store: the request as engines get it
 
 The record comes after the blob, and goes before it: a record without a blob is one that has just ended.
+An orchestrator adds a record only if `responses/admitted` is as it was before the records were counted: so bounds on
+their number hold for all orchestrators together.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,17 +26,20 @@ from pipeline.api.request_name import RequestName, read_request_name
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
 from pipeline.api.response_object import make_response, response_id_of
 from pipeline.blobs.interface import BlobStore
-from pipeline.coordination.interface import CoordinationStore
+from pipeline.coordination.interface import Change, Condition, CoordinationStore
 from pipeline.errors import Conflict, NotFound, ResourceError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.responses.tenant_blobs import inline_or_not
 from stages.orchestrator.responses.use import PREFIX
 
 OPEN = f"{PREFIX}open/"
+ADMITTED = f"{PREFIX}admitted"
 FOLDER = "jobs"
 MAX_JOB_BYTES = 128 << 20
 PUT_S = 60.0  # for the blob store to take a request
 ABANDONED_S = 3600.0  # age of a blob without a record after which it is removed
+TRIES = 64  # of a record's addition while other orchestrators add theirs
+TRY_PAUSE_S = 0.05  # at most, between two of them: those of several orchestrators must not stay in step
 
 
 class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,8 +128,11 @@ class Jobs:
             raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
         return blob
 
-    async def add(self, job: Job, blob: str) -> bool:
-        """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`."""
+    async def add(self, job: Job, blob: str, check: Callable[[list[Opened]], None] = lambda opened: None) -> bool:
+        """Add a job whose blob is there. False: there is one of this id. Raises `StorageUnavailable`.
+
+        `check`: gets the jobs that have not ended, and raises if they leave no room; that is raised.
+        """
         record = OpenRecord(
             tenant=job.tenant,
             at=self._wall(),
@@ -130,7 +140,22 @@ class Jobs:
             conversation=job.conversation_id,
             digest=job.digest.hex(),
         )
-        return await self._store.swap(OPEN + job.request_id, 0, msgspec.json.encode(record)) is not None
+        key, value = OPEN + job.request_id, msgspec.json.encode(record)
+        for _ in range(TRIES):
+            admitted = await self._store.get(ADMITTED)  # first: what is added later changes it
+            opened = await self.all()
+            if any(one.request_id == job.request_id for one in opened):
+                return False
+            check(opened)
+            conditions = Condition(key, 0), Condition(ADMITTED, admitted.revision if admitted is not None else 0)
+            if await self._store.transact(conditions, (Change(key, value), Change(ADMITTED, b"1"))) is not None:
+                return True
+            await asyncio.sleep(random.uniform(0.0, TRY_PAUSE_S))
+        raise StorageUnavailable(
+            "the fleet's orchestrators take too many requests in the background at the same time; try again",
+            "background",
+            retry_after_s=1.0,
+        )
 
     async def all(self) -> list[Opened]:
         """The records of jobs that have not ended. Raises `StorageUnavailable`."""
