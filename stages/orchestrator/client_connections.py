@@ -1,6 +1,6 @@
 """The connections of clients: how many there may be, and the end of those whose clients do not read, or have left.
 
-    bounds        in total, and for one address; a connection beyond them gets 503
+    bounds        in total, and for one address, unless it is a trusted proxy's; a connection beyond them gets 503
     not reading   bytes that wait to be sent: `MIN_READ_BYTES` of them must be accepted in `WRITE_TIMEOUT_S`
     left          while nothing more is read, a client that has left is seen only when bytes are sent to it: `PROBE_S`
                   after that and then every `PROBE_AGAIN_S`, the connection is asked to send some
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import FairShares, address_principal
+from pipeline.api.forwarded import TrustedProxies
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from pipeline.ipc.tcp_transport import reset, tcp_state
@@ -28,6 +29,7 @@ CHECK_S = 1.0  # between two looks at all of them
 PROBE_S, PROBE_AGAIN_S = 1.0, 10.0
 REFUSAL_S = 1.0  # for the client of a refused connection to read the response
 MAX_REFUSALS = 256  # that wait for it; further connections are closed without a response
+_PROXIES = "proxies"  # all trusted ones: they connect for many clients, and are bounded in total only
 
 _FULL_BODY = error_response(Overloaded("the orchestrator has reached its connection limit; try again")).body
 _FULL = (
@@ -56,9 +58,10 @@ class Client:
 class ClientConnections:
     """All of them. Used in one event loop."""
 
-    def __init__(self, total: int, share: int) -> None:
-        """`share`: of one address."""
-        self._bounds = FairShares(total, share, 0)
+    def __init__(self, total: int, share: int, proxies: TrustedProxies | None = None) -> None:
+        """`share`: of one address. `proxies`: whose connections are those of many clients."""
+        self._proxies = proxies or TrustedProxies(())
+        self._bounds = FairShares(total, share, 0, share_of=lambda address: total if address == _PROXIES else share)
         self._open: set[Client] = set()
         self._n_refusals = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -68,7 +71,7 @@ class ClientConnections:
 
     def admit(self, transport: asyncio.Transport, peer: str, probe: Callable[[], None]) -> Client | None:
         """Count a new connection; None: it was refused."""
-        address = address_principal(peer)
+        address = _PROXIES if self._proxies and self._proxies.trusts(peer) else address_principal(peer)
         if self._bounds.refusal(address) is not None:
             self._refuse(transport)
             return None
@@ -136,4 +139,5 @@ def connections_of(config: Config) -> ClientConnections:
     """Those of an orchestrator."""
     wanted = 2 * config.fleet.orchestrator.max_concurrent_requests + SPARE
     total = max(1, min(wanted, file_limit() - OTHER_FILES))
-    return ClientConnections(total, config.server.max_connections_per_address or total - total // 4)
+    share = config.server.max_connections_per_address or total - total // 4
+    return ClientConnections(total, share, TrustedProxies(config.server.trusted_proxies))

@@ -18,6 +18,7 @@ import msgspec
 
 from pipeline.api import response_context
 from pipeline.api.body_names import names_of
+from pipeline.api.forwarded import TrustedProxies
 from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.keys import Caller, Keys, is_key
 from pipeline.api.output_tokens import RELAY, relay_header
@@ -98,6 +99,7 @@ class Front:
         self._learn = learn
         self.keys = keys
         self.quotas = quotas
+        self.proxies = TrustedProxies(config.server.trusted_proxies)
         self._publisher = publisher
         self.metrics = metrics
         self.clock = clock

@@ -131,7 +131,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
             request[CALLER] = front.keys.caller(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
             if not request.path.startswith("/v1/fleet"):  # whose handlers require an administrator's key
                 request[CALLER].require(MODELS)
-            request[PRINCIPAL] = request[CALLER].principal if front.keys else address_principal(request.remote or "")
+            request[PRINCIPAL] = request[CALLER].principal if front.keys else address_principal(_client(request))
         response = await handler(request)
         status = response.status
         return response
@@ -153,6 +153,14 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     finally:
         # In the next round of the loop, before anything else is received: the end of the response does not wait for it.
         asyncio.get_running_loop().call_soon(_note, request, given, status, error, front.clock() - started)
+
+
+def _client(request: web.Request) -> str:
+    """The address of a client, also behind trusted proxies."""
+    peer, proxies, headers = request.remote or "", request.app[FRONT].proxies, request.headers
+    if not proxies:
+        return peer
+    return proxies.client(peer, headers.getall("X-Forwarded-For", []), headers.getall("Forwarded", [])).address
 
 
 def _note(request: web.Request, given: str, status: int, error: StarlingError | None, took_s: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stages.gateway.http.forwarded import MAX_HOPS, Client, TrustedProxies
+from pipeline.api.forwarded import MAX_HOPS, Client, TrustedProxies
 
 PROXIES = TrustedProxies(["10.0.0.0/8", "fd00::/8", "192.0.2.7"])
 PROXY, OTHER = "10.1.2.3", "203.0.113.9"

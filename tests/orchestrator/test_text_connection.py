@@ -15,6 +15,7 @@ from aiohttp.http_parser import HttpRequestParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.api.forwarded import TrustedProxies
 from stages.orchestrator import client_connections, event_response, text_connection
 from stages.orchestrator.client_connections import ClientConnections
 from stages.orchestrator.event_response import BUFFERED_BYTES, EventResponse
@@ -315,6 +316,26 @@ async def test_a_connection_beyond_the_bound_is_refused() -> None:
         writer.write(request())
         assert (await other.answer())[0] == 200
         writer.close()
+
+
+async def test_connections_of_a_trusted_proxy_are_bounded_in_total_only() -> None:
+    """They are those of many clients."""
+    clients = ClientConnections(3, 1, TrustedProxies(["127.0.0.2"]))
+    async with serving(clients) as (site, client), contextlib.AsyncExitStack() as stack:
+
+        async def connect(address: str) -> tuple[Client, bool]:
+            """A connection from an address, and whether it was accepted."""
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.port, local_addr=(address, 0))
+            stack.callback(writer.close)
+            other = Client(reader, writer)
+            writer.write(request())
+            return other, (await other.answer())[0] == 200
+
+        client.writer.write(request())
+        assert (await client.answer())[0] == 200
+        for address, is_accepted in (("127.0.0.1", False), ("127.0.0.2", True), ("127.0.0.2", True)):
+            assert (await connect(address))[1] is is_accepted
+        assert not (await connect("127.0.0.2"))[1], "the total holds for proxies, too"
 
 
 async def test_a_client_that_sends_no_more_gets_its_answer() -> None:

@@ -18,7 +18,6 @@ whole_response.py     writes a whole body within its limits of time and bytes
 stream_backlogs.py    bytes that wait for the clients of event streams
 held_bytes.py         bytes of bodies, counted for each tenant or address
 connection.py         aiohttp's protocol, with bounded heads and half-closed connections
-forwarded.py          the address of a client behind trusted proxies
 connection_gate.py    bounds on connections, in total and for each address
 network_use.py        bytes of connections, as the kernel counts them
 tls_transport.py      TLS on an accepted connection

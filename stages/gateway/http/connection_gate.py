@@ -23,6 +23,7 @@ from aiohttp import web
 
 from pipeline.api.error_response import error_response
 from pipeline.api.fair_shares import FairShares, address_principal
+from pipeline.api.forwarded import TrustedProxies
 from pipeline.config.schema import Config
 from pipeline.errors import Overloaded
 from pipeline.ipc.tcp_transport import tcp_state
@@ -30,7 +31,6 @@ from pipeline.supervise.unix_listener import peer_uid
 from pipeline.tls.follower import CertificateFollower
 from stages.gateway.http.connection import Connection
 from stages.gateway.http.connection_watch import ConnectionWatch
-from stages.gateway.http.forwarded import TrustedProxies
 from stages.gateway.http.network_use import NetworkUse
 from stages.gateway.http.tls_transport import HANDSHAKE_S, secure
 

@@ -21,6 +21,7 @@ from aiohttp.typedefs import Middleware
 from pipeline.api import page_names, response_context
 from pipeline.api.body_names import BodyNames
 from pipeline.api.fair_shares import address_principal
+from pipeline.api.forwarded import TrustedProxies
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.config.schema import Config
@@ -50,7 +51,6 @@ from stages.gateway.http.context import (
     request_id,
 )
 from stages.gateway.http.errors import error_of, to_response
-from stages.gateway.http.forwarded import TrustedProxies
 from stages.gateway.metrics import source_of
 from stages.gateway.service import Service
 from stages.gateway.tracing.spans import HttpCall
