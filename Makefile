@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray vllm-peer fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: help serve setup setup-dev test test-fast test-slow test-kernels test-computing test-servers test-alone properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray vllm-peer fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -11,14 +11,12 @@ CLIENTS ?= $(VENV).clients
 export PYTHON ?=
 # Extra arguments: make test-fast ARGS="-k config -x"
 ARGS ?=
-# Slow tests that start no server: they compute, and run on all cores.
-KERNEL_TESTS := tests/shm tests/tokenizer tests/worker
 # Slow tests that run alone: they compare speeds, shares of cores or of memory, compile at the lowest priority, write to
 # the checkout, have failed beside other work, or need programs that most machines lack.
 ALONE_TESTS := $(patsubst %,tests/e2e/test_%.py,dashboards first_seconds memory model_weights readiness small_shm) \
   $(patsubst %,tests/fleet/test_%.py,election hosts kernel_build kubernetes llama_server ray signed_s3 vllm) \
-  $(patsubst %,tests/docs/test_%.py,compose compose_key container debian_package deploy) \
-  tests/tools/test_bench.py tests/web/%
+  $(patsubst %,tests/docs/test_%.py,compose container debian_package deploy) \
+  tests/tools/test_bench.py tests/worker/test_rank_loop.py
 # Processes of pytest. Two kept two cores busy for half of the time with fast tests of gateway and orchestrator, and for
 # 70 % of the time with slow tests.
 FAST_PROCESSES ?= $(shell echo $$(($$(nproc) * 3 / 2)))
@@ -28,9 +26,15 @@ SERVER_PROCESSES ?= 3
 LONGEST_TESTS := tests/fleet/test_session_moves.py tests/docs/test_commands.py tests/tools/test_bench_fleet.py \
   $(patsubst %,tests/e2e/test_%.py,chaos reload constraints phase_matrix kill_matrix run fleet_up cache \
   compatibility prompt_logprobs adapters window_deaths on_demand damaged_weights full_disk architectures draft_model \
-  models serving tcp_edges)
+  models serving tcp_edges) tests/web/test_page.py
 SLOW_TESTS = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.slow' tests))
-SERVER_TESTS = $(LONGEST_TESTS) $(filter-out $(addsuffix /%,$(KERNEL_TESTS) tests/clients) $(ALONE_TESTS) \
+# Tests that only compute: they run beside the others, on what those leave of the cores. The slow ones are all of three
+# folders but for those of the second line, which wait for processes for a limited time.
+KERNEL_TESTS = $(filter-out $(ALONE_TESTS) \
+  tests/tokenizer/test_process.py $(patsubst %,tests/worker/test_%.py,background_build build), \
+  $(filter tests/shm/% tests/tokenizer/% tests/worker/%,$(SLOW_TESTS)))
+COMPUTING_TESTS := tests/protocol tests/scheduler tests/tokenizer
+SERVER_TESTS = $(LONGEST_TESTS) $(filter-out tests/clients/% $(ALONE_TESTS) $(KERNEL_TESTS) \
   $(LONGEST_TESTS),$(SLOW_TESTS))
 # Of `make api-examples` and `make schema-check`: a server that runs.
 URL ?=
@@ -54,19 +58,35 @@ serve: $(VENV)/.locked ## set up, fetch the demo model, start every stage; Ctrl-
 setup: $(VENV)/.locked ## only the virtual environment
 
 ##@ Develop
-test: test-fast test-slow ## all tests, the fast ones first
+test: $(VENV)/.locked-dev ## all tests, the fast ones first
+	@$(BIN)/python -m tools.run_beside 'make --no-print-directory test-kernels test-computing' \
+	  'make --no-print-directory test-fast BESIDE="$(COMPUTING_TESTS)" && make --no-print-directory test-servers'
+	@make --no-print-directory test-alone
 
 test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
-	@$(BIN)/python -m pytest -q -x -n $(FAST_PROCESSES) --dist worksteal -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -x -n $(FAST_PROCESSES) --dist worksteal -m "not slow" $(addprefix --ignore=,$(BESIDE)) $(ARGS)
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
+	@$(BIN)/python -m tools.run_beside 'make --no-print-directory test-kernels' 'make --no-print-directory test-servers'
+	@make --no-print-directory test-alone
+
+# On a core that is seldom free a test may take many times as long.
+test-kernels: $(VENV)/.locked-dev
 	@$(BIN)/starling prepare
-	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 --timeout 3000 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]
+
+test-computing: $(VENV)/.locked-dev
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow" --timeout 3000 $(COMPUTING_TESTS) $(ARGS) || [ $$? = 5 ]
+
+test-servers: $(VENV)/.locked-dev
+	@$(BIN)/starling prepare
 	@# A short folder: it is in the paths of sockets, which have at most 107 bytes. It stays if a test fails.
 	@folder=$$(mktemp -d -t s.XXXXXX); $(BIN)/python -m pytest -q -n $(SERVER_PROCESSES) --dist loadfile \
 	  --no-loadscope-reorder -m slow --durations=10 --basetemp=$$folder/t $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]; \
 	  chmod -R u+rwX $$folder; rm -rf $$folder
-	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS)
+
+test-alone: $(VENV)/.locked-dev
+	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS) || [ $$? = 5 ]
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
 # the machine's in both. The first run compiles the kernels, which takes too long in the emulator.
