@@ -59,18 +59,20 @@ setup: $(VENV)/.locked ## only the virtual environment
 
 ##@ Develop
 test: $(VENV)/.locked-dev ## all tests, the fast ones first
+	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.run_beside 'make --no-print-directory test-kernels test-computing' \
-	  'make --no-print-directory test-fast BESIDE="$(COMPUTING_TESTS)" && make --no-print-directory test-servers'
+	  'make --no-print-directory test-fast test-servers BESIDE="$(COMPUTING_TESTS)"'
 	@make --no-print-directory test-alone
 
 test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
 	@$(BIN)/python -m pytest -q -x -n $(FAST_PROCESSES) --dist worksteal -m "not slow" $(addprefix --ignore=,$(BESIDE)) $(ARGS)
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
+	@$(BIN)/starling prepare
 	@$(BIN)/python -m tools.run_beside 'make --no-print-directory test-kernels' 'make --no-print-directory test-servers'
 	@make --no-print-directory test-alone
 
-# On a core that is seldom free a test may take many times as long.
+# On a core that is seldom free a test may take many times as long. The model is prepared before: others would wait for it.
 test-kernels: $(VENV)/.locked-dev
 	@$(BIN)/starling prepare
 	@$(BIN)/python -m pytest -q -n auto --dist worksteal -m slow --durations=5 --timeout 3000 $(KERNEL_TESTS) $(ARGS) || [ $$? = 5 ]

@@ -54,7 +54,10 @@ def _run(command: str) -> int:
     process = subprocess.Popen(["bash", "-c", command])
     try:
         code = process.wait()
-    except BaseException:
+    except KeyboardInterrupt:  # the terminal has sent it the signal, too
+        process.wait()
+        raise
+    except SystemExit:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         process.wait()
