@@ -84,7 +84,7 @@ def test_page_table_and_headers_agree_under_load(demo_server: Server) -> None:
 @pytest.fixture
 def config(tmp_path: Path) -> Mapping[str, Any]:
     share_caches(tmp_path, models=True)
-    model = {"name": DEMO_MODEL, "kv_cache_mb": 64, "spill_path": str(tmp_path / "spill"), "spill_mb": 256}
+    model = {"name": DEMO_MODEL, "kv_cache_mb": 32, "spill_path": str(tmp_path / "spill"), "spill_mb": 256}
     return {"models": [model]}
 
 
@@ -112,7 +112,7 @@ def damage_cached_pages(server: Server) -> int:
 
 
 def test_the_cache_survives_a_crash_and_a_clean_stop(tmp_path: Path, config: Mapping[str, Any]) -> None:
-    tokens = prompt(7, 1000)
+    tokens = prompt(7, 500)
     with Server(tmp_path, config) as server:
         cached, text = ask(server, tokens)
         assert cached == 0
@@ -127,12 +127,12 @@ def test_the_cache_survives_a_crash_and_a_clean_stop(tmp_path: Path, config: Map
 
 
 def test_damaged_pages_and_evictions_change_no_byte(tmp_path: Path, config: Mapping[str, Any]) -> None:
-    first, second = prompt(8, 700), prompt(9, 700)
+    first, second = prompt(8, 350), prompt(9, 350)
     with Server(tmp_path, config) as server:
         texts = [ask(server, tokens)[1] for tokens in (first, second)]
-        # 64 MiB are 91 pages of 32 tokens: the first two prompts and these four do not fit.
+        # 32 MiB are 45 pages of 32 tokens: the first two prompts and these four do not fit.
         for seed in range(10, 14):
-            ask(server, prompt(seed, 700))
+            ask(server, prompt(seed, 350))
         assert ask(server, first) == (full_pages(first), texts[0])  # from the spill file
         assert damage_cached_pages(server) > 0
         for file in (tmp_path / "spill").glob("*.pages"):

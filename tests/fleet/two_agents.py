@@ -75,7 +75,7 @@ class Hosts:
             (home / "fleet-token").write_text(self.fleet.secret)
             (home / "fleet-token").chmod(0o600)
             store = f"sqlite:{self.fleet.home / 'fleet.db'}"
-            agent = {"id": name, "lease_ms": 20_000}
+            agent = {"id": name, "lease_ms": 10_000}
             config = {
                 "cache": {"max_size_mb": cache_mb.get(name, 32)},
                 "fleet": {"store": store, "blobs": str(blobs), "agent": agent},

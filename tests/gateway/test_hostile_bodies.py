@@ -25,7 +25,7 @@ from tests.gateway.server import MakeServer, Server
 STREAMS = 16
 STEP_S = 0.02
 UNDISTURBED_S = 3.0
-BODIES, CONNECTIONS = 90, 16  # for 1,000 bodies allow five minutes
+BODIES, CONNECTIONS = 54, 16  # six of each kind; for 1,000 bodies allow five minutes
 # The longest turn was 13 ms on two cores, 24 ms beside other work, and 2.9 s while the loop parsed every body.
 MAX_TURN_S = 0.250
 OTHER_KEY = "sk-streams-streams-streams"
@@ -118,7 +118,7 @@ def test_hostile_bodies_do_not_delay_streams(
     command = [sys.executable, "-m", "tests.gateway.hostile_bodies", str(server.port), str(BODIES), str(CONNECTIONS)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(5)) as attack:
         begun = time.monotonic()
-        disturbed = measure(streams, attack, 70.0)
+        disturbed = measure(streams, attack, 300.0)
         took = time.monotonic() - begun
         assert attack.wait(60) == 0, "the bodies were not answered in time"
         assert attack.stdout is not None
