@@ -3,6 +3,9 @@
 One loop starts requests and handles their results; only reading and writing happen elsewhere.  It ends when every piece
 is present, or when no source can bring one of them.  Cancelled, it leaves the part file for a later continuation.
 
+A piece that has been read is verified and written while the next one is on its way, so that a connection does not wait
+for the disk.  A disk that is slower than the link bounds the requests (`MOST_STORING`).
+
 Where other agents download the same file, each reads from the store what is its part first (`Sharing`).
 """
 
@@ -12,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pipeline.errors import StarlingError, StorageUnavailable
 from pipeline.threads import uninterrupted
@@ -29,6 +32,7 @@ PIECE_TIMEOUT_S = 300.0  # 8 MiB at 28 kB/s
 MAX_CONNECTIONS = 16
 PEER_CONNECTIONS = 8  # requests to other agents at once, besides those to stores
 WINDOW = 64  # missing pieces that are looked at: the first ones
+MOST_STORING = 2  # pieces in memory that are verified and written, besides as many as there may be requests
 SHARING_POLL_S = 0.05  # while other agents may bring what is missing
 MOST_AGE_S = 30.0  # of a request that has no answer yet: it counts as the time of an answer only so far
 LOST_S = 10.0  # for which a download without any request waits for other agents, when no source has the next piece
@@ -72,6 +76,15 @@ class TransferReport(NamedTuple):
     by_source: dict[str, tuple[int, int]]
 
 
+class _Read(NamedTuple):
+    """A piece in memory, not yet verified."""
+
+    piece: int
+    source: Source
+    seconds: float
+    data: bytes
+
+
 class _Result(NamedTuple):
     piece: int
     source: Source
@@ -111,7 +124,8 @@ class Transfer:
         self._progress = progress
         self.sharing: Sharing | None = None  # set before `run`
         self._pieces = PieceMap(0)
-        self._tasks: dict[asyncio.Task[_Result], tuple[int, Source]] = {}
+        self._tasks: dict[asyncio.Task[_Read | _Result], tuple[int, Source]] = {}  # requests
+        self._storing: dict[asyncio.Task[_Result], tuple[int, Source]] = {}  # pieces that have been read
         self._done = 0  # bytes present
         self._received = self._rejected = 0
         self._begun: dict[int, float] = {}  # by piece in flight: when it was first asked for
@@ -125,8 +139,12 @@ class Transfer:
 
     @property
     def claimed(self) -> Collection[int]:
-        """Pieces that are being read from a store. May be called in another thread: the copy is made in one step."""
-        return {piece for piece, source in list(self._tasks.values()) if not source.is_peer}
+        """Pieces that are being read from a store, and those that have been and are not yet present.
+
+        May be called in another thread: each copy is made in one step.
+        """
+        begun = (*list(self._tasks.values()), *list(self._storing.values()))
+        return {piece for piece, source in begun if not source.is_peer}
 
     async def run(self) -> TransferReport:
         """Raises the `StarlingError` of the source that failed last, `ResourceError` when the disk is full."""
@@ -135,16 +153,17 @@ class Transfer:
         try:
             while not self._pieces.is_complete:
                 self._start_requests()
-                if not self._tasks:  # every source pauses, or none has the next piece
+                if not (self._tasks or self._storing):  # every source pauses, or none has the next piece
                     self._check_lost()
                     await self._sleep(self._wait_s() or 0.0)
                     continue
                 self._lost_at = None
                 await self._one_result()
         finally:
-            for task in self._tasks:
+            left: list[asyncio.Task[Any]] = [*self._tasks, *self._storing]
+            for task in left:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(*left, return_exceptions=True)
         return TransferReport(self._received, self._rejected, self._sources.report())
 
     async def _find_present(self) -> set[int]:
@@ -163,6 +182,8 @@ class Transfer:
         # Requests to other agents have a number of their own: else the link to the store would stand still meanwhile.
         more = PEER_CONNECTIONS if self.sharing is not None else 0
         while len(self._tasks) < self._limit.value + more:
+            if len(self._tasks) + len(self._storing) >= self._limit.value + more + MOST_STORING:
+                return
             n_peer = sum(source.is_peer for _, source in self._tasks.values())
             may_store, may_peer = len(self._tasks) - n_peer < self._limit.value, n_peer < more
             piece, source = self._next(may_store, may_peer)
@@ -219,7 +240,9 @@ class Transfer:
         if self._sources.n_usable < 2:
             return None, None
         for piece in self._pieces.repeatable():
-            first = next(source for asked, source in self._tasks.values() if asked == piece)
+            first = next((source for asked, source in self._tasks.values() if asked == piece), None)
+            if first is None:  # it has been read
+                continue
             other = self._sources.choose(piece, first)
             if other is None or first.is_local or self._sources.has_failed(other, piece):
                 continue
@@ -254,18 +277,28 @@ class Transfer:
             raise error
 
     async def _one_result(self) -> None:
+        waited_for: list[asyncio.Task[Any]] = [*self._tasks, *self._storing]
         # A paused source becomes ready while others still work.
-        done, _ = await asyncio.wait(self._tasks, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
-        results = []
+        done, _ = await asyncio.wait(waited_for, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
+        results: list[_Result] = []
         for task in done:
+            if (stored := self._storing.pop(task, None)) is not None:
+                if stored[1].is_peer:
+                    self._sources.ended(stored[1])
+                results.append(task.result())
+                continue
             piece, source = self._tasks.pop(task)
-            self._sources.ended(source)
+            is_read = not task.cancelled() and isinstance(task.result(), _Read)
+            if not (is_read and source.is_peer):  # an agent is asked for more when its piece has been verified
+                self._sources.ended(source)
             if task.cancelled():  # its source was dropped, or another one was faster
                 self._pieces.failed(piece)
                 if piece not in self._pieces.in_flight:  # else another source has been asked for it, too
                     self._begun.pop(piece, None)
+            elif isinstance(read := task.result(), _Read):
+                self._storing[asyncio.create_task(self._store(read))] = piece, source
             else:
-                results.append(task.result())
+                results.append(read)
         for result in results:
             self._settle(result)
 
@@ -318,8 +351,8 @@ class Transfer:
             if asked is source:
                 task.cancel()
 
-    async def _fetch(self, piece: int, source: Source) -> _Result:
-        """Read, verify and write one piece. Raises only what ends the transfer: errors of the own disk."""
+    async def _fetch(self, piece: int, source: Source) -> _Read | _Result:
+        """Read one piece; the result is why it was not."""
         offset, nbytes = self._file.piece_range(piece)
         if wait := self._bandwidth.delay_s(nbytes):
             await self._sleep(wait)
@@ -333,7 +366,12 @@ class Transfer:
             return _Result(piece, source, 0.0, nbytes, slow, is_late=True)
         except StarlingError as error:
             return _Result(piece, source, 0.0, nbytes, error)
-        seconds = max(self._clock() - begun, 1e-6)
+        return _Read(piece, source, max(self._clock() - begun, 1e-6), data)
+
+    async def _store(self, read: _Read) -> _Result:
+        """Verify and write one piece. Raises only what ends the transfer: errors of the own disk."""
+        piece, source, seconds, data = read
+        offset, nbytes = self._file.piece_range(piece)
         if len(data) != nbytes or await asyncio.to_thread(piece_checksum, data) != self._checksums[piece]:
             damaged = StorageUnavailable(
                 f"{source.name}: piece {piece} (bytes {offset}..{offset + nbytes}) differs from its checksum: what is "
