@@ -24,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -172,6 +173,8 @@ class TokenizerHead(msgspec.Struct, array_like=True, frozen=True):
 
 
 _FIRST_FIELDS = 15  # of `TokenizerData`, up to `revision`
+# Since the last change of a file whose index is kept: a change within the same tick of the clock would not be seen.
+SETTLED_NS = 1_000_000_000
 
 
 class Index(msgspec.Struct, array_like=True, frozen=True):
@@ -279,6 +282,9 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         return "output.weight" if self.has("output.weight") else "token_embd.weight"
 
 
+_last: tuple[tuple[int, ...], Index] | None = None  # the index that was read last, and the identity of its file
+
+
 class _Kind(msgspec.Struct, array_like=True):
     """The first field of `TokenizerData`."""
 
@@ -310,8 +316,27 @@ class _File(msgspec.Struct, array_like=True):
 
 
 def load_index(path: Path) -> Index:
-    """Read and check an `.idx`, all but its tables. Raises `FileNotFoundError`, `CheckpointError`."""
-    raw = _map(path)
+    """Read and check an `.idx`, all but its tables. Raises `FileNotFoundError`, `CheckpointError`.
+
+    A process keeps the last one: a start needs it several times, and forks have that of their parent.
+    """
+    global _last
+    last = _last  # other threads may replace it
+    if last is not None and last[0] == _identity(os.stat(path)):
+        return last[1]
+    raw, info = _map(path)
+    index = _decode_index(path, raw)
+    if time.time_ns() - info.st_ctime_ns > SETTLED_NS:
+        _last = _identity(info), index
+    return index
+
+
+def _identity(info: os.stat_result) -> tuple[int, ...]:
+    """Differs for another file, and for one that has been changed."""
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
+
+
+def _decode_index(path: Path, raw: memoryview) -> Index:
     try:
         # Check the version first: the rest of another version may have another shape.
         version = msgspec.msgpack.decode(raw, type=_Head).version
@@ -341,7 +366,7 @@ def load_index(path: Path) -> Index:
 
 def load_tables(path: Path) -> dict[str, np.ndarray]:
     """Map the compiled vocabulary of an `.idx`: views by name; none in an older one. Raises as `load_index` does."""
-    raw = _map(path)
+    raw, _ = _map(path)
     try:
         if msgspec.msgpack.decode(raw, type=_Head).version != VERSION:
             return {}
@@ -353,11 +378,12 @@ def load_tables(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
 
 
-def _map(path: Path) -> memoryview:
+def _map(path: Path) -> tuple[memoryview, os.stat_result]:
     with open(path, "rb") as file:
-        if not os.fstat(file.fileno()).st_size:
+        info = os.fstat(file.fileno())
+        if not info.st_size:
             raise CheckpointError(f"{path}: the file is empty; remove it to ingest again")
-        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)), info
 
 
 def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm import checkpoint
 from shm.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -94,6 +96,29 @@ def test_damage_is_named(tmp_path: Path) -> None:
     write_index(path, msgspec.structs.replace(index, pieces=[]))
     with pytest.raises(CheckpointError, match="0 checksums, expected 1 for 4096 bytes"):
         Checkpoint(path)
+
+
+def test_the_index_that_was_read_last_is_kept_until_its_file_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SETTLED_NS", -1)
+    path, other = tmp_path / "m.idx", tmp_path / "other.idx"
+    write(path)
+    first = load_index(path)
+    assert load_index(path) is first
+    write_index(other, msgspec.structs.replace(first, name="other"))
+    os.rename(other, path)
+    assert load_index(path).name == "other"
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        load_index(path)
+
+
+def test_the_index_of_a_file_that_has_just_been_written_is_not_kept(tmp_path: Path) -> None:
+    """It may be changed again without another time."""
+    path = tmp_path / "m.idx"
+    write(path)
+    assert load_index(path) is not load_index(path)
 
 
 def load_all(path: Path) -> None:
