@@ -1,4 +1,4 @@
-"""The self-test of a version: all of it the first time, two tokens of a version that has passed it before.
+"""The self-test of a version: all of it the first time, one token of a version that has passed it before.
 
 The gateway's service is real; tokenizer and scheduler answer at once, with the tokens that `Stages.model` gives.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import InferenceError, ModelDamaged
+from pipeline.errors import InferenceError, ModelDamaged, ModelUnavailable, StarlingError
+from pipeline.models import versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
@@ -23,6 +26,7 @@ from stages.gateway.versions.self_test import MAX_TOKENS, SHORT_MAX_TOKENS, SHOR
 
 DIGEST, KERNELS = "aa" * 32, "kernels-1"
 PROMPT = tuple(range(3, 30))
+WAIT_S = 60.0
 SHORT, WHOLE = (SHORT_TOKENS, SHORT_MAX_TOKENS), (len(PROMPT), MAX_TOKENS)  # tokens of the prompt, and of the answer
 
 
@@ -38,7 +42,8 @@ class Stages:
         self.offset = 0  # of the tokens that the model gives
         self.logprob = -0.5
         self.damaged_answers = 1 << 30  # so many give `offset` and `logprob`, those after them what they were at first
-        self.fails_after = 1 << 30  # answers; then the scheduler refuses
+        self.fails_after = self.fails_until = 1 << 30  # answers; between them the scheduler refuses
+        self.answers_after = 0  # questions; those before get no answer
         self.settings, self.performance = config.models[0], config.performance
         self.ranks = 2
 
@@ -55,36 +60,52 @@ class Stages:
     def _answer(self, frame: m.Submit) -> None:
         prompt = array("i", frame.prompt)
         self.asked.append((len(prompt), frame.max_tokens))
-        if len(self.asked) > self.fails_after:
+        if len(self.asked) <= self.answers_after:
+            return
+        if self.fails_after < len(self.asked) <= self.fails_until:
             self.service.on_scheduler(m.Rejected(frame.sequence, "OVERLOADED", "no room"))
             return
         is_damaged = len(self.asked) <= self.damaged_answers
         offset, logprob = (self.offset, self.logprob) if is_damaged else (0, -0.5)
         tokens = tuple((len(prompt) + offset + i) % 9 for i in range(frame.max_tokens))
-        logprobs = tuple(m.Logprob(logprob if i else -0.5) for i in range(len(tokens)))
+        logprobs = tuple(m.Logprob(logprob) for _ in tokens)
         answer = m.SequenceTokens(frame.sequence, 0, tokens, logprobs, "length")
         self.service.on_scheduler(m.Tokens(frame.model, 1, [answer]))
 
     def version(self, serial: int = 1, kernels: str = KERNELS, digest: str = DIGEST) -> ModelVersion:
         """A version that is ready to be tested."""
-        version = ModelVersion(name="m", serial=serial, settings=self.settings, digest=digest, state="loading")
+        version = self.described(serial, digest)
+        self.set_ready(version, kernels)
+        return version
+
+    def described(self, serial: int = 1, digest: str = DIGEST) -> ModelVersion:
+        """A version whose worker still starts."""
+        until = time.time() + WAIT_S
+        version = ModelVersion(
+            name="m", serial=serial, settings=self.settings, digest=digest, state="loading", until=until
+        )
         catalog = self.service.catalog
         others = tuple(one for one in catalog.all if one.id != version.id)
         catalog.version_table = msgspec.structs.replace(catalog.version_table, versions=(*others, version))
         ends = array("I", range(1, 10)).tobytes()
         described = m.Described("", version.id, digest, 9, 4096, (), True, pieces=b"abcdefghi", piece_ends=ends)
         self.service.loaded.on_description(version.id, described)
-        state = m.ModelState(version.id, digest, True, "", 0, 0, 8, kernels=kernels, ranks=self.ranks)
-        self.service.on_scheduler(m.SchedulerState([state]))
         return version
 
-    def check(self, version: ModelVersion, reference: ModelVersion | None = None) -> list[tuple[int, int]]:
-        """Test a version; what was asked for it."""
+    def set_ready(self, version: ModelVersion, kernels: str = KERNELS) -> None:
+        """Its worker has started."""
+        state = m.ModelState(version.id, version.digest, True, "", 0, 0, 8, kernels=kernels, ranks=self.ranks)
+        self.service.on_scheduler(m.SchedulerState([state]))
+
+    def check(
+        self, version: ModelVersion, reference: ModelVersion | None = None, is_early: bool = False
+    ) -> list[tuple[int, int]]:
+        """Test a version, begun before if `is_early`; what was asked for it."""
 
         async def test() -> None:
             service = self.service
             passed = PassedTests(self.path)  # as another gateway reads them
-            await SelfTest(
+            tested = SelfTest(
                 service.loaded,
                 service.tokenizer,
                 service.relay,
@@ -92,11 +113,19 @@ class Stages:
                 service.clock,
                 passed,
                 self.performance,
-            ).check(version, reference)
+            )
+            early = tested.begin(version, reference) if is_early else None
+            await tested.check(version, reference, early)
 
         self.asked.clear()
         asyncio.run(test())
         return list(self.asked)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -104,7 +133,7 @@ def stages(tmp_path: Path) -> Stages:
     return Stages(tmp_path)
 
 
-def test_a_version_that_has_passed_before_computes_a_prompt_and_a_decode_step(stages: Stages) -> None:
+def test_a_version_that_has_passed_before_computes_one_step(stages: Stages) -> None:
     assert stages.check(stages.version()) == [WHOLE, SHORT]
     assert stages.check(stages.version(2)) == [SHORT]
 
@@ -161,6 +190,58 @@ def test_a_passed_test_stays_passed_when_its_record_cannot_be_made(stages: Stage
     assert stages.check(stages.version(2)) == [WHOLE, SHORT]
 
 
+def test_a_test_that_was_begun_early_is_not_repeated(stages: Stages) -> None:
+    """It is part of the first one, and all of the next."""
+    assert sorted(stages.check(stages.version(), is_early=True)) == sorted([SHORT, WHOLE])
+    assert stages.check(stages.version(2), is_early=True) == [SHORT]
+    assert stages.check(stages.version(3)) == [SHORT]
+
+
+def test_damage_that_an_early_test_finds_is_asked_for_twice(stages: Stages) -> None:
+    stages.check(stages.version())
+    stages.offset = 1
+    with pytest.raises(ModelDamaged):
+        stages.check(stages.version(2), is_early=True)
+    assert stages.asked == [SHORT, SHORT]
+
+
+def test_an_early_test_that_was_refused_is_repeated(stages: Stages) -> None:
+    """Its time begins before the worker is ready."""
+    stages.check(stages.version())
+    stages.fails_after, stages.fails_until = 0, 1
+    assert stages.check(stages.version(2), is_early=True) == [SHORT, SHORT]
+
+
+def test_a_version_beside_one_of_the_same_file_has_no_early_test(stages: Stages) -> None:
+    first = stages.version()
+    stages.check(first)
+    assert stages.check(stages.version(2), first, is_early=True) == [WHOLE, WHOLE]
+
+
+async def test_a_load_asks_for_the_test_before_the_worker_is_ready(stages: Stages) -> None:
+    version = stages.described()
+    loading = asyncio.create_task(stages.service.loader._steps.finish(version))
+    await until(lambda: stages.asked == [SHORT])
+    assert not loading.done()
+    stages.set_ready(version)
+    await loading
+    assert stages.asked == [SHORT, WHOLE]
+    assert stages.service.catalog.serving("m") is not None
+
+
+async def test_a_load_that_fails_leaves_no_test_behind(stages: Stages, tmp_path: Path) -> None:
+    stages.answers_after = 1 << 30  # its worker never computes
+    version = stages.described()
+    loading = asyncio.create_task(stages.service.loader._steps.finish(version))
+    await until(lambda: stages.asked == [SHORT])
+    assert stages.service.relay.requests
+    (tmp_path / "run").mkdir(mode=0o700)
+    versions.write_failure(tmp_path / "run", version.stage, ModelUnavailable("too little memory"))
+    with pytest.raises(StarlingError, match="too little memory"):
+        await loading
+    await until(lambda: not stages.service.relay.requests)
+
+
 def test_a_logprob_that_is_not_finite_is_refused_in_both(stages: Stages) -> None:
     stages.logprob = math.nan
     with pytest.raises(InferenceError, match="the self-test of m@1 requested 8 tokens"):
@@ -168,7 +249,7 @@ def test_a_logprob_that_is_not_finite_is_refused_in_both(stages: Stages) -> None
     stages.logprob = -0.5
     stages.check(stages.version())
     stages.logprob = math.nan
-    with pytest.raises(InferenceError, match="the self-test of m@2 requested 2 tokens"):
+    with pytest.raises(InferenceError, match=f"the self-test of m@2 requested {SHORT_MAX_TOKENS} tokens"):
         stages.check(stages.version(2))
 
 

@@ -4,7 +4,7 @@
     catalog.begin     the version is in the table, and every stage loads its part
     wait_until_ready  until its worker, its pages and its vocabulary are ready
     self_test         it generates, and equals the serving version if that is of the same file; not on demand, where a
-                      request waits for the version, as at a fresh start
+                      request waits for the version, as at a fresh start; a short one is sent before it is ready
     catalog.switch    new requests go to it
 
 A step that fails raises `StarlingError`; the version is then dropped, and the serving version keeps serving.
@@ -24,7 +24,7 @@ from pipeline.models.versions import ModelVersion, Outcome
 from stages.gateway.admission.server_readiness import ServerReadiness
 from stages.gateway.versions.catalog import VersionCatalog
 from stages.gateway.versions.loaded_versions import LoadedVersions
-from stages.gateway.versions.self_test import SelfTest
+from stages.gateway.versions.self_test import EarlyProbe, SelfTest
 
 log = logging.getLogger("starling.gateway.loader")
 
@@ -82,10 +82,10 @@ class LoadSteps:
     async def finish(self, new: ModelVersion) -> None:
         """Take a version from loading to serving, or drop it and raise `StarlingError`."""
         try:
-            await self._wait_until_ready(new)
+            early = await self._wait_until_ready(new)
             if new.op != "demand":
                 self._report_phase(new.change, "self-test")
-                await self._test(new)
+                await self._test(new, early)
             if self._wall() >= new.until:
                 raise _timed_out(new)
             old = self._catalog.switch(new.id)
@@ -117,40 +117,60 @@ class LoadSteps:
         self._catalog.drop(version_id, outcome)
         self._loaded.forget(version_id)
 
-    async def _test(self, new: ModelVersion) -> None:
+    async def _test(self, new: ModelVersion, early: EarlyProbe | None) -> None:
         """Run the self-test, again after an error that a restarted stage explains."""
         deadline = min(new.until, self._wall() + SELF_TEST_RETRY_S)
         while True:
             try:
-                await self._self_test.check(new, self._catalog.serving(new.name))
+                await self._self_test.check(new, self._catalog.serving(new.name), early)
                 return
             except StarlingError as error:
                 if error.code not in TRANSIENT or self._wall() >= deadline:
                     raise
                 log.info("repeating the self-test", extra={"version": new.id, "reason": error.message})
+            finally:
+                if early is not None:
+                    early.cancel()  # if it has not ended
+                early = None
             await asyncio.sleep(RETRY_S)
 
-    async def _wait_until_ready(self, new: ModelVersion) -> None:
-        """Wait until worker, pages and vocabulary are ready. Raises the error of the stage that failed."""
+    async def _wait_until_ready(self, new: ModelVersion) -> EarlyProbe | None:
+        """Wait until worker, pages and vocabulary are ready, and begin the self-test meanwhile.
+
+        Raises the error of the stage that failed.
+        """
+        early: EarlyProbe | None = None
+        try:
+            while not self._loaded.is_ready(new):
+                if early is None and new.op != "demand" and new.id in self._loaded.described:
+                    early = self._self_test.begin(new, self._catalog.serving(new.name))
+                await self._wait_for_change(new)
+        except BaseException:
+            if early is not None:
+                early.cancel()
+            raise
+        return early
+
+    async def _wait_for_change(self, new: ModelVersion) -> None:
+        """Wait for the next report of a stage. Raises the error of the stage that failed."""
         run_dir = paths.run_dir(self._config)
-        while not self._loaded.is_ready(new):
-            state = self._loaded.states.get(new.id)
-            if state is not None and state.digest and not self._digest_of(new):
-                self._catalog.pin(new.id, state.digest, state.adapters)
-            failure = versions.read_failure(run_dir, new.stage)
-            if failure is not None and failure.code == "CONFIG":
-                raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
-            if failure is not None:
-                raise StarlingError(failure.code, failure.message, failure.param)
-            error = self._loaded.refused.get(new.id)
-            if error is not None and error.code not in ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND"):
-                raise error
-            reason = state.reason if state is not None else "its worker is starting"
-            self._report_phase(new.change, f"loading: {reason or 'its vocabulary is being loaded'}")
-            if self._wall() >= new.until:
-                raise _timed_out(new, reason)
-            self._readiness.describe_missing()  # at once: a digest that has just become known allows it
-            await self._readiness.wait_for_change(READY_POLL_S)
+        state = self._loaded.states.get(new.id)
+        if state is not None and state.digest and not self._digest_of(new):
+            self._catalog.pin(new.id, state.digest, state.adapters)
+        failure = versions.read_failure(run_dir, new.stage)
+        if failure is not None and failure.code == "CONFIG":
+            raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
+        if failure is not None:
+            raise StarlingError(failure.code, failure.message, failure.param)
+        error = self._loaded.refused.get(new.id)
+        if error is not None and error.code not in ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND"):
+            raise error
+        reason = state.reason if state is not None else "its worker is starting"
+        self._report_phase(new.change, f"loading: {reason or 'its vocabulary is being loaded'}")
+        if self._wall() >= new.until:
+            raise _timed_out(new, reason)
+        self._readiness.describe_missing()  # at once: a digest that has just become known allows it
+        await self._readiness.wait_for_change(READY_POLL_S)
 
     def _digest_of(self, version: ModelVersion) -> str:
         current = self._catalog.get(version.id)

@@ -4,9 +4,12 @@ The stages that will serve it tokenize a fixed text and generate from it, or emb
 same file, its tokens (or its vector) must be equal.
 
 A test that was passed is remembered (passed_tests.py), with the tokens after the first words of the text.  A version
-of the same file, kernels and settings then computes those alone, a prompt and a decode step.  They must be the same
-with the same logprobs: this finds weights that have been damaged or mapped wrongly since, and a stage that does not
-work.  Others, twice, fail the load: the same input gives the same bytes, so the memory or the file is damaged.
+of the same file, kernels and settings then computes those alone, in one step.  They must be the same with the same
+logprobs: this finds weights that have been damaged or mapped wrongly since, and a stage that does not work.  Kernels
+need no second test: they are the same files, which have computed a prompt and decode steps right.  Other tokens, twice,
+fail the load: the same input gives the same bytes, so the memory or the file is damaged.
+
+That prompt is sent while the workers still start (`begin`): the scheduler has it when they are ready.
 """
 
 from __future__ import annotations
@@ -37,10 +40,12 @@ log = logging.getLogger("starling.gateway.loader")
 
 TEXT = "The quick brown fox jumps over the lazy dog, 0123456789 times. "
 MAX_TOKENS = 8  # generated
-SHORT_TOKENS = 16  # of the prompt of a repeated test: one tile of a matrix product
-SHORT_MAX_TOKENS = 2  # generated then: by the prompt, and by a decode step
+SHORT_TOKENS = 4  # of the prompt of a repeated test: one step, which reads all weights
+SHORT_MAX_TOKENS = 1  # generated then
 TIMEOUT_S = 60.0
 PRIORITY = 1_000  # above that of any key
+
+EarlyProbe = asyncio.Task[Probe]  # the short test of a version that may not be ready yet
 
 
 class SelfTest:
@@ -64,17 +69,30 @@ class SelfTest:
         self._embedder = embedder
         self._clock = clock
 
-    async def check(self, version: ModelVersion, reference: ModelVersion | None = None) -> None:
+    def begin(self, version: ModelVersion, reference: ModelVersion | None = None) -> EarlyProbe | None:
+        """Ask for the answer to the short test before the version is ready; for `check`, or to be cancelled.
+
+        None: there is no short test, because the version embeds, or is compared with `reference`.
+        """
+        if not self._loaded.described[version.id].generates or self._is_comparable(version, reference):
+            return None
+
+        async def ask() -> Probe:
+            return await self._generate(version, (await self._prompt(version))[:SHORT_TOKENS], SHORT_MAX_TOKENS)
+
+        early = asyncio.get_running_loop().create_task(ask())
+        early.add_done_callback(lambda task: task.cancelled() or task.exception())  # `check` may not come
+        return early
+
+    async def check(
+        self, version: ModelVersion, reference: ModelVersion | None = None, early: EarlyProbe | None = None
+    ) -> None:
         """Raise `StarlingError` if the version cannot generate, or generates other tokens than `reference`.
 
-        reference: the serving version; compared if it has the same file and KV type.
+        reference: the serving version; compared if it has the same file and KV type.  early: from `begin`.
         """
-        is_comparable = reference is not None and self._loaded.is_ready(reference)
-        if reference is not None and is_comparable:
-            new, old = self._loaded.described[version.id], self._loaded.described[reference.id]
-            is_comparable = (new.digest, version.settings.kv_type) == (old.digest, reference.settings.kv_type)
-        if reference is None or not is_comparable:
-            await self._answer(version, may_be_short=True)
+        if reference is None or not self._is_comparable(version, reference):
+            await self._answer(version, may_be_short=True, early=early)
             return
         tokens, expected = await self._answer(version), await self._answer(reference)
         if tokens != expected:
@@ -83,30 +101,52 @@ class SelfTest:
                 f"gave {expected}"
             )
 
-    async def _answer(self, version: ModelVersion, may_be_short: bool = False) -> tuple[float, ...]:
+    def _is_comparable(self, version: ModelVersion, reference: ModelVersion | None) -> bool:
+        if reference is None or not self._loaded.is_ready(reference):
+            return False
+        new, old = self._loaded.described[version.id], self._loaded.described[reference.id]
+        return (new.digest, version.settings.kv_type) == (old.digest, reference.settings.kv_type)
+
+    async def _prompt(self, version: ModelVersion) -> tuple[int, ...]:
+        return (await self._tokenizer.encode(version.id, TEXT)).tokens or (0,)
+
+    async def _answer(
+        self, version: ModelVersion, may_be_short: bool = False, early: EarlyProbe | None = None
+    ) -> tuple[float, ...]:
         """The tokens or the vector. `may_be_short`: only those of a short test, if one is known.
 
         Raises `ModelDamaged` if it gives others.
         """
-        prompt = (await self._tokenizer.encode(version.id, TEXT)).tokens or (0,)
+        prompt = await self._prompt(version)
         if not self._loaded.described[version.id].generates:
             return await self._embed(version, prompt[:MAX_TOKENS])
         key = self._key(version, prompt)
         known = self._passed.find(key) if may_be_short and key else None
         if known is not None:
-            return await self._repeat(version, prompt, known)
+            return await self._repeat(version, prompt, known, early)
         answer = await self._generate(version, prompt, MAX_TOKENS)
         if may_be_short and key:
             try:
-                self._passed.add(key, await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS))
+                self._passed.add(key, await self._short(version, prompt, early))
             except StarlingError as error:  # the version has passed: only the next load repeats all of it
                 log.warning("a passed self-test is not kept", extra={"version": version.id, "reason": error.message})
         return tuple(one.token for one in answer)
 
-    async def _repeat(self, version: ModelVersion, prompt: tuple[int, ...], known: Probe) -> tuple[float, ...]:
+    async def _short(self, version: ModelVersion, prompt: tuple[int, ...], early: EarlyProbe | None) -> Probe:
+        """The answer to the short test."""
+        if early is not None:
+            try:
+                return await early
+            except StarlingError as error:  # its time began before the version was ready
+                log.info("repeating the self-test", extra={"version": version.id, "reason": error.message})
+        return await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS)
+
+    async def _repeat(
+        self, version: ModelVersion, prompt: tuple[int, ...], known: Probe, early: EarlyProbe | None
+    ) -> tuple[float, ...]:
         """The tokens of the short test, which must be `known`."""
-        for _ in range(2):
-            found = await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS)
+        for attempt in (early, None):
+            found = await self._short(version, prompt, attempt)
             if found == known:
                 return tuple(one.token for one in found)
             facts = {"version": version.id, "tokens": found, "expected": known}
