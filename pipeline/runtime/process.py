@@ -29,6 +29,7 @@ PR_SET_CHILD_SUBREAPER = 36
 KEEPALIVE_FD_VARIABLE = "STARLING_KEEPALIVE_FD"
 PARENT_VARIABLE = "STARLING_PARENT_PID"
 ORPHANS_VARIABLE = "STARLING_KILL_ORPHANS"  # set: stages whose server was killed end at once, without draining
+AWAITED_VARIABLE = "STARLING_AWAITED"  # set: requests wait for the models of the server
 _KEEPALIVE = struct.Struct("<I?3x")  # its size is a power of two, so no read of 4096 bytes splits a record
 
 _libc = ctypes.CDLL(None, use_errno=True)

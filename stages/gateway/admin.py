@@ -2,7 +2,7 @@
 
 They come over the control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
 
-    {"op": "state"}
+    {"op": "state", "timeout_s": 1.0}  answered when the server is ready, or after that time; default: at once
     {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}
     {"op": "resume", "target": "all" or a model}
     {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
@@ -42,12 +42,12 @@ log = logging.getLogger("starling.gateway.admin")
 MAX_TIMEOUT_S = 86_400.0
 POLL_S = 0.05  # between two checks whether a change has ended, if no event comes
 PROGRESS_S = 0.2  # until a repeated operation returns the progress of a change that has not ended
-MAX_WAITING = 8  # operations; further ones get the progress at once, so that the control socket has connections left
+MAX_WAITING = 8  # operations; further ones are answered at once, so that the control socket has connections left
 LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
 MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
 FIELDS = {
-    "state": (),
+    "state": ("timeout_s",),
     "drain": ("target", "timeout_s", "keep"),
     "resume": ("target",),
     "load": ("target", "path", "kv_cache_mb", "timeout_s", "change", "wait"),
@@ -84,7 +84,9 @@ class Admin:
             self._drain(request)
         elif op == "resume":
             self._resume(request)
-        elif op != "state":
+        elif op == "state":
+            await self._wait_until_ready(request)
+        else:
             change = await self._change(op, request)
             return {**self.state(), "change": change}
         return self.state()
@@ -134,6 +136,18 @@ class Admin:
         finally:
             self._n_waiting -= 1
         return {"id": change, **report}
+
+    async def _wait_until_ready(self, request: dict[str, Any]) -> None:
+        deadline = time.monotonic() + _seconds(request, 0.0)
+        if self._n_waiting >= MAX_WAITING:
+            return
+        service = self._service
+        self._n_waiting += 1
+        try:
+            while not service.readiness.report(service.in_flight.count)["ready"] and time.monotonic() < deadline:
+                await service.readiness.wait_for_change(POLL_S)
+        finally:
+            self._n_waiting -= 1
 
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)

@@ -1,8 +1,8 @@
 """What a worker group prepares on a thread while the scheduler and kv make their arenas for it.
 
 The activations arena of the geometry that they will ask for, and the weights mapped into rank 0, until `close`; the
-other ranks map theirs (ranks.py).  Only for a version that a request or a self-test waits for: others compute dummy
-passes.
+other ranks map theirs (ranks.py).  Only for a version that a request or a self-test waits for (one that is loaded while
+the server runs, or by an agent): others compute dummy passes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs
 from pipeline.observe.phase_times import PhaseTimes
 from pipeline.protocol import messages as m
-from pipeline.runtime.process import EXIT_FATAL
+from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL
 from shm import step_ring as sh
 from shm import words
 from shm.arena import Arena, ArenaError, process_ticks
@@ -106,8 +106,9 @@ class WorkerStage:
         models = [Model(checkpoint, adapters, weights) for weights in copies] or [Model(checkpoint, adapters)]
         self.model = models[0]  # rank 0's
         self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
-        # A version that is loaded while the server runs gets no dummy passes, which a request would wait for.
-        self._is_awaited = version.state == "loading" and self._arriving is None
+        # What is loaded while the server runs, or by an agent, gets no dummy passes, which a request would wait for.
+        is_awaited = version.state == "loading" or AWAITED_VARIABLE in os.environ
+        self._is_awaited = is_awaited and self._arriving is None
         are_there = can_ask(checkpoint.path, checkpoint.info.st_uid) and are_in_memory(checkpoint.data)
         is_small = checkpoint.data.nbytes * self.n_ranks <= MAX_MAPPED_BYTES
         maps = self._is_awaited and is_small and are_there

@@ -18,6 +18,7 @@ from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.run_command import run_command
 
 GATEWAY = "gateway"
+LONGEST = ("worker", "tokenizer", GATEWAY)  # take longest until they are ready, once all stages are imported
 _LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
 
 
@@ -29,6 +30,21 @@ def preload() -> None:
         from starling.cli import stage  # noqa: F401
 
     gc.freeze()
+
+
+def start_order(commands: Mapping[str, str]) -> list[str]:
+    """The names of the lines of a Procfile in the order in which they are started: as they stand.
+
+    If this process has imported all stages, those come first that then take longest.
+    """
+    from starling.cli.stage import STAGES
+
+    names = list(commands)
+    if not all(f"stages.{stage}.stage" in sys.modules for stage in STAGES):
+        return names
+    found = {name: _LINE.fullmatch(command.strip()) for name, command in commands.items()}
+    stages = {name: line[1] for name, line in found.items() if line is not None}
+    return sorted(names, key=lambda name: LONGEST.index(stages[name]) if stages.get(name) in LONGEST else len(LONGEST))
 
 
 def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None = None) -> Any:

@@ -104,7 +104,8 @@ class Manager(manager.Manager):
             super().kill()
 
     def _start(self) -> None:
-        for name in self._processes:
+        commands = {name: entry["obj"].cmd for name, entry in self._processes.items()}
+        for name in forked_supervisor.start_order(commands):
             self._start_one(name)
 
     def _start_one(self, name: str) -> None:

@@ -61,7 +61,10 @@ def _import_all() -> None:
 
     import numpy.ma  # noqa: F401  # at the first use of some functions of NumPy
 
+    from stages.tokenizer.kernels import compiled
+    from stages.tokenizer.template import ChatTemplate
     from stages.worker.checkpoint import prepare  # noqa: F401
+    from starling import directory_conversion  # noqa: F401
     from starling.cli import honcho_patch  # noqa: F401
 
     for name in STAGES:
@@ -69,6 +72,8 @@ def _import_all() -> None:
         if name == "worker":
             module.preload(resolve({}, {}))  # of the default type of KV cache; a supervisor loads others
     _build_decoders()
+    compiled.is_stored()  # hashes the sources, once in a process
+    ChatTemplate("{% for one in messages %}{{ one['content'] | trim }}{% endfor %}", "", "")  # Jinja's first one
     preload()
 
 

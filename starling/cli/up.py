@@ -28,7 +28,7 @@ from pipeline.observe import status
 from pipeline.runtime import arena_dir
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
-from pipeline.runtime.process import EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
+from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, ORPHANS_VARIABLE, die_with_parent
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
 from starling.cli.bounded_output import BoundedOutput
@@ -66,7 +66,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
     """
     if with_parent:
         die_with_parent()
-        os.environ[ORPHANS_VARIABLE] = "1"
+        os.environ[ORPHANS_VARIABLE] = os.environ[AWAITED_VARIABLE] = "1"  # an agent starts it for a request
     begun = procfs.started_at(os.getpid()) or time.time()
     if standby:
         from starling.cli.standby import wait_for_home  # imports every stage
@@ -90,8 +90,9 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         prepare_all(config)
         timeline.reached("models")
         env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
-        arena_dir.prepare(load(env=env))
-        held = ServerLocks(load(env=env), run_dir)  # for its whole life, so that no gap between two stages loses them
+        with_arenas = load(env=env)
+        arena_dir.prepare(with_arenas)
+        held = ServerLocks(with_arenas, run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
         code = HonchoRunner(write_procfile(run_dir), env, run_dir).run(watcher.check)
     finally:

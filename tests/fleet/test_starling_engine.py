@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 
 import aiohttp
@@ -52,6 +53,13 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
             status, answer = await asyncio.to_thread(post, f"{engine.url}/v1/completions", BODY, engine.key)
             return status, answer["choices"] if status == 200 else answer["error"]["code"]
 
+        async def phases() -> set[str]:
+            """Of the load of its model."""
+            headers = {"Authorization": f"Bearer {engine.key}"}
+            async with session.get(engine.url + config.metrics.endpoint, headers=headers) as answer:
+                text = await answer.text()
+            return set(re.findall(r'starling_model_load_seconds\{.*phase="([^"]*)"', text))
+
         try:
             standby.keep()
             await until(lambda: standby.waiting == 1, START_S)
@@ -62,10 +70,16 @@ async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answe
             assert standby.engines == ()
             assert waiting.child.is_running
             assert len(processes_of(home)) > len(STAGES)
+            # A request waits for it: there are no dummy passes.
+            async with asyncio.timeout(START_S):
+                while not (found := await phases()):  # metrics are up to a second old
+                    await asyncio.sleep(0.05)
+            assert "open" in found
+            assert "warm up" not in found
             first = await ask()
             assert first[0] == 200
-            found = await engine.queue()
-            assert isinstance(found, Queue)
+            queue = await engine.queue()
+            assert isinstance(queue, Queue)
             await engine.suspend()
             assert await ask() == (503, "DRAINING")
             await engine.resume()

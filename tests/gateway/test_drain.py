@@ -130,6 +130,19 @@ def test_streams_finish_and_new_requests_are_rejected(server: Server, target: st
     assert server.post("/v1/generate", TEXT).status == 200
 
 
+def test_the_state_is_sent_when_the_server_is_ready_or_after_a_time(server: Server) -> None:
+    ask(server, op="drain", target=ALL)
+    begun = time.monotonic()
+    assert not ask(server, op="state", timeout_s=0.2)["readiness"]["ready"]
+    assert time.monotonic() - begun >= 0.2
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(ask(server, op="state", timeout_s=60)))
+    waiting.start()
+    ask(server, op="resume", target=ALL)
+    waiting.join(30)
+    assert answers[0]["readiness"]["ready"]
+
+
 def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Server) -> None:
     peers = server.peers
     stream = server.stream("/v1/generate", TEXT)
@@ -165,6 +178,7 @@ def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Serve
         ({"op": "drain", "target": 7}, "target"),
         ({"op": "drain", "target": "absent"}, "model"),
         ({"op": "resume", "timeout_s": 1}, "timeout_s"),
+        ({"op": "state", "timeout_s": -1}, "timeout_s"),
         ({"op": "drain", "keep": 1}, "keep"),
     ],
 )

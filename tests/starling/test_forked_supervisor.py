@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from starling.cli import forked_supervisor
+from starling.cli.stage import STAGES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # In a process of its own: that of the tests may have threads. Prints what is seen of the child that runs `line`.
@@ -44,6 +47,16 @@ def test_a_supervisor_is_a_fork_with_its_own_session_output_and_exit_code(tmp_pa
     kind, code, returncode, leads_session, output = run(f"{prefix}exec starling supervise nonsense", tmp_path)
     assert (kind, code, returncode, leads_session) == ("ForkedProgram", 2, 2, True)
     assert "'nonsense' is not one of" in str(output)
+
+
+def test_the_stages_that_take_longest_start_first_once_all_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = {f"{stage}.1": f"exec starling supervise {stage}" for stage in STAGES} | {"mine.1": "echo mine"}
+    monkeypatch.delitem(sys.modules, "stages.kv.stage", raising=False)
+    assert forked_supervisor.start_order(lines) == list(lines)
+    for stage in STAGES:
+        monkeypatch.setitem(sys.modules, f"stages.{stage}.stage", sys)
+    order = ["worker.1", "tokenizer.1", "gateway.1", "scheduler.1", "kv.1", "mine.1"]
+    assert forked_supervisor.start_order(lines) == order
 
 
 def test_other_lines_are_started_by_a_shell(tmp_path: Path) -> None:

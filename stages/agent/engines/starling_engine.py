@@ -29,6 +29,7 @@ from pipeline.errors import Conflict, ModelNotFound, ModelUnavailable, ResourceE
 from pipeline.files import make_directory, replace_file
 from pipeline.fleet.records import advertised_host
 from pipeline.fleet.standby import MARK_VARIABLE, Home
+from pipeline.ipc.control import socket_path
 from pipeline.runtime.process import EXIT_CONFIG
 from pipeline.threads import uninterrupted
 from shm.decoding import DECODE_ERRORS
@@ -39,9 +40,11 @@ from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.kernel_build import KernelBuild
 from stages.agent.engines.prometheus_text import values
-from stages.agent.engines.standby import REFILL_S, Standby
+from stages.agent.engines.standby import REFILL_S, Standby, StandbyEngine
 
-READY_POLL_S = 0.02  # at first; later a twentieth of the time since the start, up to 0.2 s
+READY_POLL_S = 0.01  # until its control socket is there, at first; later a twentieth of the time, up to 0.2 s
+READY_WAIT_S = 1.0  # of a question whether it is ready, which it answers when it is
+MAX_STATE = 1 << 20  # bytes of the answer
 ANSWER_S = 5.0  # of a call to the engine
 CHANGE_POLL_S = 0.05  # while an adapter is loaded or unloaded
 SUSPEND_S = 0.5  # of the call that ends its requests: the margin of a lease is longer
@@ -104,17 +107,13 @@ class StarlingEngine(Engine):
 
     async def start(self) -> None:
         """Fence what an earlier one has left, and start `up`, or let a standby engine become it."""
-        standby = None
         if self._kernels is not None:
             await self._kernels.interrupt()
-        if self._standby is not None:
-            self._standby.begin_start()
-            self._is_starting = True
-            standby = await self._standby.claim()
-        if standby is not None:
-            self._was_standby = True
-            self._child = standby.child  # `stop` ends it from now on
-        await uninterrupted(self._fence)  # a thread that went on would meet the next engine of this home
+        # A fence in a thread that went on would meet the next engine of this home. What it ends is no standby engine.
+        standby, fenced = await asyncio.gather(self._claim(), uninterrupted(self._fence), return_exceptions=True)
+        for failure in (standby, fenced):
+            if isinstance(failure, BaseException):
+                raise failure
         port = self._free_port()
         self.key = secrets.token_urlsafe(24)
         await uninterrupted(self._prepare, port, standby.mark if standby is not None else "")
@@ -126,15 +125,27 @@ class StarlingEngine(Engine):
         self._child = Child(COMMAND, engine_environment(self._env, self._home), self._home)
         await self._child.start()
 
+    async def _claim(self) -> StandbyEngine | None:
+        """A standby engine, if there is one, which `stop` ends from now on."""
+        if self._standby is None:
+            return None
+        self._standby.begin_start()
+        self._is_starting = True
+        standby = await self._standby.claim()
+        if standby is not None:
+            self._was_standby = True
+            self._child = standby.child
+        return standby
+
     async def ready(self) -> None:
-        """Wait for /ready."""
+        """Wait until it is ready."""
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         begun = time.monotonic()
         try:
             async with asyncio.timeout(self._config.fleet.agent.start_timeout_s):
                 while not ended.done():
-                    if await self._is_ready():
+                    if await self._becomes_ready():
                         self._end_start(True)
                         return
                     pause_s = max(READY_POLL_S, min(0.2, (time.monotonic() - begun) / 20))
@@ -240,12 +251,21 @@ class StarlingEngine(Engine):
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDied(f"the engine does not answer: {error}") from None
 
-    async def _is_ready(self) -> bool:
+    async def _becomes_ready(self) -> bool:
+        """Ask over its control socket, which it opens when it accepts connections; it answers once it is ready."""
+        question = msgspec.json.encode({"op": "state", "timeout_s": READY_WAIT_S}) + b"\n"
         try:
-            async with self._call("GET", "/ready") as answer:
-                return answer.status == 200
-        except (aiohttp.ClientError, TimeoutError):
-            return False
+            async with asyncio.timeout(READY_WAIT_S + ANSWER_S):
+                reader, writer = await asyncio.open_unix_connection(
+                    socket_path(self._run_dir, "gateway"), limit=MAX_STATE
+                )
+                try:
+                    writer.write(question)
+                    return bool(msgspec.json.decode(await reader.readline())["readiness"]["ready"])
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError, ValueError, *DECODE_ERRORS, KeyError, TypeError):
+            return False  # it has no socket yet, or its gateway has ended
 
     def _call(self, method: str, path: str, timeout_s: float = ANSWER_S, **options: Any) -> Any:
         return self._session.request(
