@@ -8,4 +8,5 @@ process.py           death with the parent, child signals, systemd notification
 steady_clock.py      seconds since 1970 that no change of the system's clock moves
 timer_coalescing.py  idle processes wake at the same moments
 malloc_trim.py       free memory goes back to the system after a burst
+huge_heap.py         the heap of a process that has started is in huge pages
 """

@@ -44,6 +44,7 @@ from pipeline.fleet.peer_tls import open_tls
 from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
+from pipeline.runtime.huge_heap import collapse_heap
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator import conversation_routes, response_routes
@@ -238,6 +239,7 @@ class OrchestratorStage:
             gc.collect()
             gc.freeze()
             gc.collect()  # counts what is left, so that the next full collection does not come too early
+            collapse_heap()
             on_listening(self.port)
             await self._stopping.wait()
             self.fleet.is_stopping = True
