@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 from stages.orchestrator.http_response import ResponseError, ResponseReader
-from stages.orchestrator.upstream import Take, Unreachable
+from stages.orchestrator.upstream import Begins, Take, Unreachable
 
 MAX_UNREAD_BYTES = 128 << 10  # of a body
 MAX_EARLY_BYTES = 64 << 10  # of a response that comes before its request is sent
@@ -44,10 +44,10 @@ class Connection(asyncio.Protocol):
         """Whether a response has begun before its request was sent."""
         return bool(self._early)
 
-    def send(self, method: str, head: bytes, body: bytes) -> Exchange:
+    def send(self, method: str, head: bytes, body: bytes, begins: Begins | None = None) -> Exchange:
         """Send a request. What has come before the first one is its response."""
         assert self._exchange is None
-        exchange = self._exchange = Exchange(self, method)
+        exchange = self._exchange = Exchange(self, method, begins)
         self._is_used = True
         if self._transport is None or self._transport.is_closing():
             pass
@@ -119,7 +119,7 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """A request that was sent, and its response."""
 
-    def __init__(self, connection: Connection, method: str) -> None:
+    def __init__(self, connection: Connection, method: str, begins: Begins | None = None) -> None:
         self.status = 0  # 0: the head has not arrived
         self.has_begun = False  # a byte of the response has come
         self.headers: Mapping[str, str] = {}
@@ -129,7 +129,9 @@ class Exchange:
         self._n_unread = 0  # bytes of them
         self._is_held = False
         self._waiter: asyncio.Future[None] | None = None
+        self._begins = begins  # until the head is there
         self._take: Take | None = None  # is given the body at once; no part waits then
+        self._has_stopped = False  # what took the body wants no more at once
         self._failure = ""  # why nothing more comes
         self._aborted = ""
 
@@ -162,18 +164,20 @@ class Exchange:
 
     async def pass_to(self, take: Take) -> bool:
         """See `Answer`. What has come before is given to `take` first."""
-        while data := await self.read():
-            if not take(data):
-                return True
-            if self._connection is not None:
-                self._take = take
-                try:
+        try:
+            while not self._has_stopped:
+                if self._take is None or self._connection is None:
+                    data = await self.read()
+                    if not data:
+                        return False
+                    if not take(data):
+                        return True
+                    self._take = take
+                else:
                     await self._wait()
-                finally:
-                    is_stopped, self._take = self._take is None, None
-                if is_stopped:
-                    return True
-        return False
+        finally:
+            self._take, self._has_stopped = None, False
+        return True
 
     def abort(self, reason: str) -> None:
         """See `Answer`."""
@@ -194,7 +198,7 @@ class Exchange:
         take, reader = self._take, self._reader
         if take is not None and (event := reader.whole_chunk(data)):
             if not take(event):
-                self._take = None
+                self._take, self._has_stopped = None, True
                 self._wake()
             return
         self.has_begun = True
@@ -203,12 +207,15 @@ class Exchange:
         except ResponseError as error:
             self.lost(str(error))
             return
-        if not self.status:
+        is_passed = take is not None
+        if reader.status and not self.status:
             self.status, self.headers = reader.status, reader.fields
-        is_passed = self._take is not None
-        if self._take is not None:
-            if body and not self._take(body):
-                self._take, is_passed = None, False
+            if self._begins is not None:
+                take, self._begins = self._begins(self), None
+                self._take = take
+        if take is not None:
+            if body and not take(body):
+                self._take, self._has_stopped, is_passed = None, True, False
         elif body:
             self._parts.append(body)
             self._n_unread += len(body)

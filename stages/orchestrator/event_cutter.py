@@ -35,6 +35,7 @@ USUAL = re.compile(
     rb"id: ([^\n]+)\n(?:event: [^\n]*\n)?data: (?!%b)[^\n]*\n\n(?:(: tokens [^\n]*)\n\n)?"
     % b"|".join(re.escape(begin.removeprefix(b"data: ")) for begin in (*_LAST, *ERRORS))
 )
+_FIRST = re.compile(rb"(?:retry: [0-9]+\n)?" + USUAL.pattern)
 
 Place = tuple[int, int, float]  # tokens, level, units
 _PLACE = re.compile(rb"([0-9]+)([fed]?)(?:-([0-9]+))?")
@@ -84,11 +85,13 @@ class EventCutter:
 
     def feed(self, data: bytes) -> bytes:
         """The bytes to forward. Raises `EventTooLargeError`."""
-        if not (self._rest or self._is_opening or self._replay or self.is_over or self.error):
-            usual = USUAL.fullmatch(data)
+        if not (self._rest or self._replay or self.is_over or self.error):
+            usual = (_FIRST if self._is_opening and not self.n_events else USUAL).fullmatch(data)
             if usual is not None:
                 self.last_id, comment = usual.groups()
                 self.n_events += 1
+                if self._is_opening:
+                    self._opens(self.last_id)
                 if comment is None:
                     return data
                 self.output.add(comment)
@@ -110,6 +113,11 @@ class EventCutter:
             if taken:
                 out.append(taken)
         return END.join([*out, b""]) if out else b""
+
+    def _opens(self, identity: bytes) -> None:
+        """An event of the client's first ones."""
+        self._is_opening = not _has_place(identity)
+        self._n_opening += self._is_opening
 
     def _take(self, block: bytes) -> bytes:
         """The block as it is to be forwarded; b"" if it is not."""
@@ -143,8 +151,7 @@ class EventCutter:
         if identity:
             self.last_id = identity
         if self._is_opening:
-            self._is_opening = not _has_place(identity)
-            self._n_opening += self._is_opening
+            self._opens(identity)
         self.n_events += 1
         self.is_over = block.startswith(_LAST, block.find(b"data: "))
         return block
@@ -204,6 +211,9 @@ def _text(place: Place) -> bytes:
 
 def _has_place(identity: bytes) -> bool:
     """Whether a choice has left its beginning."""
+    last = identity[identity.rfind(b":") + 1 :]
+    if last.isdigit() and int(last):  # of one choice
+        return True
     return bool(identity) and any(place != _BEGIN for place in _parse(identity)[1])
 
 

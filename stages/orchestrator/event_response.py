@@ -59,16 +59,22 @@ class EventResponse:
         self._status = 200
         self._is_chunked = request.version >= HttpVersion11
         self._keeps_connection = self._is_chunked and request.keep_alive and not is_last
+        self._prepared = ""  # the head of status 200, without its last field
         self._head = b""  # until it is sent
+        asyncio.get_running_loop().call_soon(self._prepare)  # when the request is on its way to an engine
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Prepare the head. The first event, or the next round of the event loop, sends it."""
         self._status = status
-        own = "".join([f"{name}: {value}\r\n" for name, value in self._headers.items()])
-        begin = _head_begin(status, self._is_chunked, self._keeps_connection)
-        self._head = f"{begin}{own}Date: {date_field(int(time.time()))}\r\n\r\n".encode()
+        if status != 200 or not self._prepared:
+            self._prepare(status)
+        self._head = f"{self._prepared}Date: {date_field(int(time.time()))}\r\n\r\n".encode()
         self.is_begun = self._request[BEGUN] = True
         asyncio.get_running_loop().call_soon(self._send_head)  # unless events follow before the task waits
+
+    def _prepare(self, status: int = 200) -> None:
+        own = "".join([f"{name}: {value}\r\n" for name, value in self._headers.items()])
+        self._prepared = _head_begin(status, self._is_chunked, self._keeps_connection) + own
 
     def _send_head(self) -> None:
         transport = self._request.transport

@@ -123,7 +123,7 @@ class Out(Protocol):
 
     is_begun: bool
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """Send the head."""
 
     async def write(self, data: bytes) -> None:
@@ -193,6 +193,8 @@ class Tries:
     def routed(self, forward: Forward) -> RoutedRequest:
         """What routing uses of it for the next attempt."""
         known = forward.routed
+        if not (self.excluded or self.unfit or self.version or self.holder or self.successor or known.begins):
+            return known
         pinned = self.successor or self.holder or ("" if known.pinned in self.unfit else known.pinned)
         return msgspec.structs.replace(
             known,

@@ -18,14 +18,13 @@ from yarl import URL
 
 from pipeline.fleet.peer_tls import PeerTls
 from stages.orchestrator.engine_connection import Connection
-from stages.orchestrator.upstream import Answer, Unreachable
+from stages.orchestrator.upstream import Answer, Begins, Unreachable
 
 CONNECT_S = 2.0  # for a connection, with the handshake of TLS
 IDLE_S = 30.0  # a connection is kept: servers close it later
 MAX_IDLE = 1024  # connections without a request; then those are closed that were used longest ago
 _IDEMPOTENT = ("GET", "HEAD", "DELETE")  # they may be sent again if their connection is lost
 _TARGET = re.compile(r"/[!-~]*")
-_LINE = re.compile(rb"[^\r\n\0]+(?:\r\n[^\r\n\0]+)*\r\n\r\n")  # a head: each line ends, and none is empty
 
 Factory = Callable[[], Connection]
 Connect = Callable[[Factory, str, int, ssl.SSLContext | None], Awaitable[Connection]]
@@ -69,18 +68,34 @@ class HttpClient:
         return len(self._idle)
 
     async def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        timeout_s: float = 0.0,
+        *,
+        agent_id: str,
+        begins: Begins | None = None,
     ) -> Answer:
         """The response to a request. Raises `Unreachable`."""
         if not timeout_s:
-            return await self._open(method, url, headers, body, agent_id)
+            return await self._open(method, url, headers, body, agent_id, begins)
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._open(method, url, headers, body, agent_id)
+                return await self._open(method, url, headers, body, agent_id, begins)
         except TimeoutError:
             raise Unreachable(f"no answer within {timeout_s:g} s") from None
 
-    async def _open(self, method: str, url: str, headers: Mapping[str, str], body: bytes, agent_id: str) -> Answer:
+    async def _open(
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        agent_id: str,
+        begins: Begins | None,
+    ) -> Answer:
         scheme, _, rest = url.partition("://")
         authority, slash, path = rest.partition("/")
         origin = _origin(scheme, authority)
@@ -91,7 +106,7 @@ class HttpClient:
             raise Unreachable(str(error)) from None
         kept = self._take(peer)
         while True:
-            exchange = (kept or await self._make(peer)).send(method, head, body)
+            exchange = (kept or await self._make(peer)).send(method, head, body, begins)
             try:
                 await exchange.head()
             except BaseException as error:  # also a caller that no longer waits
@@ -230,6 +245,7 @@ def request_head(method: str, target: str, authority: str, headers: Mapping[str,
     length = f"Content-Length: {n_body}\r\n" if n_body or method == "POST" else ""
     head = f"{method} {target} HTTP/1.1\r\nHost: {authority}\r\n{fields}{length}\r\n"
     encoded = head.encode("utf-8", "surrogateescape")
-    if not _LINE.fullmatch(encoded) or encoded.count(b"\n") != len(headers) + (4 if length else 3):
+    n_lines = len(headers) + (4 if length else 3)  # with the empty one: those above have no CR, LF or NUL of their own
+    if encoded.count(b"\n") != n_lines or encoded.count(b"\r") != n_lines or b"\0" in encoded:
         raise ValueError("a field of a request has a line break")
     return encoded

@@ -63,10 +63,10 @@ class SessionReader:
         self.is_begun = False
         self._out = out
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
         self.is_begun = True
-        await self._out.begin(status, headers)
+        self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
         """See `Out`."""

@@ -1,26 +1,43 @@
 """Passes the events of one engine to the client as they come, without a task in between while the client keeps up.
 
-    take      called by the connection for each part of the answer: its events are written to the client at once
+    begin     called by the connection when the answer's head is there: with it the response to the client begins
+    take      called by it for each part of the answer: its events are written to the client at once
     deliver   called by the request's task when `take` could not do that: it waits for the client, or raises
 
-Both count what the client has before it is written: a successor goes on from there.
+What the client has is counted before it is written: a successor goes on from there.  What else is noted of an answer
+waits until its first event was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from stages.orchestrator.event_cutter import EventCutter
 from stages.orchestrator.forward import Out, Tries
-from stages.orchestrator.upstream import Answer, Unreachable
+from stages.orchestrator.upstream import Answer, Take, Unreachable
 
 
 class Passing:
-    """Of one answer. `begins` is called at its first bytes."""
+    """Of one answer."""
 
-    def __init__(self, cutter: EventCutter, tries: Tries, out: Out, version: str, holder: str) -> None:
-        """`version`: of the engine. `holder`: its agent, if the request is of a session."""
-        self.begins: Callable[[], object] | None = None
+    def __init__(
+        self,
+        cutter: EventCutter,
+        tries: Tries,
+        out: Out,
+        version: str,
+        holder: str,
+        accept: Callable[[], object] = lambda: None,
+        note: Callable[[Mapping[str, str]], object] = lambda headers: None,
+    ) -> None:
+        """`version`: of the engine. `holder`: its agent, if the request is of a session.
+
+        `accept` is called by `begin`; `note(headers)` when what has come first of the body was written.
+        """
+        self.is_accepted = False  # the answer has begun without the task
+        self._accept = accept
+        self._note: Callable[[Mapping[str, str]], object] | None = note
+        self._headers: Mapping[str, str] = {}
         self._cutter = cutter
         self._tries = tries
         self._out = out
@@ -29,15 +46,27 @@ class Passing:
         self._waiting = b""  # events that are to be written by the task
         self._failure: Exception | None = None
 
+    def begin(self, answer: Answer) -> Take | None:
+        """See `Begins`. An answer that is none of a stream is read by the task."""
+        if answer.status != 200:
+            return None
+        self.is_accepted, self._headers = True, answer.headers
+        try:
+            self._accept()
+            if not self._out.is_begun:
+                self._out.begin(200, answer.headers)
+        except Exception as error:  # the task raises it
+            self._failure = error
+        return self.take
+
     def take(self, data: bytes) -> bool:
         """See `Answer.pass_to`. What follows the last event is dropped."""
         cutter, tries = self._cutter, self._tries
         if cutter.is_over:
             return True
+        if self._failure is not None:
+            return False
         try:
-            if self.begins is not None:
-                self.begins()
-                self.begins = None
             events = cutter.feed(data)
             if not tries.version and (events or cutter.output.n_tokens):
                 tries.version = cutter.output.version = self._version
@@ -47,7 +76,11 @@ class Passing:
                     tries.hold(self._holder)
                 if not self._out.write_now(events):
                     self._waiting = events
-                    return False
+            if self._note is not None:
+                note, self._note = self._note, None
+                note(self._headers)
+            if self._waiting:
+                return False
         except Exception as error:  # the task raises it
             self._failure = error
             return False

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 
 from pipeline.api.output_text import REPLAYED, TEXT
@@ -49,8 +49,8 @@ from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
-from stages.orchestrator.text_stream import TextStream
-from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
+from stages.orchestrator.text_stream import TextStream, next_bytes
+from stages.orchestrator.upstream import Answer, Begins, Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
@@ -133,20 +133,24 @@ class Relay:
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:
         """Forward the events of one engine, up to the last one. Raises `Unreachable`, `Refusal`."""
         assert route.engine is not None
-        begun = self._clock()
+        begun, is_first = self._clock(), tries.count == 1 and not cutter.last_id
+
+        def note(headers: Mapping[str, str]) -> None:
+            if is_first:
+                self._router.first_token(route, forward.routed, self._clock() - begun)
+            self._router.name_pages(forward.routed, headers.get(PAGES, ""))
+
+        accept = partial(self._accepted, route, forward, tries)
+        holder = route.agent_id if forward.is_bound else ""
+        passing = Passing(cutter, tries, out, version_of(route.engine), holder, accept, note)
         self._router.begin(route, forward.routed)
         try:
-            answer = await self._open(route, forward, cutter, tries)
+            answer = await self._open(route, forward, cutter, tries, passing)
             with self._registered(route, forward, answer, self._end):
-                await self._accept(route, forward, answer, tries)
-                if not out.is_begun:
-                    await out.begin(200, answer.headers)
+                if not passing.is_accepted:
+                    await self._check_status(answer)
+                    passing.begin(answer)
                 self._streams[answer] = cutter, tries
-                passing = Passing(
-                    cutter, tries, out, version_of(route.engine), route.agent_id if forward.is_bound else ""
-                )
-                if tries.count == 1 and not cutter.last_id:
-                    passing.begins = lambda: self._router.first_token(route, forward.routed, self._clock() - begun)
                 while await pass_events(answer, passing, cutter):
                     await passing.deliver()
                     if cutter.error:
@@ -175,8 +179,8 @@ class Relay:
                         out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far"
                     )
                 elif not out.is_begun:
-                    await out.begin(200, answer.headers)
-                while data := await _next(answer, text):
+                    out.begin(200, answer.headers)
+                while data := await next_bytes(answer, text):
                     if is_first:
                         is_first = False
                         self._router.first_token(route, forward.routed, self._clock() - begun)
@@ -196,7 +200,9 @@ class Relay:
         finally:
             self._router.end(route, forward.routed)
 
-    async def _open(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries) -> Answer:
+    async def _open(
+        self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, passing: Passing
+    ) -> Answer:
         """Send the request, or continue it where the engine may have it already."""
         may_know = route.agent_id in tries.visited or tries.count == 1
         if cutter.last_id and may_know:
@@ -214,7 +220,8 @@ class Relay:
             raise Unreachable("the engine does not have the request any longer, and no other one can repeat it")
         cutter.restart(is_replay=True)
         output = cutter.output.encode() if route.engine is not None and route.engine.can_continue else b""
-        answer = await self._send(route, forward, {}, output=output)
+        # What begins at once is counted at once: the tokens of `output` are counted first.
+        answer = await self._send(route, forward, {}, output=output, begins=None if output else passing.begin)
         if output and answer.status == 200:
             self.continued_tokens += cutter.output.n_tokens
         elif output and answer.status in NOT_TAKEN:
@@ -315,7 +322,7 @@ class Relay:
     async def _comment(out: Out, text: str) -> None:
         """A comment that clients skip; with the first one the response begins."""
         if not out.is_begun:
-            await out.begin(200, {})
+            out.begin(200, {})
         await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
 
     def _lost(self, route: Route, forward: Forward, tries: Tries, reason: str) -> None:
@@ -381,6 +388,7 @@ class Relay:
         output: bytes = b"",
         is_kept: bool = True,
         header: str = OUTPUT,
+        begins: Begins | None = None,
     ) -> Answer:
         """`output`: what follows the body, as `header` names it."""
         assert route.engine is not None
@@ -399,7 +407,7 @@ class Relay:
             self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)
         body = body + output if output else body
-        opening = Opening(self._client.open(method, url, headers, body, agent_id=route.agent_id))
+        opening = Opening(self._client.open(method, url, headers, body, agent_id=route.agent_id, begins=begins))
         with self._registered(route, forward, opening):
             return await opening.answer()
 
@@ -411,12 +419,20 @@ class Relay:
 
     async def _accept(self, route: Route, forward: Forward, answer: Answer, tries: Tries) -> None:
         """The engine has begun to answer. Raises `Refusal` for an error response."""
+        await self._check_status(answer)
+        self._accepted(route, forward, tries)
+        self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
+
+    @staticmethod
+    async def _check_status(answer: Answer) -> None:
+        """Raises `Refusal` for an error response."""
         if answer.status != 200:
             raise Refusal(answer.status, answer.headers, await read_whole(answer))
+
+    def _accepted(self, route: Route, forward: Forward, tries: Tries) -> None:
         assert route.engine is not None
         tries.n_accepted += 1
         self.kept.accepted(forward, route.agent_id, route.engine)
-        self._router.name_pages(forward.routed, answer.headers.get(PAGES, ""))
 
     async def _read_refusal(self, route: Route, forward: Forward, answer: Answer) -> Refusal:
         """An error response, after which its engine is asked once more. Raises `Unreachable`."""
@@ -477,16 +493,3 @@ class Relay:
 
     async def _send_copy(self, route: Route, copy: Forward, output: bytes) -> Answer:
         return await self._send(route, copy, {}, output=output, is_kept=False)
-
-
-async def _next(answer: Answer, stream: TextStream) -> bytes:
-    """The next bytes of an answer; b"" at its end, and when its last event was delivered. Raises `Unreachable`."""
-    try:
-        data = await answer.read()
-        while data and stream.is_over:
-            data = await answer.read()
-    except Unreachable:
-        if not stream.is_over:
-            raise
-        return b""
-    return data

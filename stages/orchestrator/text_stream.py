@@ -1,7 +1,7 @@
 """A stream of an engine that promises no equal bytes: its text so far, from which another one of its kind can go on.
 
 What was delivered is never repeated or taken back.  The last events (the reason of the end, the usage, `[DONE]`) are
-delivered together: a stream whose engine dies between them goes on as if none of them had come.  Pure.
+delivered together: a stream whose engine dies between them goes on as if none of them had come.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pipeline.api.json_body import to_json
 from pipeline.api.output_text import REPLAYED, TextSoFar
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.event_cutter import DONE, END, ERRORS, MAX_EVENT_BYTES, EventTooLargeError
+from stages.orchestrator.upstream import Answer, Unreachable
 
 MAX_REPLAYS = 4  # of a stream: text that kills engines must not kill one after the other
 
@@ -108,3 +109,16 @@ class TextStream:
         if not self.n_replays:
             return data
         return to_json({**msgspec.json.decode(data), REPLAYED: self.n_replays})
+
+
+async def next_bytes(answer: Answer, stream: TextStream) -> bytes:
+    """The next bytes of an answer; b"" at its end, and when its last event was delivered. Raises `Unreachable`."""
+    try:
+        data = await answer.read()
+        while data and stream.is_over:
+            data = await answer.read()
+    except Unreachable:
+        if not stream.is_over:
+            raise
+        return b""
+    return data

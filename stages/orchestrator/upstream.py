@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 Take = Callable[[bytes], bool]  # takes the next bytes of a body; whether it may be given more at once. Raises nothing
+# Is given an answer as soon as its head is there; what takes its body from there on, or None. Raises nothing.
+Begins = Callable[["Answer"], Take | None]
 MAX_WHOLE_BYTES = 64 << 20  # of an answer that is not streamed
 
 
@@ -25,7 +27,7 @@ class Answer(Protocol):
     async def pass_to(self, take: Take) -> bool:
         """Give the next bytes to `take` as they come, until it returns False: then True. False at the end.
 
-        Raises `Unreachable`.
+        What `Begins` has returned goes on with them, if it is there. Raises `Unreachable`.
         """
 
     def abort(self, reason: str) -> None:
@@ -39,7 +41,15 @@ class Client(Protocol):
     """Sends requests to engines and agents."""
 
     async def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        timeout_s: float = 0.0,
+        *,
+        agent_id: str,
+        begins: Begins | None = None,
     ) -> Answer:
         """The response to a request to an agent or its engine. `timeout_s`: until its head, 0: no bound.
 

@@ -30,7 +30,7 @@ class Stream:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         response = EventResponse(request, HEADERS)
-        await response.begin(200, {})
+        response.begin(200, {})
         try:
             while part := await self.parts.get():
                 await response.write(part)
@@ -80,7 +80,7 @@ async def test_every_byte_comes_once_behind_one_head(first: int, is_early: bool)
 async def test_after_an_error_no_other_response_follows_in_the_stream(error: Exception) -> None:
     async def fail(request: web.Request) -> web.StreamResponse:
         response = EventResponse(request, HEADERS)
-        await response.begin(200, {})
+        response.begin(200, {})
         await response.write(b"data: 1\n\n")
         raise error
 
@@ -145,7 +145,7 @@ class SlowClient:
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 << 10)
         most = BUFFERED_BYTES // 2 if self.waits_at_end else 1 << 30
         try:
-            await response.begin(200, {})
+            response.begin(200, {})
             while transport.get_write_buffer_size() < most and self.written < 4 * BUFFERED_BYTES:
                 part = UNDRAINED_BYTES if self.waits_at_end else 2 * BUFFERED_BYTES
                 await response.write(b"x" * part)

@@ -30,7 +30,7 @@ class Client:
         self.data = b""
         self.log: list[str] = []
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_begun = True
 
     async def write(self, data: bytes) -> None:

@@ -57,7 +57,7 @@ class Client:
         self.may_write.set()
         self._has_room = has_room
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         raise NotImplementedError
 
     async def write(self, data: bytes) -> None:
@@ -79,19 +79,32 @@ class Client:
 class Stream:
     """An answer that has begun, and the task that passes it on."""
 
-    def __init__(self, client: Client) -> None:
-        self.transport = Transport()
-        self.connection = Connection(lambda connection: None, lambda connection: None)
-        self.connection.connection_made(self.transport)
-        self.answer: Exchange = self.connection.send("POST", b"", b"")
-        self.connection.data_received(HEAD)
+    def __init__(self, client: Client, *, is_at_once: bool = False) -> None:
+        """`is_at_once`: it is passed on from its head on, before the task has run."""
         self.client = client
         self.cutter = EventCutter()
         self.tries = Tries(lambda: 0.0)
-        self.passing = Passing(self.cutter, self.tries, client, "v", "")
+        self.noted: list[bytes] = []  # what the client had
+        self.n_accepted = 0
+        self.passing = Passing(self.cutter, self.tries, client, "v", "", self._accept, self._note)
+        self.transport = Transport()
+        self.connection = Connection(lambda connection: None, lambda connection: None)
+        self.connection.connection_made(self.transport)
+        self.answer: Exchange = self.connection.send("POST", b"", b"", self.passing.begin if is_at_once else None)
+        self.connection.data_received(HEAD)
         self.task = asyncio.ensure_future(self._run())
 
+    def _accept(self) -> None:
+        self.n_accepted += 1
+
+    def _note(self, headers: Mapping[str, str]) -> None:
+        assert headers["transfer-encoding"] == "chunked"
+        self.noted.append(self.client.data)
+
     async def _run(self) -> None:
+        await self.answer.head()
+        if not self.passing.is_accepted:
+            self.passing.begin(self.answer)
         while await self.answer.pass_to(self.passing.take):
             await self.passing.deliver()
             if self.cutter.error:
@@ -122,12 +135,13 @@ def chunk(data: bytes) -> bytes:
     st.lists(st.integers(1, 400), max_size=12),
     st.lists(st.booleans(), min_size=12, max_size=12),
     st.integers(1, 12),
+    st.booleans(),
 )
 def test_however_a_stream_is_cut_and_its_client_reads_each_event_comes_once(
-    has_room: list[bool], sizes: list[int], pauses: list[bool], n_events: int
+    has_room: list[bool], sizes: list[int], pauses: list[bool], n_events: int, is_at_once: bool
 ) -> None:
     async def check() -> None:
-        stream = Stream(Client(has_room))
+        stream = Stream(Client(has_room), is_at_once=is_at_once)
         sent = b"".join(chunk(event(number)) for number in range(1, n_events + 1)) + chunk(b"data: [DONE]\n\n") + END
         at = 0
         for size, pauses_here in zip([*sizes, len(sent)], [*pauses, True]):
@@ -142,8 +156,40 @@ def test_however_a_stream_is_cut_and_its_client_reads_each_event_comes_once(
         assert stream.client.data == shown(range(1, n_events + 1)) + b"data: [DONE]\n\n"
         assert stream.cutter.is_over and stream.cutter.n_events == n_events + 1
         assert stream.cutter.output.counts() == [n_events] and stream.tries.version == "v"
+        assert stream.n_accepted == len(stream.noted) == 1
 
     asyncio.run(check())
+
+
+async def test_the_first_event_is_passed_on_before_anything_else_is_done() -> None:
+    stream = Stream(Client([]), is_at_once=True)
+    stream.connection.data_received(chunk(event(1)))
+    assert stream.client.data == shown(range(1, 2)) and stream.client.n_now == 1
+    assert stream.n_accepted == 1 and stream.noted == [stream.client.data]
+    await stream.settle()
+    stream.connection.data_received(chunk(event(2)))
+    assert stream.client.data == shown(range(1, 3))
+    stream.connection.data_received(chunk(b"data: [DONE]\n\n") + END)
+    await stream.task
+    assert stream.connection.is_open and stream.n_accepted == len(stream.noted) == 1
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_an_engine_that_dies_before_the_task_has_run_is_noticed(is_early: bool) -> None:
+    stream = Stream(Client([]), is_at_once=True)
+    if not is_early:
+        stream.connection.data_received(chunk(event(1)))
+    stream.connection.connection_lost(None)
+    with pytest.raises(Unreachable, match="closed"):
+        await stream.task
+    assert stream.cutter.n_events == (not is_early) and stream.client.n_waited == 0
+
+
+async def test_an_answer_that_is_complete_before_the_task_has_run_ends() -> None:
+    stream = Stream(Client([]), is_at_once=True)
+    stream.connection.data_received(chunk(event(1)) + chunk(b"data: [DONE]\n\n") + END)
+    await stream.task
+    assert stream.client.data == shown(range(1, 2)) + b"data: [DONE]\n\n" and stream.client.n_waited == 0
 
 
 async def test_a_client_that_keeps_up_gets_events_without_a_task() -> None:

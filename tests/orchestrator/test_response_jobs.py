@@ -104,7 +104,7 @@ class Orchestrator:
 
     async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
         self.began.append(job.request_id)
-        await out.begin(200, {})  # of a comment
+        out.begin(200, {})  # of a comment
         await out.write(b": waiting\n\n")
         if self.absences:
             raise self.absences.pop()

@@ -59,7 +59,15 @@ class Engines:
         self.sent: list[Mapping[str, str]] = []
 
     async def open(
-        self, method: str, url: str, headers: Mapping[str, str], body: bytes, timeout_s: float = 0.0, *, agent_id: str
+        self,
+        method: str,
+        url: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        timeout_s: float = 0.0,
+        *,
+        agent_id: str,
+        begins: object = None,
     ) -> Answer:
         if method == "DELETE":  # a request that was left there
             return Scripted(404, b"")
@@ -93,7 +101,7 @@ class Received:
         self.is_begun = False
         self.data = b""
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         self.is_begun = True
 
     async def write(self, data: bytes) -> None:

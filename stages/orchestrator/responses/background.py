@@ -60,7 +60,7 @@ class Begun:
         self.error: StarlingError | None = None
         self.waits: StarlingError | None = None  # why no agent has taken it yet
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`. Without headers it is a comment that follows, and no engine's answer."""
         self.is_begun = True
         if headers:

@@ -54,10 +54,10 @@ class KeepingOut:
         self._created = b""  # data of the first event
         self._number = -1  # of the last event
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
         self.is_begun = True
-        await self._out.begin(status, headers)
+        self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
         """Pass whole events on."""
@@ -152,10 +152,10 @@ class AfterOut:
         self._out = out
         self._after = after
 
-    async def begin(self, status: int, headers: Mapping[str, str]) -> None:
+    def begin(self, status: int, headers: Mapping[str, str]) -> None:
         """See `Out`."""
         self.is_begun = True
-        await self._out.begin(status, headers)
+        self._out.begin(status, headers)
 
     async def write(self, data: bytes) -> None:
         """Pass whole events on."""
