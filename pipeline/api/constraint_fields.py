@@ -192,4 +192,6 @@ def only_one(*values: Constraint | None) -> Constraint | None:
 
 def constraint_of(values: dict[str, Any]) -> Constraint | None:
     """The constraint among the values that were read with `CONSTRAINT_FIELDS`. Raises `InvalidRequest` for several."""
+    if CONSTRAINT_FIELDS.keys().isdisjoint(values):
+        return None
     return only_one(*[values[name] for name in CONSTRAINT_FIELDS if name in values])

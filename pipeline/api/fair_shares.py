@@ -51,7 +51,7 @@ class FairShares:
 
     def refusal(self, principal: str, amount: int = 1) -> Refusal | None:
         """The bound that refuses the amount now; None if it can be taken."""
-        would_hold = self._held_by[principal] + amount
+        would_hold = self._held_by.get(principal, 0) + amount
         free = self.total - self.held - amount
         if free < 0:
             return Refusal.TOTAL
@@ -62,7 +62,7 @@ class FairShares:
     def take(self, principal: str, amount: int = 1) -> None:
         """Count an amount, whatever the bounds are; see `refusal`."""
         self.held += amount
-        self._held_by[principal] += amount
+        self._held_by[principal] = self._held_by.get(principal, 0) + amount
 
     def give_back(self, principal: str, amount: int = 1) -> None:
         """Return an amount that was taken."""

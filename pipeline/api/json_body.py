@@ -11,6 +11,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from json.scanner import make_scanner
 from typing import Any, NoReturn
 
 import msgspec
@@ -69,7 +70,7 @@ def _parse(body: bytes, content_type: str) -> Any:
         raise InvalidRequest("the body is empty; send JSON")
     _check_size(body)
     try:
-        value = _decoder.decode(text)
+        value = _decode(text)
     except json.JSONDecodeError as error:
         raise InvalidRequest(
             f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno} "
@@ -159,6 +160,20 @@ def _float(digits: str) -> float:
 _decoder = json.JSONDecoder(
     object_pairs_hook=_no_duplicates, parse_constant=_constant, parse_int=_int, parse_float=_float
 )
+
+
+_scan: Callable[[str, int], tuple[Any, int]] = make_scanner(_decoder)  # type: ignore[arg-type]  # as `JSONDecoder` does
+
+
+def _decode(text: str) -> Any:
+    """As `_decoder.decode`, which looks for blanks before and behind what few bodies have them around."""
+    try:
+        value, end = _scan(text, 0)
+        if end == len(text):
+            return value
+    except StopIteration:  # no value begins where one must
+        pass
+    return _decoder.decode(text)
 
 
 def _reject_lone_surrogates(body: dict[str, Any] | list[Any]) -> None:

@@ -248,6 +248,10 @@ class Quotas:
         self._log = log
         self._counters: dict[Name, Counter] = {}
 
+    def apply_to(self, key_id: str = "") -> bool:
+        """Whether there may be a limit for requests with this key, or without one."""
+        return bool(key_id) or self._has_limits
+
     def take_request(self, tenant: str, key_id: str = "") -> None:
         """Charge one request. Raises `RateLimited` with the time to wait; then nothing is charged."""
         found = self.counters(REQUESTS, tenant, key_id)
@@ -292,7 +296,7 @@ class Quotas:
 
     def counters(self, unit: str, tenant: str, key_id: str = "") -> list[tuple[Name, Counter]]:
         """The counters from which a request of the caller is taken."""
-        return list(self._of(unit, tenant, key_id)) if key_id or self._has_limits else []
+        return list(self._of(unit, tenant, key_id)) if self.apply_to(key_id) else []
 
     def _take(self, found: list[tuple[Name, Counter]], amount: float) -> None:
         for name, counter in found:

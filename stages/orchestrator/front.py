@@ -145,6 +145,10 @@ class Front:
         if code:
             self.metrics.add("starling_rejections_total", code)
 
+    def prepare(self, tenant: str) -> None:
+        """A request of the tenant was answered: do what its next one would wait for."""
+        self._ids.prepare(tenant)
+
     async def needs_key(self) -> bool:
         """Whether requests need a key, as the key file says now."""
         await self.keys.follower.refresh()
@@ -162,8 +166,9 @@ class Front:
 
     async def take_request(self, caller: Caller) -> None:
         """Charge a request to the quotas. Raises `RateLimited`."""
-        await self._publisher.publish_if_needed(self.quotas, REQUESTS, caller.tenant, caller.key_id, 1)
-        self.quotas.take_request(caller.tenant, caller.key_id)
+        if self.quotas.apply_to(caller.key_id):
+            await self._publisher.publish_if_needed(self.quotas, REQUESTS, caller.tenant, caller.key_id, 1)
+            self.quotas.take_request(caller.tenant, caller.key_id)
 
     async def ticket(
         self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str], key: str | None, last_id: str
@@ -222,9 +227,10 @@ class Front:
             joined = await self.responses.join(read.generation, *of, key, stored_digest, before)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
-        tokens = -(-read.prompt_bytes // CHARGED_BYTES)
-        await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
-        self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
+        if self.quotas.apply_to(caller.key_id):
+            tokens = -(-read.prompt_bytes // CHARGED_BYTES)
+            await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
+            self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
         is_bound = read.session is not None
         agent = self.sessions.agent_of(caller.tenant, read.session)
         if not agent and (last_id or key):
@@ -334,8 +340,12 @@ class Front:
         )
         read = await inline_or_not(body, headers, partial(read_body, *arguments))
         try:
-            await self._learn(read.model)
-            read = read._replace(model=self._router.resolve(read.model))
+            model = self._router.resolve(read.model)
+            if not self._router.is_known(model):
+                await self._learn(read.model)
+                model = self._router.resolve(read.model)
+            if model != read.model:
+                read = read._replace(model=model)
         except StarlingError as error:
             _name(error, read)
             raise

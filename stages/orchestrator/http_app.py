@@ -12,10 +12,11 @@ import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
+from multidict import CIMultiDictProxy
 
 from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
@@ -40,12 +41,25 @@ from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
 
+
+class HeadFacts(NamedTuple):
+    """What the handlers use of a head's fields. A client sends nearly the same head with each request."""
+
+    client_id: str  # X-Request-Id, if it can be one; else ""
+    authorization: str | None
+    api_key: str | None
+    key: str | None  # Idempotency-Key
+    last_id: str  # Last-Event-ID
+    passed_on: dict[str, str]  # to engines; not to be changed
+
+
 FRONT = web.AppKey("front", Front)
 FLEET = web.AppKey("fleet", FleetApi)
 CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
 OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
+FACTS = web.RequestKey("facts", HeadFacts)
 NAMED = web.RequestKey("named", dict[str, Any])  # the model and the session of its body
 FORWARD = web.RequestKey("forward", Forward)
 
@@ -121,17 +135,18 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     front = request.app[FRONT]
     started, status = front.clock(), CLIENT_CLOSED
     error: StarlingError | None = None
-    given = request.headers.get("X-Request-Id", "")
-    request[REQUEST_ID] = given if _CLIENT_ID.fullmatch(given) else ""
+    facts, path = _facts(request), request.path
+    request[REQUEST_ID] = facts.client_id
     try:
-        if request.path.startswith("/v1/fleet") and front.is_operator(request.headers.get("Authorization")):
+        is_fleets = path.startswith("/v1/fleet")
+        if is_fleets and front.is_operator(facts.authorization):
             request[CALLER], request[PRINCIPAL] = Caller("operator", is_admin=True), "operator"
-        elif request.path.startswith("/v1/"):
+        elif path.startswith("/v1/"):
             await front.keys.follower.refresh()
-            request[CALLER] = front.keys.caller(request.headers.get("Authorization"), request.headers.get("X-Api-Key"))
-            if not request.path.startswith("/v1/fleet"):  # whose handlers require an administrator's key
-                request[CALLER].require(MODELS)
-            request[PRINCIPAL] = request[CALLER].principal if front.keys else address_principal(_client(request))
+            caller = request[CALLER] = front.keys.caller(facts.authorization, facts.api_key)
+            if not is_fleets:  # whose handlers require an administrator's key
+                caller.require(MODELS)
+            request[PRINCIPAL] = caller.principal if front.keys else address_principal(_client(request))
         response = await handler(request)
         status = response.status
         return response
@@ -146,13 +161,13 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception:
-        log.exception("internal error", extra={**_log_names(request, given, None), "path": request.path})
+        log.exception("internal error", extra={**_log_names(request, None), "path": request.path})
         error = StarlingError("INTERNAL", "internal error of the orchestrator; its log has the details")
         status = error.status
         return _report(request, error)
     finally:
         # In the next round of the loop, before anything else is received: the end of the response does not wait for it.
-        asyncio.get_running_loop().call_soon(_note, request, given, status, error, front.clock() - started)
+        asyncio.get_running_loop().call_soon(_note, request, status, error, front.clock() - started)
 
 
 def _client(request: web.Request) -> str:
@@ -163,23 +178,44 @@ def _client(request: web.Request) -> str:
     return proxies.client(peer, headers.getall("X-Forwarded-For", []), headers.getall("Forwarded", [])).address
 
 
-def _note(request: web.Request, given: str, status: int, error: StarlingError | None, took_s: float) -> None:
+def facts_of(headers: CIMultiDictProxy[str]) -> HeadFacts:
+    """Those of the fields of a head."""
+    given = headers.get("X-Request-Id", "")
+    return HeadFacts(
+        client_id=given if _CLIENT_ID.fullmatch(given) else "",
+        authorization=headers.get("Authorization"),
+        api_key=headers.get("X-Api-Key"),
+        key=headers.get(KEY),
+        last_id=headers.get("Last-Event-ID", ""),
+        passed_on={name: ", ".join(headers.getall(name)) for name in _PASSED_ON if name in headers},
+    )
+
+
+def _facts(request: web.Request) -> HeadFacts:
+    found: HeadFacts | None = request.get(FACTS)
+    if found is None:
+        found = request[FACTS] = facts_of(request.headers)
+    return found
+
+
+def _note(request: web.Request, status: int, error: StarlingError | None, took_s: float) -> None:
     """Count an answer, and log it."""
     front, path = request.app[FRONT], request.path
     resource = request.match_info.route.resource
     endpoint = resource.canonical if resource is not None else "other"
     front.answered(endpoint, status, took_s, error.code if error is not None else "")
+    if FORWARD in request:
+        front.prepare(request[CALLER].tenant)
     if not front.config.logging.log_requests or not path.startswith("/v1/"):
         return
     # An event has a budget of lines: one who watches the fleet must not use up that of the clients' requests.
     level = logging.WARNING if status >= 500 else logging.INFO
     is_operators = path.startswith("/v1/fleet")
-    if is_operators and request.method == "GET" and status < 400:
-        level = logging.DEBUG
+    level = logging.DEBUG if is_operators and request.method == "GET" and status < 400 else level
     if not log.isEnabledFor(level) or logs.suppresses(log, level, "fleet request" if is_operators else "request"):
         return
     facts = {
-        **_log_names(request, given, error),
+        **_log_names(request, error),
         "endpoint": endpoint,
         "status": status,
         "duration_ms": round(took_s * 1000, 1),
@@ -192,8 +228,8 @@ def _note(request: web.Request, given: str, status: int, error: StarlingError | 
         log.log(level, "request", extra=facts)
 
 
-def _log_names(request: web.Request, given: str, error: StarlingError | None) -> dict[str, str | None]:
-    """The ids and names that a log line about the request has. `given`: its X-Request-Id."""
+def _log_names(request: web.Request, error: StarlingError | None) -> dict[str, str | None]:
+    """The ids and names that a log line about the request has."""
     forward, caller = request.get(FORWARD), request.get(CALLER)
     if NAMED in request:
         named: dict[str, Any] = request[NAMED]
@@ -202,7 +238,7 @@ def _log_names(request: web.Request, given: str, error: StarlingError | None) ->
         names = BodyNames(*error.names) if error is not None else BodyNames()
     return {
         "request_id": (forward.id if forward is not None else "") or _own_id(request),
-        "client_request_id": given if _CLIENT_ID.fullmatch(given) else None,
+        "client_request_id": _facts(request).client_id or None,
         "tenant": caller.tenant if caller is not None else None,
         "model": names.model or None,
         "session_id": names.session_id or None,
@@ -280,15 +316,10 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _text(request: web.Request, front: Front) -> web.StreamResponse:
-    await front.take_request(request[CALLER])
-    ticket = await front.ticket(
-        request[CALLER],
-        request.path,
-        await body_of(request),
-        headers_of(request),
-        request.headers.get(KEY),
-        request.headers.get("Last-Event-ID", ""),
-    )
+    caller, facts = request[CALLER], _facts(request)
+    await front.take_request(caller)
+    body = await body_of(request)
+    ticket = await front.ticket(caller, request.path, body, headers_of(request), facts.key, facts.last_id)
     try:
         if ticket.stored:
             request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
@@ -401,10 +432,8 @@ async def body_of(request: web.Request) -> bytes:
 
 def headers_of(request: web.Request) -> dict[str, str]:
     """The headers of a request that go to engines."""
-    headers = {name: ", ".join(request.headers.getall(name)) for name in _PASSED_ON if name in request.headers}
-    if name := request[REQUEST_ID]:
-        headers["X-Request-Id"] = name
-    return headers
+    passed_on, name = _facts(request).passed_on, request[REQUEST_ID]
+    return {**passed_on, "X-Request-Id": name} if name else {**passed_on}
 
 
 # ------------------------------------------------------------------ the fleet

@@ -18,6 +18,11 @@ MAX_SIZE_BYTES = 1 << 10  # of the line with the size of a chunk
 
 _STATUS = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [^\r\n]*)?")
 _LINE = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[^\r\n]*")
+# A whole head as nearly all are: what it has is what the strict reading of its lines finds.
+_HEAD = re.compile(
+    rb"HTTP/1\.([01]) ([2-9][0-9]{2})(?: [\t -~\x80-\xff]*)?"
+    rb"((?:\r\n[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*)*)\r\n\r\n"
+)
 _FIELD = re.compile(r"\r\n([!#$%&'*+.^_`|~0-9A-Za-z-]+):([^\r\n]*)")  # in a head, behind its first line
 _BLANKS = " \t"
 _LENGTH = re.compile(r"[0-9]{1,15}")
@@ -134,6 +139,11 @@ class ResponseReader:
     def _read_head(self, data: bytes) -> int:
         """Where the body begins. While the head is not complete, where it begins."""
         at = 0
+        if (usual := _HEAD.match(data, 0, MAX_HEAD_BYTES)) is not None:
+            found = _FIELD.findall(usual[3].decode("utf-8", "surrogateescape"))
+            if len(found) <= MAX_FIELDS:
+                self._begin(int(usual[2]), usual[1] == b"1", Fields(found))
+                return usual.end()
         while True:
             end = data.find(b"\r\n\r\n", at)
             if (end if end >= 0 else len(data) - 3) - at > MAX_HEAD_BYTES:
@@ -151,11 +161,14 @@ class ResponseReader:
                 break
             if status == 101:
                 raise ResponseError("a response switches the protocol, which was not asked for")
+        self._begin(status, is_1_1, fields)
+        return at
+
+    def _begin(self, status: int, is_1_1: bool, fields: Fields) -> None:
         self.status, self.fields = status, fields
         connection = fields.find("connection")
         self.keeps_connection = is_1_1 and (connection is None or "close" not in _tokens(connection))
         self._choose_framing(is_1_1)
-        return at
 
     def _choose_framing(self, is_1_1: bool) -> None:
         coding, length = self.fields.find("transfer-encoding"), self.fields.find("content-length")

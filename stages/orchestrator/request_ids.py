@@ -15,24 +15,68 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from pipeline.errors import InvalidRequest, NotFound
 
+DRAWN_BYTES = 1000  # of random digits at once
+MAX_PREPARED = 256  # tenants
 _ID = re.compile(r"req-([0-9a-f]{18})([0-9a-f]{6})")
 _LAST_ID = re.compile(r"(req-[0-9a-f]{24}):[0-9a-f.\-]{1,4096}")
+
+
+class RandomDigits:
+    """Random hexadecimal digits. Many are drawn at once: a call of the kernel takes longer than all else of an id."""
+
+    def __init__(self) -> None:
+        self._digits = ""
+        self._at = 0
+
+    def __call__(self, n_bytes: int) -> str:
+        """The digits of so many bytes."""
+        end = self._at + 2 * n_bytes
+        if end > len(self._digits):
+            self._digits, self._at, end = secrets.token_hex(max(DRAWN_BYTES, n_bytes)), 0, 2 * n_bytes
+        digits, self._at = self._digits[self._at : end], end
+        return digits
+
+
+class _Prepared(NamedTuple):
+    """An id that no request has had."""
+
+    second: int  # since 1970
+    request_id: str
+    seed: int
 
 
 class RequestIds:
     """`secret`: of the fleet. `wall`: s since 1970. `draw(n)`: random hexadecimal digits of n bytes."""
 
-    def __init__(self, secret: str, wall: Callable[[], float], draw: Callable[[int], str] = secrets.token_hex) -> None:
+    def __init__(self, secret: str, wall: Callable[[], float], draw: Callable[[int], str] | None = None) -> None:
         self._keyed = hmac.new(secret.encode(), digestmod="sha256")  # copied for each digest: the key is hashed once
         self._wall = wall
-        self._draw = draw
+        self._draw = draw or RandomDigits()
+        self._prepared: dict[str, _Prepared] = {}  # by tenant
+        self._last = _Prepared(0, "", 0)  # the last one that was used
 
     def new(self, tenant: str) -> str:
         """The id of a new request."""
-        return self._sealed(f"{int(self._wall()) & 0xFFFFFFFF:08x}{self._draw(5)}", tenant)
+        prepared, second = self._prepared.pop(tenant, None), int(self._wall())
+        if prepared is not None and prepared.second == second:
+            self._last = prepared
+            return prepared.request_id
+        return self._new(tenant, second)
+
+    def prepare(self, tenant: str) -> None:
+        """Make the id, and the seed, of the next request now: it uses them if it comes in the same second."""
+        if len(self._prepared) >= MAX_PREPARED:
+            self._prepared.clear()
+        second = int(self._wall())
+        request_id = self._new(tenant, second)
+        self._prepared[tenant] = _Prepared(second, request_id, self.seed(request_id))
+
+    def _new(self, tenant: str, second: int) -> str:
+        return self._sealed(f"{second & 0xFFFFFFFF:08x}{self._draw(5)}", tenant)
 
     def of_key(self, tenant: str, key: str) -> str:
         """The id of the request that the tenant sends with this `Idempotency-Key`."""
@@ -57,7 +101,8 @@ class RequestIds:
         salt: of the tenant's cached pages; "": shared.
         """
         created = int(self._wall()) if is_keyed else int(request_id[4:12], 16)
-        name = f"{request_id}; created={created}; seed={self.seed(request_id)}"
+        seed = self._last.seed if self._last.request_id == request_id else self.seed(request_id)
+        name = f"{request_id}; created={created}; seed={seed}"
         return f"{name}; salt={self.salt(salt)}" if salt else name
 
     def salt(self, salt: str) -> str:

@@ -28,24 +28,13 @@ from stages.orchestrator.adapter_hosts import HELD_STATES, Published
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
+from stages.orchestrator.model_places import ModelPlace, ModelPlaces
 from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
-from stages.orchestrator.score import (
-    Weights,
-    loaded,
-    names_in,
-    residence,
-    shared_files,
-    terms,
-    text_kind_of,
-    version_of,
-)
+from stages.orchestrator.score import Weights, loaded, names_in, residence, shared_files, terms
 from stages.orchestrator.session_cost import Place, Size, terms_of
 
 RETRY_AFTER_S = 1.0
-
-
-_UNPUBLISHED = Published("", 0)
 
 
 class Route(NamedTuple):
@@ -85,7 +74,7 @@ class ScoreRouter(RequestRouter):
         self._order = order
         self._names = names
         self._table: dict[str, NodeView] = {}
-        self._holders: dict[str, set[str]] = {}  # agents that give the pieces of a file, by its digest
+        self._places = ModelPlaces()
         self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model, which has those of its adapters
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
@@ -98,11 +87,12 @@ class ScoreRouter(RequestRouter):
     def update_routing_table(self, table: RoutingTable) -> None:
         """Route by this table from now on. Forgets what was measured of agents that have left."""
         self._table = {view.agent_id: view for view in table}
-        self._holders = {}
+        holders: dict[str, set[str]] = {}  # agents that give the pieces of a file, by its digest
         for view in table:
             if view.health == "READY":
                 for digest in shared_files(view.details):
-                    self._holders.setdefault(digest, set()).add(view.agent_id)
+                    holders.setdefault(digest, set()).add(view.agent_id)
+        self._places = ModelPlaces(holders)
         self.rates.keep_only(set(self._table))
         running = [(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation]
         self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
@@ -129,6 +119,10 @@ class ScoreRouter(RequestRouter):
         """Whether an agent has the model loaded, or is loading it."""
         return any(loaded(view.details, model) is not None for view in self._table.values())
 
+    def is_known(self, model: str) -> bool:
+        """Whether the model is published, or an agent has it loaded or is loading it."""
+        return self._published(model) is not None or self.has(model)
+
     def adapters_of(self, base: str) -> list[str]:
         """The adapters of a model that are published or loaded, as MODEL:ADAPTER."""
         known = [*self._names(), *(name for view in self._table.values() for name in names_in(view.details))]
@@ -139,7 +133,7 @@ class ScoreRouter(RequestRouter):
 
         Raises `ModelNotFound` if several have one.
         """
-        if ":" in name or self._published(name) is not None or self.has(name) or self._is_cached(name):
+        if ":" in name or self.is_known(name) or self._is_cached(name):
             return name
         found = sorted(one for one in self._names() if adapter_of(one) == name)
         if len(found) > 1:
@@ -175,10 +169,12 @@ class ScoreRouter(RequestRouter):
         scored = [self._score(request, view) for view in self._table.values()]
         ready = [one for one in scored if one.is_candidate and one.state == "READY"]
         candidates = [one for one in ready if self._table[one.agent_id].health == "READY"] or ready
-        candidates = [one for one in candidates if self._table[one.agent_id].may_start] or candidates
-        candidates = adapter_hosts.of_published(candidates, self._table, request.model, self._published(request.model))
-        if request.pinned:
-            candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
+        if len(candidates) > 1:
+            candidates = [one for one in candidates if self._table[one.agent_id].may_start] or candidates
+            published = self._published(request.model)
+            candidates = adapter_hosts.of_published(candidates, self._table, request.model, published)
+            if request.pinned:
+                candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
         order = by_name(request.begins) if request.begins and not request.is_held else self._order
         if not candidates:
             self._refuse(request, scored)
@@ -191,7 +187,9 @@ class ScoreRouter(RequestRouter):
             hosts = {view.agent_id for view in self._table.values() if self.is_host(view, request.model)}
             candidates = adapter_hosts.nearest(candidates, request.model, hosts, begun)
             cause, order = "cold", by_score
-        best = min(candidates, key=lambda one: order(one, self._last_turn))
+        best = candidates[0]
+        if len(candidates) > 1:
+            best = min(candidates, key=lambda one: order(one, self._last_turn))
         view = self._table[best.agent_id]
         rates = self.rates.of(best.agent_id, request.model)
         predicted_s = max(0.0, best.score_s + request.prompt_bytes * rates.prefill_s_per_byte.value)
@@ -239,43 +237,41 @@ class ScoreRouter(RequestRouter):
                 )
 
     def _score(self, request: RoutedRequest, view: NodeView) -> AgentScore:
-        model, details = request.model, view.details
-        running = loaded(details, model)
-        published = self._published(model) or _UNPUBLISHED
-        # An adapter is where its model is: it is small beside that.
-        name = model if running is not None and running.model_state == "READY" else base_of(model)
-        holders = self._holders.get(published.digest, ())
-        where = residence(details, name, published.digest, published.nbytes, holders)
-        ahead = self._ahead(view.agent_id, loaded(details, name))
-        matched = self.prefixes.matched_bytes(engine_name(view.agent_id, running), request.blocks) if running else 0
+        model = request.model
+        place = self._places.find(view, model, self._published(model))
+        ahead = self._ahead(view.agent_id, place.queue)
+        matched = 0
+        if request.blocks and place.running is not None:
+            matched = self.prefixes.matched_bytes(place.engine, request.blocks)
         rates = self.rates.of(view.agent_id, model)
-        found = terms(details, where, rates, ahead=ahead, matched_bytes=min(matched, request.prompt_bytes))
-        reason = self._objection(request, view, running)
+        prompt = min(matched, request.prompt_bytes)
+        found = terms(view.details, place.where, rates, ahead=ahead, matched_bytes=prompt)
+        is_ready = _answers(request, view, place.running)
+        reason = self._objection(request, view, place, is_ready)
         return AgentScore(
             agent_id=view.agent_id,
             score_s=found.total(self.weights),
             terms=found,
-            level=where.level,
+            level=place.where.level,
             ahead=ahead,
             matched_bytes=matched,
-            state="READY" if _answers(request, view, running) else running.model_state if running is not None else "",
+            state="READY" if is_ready else place.running.model_state if place.running is not None else "",
             is_candidate=not reason,
             reason=reason,
         )
 
-    def _objection(self, request: RoutedRequest, view: NodeView, running: LoadedModel | None) -> str:
-        """Why the agent is no candidate; "" if it is one."""
+    def _objection(self, request: RoutedRequest, view: NodeView, place: ModelPlace, is_ready: bool) -> str:
+        """Why the agent is no candidate; "" if it is one. `is_ready`: its engine answers the request."""
         if view.agent_id in request.excluded:
             return "it has just failed this request"
         if request.is_held and request.pinned not in ("", view.agent_id):
             return f"agent {request.pinned} holds its session or answer"
-        is_ready = _answers(request, view, running)
         if not view.may_start and not (request.is_held and is_ready):
             return view.reason
-        is_of_version = running is not None and is_ready and _serves(running, request.version)
-        if request.version and not is_of_version and (is_ready or not self._may_become(request.model, request.version)):
+        is_other = bool(request.version) and not (is_ready and request.version in place.versions)
+        if is_other and (is_ready or not self._may_become(request.model, request.version)):
             return "it does not serve the version that began the answer"
-        if request.has_context and is_ready and running is not None and not running.takes_conversations:
+        if request.has_context and is_ready and place.running is not None and not place.running.takes_conversations:
             return "its engine takes no conversations of /v1/responses"
         if is_ready:
             if self._under_way[view.agent_id, base_of(request.model)] >= self._max_per_agent:
@@ -438,8 +434,7 @@ class ScoreRouter(RequestRouter):
         self._last_used[key] = self._last_used[route.agent_id, request.model] = next(self._turns)
         if ":" in request.model:
             self._of_adapter[route.agent_id, request.model] += 1
-        view = self._table.get(route.agent_id)
-        if view is not None and route.engine is not None:
+        if request.blocks and route.engine is not None and route.agent_id in self._table:
             self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
 
     def first_token(self, route: Route, request: RoutedRequest, seconds: float) -> None:
@@ -478,11 +473,6 @@ class ScoreRouter(RequestRouter):
         """Requests of this orchestrator at an agent, of a model or of all."""
         base = base_of(model)
         return sum(n for (name, one), n in self._under_way.items() if name == agent_id and base in ("", one))
-
-
-def _serves(running: LoadedModel, version: str) -> bool:
-    """Whether an answer of the version goes on there: from its tokens, or from its text."""
-    return version in (version_of(running), text_kind_of(running))
 
 
 def _answers(request: RoutedRequest, view: NodeView, running: LoadedModel | None) -> bool:

@@ -27,8 +27,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from pipeline.api import sse
 from stages.orchestrator.client_connections import Client, ClientConnections
 from stages.orchestrator.event_response import IN_EVENTS, UNDRAINED_BYTES, date_field, while_read
-from stages.orchestrator.http_app import own_headers
-from stages.orchestrator.text_request import Head, read_head
+from stages.orchestrator.http_app import FACTS, HeadFacts, facts_of, own_headers
+from stages.orchestrator.text_request import Head, HeadReader
 
 log = logging.getLogger("starling.orchestrator.http")
 
@@ -52,14 +52,20 @@ class PlainRequest(dict[Any, Any]):
         super().__init__()
         self.writer = connection
         self.path = head.path
-        self.headers = CIMultiDictProxy(CIMultiDict(head.fields))
+        self[FACTS] = connection.facts_of(head)
         self.remote = connection.remote
         self.app = connection.server.app
         self.match_info = connection.server.matches[head.path]
         self.content = self  # the body's reader
         self.content_length = head.n_body
         self.is_answered = False  # whole
+        self._head = head
         self._body = body
+
+    @property
+    def headers(self) -> CIMultiDictProxy[str]:
+        """The fields of its head."""
+        return fields_of(self._head)
 
     @property
     def keep_alive(self) -> bool:
@@ -102,7 +108,7 @@ class TextServer:
         self.clients = clients
         self.connections: set[TextConnection] = set()
         self.others: set[OtherConnection] = set()
-        self.tasks: set[asyncio.Task[None]] = set()  # that answer plain requests, also of clients that have left
+        self.tasks: set[asyncio.Task[None]] = set()  # that answer plain requests of clients that have left
         self.is_stopping = False
         self.is_closing = False
         self._server = server
@@ -134,16 +140,21 @@ class TextServer:
         """Close the connections, and cancel the requests that have not ended after `wait_s`."""
         self.stop()
         self.is_closing = True  # what is received from now on is not read
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=wait_s)
+        if running := self._running():
+            await asyncio.wait(running, timeout=wait_s)
+        running = self._running()
         for one in list(self.connections):
             one.end()
-        for task in self.tasks:  # also those whose clients have left
+        for task in running:  # also those whose clients have left
             task.cancel()
-        if self.tasks:
-            await asyncio.wait(self.tasks, timeout=CANCEL_S)
+        if running:
+            await asyncio.wait(running, timeout=CANCEL_S)
         self.connections.clear()
         self.clients.close()
+
+    def _running(self) -> set[asyncio.Task[None]]:
+        """The tasks that answer plain requests."""
+        return self.tasks | {one.task for one in self.connections if one.task is not None}
 
 
 class TextConnection(asyncio.Protocol):
@@ -160,7 +171,9 @@ class TextConnection(asyncio.Protocol):
         self._client: Client | None = None
         self._received: list[bytes] = []  # and not a request that is being answered
         self._n_received = 0  # bytes
+        self._heads = HeadReader(server.matches)
         self._head: Head | None = None  # of what was received, if its body is not complete
+        self._facts: tuple[int, HeadFacts] | None = None  # of the last request, and the number of its head
         self._is_held = False
         self._is_half_closed = False
         self._may_write: asyncio.Future[None] | None = None
@@ -235,6 +248,8 @@ class TextConnection(asyncio.Protocol):
             may_write.set_exception(ConnectionResetError("the client has disconnected"))
             may_write.exception()  # also if nothing waits for it
         if self.task is not None:
+            self.server.tasks.add(self.task)
+            self.task.add_done_callback(self.server.tasks.discard)
             self.task.cancel()
 
     # ---------------------------------------------------------------- requests
@@ -245,7 +260,7 @@ class TextConnection(asyncio.Protocol):
         if head is None:
             data = b"".join(self._received) if len(self._received) > 1 else self._received[0]
             self._received = [data]
-            head = self._head = read_head(data, self.server.matches)
+            head = self._head = self._heads.read(data)
         if head is None or self._n_received > (end := head.n_head + head.n_body):
             self._hand_over()
         elif self._n_received < end:
@@ -259,8 +274,14 @@ class TextConnection(asyncio.Protocol):
                 self._restart_timer()
             self._request = PlainRequest(self, head, body)
             self.task = self._loop.create_task(self._answer(self._request))
-            self.server.tasks.add(self.task)
-            self.task.add_done_callback(self.server.tasks.discard)
+
+    def facts_of(self, head: Head) -> HeadFacts:
+        """What is used of the last head that was read."""
+        if self._facts is not None and self._facts[0] == self._heads.number:
+            return self._facts[1]
+        facts = facts_of(fields_of(head))
+        self._facts = (self._heads.number, facts) if self._heads.is_kept else None
+        return facts
 
     def _take(self) -> bytes:
         """What was received."""
@@ -427,3 +448,8 @@ class OtherConnection(RequestHandler):
         super().connection_lost(exc)
         self._texts.others.discard(self)
         self._texts.clients.release(self._client)
+
+
+def fields_of(head: Head) -> CIMultiDictProxy[str]:
+    """The fields of a head, as aiohttp has them."""
+    return CIMultiDictProxy(CIMultiDict(head.fields))

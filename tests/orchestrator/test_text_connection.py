@@ -57,12 +57,12 @@ class Site:
                 raise RuntimeError("a fault")
             if body == b"quiet stream":  # its head is sent, and no event follows
                 quiet = EventResponse(request, {"By": "stream"})
-                await quiet.begin(200, {})
+                quiet.begin(200, {})
                 await quiet.write(b": begun\n\n")
                 await asyncio.get_running_loop().create_future()
             if body == b"stream":
                 response = EventResponse(request, {"By": "stream"})
-                await response.begin(200, {})
+                response.begin(200, {})
                 for _ in range(8):
                     await response.write(b"x" * BUFFERED_BYTES)
                 return await response.end()
