@@ -351,6 +351,8 @@ class LoadedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     digest: str  # SHA-256 of its prepared file
     bytes: int
     is_ready: bool  # requests for it may be sent, if the model is ready
+    running: int = 0  # requests that name it
+    requests: int = 0  # that have named it and ended, since its engine started
 
 
 class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):

@@ -159,6 +159,10 @@ FAMILIES: dict[str, Family] = {
             ("direction",),
         ),
         Family("starling_requests_in_flight", "gauge", "HTTP requests being answered."),
+        Family(
+            "starling_model_requests_in_flight", "gauge", "Requests for text by model, or MODEL:ADAPTER.", ("model",)
+        ),
+        Family("starling_model_requests_total", "counter", "Those of them that have ended.", ("model",)),
         Family("starling_tls_certificate_expiry_seconds", "gauge", "When the certificate expires, in s since 1970."),
         Family("starling_recoveries_total", "counter", "Sequences submitted again after a stage died."),
         Family("starling_journal_left_out_total", "counter", "Requests that the journal had no room for."),

@@ -6,6 +6,7 @@ http_api.py    the calls of orchestrators
 doors.py       TLS in front of the engines
 models.py      which models are placed here
 adapters.py    LoRA adapters of those models
+memory_check.py  whether the host has memory for them
 placement.py   one model: download, engine, restarts, end
 heartbeat.py   what the agent reports
 held_prefixes.py  the pages that its engines hold, and how that changes

@@ -79,12 +79,14 @@ class Adapters:
         pinned: Callable[[], Collection[str]],
         *,
         reads_blobs: bool = True,
+        make_memory: Callable[[str, int], Awaitable[object]] | None = None,
     ) -> None:
         """place: loads a model with an adapter, or returns its placement.  settings: of a model.
 
         stores: that this agent reads by itself.  signed: reads by URLs of orchestrators; None: it takes none.
         engine_of: the other engine that computes a model; "": none does.  pinned: digests of models in use.
         reads_blobs: whether `stores` has `fleet.blobs`, whose answer that there is no such adapter is the last word.
+        make_memory: of MODEL:ADAPTER and its bytes, before a running engine gets it; raises `ResourceError`.
         """
         self._config = config
         self._context = context
@@ -95,6 +97,7 @@ class Adapters:
         self._engine_of = engine_of
         self._pinned = pinned
         self._reads_blobs = reads_blobs
+        self._make_memory = make_memory
         self._loads: dict[str, AdapterLoad] = {}  # by MODEL:ADAPTER
         self._unloads: dict[str, asyncio.Task[None]] = {}  # likewise
         self.on_loaded: Callable[[], object] = lambda: None
@@ -143,8 +146,8 @@ class Adapters:
         """Let no more requests name an adapter. Idempotent. Raises `StarlingError`.
 
         A caller that is cancelled leaves nothing half-done: the work goes on.  With `only_idle` it raises `Conflict`
-        while the adapter is loading, and for `SETTLE_S` afterwards: two that take turns at one place serve those who
-        wait for them.
+        while the adapter has requests or is loading, and for `SETTLE_S` afterwards: two that take turns at one place
+        serve those who wait for them.
         """
         if reason := check_adapter_names(name):
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
@@ -152,6 +155,8 @@ class Adapters:
         digest = load.entry.digest if load is not None else ""
         if load is not None and only_idle:
             self._check_settled(load)
+            if load.placement is not None:
+                await load.placement.check_adapter_idle(load.entry.adapter)
         if load is not None:
             task = self._unloads.get(name)
             if task is None:
@@ -307,6 +312,8 @@ class Adapters:
         load.file = AdapterFile(adapter_of(entry.name), entry.digest, path, entry.bytes)
         of_model = LoadModelRequest(model_id=entry.base, digest=entry.base_digest, signed=request.signed)
         load.placement = await self._place(of_model, load.file)
+        if self._make_memory is not None and load.placement.adapters.get(load.file.name) != load.file:
+            await self._make_memory(entry.name, entry.bytes)
         try:
             await load.placement.add_adapter(load.file, self._timeout_s)
         except ResourceError as error:

@@ -28,7 +28,8 @@ from stages.agent.engines.standby import free_memory
 from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
-from stages.agent.models import MEGABYTE, Models, Stored
+from stages.agent.memory_check import MEGABYTE
+from stages.agent.models import Models, Stored
 from stages.agent.placement import Placement
 
 CHAT_PATH = "/v1/chat/completions"
@@ -199,6 +200,8 @@ class Reporter:
                     digest=one.digest,
                     bytes=one.nbytes,
                     is_ready=is_ready and placement.serving.get(one.name) == one.digest,
+                    running=placement.adapter_use(one.name).running,
+                    requests=placement.adapter_use(one.name).ended,
                 )
                 for one in placement.adapters.values()
             ),

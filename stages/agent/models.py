@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 
-from pipeline import procfs
 from pipeline.api.adapter_names import base_of
 from pipeline.blobs.address import needs_credentials
 from pipeline.blobs.interface import BlobStore
@@ -56,13 +55,13 @@ from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import AdapterFile, Engine
 from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
+from stages.agent.memory_check import MEGABYTE, check_adapter_memory, check_memory
 from stages.agent.placement import Placement, Source
 
 log = logging.getLogger("starling.agent")
 
 DOWNLOADS_AT_ONCE = 2
 MAX_FAILED = 16  # models whose failure is remembered
-MEGABYTE = 1 << 20
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +132,7 @@ class Models:
             lambda name: self.other_engines[name].engine if name in self.other_engines else "",
             lambda: self.pinned,
             reads_blobs=self._reads_blobs,
+            make_memory=self._make_adapter_memory,
         )
         self.adapters.on_loaded = self._store
         self._placed: OrderedDict[str, Placement] = OrderedDict()
@@ -204,7 +204,7 @@ class Models:
                     f"{', '.join(sorted(one.model_id for one in running))}",
                     "fleet.agent.max_models",
                 )
-            await self.make_memory(entry)
+            await self.make_memory(entry, adapters)
             if signed is not None and self._signed is not None:
                 self._signed.begin(signed)
             placement = Placement(
@@ -394,42 +394,27 @@ class Models:
         assert failure is not None
         raise failure
 
-    async def make_memory(self, entry: Source) -> None:
-        """Raise `ResourceError` unless the machine has memory for the model, without standby engines if need be."""
+    async def make_memory(self, entry: Source, adapters: tuple[AdapterFile, ...] = ()) -> None:
+        """Raise `ResourceError` unless the machine has memory for the model, without standby engines if need be.
+
+        `adapters`: with which it is started, besides those of its settings.
+        """
+        await self._with_memory(
+            entry.name, partial(check_memory, self._config, entry, self.settings(entry.name), adapters)
+        )
+
+    async def _make_adapter_memory(self, name: str, nbytes: int) -> None:
+        """Raise `ResourceError` unless the machine has memory for an adapter of an engine that runs."""
+        await self._with_memory(name, partial(check_adapter_memory, name, nbytes))
+
+    async def _with_memory(self, name: str, check: Callable[[], None]) -> None:
         try:
-            self._check_memory(entry)
+            check()
         except ResourceError:
             pause_s = self._config.fleet.agent.start_timeout_s  # until its engine has the memory
-            if not await self.standby.give_up(f"{entry.name} needs the memory", pause_s):
+            if not await self.standby.give_up(f"{name} needs the memory", pause_s):
                 raise
-            self._check_memory(entry)
-
-    def _check_memory(self, entry: Source) -> None:
-        """Raise `ResourceError` unless the machine has memory for the model."""
-        if isinstance(entry, LocalModel):
-            if (wanted := entry.engine.memory_mb * MEGABYTE) > (available := procfs.available_memory()):
-                raise ResourceError(
-                    f"{entry.name!r} may allocate {wanted:,} bytes (memory_mb of fleet.agent.engines), and this host "
-                    f"has {available:,}: unload a model, or lower memory_mb",
-                    "model_id",
-                )
-            return
-        model = self.settings(entry.name)
-        arenas = self._config.kv_cache_bytes(model)
-        weights = 0 if self._config.performance.use_mmap else entry.weights_bytes
-        available, total = procfs.available_memory(), procfs.total_memory()
-        if arenas + weights > total:
-            raise ModelUnavailable(
-                f"{entry.name!r} needs {arenas + weights:,} bytes of memory ({arenas:,} of KV pages), and this host "
-                f"has {total:,} in all: lower kv_cache_mb",
-                "model_id",
-            )
-        if arenas + weights > available:
-            raise ResourceError(
-                f"{entry.name!r} needs {arenas + weights:,} bytes of memory ({arenas:,} of KV pages), and this host "
-                f"has {available:,}: unload a model, or lower kv_cache_mb",
-                "model_id",
-            )
+            check()
 
     # ------------------------------------------------------------------ engines
 

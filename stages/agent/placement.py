@@ -31,7 +31,7 @@ from pipeline.fleet.bodies import ModelState, Progress
 from pipeline.supervise.restart_policy import RestartPolicy
 from stages.agent.downloads.adapter import digest_of
 from stages.agent.downloads.remaining import Remaining
-from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.interface import AdapterFile, AdapterUse, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.local_model import LocalModel
 
 log = logging.getLogger("starling.agent")
@@ -135,6 +135,19 @@ class Placement:
                 self.queue = await self.engine.queue()
             except EngineDied:
                 return  # `_run` learns of its end by itself
+
+    def adapter_use(self, name: str) -> AdapterUse:
+        """The requests that named an adapter, as of the engine's last metrics."""
+        return self.queue.adapters.get(name, AdapterUse())
+
+    async def check_adapter_idle(self, name: str) -> None:
+        """Raise `Conflict` if an adapter has requests, as of the engine's last metrics."""
+        await self.measure()
+        if has := self.adapter_use(name).running:
+            raise Conflict(
+                f"{self.model_id}:{name} has {has} requests: unload it when they have ended, or without only_idle",
+                "only_idle",
+            )
 
     async def check_idle(self) -> None:
         """Raise `Conflict` if the engine has requests, as of its last metrics."""

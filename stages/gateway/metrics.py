@@ -7,6 +7,7 @@ pipeline/observe/metric_families.py; the metrics of the other stages reach /metr
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from pipeline.observe.exemplars import Exemplars, Source
@@ -39,6 +40,7 @@ class GatewayMetrics:
         self.total_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self._asked_models: set[str] = set()  # that requests have named
         self._clock = clock
         self._started = clock()
         self._measure_memory = measure_memory
@@ -84,6 +86,7 @@ class GatewayMetrics:
 
     def ended(self, request: RequestState) -> None:
         """Count a request for text that has ended."""
+        self.numbers.add("starling_model_requests_total", request.spec.shown_model)
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         output = sum(len(sequence.tokens) for sequence in request.sequences)
@@ -163,6 +166,13 @@ class GatewayMetrics:
         self.numbers.set("starling_recoveries_total", counts.resubmitted)
         self.numbers.set("starling_late_frames_total", counts.late, "gateway")
         self.numbers.set("starling_token_gaps_total", counts.gaps)
+
+    def sample_models(self, names: Iterable[str]) -> None:
+        """Update the number of requests of each model and adapter. `names`: of each request that has not ended."""
+        counts = Counter(names)
+        self._asked_models |= counts.keys()
+        for name in self._asked_models:
+            self.numbers.set("starling_model_requests_in_flight", counts[name], name)
 
     def sample_network(self, received: int, sent: int) -> None:
         """Update the metrics of HTTP connections."""

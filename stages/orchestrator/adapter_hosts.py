@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from pipeline.api.adapter_names import adapted_digest, base_of
 from pipeline.fleet.bodies import HeartbeatResponse
 from stages.orchestrator.decisions import AgentScore
-from stages.orchestrator.interfaces import NodeView, RoutingTable
+from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.score import loaded
 
 HELD_STATES = ("DOWNLOADING", "LOADING_TO_GPU", "READY")  # of models that take an engine
@@ -20,6 +20,7 @@ class Published(NamedTuple):
     digest: str  # of the model's file
     nbytes: int
     adapter_digest: str = ""  # of an adapter, whose model has `digest`; "": it is a model
+    at: int = 0  # s since 1970 when it was published; 0: its manifest does not say
 
 
 def is_host(details: HeartbeatResponse, model: str, published: Published | None) -> bool:
@@ -61,20 +62,3 @@ def nearest(
         return loading or candidates
     held = [one for one in candidates if one.agent_id in hosts]
     return [one for one in held if one.state in HELD_STATES] or held or loading or candidates
-
-
-def with_new(
-    last_used: dict[tuple[str, str], int], table: RoutingTable, turns: Iterator[int]
-) -> dict[tuple[str, str], int]:
-    """The last uses by agent and model, with the adapters that have become ready and without those that have left.
-
-    An adapter that this orchestrator has not used counts as used when it was first seen ready: who loaded it needs it.
-    """
-    found = {key: turn for key, turn in last_used.items() if ":" not in key[1]}
-    for view in table:
-        for model in view.details.loaded_models:
-            for adapter in model.adapters:
-                key = (view.agent_id, f"{model.model_id}:{adapter.name}")
-                if adapter.is_ready:
-                    found[key] = last_used[key] if key in last_used else next(turns)
-    return found

@@ -28,6 +28,7 @@ from stages.orchestrator.adapter_hosts import HELD_STATES, Published
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
 from stages.orchestrator.interfaces import NodeView, RequestRouter, RoutedRequest, RoutingTable
+from stages.orchestrator.last_uses import LastUses
 from stages.orchestrator.model_places import ModelPlace, ModelPlaces
 from stages.orchestrator.policies import Order, by_name, by_score
 from stages.orchestrator.rates import Rates
@@ -78,8 +79,7 @@ class ScoreRouter(RequestRouter):
         self._under_way: Counter[tuple[str, str]] = Counter()  # by agent and model, which has those of its adapters
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
-        self._last_used: dict[tuple[str, str], int] = {}  # by agent and model: which model leaves first
-        self._of_adapter: Counter[tuple[str, str]] = Counter()  # requests under way, by agent and MODEL:ADAPTER
+        self._last_uses = LastUses(self._turns)  # which model or adapter leaves first
         self.loading_at: Callable[[str], Collection[str]] = lambda base: ()  # agents that load a model for a request
 
     # ---------------------------------------------------------------- the table
@@ -97,8 +97,7 @@ class ScoreRouter(RequestRouter):
         running = [(view, one) for view in table for one in view.details.loaded_models if one.engine_incarnation]
         self.prefixes.keep_only({engine_name(view.agent_id, one) for view, one in running})
         self._last_turn = {name: turn for name, turn in self._last_turn.items() if name in self._table}
-        self._last_used = {key: turn for key, turn in self._last_used.items() if key[0] in self._table}
-        self._last_used = adapter_hosts.with_new(self._last_used, table, self._turns)
+        self._last_uses.observe(table)
 
     @property
     def table(self) -> list[NodeView]:
@@ -385,11 +384,11 @@ class ScoreRouter(RequestRouter):
     def idle_adapter(self, agent_id: str, model: str, besides: Collection[str]) -> str:
         """The adapter of the same model that leaves the agent for MODEL:ADAPTER: that which was used longest ago.
 
-        "": all others are loading, or have requests of this orchestrator.
+        "": all others are loading, or have requests.
         """
         ready = self.other_adapters(agent_id, model, is_ready=True)
-        others = [name for name in ready if name not in besides and not self._of_adapter[agent_id, name]]
-        return min(others, key=lambda name: (self._last_used.get((agent_id, name), -1), name), default="")
+        others = [name for name in ready if name not in besides and not self._last_uses.has_requests(agent_id, name)]
+        return min(others, key=lambda name: (self._last_uses.of(agent_id, name), name), default="")
 
     def other_adapters(self, agent_id: str, model: str, *, is_ready: bool = False) -> list[str]:
         """The other adapters of the same model on the agent, or those that are ready."""
@@ -423,17 +422,15 @@ class ScoreRouter(RequestRouter):
             and one.model_id not in besides
             and not (one.running or one.vllm_queue_length or self._under_way[view.agent_id, one.model_id])
         ]
-        return min(idle, key=lambda name: (self._last_used.get((view.agent_id, name), -1), name), default=None)
+        return min(idle, key=lambda name: (self._last_uses.of(view.agent_id, name), name), default=None)
 
     # ---------------------------------------------------------------- what happens to requests
 
     def begin(self, route: Route, request: RoutedRequest) -> None:
         """The request is sent to the agent."""
-        key = (route.agent_id, base_of(request.model))
-        self._under_way[key] += 1
-        self._last_used[key] = self._last_used[route.agent_id, request.model] = next(self._turns)
-        if ":" in request.model:
-            self._of_adapter[route.agent_id, request.model] += 1
+        base = base_of(request.model)
+        self._under_way[route.agent_id, base] += 1
+        self._last_uses.begin(route.agent_id, *{base, request.model})
         if request.blocks and route.engine is not None and route.agent_id in self._table:
             self.prefixes.remember(engine_name(route.agent_id, route.engine), request.blocks)
 
@@ -463,11 +460,7 @@ class ScoreRouter(RequestRouter):
         self._under_way[key] -= 1
         if self._under_way[key] <= 0:
             del self._under_way[key]
-        if ":" in request.model:
-            key = (route.agent_id, request.model)
-            self._of_adapter[key] -= 1
-            if self._of_adapter[key] <= 0:
-                del self._of_adapter[key]
+        self._last_uses.end(route.agent_id, request.model)
 
     def under_way(self, agent_id: str, model: str = "") -> int:
         """Requests of this orchestrator at an agent, of a model or of all."""

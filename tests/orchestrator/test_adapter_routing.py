@@ -152,6 +152,46 @@ def test_the_adapter_that_leaves_was_used_longest_ago() -> None:
     assert made.idle_adapter("a", "other:first", ()) == made.idle_adapter("gone", f"{MODEL}:x", ()) == ""
 
 
+def used(name: str, requests: int, running: int = 0) -> LoadedAdapter:
+    """An adapter that has had so many requests."""
+    return LoadedAdapter(name=name, digest=ADAPTERS[name], bytes=10, is_ready=True, requests=requests, running=running)
+
+
+def test_an_adapter_that_another_orchestrator_uses_stays() -> None:
+    """Agents report how many requests have named each adapter."""
+    made = routing(agent("a", engine(adapters=(used("first", 3), used("second", 7)))))
+    for name in ("first", "second"):
+        one = request(model=f"{MODEL}:{name}")
+        route = made.choose(one)
+        made.begin(route, one)
+        made.end(route, one)
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    # Both have had the requests of this orchestrator.
+    made.update_routing_table([agent("a", engine(adapters=(used("first", 4), used("second", 8))))])
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    made.update_routing_table([agent("a", engine(adapters=(used("first", 5), used("second", 8))))])
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:second"
+    made.update_routing_table([agent("a", engine(adapters=(used("first", 5), used("second", 8, running=1))))])
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == f"{MODEL}:first"
+    busy = engine(adapters=(used("first", 5, running=1), used("second", 8, running=1)))
+    made.update_routing_table([agent("a", busy)])
+    assert made.idle_adapter("a", f"{MODEL}:third", ()) == ""
+
+
+def test_a_model_that_another_orchestrator_uses_stays() -> None:
+    made = routing(agent("a", engine(requests=1), engine("other", requests=1), max_models=2))
+    for name in ("other", MODEL):
+        one = request(model=name)
+        route = made.choose(one)
+        made.begin(route, one)
+        made.end(route, one)
+    assert made.idle_model("a", ()) == "other"
+    made.update_routing_table([agent("a", engine(requests=2), engine("other", requests=2), max_models=2)])
+    assert made.idle_model("a", ()) == "other"
+    made.update_routing_table([agent("a", engine(requests=2), engine("other", requests=3), max_models=2)])
+    assert made.idle_model("a", ()) == MODEL
+
+
 def test_an_adapter_that_is_loading_or_has_requests_stays() -> None:
     both = with_adapters("first", "second")
     starting = msgspec.structs.replace(both.adapters[0], is_ready=False)

@@ -15,7 +15,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pipeline.errors import InferenceError, StarlingError
@@ -41,6 +43,13 @@ class AdapterFile(NamedTuple):
     nbytes: int
 
 
+class AdapterUse(NamedTuple):
+    """Requests that named an adapter."""
+
+    running: int = 0
+    ended: int = 0  # since the engine started
+
+
 class Queue(NamedTuple):
     """Sequences."""
 
@@ -50,6 +59,7 @@ class Queue(NamedTuple):
     submitted: int = 0  # since then
     sessions: int = 0  # that it holds
     sessions_moving: int = 0  # whose move is not complete
+    adapters: Mapping[str, AdapterUse] = MappingProxyType({})  # by name
 
 
 class EngineDied(InferenceError):

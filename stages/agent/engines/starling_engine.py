@@ -37,9 +37,9 @@ from shm.pages import NUMERICS
 from stages.agent.engines.child import Child
 from stages.agent.engines.fence import fence, write_mark
 from stages.agent.engines.http_session import HttpSession
-from stages.agent.engines.interface import AdapterFile, Capabilities, Engine, EngineDied, Queue
+from stages.agent.engines.interface import AdapterFile, AdapterUse, Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.kernel_build import KernelBuild
-from stages.agent.engines.prometheus_text import values
+from stages.agent.engines.prometheus_text import by_label, values
 from stages.agent.engines.standby import REFILL_S, Standby, StandbyEngine
 
 READY_POLL_S = 0.01  # until its control socket is there, at first; later a twentieth of the time, up to 0.2 s
@@ -181,9 +181,10 @@ class StarlingEngine(Engine):
         """From its metrics, which are up to a second old."""
         try:
             async with self._call("GET", self._config.metrics.endpoint) as answer:
-                found = values(await answer.text())
+                text = await answer.text()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineDied(f"the engine does not answer: {error}") from None
+        found = values(text)
         hits = found.get("starling_kv_cache_hits_total", 0.0)
         asked = hits + found.get("starling_kv_cache_misses_total", 0.0)
         return Queue(
@@ -193,7 +194,19 @@ class StarlingEngine(Engine):
             int(found.get("starling_sequences_submitted_total", 0)),
             int(found.get("starling_sessions", 0)),
             int(found.get("starling_sessions_moving", 0)),
+            self._adapter_uses(text),
         )
+
+    def _adapter_uses(self, metrics: str) -> dict[str, AdapterUse]:
+        """By name of the adapter, from the engine's metrics."""
+        running = by_label(metrics, "starling_model_requests_in_flight", "model")
+        ended = by_label(metrics, "starling_model_requests_total", "model")
+        before = f"{self._model.name}:"
+        return {
+            name.removeprefix(before): AdapterUse(int(running.get(name, 0)), int(ended.get(name, 0)))
+            for name in running.keys() | ended.keys()
+            if name.startswith(before)
+        }
 
     async def suspend(self) -> None:
         """Drain all models, without time for the requests in flight."""
