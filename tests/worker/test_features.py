@@ -66,6 +66,8 @@ def amx_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     monkeypatch.setenv("STARLING_ISA", "native")
     monkeypatch.delenv("STARLING_AMX_FORMATS", raising=False)
+    monkeypatch.setenv(features.PASSED_ON, "")  # so that what a test sets is unset after it
+    monkeypatch.delenv(features.PASSED_ON)
     return tmp_path
 
 
@@ -99,10 +101,9 @@ def printing(found: dict[str, list[float]]) -> str:
 @pytest.mark.parametrize(
     ("code", "against"),
     [
-        ("print('other bytes'); raise SystemExit(1)", "ended with 1: other bytes"),
+        ('print(\'{"speedups": {}, "against": "other bytes"}\')', "other bytes"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "ended with -4"),
-        ("print('nonsense')", "printed 'nonsense'"),
-        ('print(\'{"speedups": {"Q4_0": [2, 2, 2, 2]}, "against": ""}\')', "expected 4 numbers for each format"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended with -11"),
     ],
 )
 def test_amx_is_probed_in_a_process_of_its_own(
@@ -114,6 +115,99 @@ def test_amx_is_probed_in_a_process_of_its_own(
         assert chosen(monkeypatch) == ("vnni", ())
         assert against in features.amx_verdict().against
     assert (amx_host / "runs").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise MemoryError('no room for a matrix')", "ended with 1: .*MemoryError: no room for a matrix"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "ended with -15"),
+        ("import signal; signal.pause()", "did not end in 0.2 s"),
+        ("print('nonsense')", "printed 'nonsense'"),
+        ('print(\'{"speedups": {"Q4_0": [2, 2, 2, 2]}, "against": ""}\')', "expected 4 numbers for each format"),
+    ],
+    ids=["memory", "killed", "ended", "time", "nonsense", "incomplete"],
+)
+def test_a_probe_without_a_verdict_is_repeated_at_the_next_start(
+    amx_host: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    code: str,
+    reason: str,
+) -> None:
+    """And not before: this process and those that it starts use VNNI, with one warning."""
+    if reason.startswith("did not end"):
+        monkeypatch.setattr(features, "PROBE_S", 0.2)
+    probe_with(monkeypatch, amx_host, code)
+    for _ in range(2):
+        assert chosen(monkeypatch) == ("vnni", ())
+        assert re.search(reason, features.amx_verdict().against, re.DOTALL)
+    child = "from stages.worker.kernels import features as f; print(f.amx_verdict().against)"
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == features.amx_verdict().against
+    (warning,) = caplog.messages
+    assert re.match(f"AMX is not used: its probe .*{reason}.*; the next start tries again", warning, re.DOTALL)
+    monkeypatch.delenv(features.PASSED_ON)  # the next start
+    monkeypatch.setattr(features, "PROBE_S", 60)
+    runs = (amx_host / "runs").read_text() if (amx_host / "runs").exists() else ""
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    for _ in range(2):
+        assert chosen(monkeypatch) == ("amx", ALL_TILES)
+    assert (amx_host / "runs").read_text() == runs + "x"
+
+
+def test_a_probe_that_cannot_be_started_is_repeated_at_the_next_start(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as context:
+        context.setattr(sys, "executable", str(amx_host / "python"))
+        assert chosen(monkeypatch) == ("vnni", ())
+    assert caplog.messages == [
+        "AMX is not used: its probe cannot be started: No such file or directory; the next start tries again"
+    ]
+    monkeypatch.delenv(features.PASSED_ON)
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+
+
+def test_without_a_place_for_the_verdict_amx_is_not_used(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that cannot be made, not even by root: a file is in its place."""
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    (amx_host / "cache").write_text("not a folder")
+    for _ in range(2):
+        assert chosen(monkeypatch) == ("vnni", ())
+    place = features._cache_dir("amx", ALL_TILES)
+    (warning,) = caplog.messages
+    assert warning.startswith(f"AMX is not used: its probe's verdict cannot be kept in {place}: Not a directory; make")
+    assert not (amx_host / "runs").exists()
+
+
+def test_a_verdict_that_cannot_be_stored_is_used(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of its file stands for a full disk."""
+    probe_with(monkeypatch, amx_host, printing(speedups(0.9, Q4_1=1.1)))
+    place = features._cache_dir("amx", ALL_TILES)
+    (place / "amx-speedups.part").mkdir(parents=True)
+    for _ in range(2):
+        assert chosen(monkeypatch) == ("amx", (("Q4_1", 16),))
+    assert (amx_host / "runs").read_text() == "x"
+    (warning,) = caplog.messages
+    assert warning.startswith("AMX was probed, and is each time the server starts: its probe's verdict cannot be kept")
+
+
+def test_a_stored_verdict_is_read_where_nothing_can_be_written(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of the lock, which so cannot be opened."""
+    place = features._cache_dir("amx", ALL_TILES)
+    (place / "amx.lock").mkdir(parents=True)
+    (place / "amx-speedups.json").write_text(json.dumps(Verdict(speedups(1.3), "")._asdict()))
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(

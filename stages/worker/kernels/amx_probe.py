@@ -3,10 +3,10 @@
     STARLING_ISA=amx python -m stages.worker.kernels.amx_probe [ROUNDS ROWS]
 
 Multiplies a matrix of ROWS rows of random codes by the same tokens as the server does (gemm.py), with AMX tiles and
-with VNNI.  Bytes must be equal for every format and number of tokens, else the exit code is 1.  With equal bytes it
-prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at each of `PROBED_TOKENS`.
-A system may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the result is stored once
-(features.py), before any kernel relies on them.
+with VNNI, and prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at each of
+`PROBED_TOKENS`.  Bytes must be equal for every format and number of tokens, else the verdict is against AMX.  A system
+may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the verdict is stored once
+(features.py), before any kernel relies on them.  Without a verdict the exit code is not 0.
 
 Speed depends on the instruction mix of an unpacked block: products and scalings (two in a format of half blocks, else
 one) and minimums.  One format of each mix is timed, and its speedups are those of all formats with this mix.  It also
@@ -155,16 +155,13 @@ def compare(
     return same, {fmt.name: by_mix[instruction_mix(fmt)] for fmt in QUANTIZED}
 
 
-def main() -> int:
-    """Print the verdict, or the reason against AMX; returns the exit code."""
+def main() -> None:
+    """Print the verdict."""
     rounds, rows = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (ROUNDS, ROWS)
     same, speedups = compare(rounds, rows)
-    if not same:
-        print("AMX tiles do not give the bytes that VNNI gives")
-        return 1
-    print(json.dumps(Verdict(speedups, "")._asdict()))
-    return 0
+    verdict = Verdict(speedups, "") if same else Verdict({}, "its tiles do not give the bytes that VNNI gives")
+    print(json.dumps(verdict._asdict()))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,18 +18,21 @@ All give the same bytes (docs/numerics.md); restrictions are for tests and compa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import functools
 import hashlib
 import importlib.util
 import json
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +54,11 @@ Thresholds = tuple[tuple[str, int], ...]
 ALL_TILES: Thresholds = tuple((name, TILE_TOKENS) for name in sorted(ALL_FORMATS))
 
 PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
-PROBE_S = 300  # time limit of the AMX probe; a longer one counts as failed
+PROBE_S = 300  # time limit of the AMX probe
+# How Linux ends a process whose CPU does not run tiles that it reports: by #UD and #GP.
+REFUSALS = (signal.SIGILL, signal.SIGSEGV)
+# The verdict of this process and of those that it starts where none is stored, as JSON.
+PASSED_ON = "STARLING_AMX_VERDICT"
 _SHOW_CPU = (
     "import json, llvmlite.binding as llvm;"
     "print(json.dumps([llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]))"
@@ -63,6 +70,9 @@ _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popc
 # Names of the kernel (/proc/cpuinfo) that differ from LLVM's.
 _KERNEL_NAMES = {"avx512_vnni": "avx512vnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8"}
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # of /proc/cpuinfo
+
+
+log = logging.getLogger("starling.worker")
 
 
 class UnsupportedCpu(ConfigError):
@@ -142,7 +152,7 @@ class Verdict(NamedTuple):
     """What the probe found on this machine."""
 
     speedups: dict[str, list[float]]  # by format, for each of PROBED_TOKENS: time of VNNI / time of AMX
-    against: str  # why AMX is not used at all; "" if its bytes are equal
+    against: str  # why AMX is not used at all; "" if the probe compared it
 
     @property
     def thresholds(self) -> Thresholds:
@@ -193,21 +203,53 @@ def _named_thresholds() -> Thresholds:
     return tuple(sorted(found.items()))
 
 
+class ProbeFailed(RuntimeError):
+    """The AMX probe has ended without a verdict, for a reason that may pass."""
+
+
 def amx_verdict() -> Verdict:
-    """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache."""
+    """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache.
+
+    Where the probe gives no verdict, or none can be stored, this process and those that it starts use what has been
+    found, and the next start probes again.
+    """
+    with contextlib.suppress(KeyError, ValueError):
+        return _parsed(os.environ[PASSED_ON])
     directory = _cache_dir("amx", ALL_TILES)
-    directory.mkdir(parents=True, exist_ok=True)
-    os.utime(directory)  # in use, so that `_prune` keeps the verdict
     path = directory / "amx-speedups.json"
-    with open(directory / "amx.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    verdict = None
+    try:
+        with _locked(directory):
+            if (stored := _read_verdict(path)) is not None:
+                return stored
+            verdict = _probe()
+            part = path.with_suffix(".part")
+            part.write_text(json.dumps(verdict._asdict()))
+            part.rename(path)
+            return verdict
+    except ProbeFailed as error:
+        unkept = f"{error}; the next start tries again"
+    except OSError as error:
         if (stored := _read_verdict(path)) is not None:
             return stored
-        verdict = _probe()
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(verdict._asdict()))
-        part.rename(path)
+        unkept = f"its probe's verdict cannot be kept in {directory}: {error.strerror}; make it writable or free space"
+    if verdict is None:
+        verdict = Verdict({}, unkept)
+        log.warning("AMX is not used: %s", unkept)
+    else:
+        log.warning("AMX was probed, and is each time the server starts: %s", unkept)
+    os.environ[PASSED_ON] = json.dumps(verdict._asdict())
     return verdict
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of the probe, in the directory of its verdict. Raises `OSError` where that cannot be written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    os.utime(directory)  # in use, so that `_prune` keeps the verdict
+    with open(directory / "amx.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _read_verdict(path: Path) -> Verdict | None:
@@ -239,7 +281,10 @@ def _are_speedups(numbers: object) -> bool:
 
 
 def _probe() -> Verdict:
-    """The verdict of a probe process: an instruction that is not implemented may kill it."""
+    """The verdict of a probe process: an instruction that is not implemented may kill it.
+
+    Raises `ProbeFailed` if it ends for another reason, such as a lack of time or memory.
+    """
     environment = {**os.environ, "STARLING_ISA": "amx", "STARLING_AMX_FORMATS": ""}
     command = [sys.executable, *PROBE]
     try:
@@ -247,14 +292,18 @@ def _probe() -> Verdict:
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
         )
     except subprocess.TimeoutExpired:
-        return Verdict({}, f"its probe did not end in {PROBE_S} s")
+        raise ProbeFailed(f"its probe did not end in {PROBE_S} s") from None
+    except OSError as error:
+        raise ProbeFailed(f"its probe cannot be started: {error.strerror}") from None
     words = (done.stdout + done.stderr).strip()[-500:]
-    if done.returncode != 0:
+    if -done.returncode in REFUSALS:
         return Verdict({}, f"its probe ended with {done.returncode}: {words}")
+    if done.returncode != 0:
+        raise ProbeFailed(f"its probe ended with {done.returncode}: {words}")
     try:
         return _parsed(done.stdout)
     except ValueError as e:
-        return Verdict({}, f"its probe printed {words!r}: {e}")
+        raise ProbeFailed(f"its probe printed {words!r}: {e}") from None
 
 
 def target(name: str) -> tuple[str, str]:
