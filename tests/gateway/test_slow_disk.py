@@ -24,7 +24,7 @@ LONG = "x" * 4000  # a record of 16 KB
 
 
 def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         os.sched_yield()

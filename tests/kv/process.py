@@ -38,7 +38,7 @@ PAGE_TOKENS = 16
 PAGES = 12
 ROWS = 16
 MODEL = "tiny"
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 def page_bytes_of(hyper: checkpoint.Hyper) -> int:

@@ -95,7 +95,7 @@ def test_a_grant_waits_for_the_disk_for_a_bounded_time(home: Path) -> None:
         duration = time.monotonic() - begin
         assert isinstance(granted, m.Granted)
         assert granted.cached_tokens == 0
-        assert WAIT_S * 0.9 < duration < WAIT_S + 0.5
+        assert WAIT_S * 0.9 < duration < 4.5  # not until the disk has answered
         scheduler.release("a")
         peers.end()
 

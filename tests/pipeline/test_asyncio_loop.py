@@ -45,7 +45,7 @@ async def test_frames_and_failing_handlers(config: Config) -> None:
     link.on_up = lambda hello: up.set()
     for endpoints in (gateway, scheduler):
         endpoints.start(signals=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await up.wait()
         assert link.send(m.Cancel("s"))
         assert link.send(m.Submit("s/0", "s", "m", "t", b"", 1, m.Sampling()))
@@ -63,7 +63,7 @@ async def test_a_signal_stops_it(config: Config, busy: bool) -> None:
     gateway.start()
     gateway.busy = busy
     os.kill(os.getpid(), signal.SIGTERM)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await gateway.stopped() == 0
     assert gateway.stopping
     gateway.close()
@@ -87,7 +87,7 @@ async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config
     ticked = asyncio.Event()
     gateway.on_tick.append(ticked.set)
     gateway.start(signals=False)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await ticked.wait()
         for _ in range(5):
             ticked.clear()
