@@ -61,6 +61,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     """Every broken rule. `pulled`: the slugs of the names that `starling pull` has stored."""
     yield from _unavailable(config)
     yield from _models(config, pulled)
+    yield from _worker_groups(config)
     yield from _limits(config)
     yield from _auth(config)
     yield from _idempotency(config)
@@ -188,6 +189,24 @@ def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
         yield Rule(f"{at}.cpus", repr(list(model.cpus)), "a core is given twice; its two ranks would spin")
     if model.cpus and model.ranks > len(model.cpus):
         yield Rule(f"{at}.ranks", str(model.ranks), f"each rank takes a core, and cpus has {len(model.cpus)}")
+
+
+def _worker_groups(config: Config) -> Iterator[Rule]:
+    groups = config.performance.worker_groups
+    if isinstance(groups, str) or groups == 1:
+        return
+    for index, model in enumerate(config.models):
+        n_cores = len(model.cpus) or len(os.sched_getaffinity(0))
+        reason = ""
+        if groups > n_cores:
+            reason = f"each group takes a core, and model {model.name!r} has {n_cores}: give at most {n_cores}"
+        elif model.cpus and groups * model.ranks > n_cores:
+            reason = f"models.{index}.ranks = {model.ranks} of each group take a core each, and cpus has {n_cores}"
+        elif config.drafts(model.name):
+            reason = f"model {model.name!r} drafts or has a draft_model, for which it has one group: set 1 or auto"
+        if reason:
+            yield Rule("performance.worker_groups", str(groups), reason)
+            return
 
 
 def _limits(config: Config) -> Iterator[Rule]:

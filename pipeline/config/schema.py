@@ -39,9 +39,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8080
     unix_socket: str = ""  # path of a Unix socket on which the server listens too; with host "" only there
-    unix_socket_mode: Annotated[str, Meta(pattern="^0?[0-7]{3}$")] = (
-        "600"  # who may connect: 660 its group, 666 all users
-    )
+    unix_socket_mode: Annotated[str, Meta(pattern="^0?[0-7]{3}$")] = "600"  # who may connect: 660 its group, 666 all
     tls_cert: str = ""  # PEM file: the server's certificate, then intermediate ones; "": no TLS
     tls_key: str = ""  # PEM file: its private key
     tls_client_ca: str = ""  # PEM file: who signs the certificates that clients must show; "": they need none
@@ -95,7 +93,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
     kv_type: Literal["f16", "f32", "int8"] = "f16"  # part of the model's identity
     page_tokens: Literal[16, 32, 64, 128, 256] = 32  # positions in a KV page
     max_sequence_length: Annotated[int, Meta(ge=0, le=1_048_576)] = 0  # 0: the model's own
-    ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes; 0: one per core
+    ranks: Annotated[int, Meta(ge=0, le=64)] = 0  # worker processes of a worker group; 0: one per core
     cpus: tuple[Annotated[int, Meta(ge=0, le=4095)], ...] = ()  # cores to pin ranks to; empty: all allowed ones
     share_cache: bool = False  # of this model, all tenants share cached pages and answers
     device: str = "cpu"
@@ -224,6 +222,8 @@ class PerformanceConfig(Section, frozen=True, kw_only=True):
     memory_pool_size_mb: MegabytesOrNone = 0  # limit of a model's activations; 0: what it needs
     use_mmap: bool = True  # map the weights' files; false: read them into memory of huge pages
     weight_copies: Literal["never", "auto", "always"] = "never"  # one on each memory node; auto: if memory allows it
+    # Of each model, which share its KV pages; auto: one for each memory node that its cores are beside
+    worker_groups: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):

@@ -6,17 +6,18 @@ The scheduler creates the step arena with the geometry given here.  kv and worke
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from typing import NamedTuple
 
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.models import worker_groups
 from shm import memory_nodes
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
 from shm.layer_groups import LayerGroups
 from shm.pages import KV_SPLIT, KvGeometry, kv_arena_bytes, pages_that_fit
 from shm.step_ring import MAX_RANKS, StepsGeometry, mask_words, steps_bytes
+from shm.step_rings import ring_bytes
 
 SPARE_SAMPLES = 64  # samples of a step for draft tokens, in addition to one for each sequence
 LEASED_AHEAD = 160  # positions beyond a step for which a sequence holds pages (stages/scheduler/core/leases.py)
@@ -25,7 +26,7 @@ MAX_DRAFT_SEQUENCES = 4  # sequences of a model that have draft sequences in ano
 
 
 class ArenaSizes(NamedTuple):
-    """Bytes of each arena's file."""
+    """Bytes of each kind of arena: of its file, or of all worker groups' files."""
 
     kv: int
     steps: int
@@ -126,17 +127,14 @@ def arena_sizes(config: Config, model: ModelConfig, hyper: Hyper) -> ArenaSizes:
     """The sizes for a version of `model` whose checkpoint has these hyper-parameters."""
     kv = KvGeometry.of(hyper, model.page_tokens, model.kv_type)
     steps = version_steps_geometry(config, model, model.name, hyper)
+    groups = worker_groups.cpus_of_groups(config, model, model.name)
+    tokens, adapter_rank = config.scheduler.max_step_tokens, model.max_adapter_rank if model.adapters else 0
     return ArenaSizes(
         _file_bytes(kv_arena_bytes(kv, pages_that_fit(kv, config.kv_cache_bytes(model)))),
-        _file_bytes(steps_bytes(steps)),
-        _file_bytes(
-            activations_bytes(
-                steps,
-                hyper,
-                config.scheduler.max_step_tokens,
-                model.max_adapter_rank if model.adapters else 0,
-                n_nodes(model),
-            )
+        _file_bytes(steps_bytes(steps)) + (len(groups) - 1) * _file_bytes(ring_bytes(steps)),
+        sum(
+            _file_bytes(activations_bytes(steps, hyper, tokens, adapter_rank, _n_nodes(cpus, model.ranks)))
+            for cpus in groups
         ),
     )
 
@@ -145,11 +143,18 @@ def _file_bytes(contents: int) -> int:
     return HEADER_BYTES + align(contents, 4096)
 
 
-def n_nodes(model: ModelConfig) -> int:
-    """Memory nodes that the ranks of `model` are on, as `stages.worker.rank_places` finds them."""
-    allowed = sorted(os.sched_getaffinity(0))
-    cpus = [cpu for cpu in model.cpus if cpu in allowed] or allowed
-    ranks = model.ranks or len(cpus)
+def n_weight_copies(config: Config, model: ModelConfig) -> int:
+    """How many copies the worker groups of `model` have of its weights if each memory node has one; 0 on one node."""
+    groups = worker_groups.cpus_of_groups(config, model, model.name)
+    if len(memory_nodes.of(sorted({cpu for cpus in groups for cpu in cpus}))) < 2:
+        return 0
+    found = sum(_n_nodes(cpus, model.ranks) for cpus in groups if model.ranks <= len(cpus))
+    return found if found > 1 or len(groups) > 1 else 0
+
+
+def _n_nodes(cpus: list[int], ranks: int) -> int:
+    """Memory nodes that the ranks of a group are on, as `stages.worker.rank_places` finds them. `ranks` 0: on all."""
+    ranks = ranks or len(cpus)
     return 1 if ranks > len(cpus) else len(memory_nodes.of(cpus[:ranks]))
 
 

@@ -17,7 +17,7 @@ from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError
-from pipeline.models import arena_sizes, store, weight_copies
+from pipeline.models import arena_sizes, store, weight_copies, worker_groups
 from shm.arena import unreserved_bytes
 from shm.checkpoint import CheckpointError, load_index
 
@@ -72,6 +72,9 @@ def measure(config: Config) -> FreeMemory:
 def plan(config: Config, model: ModelConfig) -> MemoryPlan:
     """What a version of `model` takes; an estimate if it is not prepared."""
     models_dir = paths.models_dir()
+    groups = worker_groups.count(config, model, model.name)
+    memories = 1 if config.performance.use_mmap else groups  # of weights
+    adapters = groups * adapters_need(model)
     try:
         index_path = store.find_index(model, models_dir)
         if index_path is not None:
@@ -79,7 +82,7 @@ def plan(config: Config, model: ModelConfig) -> MemoryPlan:
             sizes = arena_sizes.arena_sizes(config, model, index.hyper)
             others = sizes.steps + sizes.activations
             copies = copies_need(config, model, index.bin_bytes)
-            return MemoryPlan(index.bin_bytes, sizes.kv, others, adapters_need(model), copies)
+            return MemoryPlan(memories * index.bin_bytes, sizes.kv, others, adapters, copies)
     except (OSError, CheckpointError):
         pass  # it will be prepared again
     try:
@@ -87,7 +90,7 @@ def plan(config: Config, model: ModelConfig) -> MemoryPlan:
     except OSError:
         weights = 0
     copies = copies_need(config, model, weights)
-    return MemoryPlan(weights, config.kv_cache_bytes(model), UNPREPARED_MB << 20, adapters_need(model), copies)
+    return MemoryPlan(memories * weights, config.kv_cache_bytes(model), groups * UNPREPARED_MB << 20, adapters, copies)
 
 
 def need(config: Config, model: ModelConfig) -> int:
@@ -103,19 +106,21 @@ def weights_need(config: Config, model: ModelConfig) -> int:
     index_path = store.find_index(model, models_dir)
     try:
         source = store.gguf_path(model, models_dir)
-        return load_index(index_path).bin_bytes if index_path is not None else source.stat().st_size
+        weights = load_index(index_path).bin_bytes if index_path is not None else source.stat().st_size
+        return weights * worker_groups.count(config, model, model.name)
     except (OSError, CheckpointError):  # it will be fetched, or ingested again: the worker checks again
         return 0
 
 
 def copies_need(config: Config, model: ModelConfig, bin_bytes: int) -> int:
     """Bytes of the copies of a version's weights that it does not start without; `auto` makes none without room."""
-    nodes = arena_sizes.n_nodes(model) if config.performance.weight_copies == "always" else 1
-    return nodes * bin_bytes if nodes > 1 else 0
+    if config.performance.weight_copies != "always":
+        return 0
+    return arena_sizes.n_weight_copies(config, model) * bin_bytes
 
 
 def adapters_need(model: ModelConfig) -> int:
-    """Bytes of memory for a version's adapters: as many as their files have. A file that is missing counts as nothing.
+    """Bytes of memory for the adapters of a worker group: as many as their files have; none if they are missing.
 
     The worker group that loads them refuses more than `adapters_mb` (stages/worker/checkpoint/prepare.py).
     """

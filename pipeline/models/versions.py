@@ -5,6 +5,8 @@
     RUN_DIR/worker-SLUG.failed   why the worker group of a version could not start
     RUN_DIR/worker-SLUG.start    a request to start that group now, for the worker pool
 
+The second worker group of a version, if it has several (worker_groups.py), is SLUG~1, and so on.
+
 A *version* is one loaded state of a model, with arenas and a worker group of its own.  Its `id` (`NAME`, later
 `NAME@1`, ...) identifies it between stages and is never reused; its `name` is what requests ask for.  As configured,
 a model has one version, whose id is the name itself.
@@ -57,6 +59,7 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     op: Op = "load"  # kind of that change
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest of each adapter, once known: then the path is not read
     until: float = 0.0  # deadline, s since 1970, of loading or of requests in flight; 0: none
+    group: int = 0  # which of its worker groups a process belongs to; always 0 in the table
 
     @property
     def takes_requests(self) -> bool:
@@ -81,7 +84,21 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stage(self) -> str:
         """Stage name of its worker: in its lock, its status record and `starling status`."""
-        return f"worker-{self.slug}"
+        return f"worker-{self.group_slug}"
+
+    @property
+    def group_slug(self) -> str:
+        """The slug of one of its worker groups. No model's name has a tilde."""
+        return f"{self.slug}~{self.group}" if self.group else self.slug
+
+    @property
+    def group_id(self) -> str:
+        """How a command line names one of its worker groups; the id for the first one."""
+        return f"{self.id}~{self.group}" if self.group else self.id
+
+    def of_group(self, number: int) -> ModelVersion:
+        """The version as a process of that worker group has it."""
+        return msgspec.structs.replace(self, group=number)
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -111,6 +128,14 @@ class VersionTable(msgspec.Struct, frozen=True):
     def find(self, version_id: str) -> ModelVersion | None:
         """The version of that id."""
         return next((one for one in self.versions if one.id == version_id), None)
+
+    def find_group(self, group_id: str) -> ModelVersion | None:
+        """The version of a worker group, by `ModelVersion.group_id`."""
+        name, _, number = group_id.partition("~")
+        found = self.find(name)
+        if found is None or not (number.isdecimal() or name == group_id):
+            return None
+        return found.of_group(int(number or 0))
 
     def serving(self, name: str) -> ModelVersion | None:
         """The serving version of a model."""

@@ -1,7 +1,7 @@
-"""Keeps a worker group for each loaded model version: `starling supervise worker`.
+"""Keeps the worker groups of each loaded model version: `starling supervise worker`.
 
     worker pool (this process, one thread; follows the table of model versions)
-    └── supervisor of one version (supervisor.py: restarts, fencing; SIGKILL at the pool's death)
+    └── supervisor of one group of a version (supervisor.py: restarts, fencing; SIGKILL at the pool's death)
         └── rank 0 and its ranks
 
 Versions that appear in the table are started.  Versions that leave it are stopped in order, and their files are
@@ -31,7 +31,7 @@ from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable
-from pipeline.models import versions, weight_copies
+from pipeline.models import versions, weight_copies, worker_groups
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
 from pipeline.observe.log_levels import LogLevelFollower
@@ -55,9 +55,9 @@ EXIT_S = 0.4  # beyond a member's drain time, for the end of its supervisor: hon
 
 @dataclass
 class Member:
-    """The supervisor of one version's worker group."""
+    """The supervisor of one worker group of a version."""
 
-    version: ModelVersion
+    version: ModelVersion  # with the number of the group
     policy: RestartPolicy
     pid: int = 0  # 0: not running
     pidfd: int = -1
@@ -99,7 +99,7 @@ class WorkerPool(SupervisorBase):
         self._run_dir = paths.run_dir(config)
         self._arena_dir = paths.arena_dir(config)
         self._drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S + EXIT_S
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, Member] = {}  # by `ModelVersion.stage`
         self._fork_spare = fork_spare
         self._spare_after_s = spare_after_s
         self._spare: SpareGroup | None = None
@@ -151,18 +151,20 @@ class WorkerPool(SupervisorBase):
     # -------------------------------------------------------------- starting and stopping
 
     def _wanted(self) -> dict[str, ModelVersion]:
-        return {one.id: one for one in self._follower.table.versions if not self._only or one.name == self._only}
+        versions = [one for one in self._follower.table.versions if not self._only or one.name == self._only]
+        groups = [group for one in versions for group in worker_groups.of_version(self._config, one)]
+        return {one.stage: one for one in groups}
 
     def _reconcile(self) -> None:
         """Start, stop and kill members so that they match the table."""
         now = self._clock()
         wanted = {} if self.stop_requests else self._wanted()
-        for version_id, member in list(self._members.items()):
-            member.version = wanted.get(version_id, member.version)
-            if version_id not in wanted and member.is_over:
-                del self._members[version_id]
-                self._remove_files(member.version.stage, member.version.slug)
-            elif version_id not in wanted and member.pid and member.kill_at == float("inf"):
+        for stage, member in list(self._members.items()):
+            member.version = wanted.get(stage, member.version)
+            if stage not in wanted and member.is_over:
+                del self._members[stage]
+                self._remove_files(stage, member.version.group_slug)
+            elif stage not in wanted and member.pid and member.kill_at == float("inf"):
                 member.kill_at = now + self._drain_s
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
@@ -176,7 +178,7 @@ class WorkerPool(SupervisorBase):
             for member in self._members.values():
                 member.not_before = min(member.not_before, now)
         for version in wanted.values():
-            member = self._members.get(version.id) or self._add(version)
+            member = self._members.get(version.stage) or self._add(version)
             if member.has_given_up and not member.pid and versions.take_start_request(self._run_dir, version.stage):
                 member.not_before = min(member.not_before, now)
             may_start = not member.has_given_up or version.state == "serving"
@@ -185,7 +187,7 @@ class WorkerPool(SupervisorBase):
         self._keep_spare()
 
     def _add(self, version: ModelVersion) -> Member:
-        member = self._members[version.id] = Member(version, RestartPolicy(random.SystemRandom().random))
+        member = self._members[version.stage] = Member(version, RestartPolicy(random.SystemRandom().random))
         return member
 
     def _start(self, member: Member) -> None:
@@ -202,11 +204,11 @@ class WorkerPool(SupervisorBase):
             except OSError as error:
                 self._fence(member)  # what a supervisor has started that was forked and killed at once
                 member.not_before = member.started + FORK_RETRY_S
-                facts = {"version": member.version.id, "error": str(error), "retry_s": FORK_RETRY_S}
+                facts = {"version": member.version.group_id, "error": str(error), "retry_s": FORK_RETRY_S}
                 log.error("worker group cannot be started", extra=facts)
                 return
             self.register(member.pidfd)
-        facts = {"version": member.version.id, "supervisor": member.pid, "was_spare": was_spare}
+        facts = {"version": member.version.group_id, "supervisor": member.pid, "was_spare": was_spare}
         log.info("worker group started", extra=facts)
 
     def _signal_all(self, number: signal.Signals) -> None:
@@ -304,9 +306,9 @@ class WorkerPool(SupervisorBase):
                 self._code = self._code or process.EXIT_FATAL
             return
         was_stopped, member.kill_at = member.kill_at != float("inf"), float("inf")
-        if version.id not in self._wanted() or was_stopped:
+        if version.stage not in self._wanted() or was_stopped:
             return  # it had left the table, and starts again if it is back
-        facts = {"version": version.id, "code": code}
+        facts = {"version": version.group_id, "code": code}
         if code == 0:  # it was stopped from outside: `starling down` stops all supervisors
             self.stop_requests = 1
         elif code < 0:
@@ -338,7 +340,7 @@ class WorkerPool(SupervisorBase):
     def _serving_remain(self) -> bool:
         """Whether a serving version runs or will be started without having given up."""
         for version in self._wanted().values():
-            member = self._members.get(version.id)
+            member = self._members.get(version.stage)
             if version.state == "serving" and (member is None or member.pid or not member.has_given_up):
                 return True
         return False
@@ -369,7 +371,7 @@ class WorkerPool(SupervisorBase):
         """At the start: files of versions from an earlier run that are not in the table."""
         if self._only:
             return
-        wanted = {one.stage for one in self._wanted().values()}
+        wanted = self._wanted()
         for path in self._run_dir.glob("worker-*.lock"):
             if path.stem not in wanted:
                 self._remove_files(path.stem, path.stem.removeprefix("worker-"))
@@ -387,7 +389,7 @@ class WorkerPool(SupervisorBase):
         if not self._is_ready_sent:
             ready = {record.stage for record in status.read_all(self._run_dir) if record.alive and record.ready}
             given_up = {key for key, member in self._members.items() if member.has_given_up}
-            serving = [one for one in self._wanted().values() if one.state == "serving" and one.id not in given_up]
+            serving = [one for one in self._wanted().values() if one.state == "serving" and one.stage not in given_up]
             if all(one.stage in ready for one in serving):
                 self._is_ready_sent = process.sd_notify("READY=1")
 
@@ -404,8 +406,8 @@ def run_worker_pool(
 ) -> int:
     """Run the pool in this process; the exit code.
 
-    `run(version)` returns the body of a version's worker process, and `command(version)` the command line that
-    starts it as a new program.  `preload`: as for `supervise`.
+    `run(version)` returns the body of the worker process of a version's group, and `command(version)` the command line
+    that starts it as a new program.  `preload`: as for `supervise`.
     """
     process.become_subreaper()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads

@@ -17,7 +17,7 @@ from pipeline.config.schema import Config
 from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
-from pipeline.models import versions
+from pipeline.models import versions, worker_groups
 from pipeline.models.arena_sizes import max_draft_sequences
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
@@ -25,7 +25,7 @@ from shm.arena import remove_stale_arenas
 from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
-from stages.scheduler.core.version_runner import VersionRunner
+from stages.scheduler.core.version_runner import GROUPS_SUFFIX, VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
 from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, TenantMetrics
 from stages.scheduler.policy.admission import Refusal
@@ -122,7 +122,10 @@ class SchedulerStage:
     def _remove_stale_files(self) -> None:
         """Files of earlier processes of this stage, for versions that have been unloaded since."""
         wanted = {version.slug for version in self.follower.table.versions}
-        remove_stale_arenas(paths.arena_dir(self.config), "steps", wanted)
+        loaded = self.follower.table.versions
+        slugs = {group.group_slug for version in loaded for group in worker_groups.of_version(self.config, version)}
+        remove_stale_arenas(paths.arena_dir(self.config), "steps", slugs)
+        remove_stale_arenas(paths.arena_dir(self.config), GROUPS_SUFFIX, wanted)
         for path in paths.run_dir(self.config).glob("bell-*.sock"):
             if path.stem.removeprefix("bell-") not in wanted:
                 path.unlink(missing_ok=True)
@@ -142,6 +145,7 @@ class SchedulerStage:
             speculate=model.speculate,
             max_draft_sequences=max_draft_sequences(c, version.name),
             prefix_cache=c.cache.enabled,
+            worker_groups=worker_groups.count(c, version.settings, version.name),
         )
         runner = VersionRunner(
             settings,
@@ -197,7 +201,7 @@ class SchedulerStage:
             self._update_readiness(now)  # a worker may have been attached: not only at the next tick
         is_busy = any(runner.engine.is_busy for runner in runners)
         self.loop.busy = self.loop.serves_stopping_clients(self.gateways) if self.loop.stopping else is_busy
-        delay_s = min((runner.engine.steps.delay_s(now) for runner in runners), default=math.inf)
+        delay_s = min((runner.delay_s(now) for runner in runners), default=math.inf)
         return None if delay_s == math.inf else delay_s
 
     def _run_round(self, now: float) -> None:
@@ -205,21 +209,21 @@ class SchedulerStage:
         claims = {}
         if len(self.runners) > 1:
             for name, runner in self.runners.items():
-                runner.engine.steps.complete(now)
+                runner.complete(now)
                 if runner.wants_cores(now):
                     claims[name] = runner.claim()
             self._pairs.update_allowed(claims.values(), self.runners)
         if len(claims) < 2:
             for runner in self.runners.values():
-                runner.engine.steps.allowed_depth = runner.engine.steps.pacing.depth
+                runner.set_allowed_depth(runner.engine.steps.pacing.depth)
                 runner.run_round(now)
             return
         others = [name for name in self.runners if name not in claims]
         for name in [*self._core_shares.order(list(claims.values())), *others]:
             runner = self.runners[name]
-            steps = runner.engine.steps
             if name in claims:
-                steps.allowed_depth = allowed_depth(claims[name], list(claims.values()), steps.pacing.depth)
+                depth = runner.engine.steps.pacing.depth
+                runner.set_allowed_depth(allowed_depth(claims[name], list(claims.values()), depth))
             runner.run_round(now)
             if name in claims:
                 claims[name] = runner.claim()
@@ -378,8 +382,7 @@ class SchedulerStage:
 
     def _worker_down(self, peer: bytes, hello: m.Hello) -> None:
         for runner in self.runners.values():
-            if runner.peer == peer:
-                runner.worker_down(self._clock())
+            runner.worker_down(peer, self._clock())
         self._update_readiness(self._clock())
 
     # -------------------------------------------------------------- kv

@@ -24,7 +24,7 @@ import msgspec
 from pipeline.runtime import process
 from shm.arena import Arena, process_ticks
 from shm.pages import attach_kv
-from shm.step_ring import attach_steps
+from shm.step_rings import attach_ring
 from stages.worker.activations_arena import attach_activations, control_words
 from stages.worker.kernels import compiled
 from stages.worker.mapped_weights import map_weights
@@ -44,6 +44,7 @@ class ArenaPaths(msgspec.Struct, frozen=True):
     steps: str = ""
     kv: str = ""
     activations: str = ""
+    ring: int = 0  # of the steps, the group's
 
 
 class Attachment:
@@ -53,8 +54,8 @@ class Attachment:
         """Raises `FileNotFoundError`, `ArenaError`, or `ValueError` for arenas of another model."""
         self._arenas: list[Arena] = []
         try:
-            steps_arena, self.steps, steps_geometry = attach_steps(Path(paths.steps), model.digest)
-            self._arenas.append(steps_arena)
+            steps_arenas, self.steps, steps_geometry = attach_ring(Path(paths.steps), paths.ring, model.digest)
+            self._arenas += steps_arenas
             kv_arena, kv, kv_geometry = attach_kv(Path(paths.kv), model.digest)
             self._arenas.append(kv_arena)
             activations, geometry = attach_activations(Path(paths.activations), model.digest)

@@ -26,25 +26,26 @@ from pipeline.errors import ConfigError, InternalError, ModelUnavailable, Starli
 from pipeline.faults import points
 from pipeline.ipc.doorbell import Ringer
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
-from pipeline.models import store, versions, weight_copies
+from pipeline.models import store, versions, weight_copies, worker_groups
 from pipeline.models.arena_sizes import version_steps_geometry
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs
 from pipeline.observe.phase_times import PhaseTimes
 from pipeline.protocol import messages as m
 from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL
+from shm import memory_nodes, words
 from shm import step_ring as sh
-from shm import words
 from shm.arena import Arena, ArenaError, process_ticks
 from shm.checkpoint import Checkpoint, CheckpointError
 from shm.pages import attach_kv
-from shm.step_ring import StepsGeometry, attach_steps
+from shm.step_ring import StepsGeometry
+from shm.step_rings import attach_ring
 from stages.worker import activations_arena as act
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
-from stages.worker.checkpoint.weight_copies import copy_weights, reserve_copies
+from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
 from stages.worker.kernels import compiled, features, stored_code
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
@@ -91,12 +92,15 @@ class WorkerStage:
         self._next_poll = 0
         self._bell = Ringer()
 
-        self._activations_path = paths.arena_dir(config) / f"{version.slug}.act"
+        self._activations_path = paths.arena_dir(config) / f"{version.group_slug}.act"
         self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
         self._arriving: ArrivingWeights | None = None  # None: all weights are here
-        allowed = sorted(os.sched_getaffinity(0))
-        cpus = [cpu for cpu in model_config.cpus if cpu in allowed] or allowed
+        groups = worker_groups.cpus_of_groups(config, version.settings, version.name)
+        if version.group >= len(groups):
+            raise ConfigError(f"{version.group_id}: {version.id} has {len(groups)} groups: restart the worker pool")
+        cpus, self._n_groups = groups[version.group], len(groups)
+        self._n_nodes = len(memory_nodes.of(cpu for some in groups for cpu in some))  # of all groups
         self.n_ranks = model_config.ranks or len(cpus)
         self._places = place_ranks(cpus, self.n_ranks)
         checkpoint = self._prepare()
@@ -154,20 +158,18 @@ class WorkerStage:
             return checkpoint
 
     def _copy_weights(self, checkpoint: Checkpoint) -> list[np.ndarray]:
-        """The weights of each memory node; [] if all ranks use those of the checkpoint."""
-        n_nodes, setting = len(self._places.nodes), self.config.performance.weight_copies
-        nbytes, left = checkpoint.data.nbytes, partial(memory_left, self.config, self.version)
+        """The weights of each memory node of the group; [] if all ranks use those of the checkpoint."""
+        places, setting = self._places, self.config.performance.weight_copies
+        node_cpus, n_nodes = places.node_cpus, len(places.nodes)
+        if self._n_groups > 1 and self.n_ranks <= len(places.cpus):  # the file's pages are on the node of any of them
+            node_cpus, n_nodes = node_cpus or [places.cpus[: self.n_ranks]], self._n_nodes
         copies: list[np.ndarray] = []
         # Without all weights there is nothing to copy yet: the ranks use the file until the group starts again.
-        run_dir, stage = paths.run_dir(self.config), self.version.stage
-        if self._arriving is None and reserve_copies(run_dir, stage, setting, self.name, nbytes, n_nodes, left):
+        if self._arriving is None:
+            place = CopyPlace(paths.run_dir(self.config), self.version.stage, node_cpus, n_nodes)
+            left = partial(memory_left, self.config, self.version)
             with self.loop.allow_stall(PREPARE_S):
-                copies = copy_weights(checkpoint, self._places.node_cpus, self._report_preparation, setting)
-            if copies:
-                checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
-                weight_copies.record(run_dir, stage, n_nodes * nbytes, is_made=True)
-            else:
-                weight_copies.remove(run_dir, stage)
+                copies = make_copies(place, setting, self.name, checkpoint, left, self._report_preparation)
         self._phases.enter("start ranks")
         return copies
 
@@ -261,6 +263,7 @@ class WorkerStage:
                 h.page_groups,
                 features.cache_dir().name,
                 self._places.nodes,
+                self.version.group,
             )
         )
 
@@ -284,8 +287,9 @@ class WorkerStage:
 
     def _attach(self, frame: m.Attach) -> None:
         """Create the activations arena, attach every rank to the arenas, then acknowledge the generation."""
-        steps_arena, _, s = attach_steps(Path(frame.steps_path), self.model.digest)
-        steps_arena.close()
+        steps_arenas, _, s = attach_ring(Path(frame.steps_path), self.version.group, self.model.digest)
+        for arena in steps_arenas:
+            arena.close()
         kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
         kv_arena.close()
         geometry = self._geometry(s)
@@ -294,7 +298,7 @@ class WorkerStage:
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
         act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
         self._announced = 0
-        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(self._activations_path))
+        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(self._activations_path), self.version.group)
         begin_attach(self.ranks, arena_paths)
         try:
             self._attachment = Attachment(self.model, arena_paths, 0)
@@ -470,9 +474,9 @@ def preload(config: Config) -> None:
 
 
 def main(config: Config, version_id: str = "") -> int:
-    """Run until stopped; returns the exit code. `version_id`: a model version; default: the first one."""
-    known = versions.read(config).versions
-    chosen = next((one for one in known if not version_id or one.id == version_id), None)
+    """Run until stopped; returns the exit code. `version_id`: `ModelVersion.group_id`; default: the first version."""
+    table = versions.read(config)
+    chosen = table.find_group(version_id) if version_id else next(iter(table.versions), None)
     if chosen is None:
         raise ConfigError(f"no model {version_id!r} is configured", param="models")
     run_dir = paths.run_dir(config)

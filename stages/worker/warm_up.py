@@ -39,7 +39,8 @@ def warm_up(model: Model, ranks: list[Rank], places: RankPlaces, kv_type: str, p
     n_pages = kv_geometry.groups.n_pages(-(-(prompt + 1) // page_tokens) + 1)
     steps_geometry = sh.StepsGeometry(1, 1, 1, prompt + 1, n_pages, pooled_width=0 if h.is_causal else h.width)
     # Named as `Arena.create` names what it has not completed: a group that is killed here leaves them to its successor.
-    paths = ArenaPaths(*(str(base.with_name(f".{base.name}.warm-{kind}")) for kind in ("steps", "kv", "act")))
+    names = [str(base.with_name(f".{base.name}.warm-{kind}")) for kind in ("steps", "kv", "act")]
+    paths = ArenaPaths(names[0], names[1], names[2])
     arenas: list[Arena] = []
     try:
         arena, steps = sh.create_steps(Path(paths.steps), steps_geometry, model.digest)

@@ -9,7 +9,8 @@ from functools import partial
 from typing import NamedTuple
 
 from pipeline.config.schema import Config
-from pipeline.models import versions
+from pipeline.models import versions, worker_groups
+from pipeline.models.versions import ModelVersion
 from starling.chaos import disks, faults, processes
 from starling.chaos.traffic import Traffic
 
@@ -34,15 +35,20 @@ def targets(config: Config) -> list[str]:
 
     Workers of an unloaded model may still run; they are left out.
     """
-    serving = {one.stage for one in versions.read(config).versions if one.state == "serving"}
+    serving = {one.stage for one in loaded_groups(config) if one.state == "serving"}
     stages = {name: name.partition("/")[0] for name in processes.find_processes(config)}
     return sorted(name for name, stage in stages.items() if not stage.startswith("worker") or stage in serving)
+
+
+def loaded_groups(config: Config) -> list[ModelVersion]:
+    """The worker groups of all loaded versions."""
+    return [group for one in versions.read(config).versions for group in worker_groups.of_version(config, one)]
 
 
 def actions(scenario: str, config: Config, traffic: Traffic, rng: random.Random) -> list[Action]:
     """One round of the scenario, in order."""
     loaded = versions.read(config).versions
-    models = {one.stage: one.name for one in loaded}
+    models = {one.stage: (one.name, one.group) for one in loaded_groups(config)}
 
     def kill(name: str, number: signal.Signals) -> Action:
         verb = {signal.SIGKILL: "kill", signal.SIGSTOP: "stop", signal.SIGSEGV: "segv"}[number]
@@ -53,8 +59,8 @@ def actions(scenario: str, config: Config, traffic: Traffic, rng: random.Random)
     def successor(name: str) -> str:
         """The process that does this one's work now: a reload gives a model's worker another name."""
         stage, _, rank = name.partition("/")
-        serving = [one for one in versions.read(config).versions if one.state == "serving"]
-        names = [one.stage for one in serving if one.name == models.get(stage)]
+        serving = [one for one in loaded_groups(config) if one.state == "serving"]
+        names = [one.stage for one in serving if (one.name, one.group) == models.get(stage)]
         return "/".join(filter(None, (names[0], rank))) if names else name
 
     kills = [kill(name, signal.SIGKILL) for name in targets(config)]

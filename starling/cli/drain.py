@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import Conflict, ModelNotFound
 from pipeline.ipc import control
-from pipeline.models import versions
+from pipeline.models import versions, worker_groups
 from pipeline.runtime.process import EXIT_FATAL, EXIT_OK
 from starling.cli import completion
 from starling.cli.options import exit_codes, json_option, timeout_option
@@ -99,7 +99,8 @@ def admission(config: Config, target: str) -> str:
         return ALL
     if target == "worker" and len(names) == 1:
         return names[0]
-    for one in instances:
+    groups = [group for one in instances for group in worker_groups.of_version(config, one)]
+    for one in groups:
         if target in (one.stage, one.id, f"worker-{one.settings.slug}"):
             return one.name
     if target == "worker" and names:
@@ -107,7 +108,7 @@ def admission(config: Config, target: str) -> str:
     else:
         reason = f"{target!r} is neither a stage nor a model"
     stages = [name for name in STAGES if name != "worker"]
-    workers = dict.fromkeys(one.stage for one in instances)
+    workers = dict.fromkeys(one.stage for one in groups)
     raise ModelNotFound(f"{reason}; there are {', '.join((ALL, *stages, *names, *workers))}")
 
 

@@ -19,7 +19,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError
 from pipeline.ipc import control
-from pipeline.models import versions
+from pipeline.models import versions, worker_groups
 from pipeline.observe import status
 from pipeline.runtime.process import EXIT_FATAL
 from starling.cli import completion, terminal
@@ -96,7 +96,8 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:
     """Records of the stages to restart, in order. Raises `StarlingError` if one of them cannot be restarted."""
-    there = [one for one in versions.read(config).versions if one.state != "loading"]
+    loaded = [one for one in versions.read(config).versions if one.state != "loading"]
+    there = [group for one in loaded for group in worker_groups.of_version(config, one)]
     workers = [one.stage for one in there]
     of_model = [one.stage for one in there if target == f"worker-{one.settings.slug}"]  # all its versions
     names = {ALL: ["tokenizer", "scheduler", "kv", *workers], "worker": workers}.get(target, of_model or [target])
@@ -186,7 +187,9 @@ def until_ready(config: Config, run_dir: Path, old: status.StageStatus, deadline
 
 def is_unloaded(config: Config, old: status.StageStatus) -> bool:
     """Has the version of the model that this worker serves been unloaded meanwhile, for example by a reload?"""
-    return old.stage.startswith("worker") and old.stage not in [one.stage for one in versions.read(config).versions]
+    loaded = versions.read(config).versions
+    stages = [group.stage for one in loaded for group in worker_groups.of_version(config, one)]
+    return old.stage.startswith("worker") and old.stage not in stages
 
 
 def missing(run_dir: Path, old: status.StageStatus) -> str:

@@ -78,8 +78,8 @@ def supervise(name: str, model: str) -> int:
             raise _unknown(model, [known.name for known in config.models])
         code = worker_pool.run_worker_pool(
             config,
-            lambda version: _program(name, version.id, config),
-            lambda version: [*_COMMAND, name, "--model", version.id],
+            lambda version: _program(name, version.group_id, config),
+            lambda version: [*_COMMAND, name, "--model", version.group_id],
             lambda: _preload(name, config),
             model,
         )
@@ -103,9 +103,9 @@ def _program(name: str, model: str, config: Config) -> Callable[[], int]:
     """The function that the stage's process runs. It imports the stage when it is called."""
     arguments: tuple[str, ...] = ()
     if name == "worker":
-        loaded = versions.read(config).versions
-        known = [version.id for version in loaded]
-        if not known or (model and model not in known):
+        table = versions.read(config)
+        known = [version.id for version in table.versions]
+        if not known or (model and table.find_group(model) is None):
             raise _unknown(model, known)
         arguments = (model or known[0],)
     elif model:

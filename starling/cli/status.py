@@ -19,7 +19,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.ipc import control
-from pipeline.models import versions
+from pipeline.models import versions, worker_groups
 from pipeline.observe import exposition
 from pipeline.observe import status as records
 from pipeline.observe.status import StageStatus
@@ -89,7 +89,8 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
     run_dir = paths.run_dir(config)
     found = {record.stage: record for record in records.read_all(run_dir)}
     names = [name for name in STAGES if name != "worker"]
-    names += [one.stage for one in versions.read(config).versions]
+    loaded = versions.read(config).versions
+    names += [one.stage for version in loaded for one in worker_groups.of_version(config, version)]
     names += sorted(set(found).difference(names))
     if not any(record.alive for record in found.values()):
         return [Row(name, "not running") for name in names]

@@ -25,7 +25,7 @@ WAIT_S = 60.0
 
 
 class World:
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, **sections: Any) -> None:
         file = home / "starling.yaml"
         settings: dict[str, Any] = {
             "models": [{"name": "m", "path": "/stay"}],
@@ -35,6 +35,7 @@ class World:
                 "arena_dir": str(home / "shm"),
                 "drain_timeout_ms": 300,
             },
+            **sections,
         }
         file.write_text(yaml.safe_dump(settings))
         self.file = file

@@ -245,3 +245,31 @@ def _ticks(pid: int) -> int:
     from shm.arena import process_ticks
 
     return process_ticks(pid)
+
+
+def test_each_worker_group_of_a_version_is_a_member(tmp_path: Path) -> None:
+    """A killed one is started again alone; all of them end with the version, and leave no file."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("a group needs a core")
+    world = World(tmp_path, performance={"worker_groups": 2})
+    world.write(make("stay", 1))
+    pool = world.start()
+    try:
+        world.wait(lambda: len(world.lives("m@1")) == 2)
+        members = [pid for pid, _ in world.lives("m@1")]
+        for name in ("worker-m@1~1.lock", "worker-m@1~1.restarts"):
+            (world.run_dir / name).write_bytes(b"")
+        (world.arenas / "m@1~1.act").write_bytes(b"")
+        os.kill(members[1], signal.SIGKILL)
+        third, _ = world.wait_begun("m@1", lives=3)
+        assert not wait_gone(members[0], 0)
+        world.write(make("stay", 2))
+        world.wait(lambda: len(world.lives("m@2")) == 2)
+        assert wait_gone(members[0]) and wait_gone(third)
+        world.wait(lambda: not list(world.run_dir.glob("worker-m@1*")) and not list(world.arenas.iterdir()))
+        pool.terminate()
+        assert pool.wait(WAIT_S) == 0
+        assert all(wait_gone(pid) for pid, _ in world.lives("m@2"))
+    finally:
+        pool.kill()
+        pool.wait()

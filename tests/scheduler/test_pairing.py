@@ -85,6 +85,6 @@ def test_no_model_drafts_on_cores_that_a_third_model_wants(cores: frozenset[int]
     assert runners["large"].engine.proposer.is_allowed
     pairs.update_allowed([*own, Claim("third", cores, 0.0, False)], runners)
     assert runners["large"].engine.proposer.is_allowed == is_allowed
-    runners["small"].stalled_s = 2.0
+    runners["small"].groups[0].stalled_s = 2.0
     pairs.update_allowed(own, runners)
     assert not runners["large"].engine.proposer.is_allowed, "the worker of the draft model is stalled"

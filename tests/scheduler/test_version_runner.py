@@ -15,9 +15,10 @@ from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, 
 from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
+from stages.scheduler.core.group_runner import REATTACH_S
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
-from stages.scheduler.core.version_runner import KV_RETRY_S, REATTACH_S, VersionRunner
+from stages.scheduler.core.version_runner import KV_RETRY_S, VersionRunner
 from stages.scheduler.recovery.attach_failure import LASTING_S
 
 from .peers import VOCAB, submission
@@ -87,7 +88,7 @@ def test_requests_wait_for_the_successor_of_a_dead_worker(
     attach(runner, first, 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
     first.end()
-    runner.worker_down(LATE)
+    runner.worker_down(b"w", LATE)
     runner.tick(LATE + 0.5 * UNAVAILABLE_S)
     assert "s" in runner.engine.table.live
     assert not runner.engine.outbox.rejected
@@ -107,7 +108,7 @@ def test_a_worker_that_its_supervisor_has_not_waited_for_is_dead(runner: Version
     assert select.select([pidfd], [], [], 60)[0]
     os.close(pidfd)
     assert process_ticks(first.process.pid) == first.hello.start_ticks  # a zombie
-    runner.worker_down(LATE)
+    runner.worker_down(b"w", LATE)
     attach(runner, second, LATE + 0.4)
     events = [(event.name, event.at) for event in runner.engine.outbox.events[GATEWAY] if not event.sequence]
     assert events == [("lost", LATE), ("started", LATE + 0.4)]
@@ -117,7 +118,7 @@ def test_a_disconnected_worker_is_killed_and_requests_wait(runner: VersionRunner
     group = groups[0]
     attach(runner, group, 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
-    runner.worker_down(LATE)  # its process lives
+    runner.worker_down(b"w", LATE)  # its process lives
     runner.tick(LATE + 0.1)
     assert "s" in runner.engine.table.live
     runner.tick(LATE + 2.0)  # the time to reconnect is over, and it is killed
@@ -132,7 +133,7 @@ def test_waiting_requests_are_refused_after_a_long_time_without_a_worker(
     attach(runner, groups[0], 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
     groups[0].end()
-    runner.worker_down(LATE)
+    runner.worker_down(b"w", LATE)
     runner.tick(LATE + 1.1 * UNAVAILABLE_S)
     assert [(rejected.sequence, rejected.code) for _, rejected in runner.engine.outbox.rejected] == [
         ("s", "MODEL_UNAVAILABLE")
@@ -160,7 +161,7 @@ def test_waiting_for_a_worker_counts_as_progress(runner: VersionRunner, groups: 
     attach(runner, groups[0], 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
     groups[0].end()
-    runner.worker_down(LATE)
+    runner.worker_down(b"w", LATE)
     seen = []
     for i in range(1, 20):
         runner.tick(LATE + 0.1 * i)
@@ -306,11 +307,11 @@ def test_a_detach_that_found_no_place_is_sent_again(
     attach(runner, groups[0], 1.0)
     sent.clear()
     runner.kv_down()
-    runner.peer = FULL
+    runner.groups[0].peer = FULL
     runner.kv_ready(other_arena(), 5.0)
     runner.tick(5.1)
     assert not sent
-    runner.peer = b"w"
+    runner.groups[0].peer = b"w"
     runner.tick(5.2)
     runner.tick(5.3)
     assert [type(frame) for frame in sent] == [Detach]
@@ -325,3 +326,143 @@ def test_a_worker_that_does_not_detach_is_killed(runner: VersionRunner, groups: 
     assert groups[0].process.poll() is None
     runner.tick(5.1 + 61.0)
     assert groups[0].process.wait(60) == -9
+
+
+# ------------------------------------------------------------------ several worker groups
+
+
+def of_group(group: Group, number: int) -> WorkerReady:
+    return msgspec.structs.replace(group.ready, group=number)
+
+
+def two_groups(tmp_path: Path, to_kv: list[Frame], sent: list[tuple[bytes, Frame]], n: int = 2) -> VersionRunner:
+    def to_worker(peer: bytes, frame: Frame) -> bool:
+        sent.append((peer, frame))
+        return True
+
+    def ask(frame: Frame) -> bool:
+        to_kv.append(frame)
+        return True
+
+    settings = Settings("m", 4, worker_groups=n)
+    return VersionRunner(settings, tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, ask)
+
+
+def test_a_new_scheduler_reconciles_when_no_group_may_compute_a_step_of_the_old_one(
+    tmp_path: Path, groups: list[Group]
+) -> None:
+    """kv gives the pages of the old scheduler's sequences to others as soon as the leases are reconciled."""
+    first, second = groups
+    to_kv: list[Frame] = []
+    sent: list[tuple[bytes, Frame]] = []
+    old = two_groups(tmp_path, to_kv, sent)
+    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    assert [(peer, type(frame)) for peer, frame in sent] == [(b"0", Attach), (b"1", Attach)]
+    assert all(group.is_attached for group in old.groups)
+    to_kv.clear()  # the old scheduler dies here: its arenas and the file stay
+
+    new = two_groups(tmp_path, to_kv, sent)
+    sent.clear()
+    new.worker_ready(b"0", first.hello, of_group(first, 0), 1.0)
+    new.tick(1.1)
+    assert not to_kv and not sent, "the second group may be in a step"
+    assert new.problem
+    new.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+    new.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 2.0)
+    assert sorted(peer for peer, frame in sent if isinstance(frame, Attach)) == [b"0", b"1"]
+
+    # A group that does not answer is killed in the end; the other one then begins.
+    to_kv.clear()
+    third = two_groups(tmp_path, to_kv, sent)
+    third.worker_ready(b"0", first.hello, of_group(first, 0), 3.0)
+    third.tick(9.9)
+    assert not to_kv
+    assert second.process.poll() is None
+    third.tick(10.1)
+    assert second.process.wait(60) == -9
+    third.tick(10.2)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+
+    for runner in (old, new, third):
+        runner.close()
+
+
+def test_with_fewer_groups_than_before_the_others_are_killed_at_once(tmp_path: Path, groups: list[Group]) -> None:
+    first, second = groups
+    to_kv: list[Frame] = []
+    old = two_groups(tmp_path, to_kv, [])
+    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    to_kv.clear()
+    new = two_groups(tmp_path, to_kv, [], n=1)
+    assert second.process.wait(60) == -9
+    new.worker_ready(b"0", first.hello, of_group(first, 0), 1.0)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+    for runner in (old, new):
+        runner.close()
+
+
+def test_processes_that_have_ended_keep_no_group_waiting(tmp_path: Path, groups: list[Group]) -> None:
+    first, second = groups
+    to_kv: list[Frame] = []
+    old = two_groups(tmp_path, to_kv, [])
+    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    first.end()
+    to_kv.clear()
+    new = two_groups(tmp_path, to_kv, [])
+    new.worker_ready(b"1", second.hello, of_group(second, 1), 1.0)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+    for runner in (old, new):
+        runner.close()
+
+
+def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(tmp_path: Path, groups: list[Group]) -> None:
+    """Its step arena would replace the one that the other group reads."""
+    first, second = groups
+    sent: list[tuple[bytes, Frame]] = []
+    runner = two_groups(tmp_path, [], sent)
+    runner.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    other = msgspec.structs.replace(of_group(second, 1), digest="cd" * 32)
+    runner.worker_ready(b"1", second.hello, other, 1.0)
+    assert [peer for peer, _ in sent] == [b"0"]
+    assert "different files" in runner.groups[1].reason
+    assert runner.problem == "", "the first group serves"
+    assert (tmp_path / "m.steps").exists()
+    runner.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)
+    assert [peer for peer, _ in sent] == [b"0", b"1"]
+    runner.close()
+
+
+def test_another_kv_arena_waits_for_the_steps_of_all_groups(tmp_path: Path, groups: list[Group]) -> None:
+    first, second = groups
+    sent: list[tuple[bytes, Frame]] = []
+    runner = two_groups(tmp_path, [], sent)
+    runner.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    runner.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    sent.clear()
+    runner.kv_down()
+    runner.kv_ready(other_arena(), 5.0)
+    assert [(peer, type(frame)) for peer, frame in sent] == [(b"0", Detach), (b"1", Detach)]
+    runner.worker_ready(b"0", first.hello, of_group(first, 0), 5.1)
+    assert len(sent) == 2, "the second group may still write with the old page tables"
+    runner.worker_ready(b"1", second.hello, of_group(second, 1), 5.2)
+    assert sorted(peer for peer, frame in sent if isinstance(frame, Attach)) == [b"0", b"1"]
+    runner.close()
+
+
+def test_a_group_beyond_the_configured_ones_is_ignored(
+    tmp_path: Path, groups: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[tuple[bytes, Frame]] = []
+    runner = two_groups(tmp_path, [], sent)
+    for number in (2, -1):
+        runner.worker_ready(b"2", groups[0].hello, of_group(groups[0], number), 0.0)
+    assert not sent
+    assert len(caplog.records) == 2

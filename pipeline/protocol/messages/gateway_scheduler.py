@@ -97,7 +97,8 @@ class SequenceEvent(Frame):
     """What happened to a sequence, for the timeline of its request. Lost events cost only their lines in it.
 
     name: "queued", "admitted" (it has a row and pages), "prefill" (a chunk of its prompt is computed), "preempted",
-    "reattached" (a new gateway continues it); without a sequence, "lost" or "started": the model's worker group.
+    "reattached" (a new gateway continues it); without a sequence, "lost" or "started": the model's worker group. With
+    a sequence, too, if the model has several groups: the one that computes the request's sequences.
     """
 
     sequence: str  # "": all of the model

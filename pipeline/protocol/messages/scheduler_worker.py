@@ -28,6 +28,7 @@ class WorkerReady(Frame, tag="w"):
     page_groups: tuple[int, int] = (1, 0)  # as `shm.layer_groups.LayerGroups`
     kernels: str = ""  # names its compiled kernels: another name, other sources or another CPU
     nodes: tuple[int, ...] = ()  # ranks of each memory node; (): one node, or the ranks are not pinned
+    group: int = 0  # which of the version's worker groups it is; it computes the ring of this number
 
 
 class Attach(Frame, tag="A"):

@@ -111,9 +111,10 @@ class StarlingEngine(Engine):
             await self._kernels.interrupt()
         # A fence in a thread that went on would meet the next engine of this home. What it ends is no standby engine.
         standby, fenced = await asyncio.gather(self._claim(), uninterrupted(self._fence), return_exceptions=True)
-        for failure in (standby, fenced):
-            if isinstance(failure, BaseException):
-                raise failure
+        if isinstance(standby, BaseException):
+            raise standby
+        if isinstance(fenced, BaseException):
+            raise fenced
         port = self._free_port()
         self.key = secrets.token_urlsafe(24)
         await uninterrupted(self._prepare, port, standby.mark if standby is not None else "")

@@ -274,7 +274,11 @@ class Recorder:
             else:
                 request = find(event.sequence)
                 found = request.trace if request is not None else None
-            if found is not None and (found.totals is None or not found.id.startswith(EMBEDDING)):
+            if found is None or (found.totals is not None and found.id.startswith(EMBEDDING)):
+                continue
+            if event.name in ("lost", "started"):
+                self._on_worker(found, event, at)
+            else:
                 self._on_sequence(found, event, at)
 
     def _measure_offset(self, now: float, offset_s: float) -> None:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
-from pipeline.models import capacity, weight_copies
+from pipeline.models import capacity, weight_copies, worker_groups
 from pipeline.models.versions import ModelVersion
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.versions.catalog import VersionCatalog
@@ -104,13 +105,13 @@ class Eviction:
         """Raise `ResourceError` if the model would not fit without the versions `gone`."""
         plans = {one.id: capacity.plan(self._config, one.model) for one in self._catalog.all}
         run_dir = paths.run_dir(self._config)
-        copies = {one.id: weight_copies.of(run_dir, one.stage) for one in self._catalog.all}
+        copies = {one.id: self._copies(run_dir, one) for one in self._catalog.all}
         free = self._measure(self._config)
         freed = sum(plans[one].arenas for one in gone)
         freed_adapters = sum(plans[one].adapters for one in gone)
-        freed_copies = sum(found.nbytes for one in gone if (found := copies[one]) is not None)
+        freed_copies = sum(copies[one] for one in gone)
         # The file's pages of a version that has copies are used no more.
-        mapped = sum(plan.weights for one, plan in plans.items() if one not in gone and copies[one] is None)
+        mapped = sum(plan.weights for one, plan in plans.items() if one not in gone and not copies[one])
         if not self._config.performance.use_mmap:  # they are in memory, which is not available
             freed_weights, mapped = sum(plans[one].weights for one in gone), 0
         else:
@@ -118,6 +119,11 @@ class Eviction:
         memory = free.memory + freed + freed_adapters + freed_weights + freed_copies
         free = free._replace(arenas=free.arenas + freed, memory=memory)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
+
+    def _copies(self, run_dir: Path, version: ModelVersion) -> int:
+        """Bytes of the copies that the worker groups of a version have of its weights."""
+        groups = worker_groups.of_version(self._config, version)
+        return sum(found.nbytes for one in groups if (found := weight_copies.of(run_dir, one.stage)) is not None)
 
     def _suffices(self, settings: ModelConfig, idle: list[ModelVersion]) -> bool:
         """Whether the model fits without the idle ones alone."""

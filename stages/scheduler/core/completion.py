@@ -15,6 +15,7 @@ from stages.scheduler.core.sequence import Phase, SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.step import Step, StepEntry
 from stages.scheduler.core.step_log import StepLog
+from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_pool import DraftPool
 from stages.scheduler.draft.proposer import Proposer
 from stages.scheduler.policy.cost import CostModel
@@ -23,7 +24,7 @@ from stages.scheduler.stats import Stats
 
 
 class StepCompletion:
-    """Processes the acknowledged steps of one model."""
+    """Processes the acknowledged steps of one worker group."""
 
     def __init__(
         self,
@@ -37,7 +38,9 @@ class StepCompletion:
         stats: Stats,
         constraints: Constraints,
         step_log: StepLog,
+        worker: WorkerLink,
     ) -> None:
+        self._worker = worker
         self._constraints = constraints
         self._step_log = step_log
         self._phases = PhasePoints()
@@ -54,7 +57,7 @@ class StepCompletion:
         """Process one step; steps must come in their order."""
         took_us = ring.took_us(step.number)
         if self._step_log.is_enabled:
-            self._step_log.add(step, ring.generation, took_us, self._outbox.worker_pid, now)
+            self._step_log.add(step, ring.generation, took_us, self._worker.pid, now)
         if took_us > 0:
             self._stats.step_s[step.phase].add(took_us * 1e-6)
             self._cost.learn(step.tokens, step.positions, took_us)
@@ -120,7 +123,7 @@ class StepCompletion:
             entry.sequence,
             "prefill",
             now,
-            of_worker=True,
+            pid=self._worker.pid,
             begin=entry.start,
             end=entry.start + entry.count,
             ms=took_us / 1000,

@@ -23,7 +23,6 @@ class Outbox:
         self.events: dict[bytes, list[SequenceEvent]] = {}
         self.flush_events = False
         self.now = 0.0  # s: when the current frame or round began, for events
-        self.worker_pid = 0  # of rank 0 of the attached group
 
     def add_tokens(
         self,
@@ -88,19 +87,18 @@ class Outbox:
         name: str,
         at: float = 0.0,
         *,
-        of_worker: bool = False,
+        pid: int = 0,
         **facts: int | float | str,
     ) -> None:
-        """What happened to a sequence `at` (0.0: `now`), by the engine's clock."""
+        """What happened to a sequence `at` (0.0: `now`), by the engine's clock. `pid`: of the worker that did it."""
         if sequence.gateway:
-            pid = self.worker_pid if of_worker else 0
             event = SequenceEvent(sequence.id, name, at or self.now, pid, facts)
             self.events.setdefault(sequence.gateway, []).append(event)
 
-    def add_worker_event(self, gateways: set[bytes], name: str, at: float) -> None:
-        """What happened to the worker group of the model, for the gateways that have sequences of it."""
+    def add_worker_event(self, gateways: set[bytes], name: str, at: float, pid: int) -> None:
+        """What happened to a worker group of the model, for the gateways that have sequences of the model."""
         for gateway in gateways:
-            self.events.setdefault(gateway, []).append(SequenceEvent("", name, at, self.worker_pid))
+            self.events.setdefault(gateway, []).append(SequenceEvent("", name, at, pid))
 
     def add_pooled(self, sequence: SequenceState, vector: bytes) -> None:
         """The vector of a sequence that generates nothing, which ends with it."""

@@ -27,6 +27,7 @@ class RunState:
         "computed",
         "end",
         "extend_at",
+        "group",
         "inflight",
         "is_starved",
         "lease_id",
@@ -49,6 +50,7 @@ class RunState:
         self.end = end  # most tokens, output included
         self.valid_end = NEVER  # kv must not cache positions from here on
         self.row = -1  # row of the step arena, -1: none
+        self.group = 0  # the worker group that computes it while it has a row
         self.pending_id = 0  # id of the unanswered Acquire or Extend, 0: none
         self.owner = ("", "")  # tenant and session, for log lines
         self.reset()

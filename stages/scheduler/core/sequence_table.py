@@ -43,9 +43,13 @@ class SequenceTable:
         stats: Stats,
         n_rows: int,
         constraints: Constraints,
+        n_groups: int = 1,
     ) -> None:
         self.live: dict[str, SequenceState] = {}
         self.scheduled: list[SequenceState] = []
+        # The scheduled ones by worker group; with one group the same list.
+        self.members = [self.scheduled] if n_groups == 1 else [[] for _ in range(n_groups)]
+        self.choose_group: Callable[[], int] = lambda: 0  # for a sequence that is scheduled
         self.by_lease: dict[str, SequenceState] = {}  # the scheduled ones
         # First in, first out: a row that was just released is reused last, so late readers of it do least harm.
         self.free_rows: deque[int] = deque(range(n_rows))
@@ -79,7 +83,10 @@ class SequenceTable:
         sequence.run.row = self.free_rows.popleft()
         sequence.tenant.scheduled += 1
         self.by_lease[sequence.run.lease_id] = sequence
-        insort(self.scheduled, sequence, key=_age)
+        insort(self.scheduled, sequence, key=age)
+        if len(self.members) > 1:
+            sequence.run.group = self.choose_group()
+            insort(self.members[sequence.run.group], sequence, key=age)
 
     def begin_prefill(self, sequence: SequenceState) -> None:
         """The scheduled sequence has its first pages."""
@@ -162,6 +169,8 @@ class SequenceTable:
         run = sequence.run
         has_released = self._leases.release(run)
         self.scheduled.remove(sequence)
+        if len(self.members) > 1:
+            self.members[run.group].remove(sequence)
         del self.by_lease[run.lease_id]
         self.free_rows.append(run.row)
         run.row = -1
@@ -266,5 +275,6 @@ def _ids(sequence: SequenceState) -> dict[str, str | None]:
     return {**names, "sequence": sequence.id}
 
 
-def _age(sequence: SequenceState) -> tuple[float, int]:
+def age(sequence: SequenceState) -> tuple[float, int]:
+    """Orders scheduled sequences, the oldest first."""
     return sequence.key

@@ -23,6 +23,7 @@ class Settings(NamedTuple):
     run_ahead: bool = True
     max_draft_sequences: int = 0  # draft sequences that this model computes for other models
     prefix_cache: bool = True  # kv shares pages among prompts with a common prefix
+    worker_groups: int = 1
 
     @property
     def n_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""The step loop of one model: complete acknowledged steps, schedule waiting sequences, publish the next steps.
+"""The step loop of a worker group: complete acknowledged steps, schedule waiting sequences, publish the next steps.
 
 Usually two steps are unacknowledged: one computes, and the next one is ready behind it, composed before the samples
 of the first are known (shm/step_ring.py explains why that works).  Short steps run further ahead (policy/pacing.py).
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
+from collections.abc import Callable, Sequence
 
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.completion import StepCompletion
@@ -29,6 +30,7 @@ from stages.scheduler.policy.batch import Budget, compose, compose_alone
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.pacing import LeadTime
 from stages.scheduler.policy.queues import TenantQueues
+from stages.scheduler.policy.tenant import Tenant
 from stages.scheduler.recovery.quarantine import Quarantine, next_alone
 from stages.scheduler.stats import Stats
 
@@ -43,6 +45,7 @@ class StepLoop:
         budget: Budget,
         now: float,
         worker: WorkerLink,
+        members: list[SequenceState],
         queues: TenantQueues,
         table: SequenceTable,
         rows: RowScheduler,
@@ -56,13 +59,17 @@ class StepLoop:
         stats: Stats,
         constraints: Constraints,
     ) -> None:
+        """`members`: the scheduled sequences that the worker group of `worker` computes."""
         self._constraints = constraints
+        self._members = members
         self._phases = PhasePoints()
         self.unacknowledged: deque[Step] = deque()
         self.budget = budget
         self.pacing = budget.pacing
         self.lead = LeadTime(self.pacing)
         self.allowed_depth = self.pacing.depth  # less while other models want the same cores (policy/core_sharing.py)
+        # Called with the tenants that have work and found no place in a step. Of all groups, if there are several.
+        self.settle: Callable[[Sequence[Tenant]], None] = queues.settle
         self._worker = worker
         self._queues = queues
         self._table = table
@@ -105,7 +112,7 @@ class StepLoop:
             predicted_s += step.expected_s
             self._completion.complete(step, ring, now)
             if self._quarantine.is_active:
-                self._quarantine.update(self._table.scheduled)
+                self._quarantine.update(self._members)
             self._began = now
             self._is_late, self._is_delayed = self._is_delayed, False
             self.lead.record_step()
@@ -139,13 +146,13 @@ class StepLoop:
 
     def _compose(self, now: float) -> Batch[SequenceState]:
         if self._quarantine.is_active:
-            sequence = next_alone(self._table.scheduled)
+            sequence = next_alone(self._members)
             if sequence is not None:
                 return compose_alone(sequence, self.budget)
         self._pages.preempt_if_starved()
         self._constraints.resume_void()
         self._proposer.begin_step(now)
-        batch = compose(self._table.scheduled, self.budget, self._cost, self._proposer, not self._has_paused)
+        batch = compose(self._members, self.budget, self._cost, self._proposer, not self._has_paused)
         self._has_paused = batch.pauses_streams
         return batch
 
@@ -168,7 +175,7 @@ class StepLoop:
         if not pacing.may_follow(len(steps), expected_s, len(steps[-1].entries)) or not self._is_steady:
             return False
         self._proposer.begin_step(now)
-        batch = compose(self._table.scheduled, self.budget, self._cost, self._proposer)
+        batch = compose(self._members, self.budget, self._cost, self._proposer)
         if batch.entries:
             self._publish(batch, now)
         return bool(batch.entries)
@@ -219,7 +226,7 @@ class StepLoop:
         self._phases.published(batch.entries)
         step.entries, step.is_verifying, step.has_news = batch.entries, is_verifying, has_news
         step.pooled = pooled
-        self._queues.settle(batch.unscheduled)
+        self.settle(batch.unscheduled)
 
     def _publish_drafts(self) -> bool:
         batch: Batch[DraftSequence] = self._drafts.compose()
@@ -268,7 +275,7 @@ class StepLoop:
         if self._queues.depth or self._constraints.is_used:
             return False
         is_idle = self._proposer.is_idle
-        return all(s.phase not in _PROMPT_PHASES and is_idle(s) for s in self._table.scheduled)
+        return all(s.phase not in _PROMPT_PHASES and is_idle(s) for s in self._members)
 
     @property
     def wake_step(self) -> int:

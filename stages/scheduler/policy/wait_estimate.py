@@ -22,8 +22,16 @@ class WaitEstimate:
     """Estimates for one model. They steer only admission and the Retry-After of refusals."""
 
     def __init__(
-        self, max_batch_size: int, queues: TenantQueues, table: SequenceTable, cost: CostModel, stats: Stats
+        self,
+        max_batch_size: int,
+        queues: TenantQueues,
+        table: SequenceTable,
+        cost: CostModel,
+        stats: Stats,
+        n_groups: int = 1,
     ) -> None:
+        """`n_groups`: worker groups, among which the batch is divided."""
+        self._n_groups = n_groups
         self._max_batch_size = max_batch_size
         self._queues = queues
         self._table = table
@@ -45,7 +53,7 @@ class WaitEstimate:
         outputs: float = frame.max_tokens
         if not frame.sampling.ignore_eos:
             outputs = min(outputs, self._stats.expected_output)
-        return (outputs * output_us * self._max_batch_size + len(frame.prompt) // 4 * prompt_us) * 1e-6
+        return (outputs * output_us * self._max_batch_size + len(frame.prompt) // 4 * self._n_groups * prompt_us) * 1e-6
 
     def too_late(
         self, tenant: Tenant, now: float, margin: float, n_begin: int = 0
@@ -61,7 +69,7 @@ class WaitEstimate:
         for place, sequence in enumerate(self._queues.in_order(tenant)):
             outputs = _outputs(sequence, mean)
             fresh_us = sequence.run.length * prompt_us
-            takes_s = done_s(ahead_us) + (outputs * output_us * self._max_batch_size + fresh_us) * 1e-6
+            takes_s = done_s(ahead_us) + (outputs * output_us * self._max_batch_size + self._n_groups * fresh_us) * 1e-6
             if place >= n_begin and takes_s > margin * (sequence.deadline - now):
                 yield sequence, takes_s
             else:
@@ -89,13 +97,17 @@ class WaitEstimate:
         return lambda own_us: min(others_us + own_us, own_us / share + first_us) * 1e-6
 
     def _costs_us(self) -> tuple[float, float]:
-        """Cost of an output token in a full batch, and of a prompt token (some of which the cache has)."""
+        """Cost of an output token in a full batch, and of a prompt token (some of which the cache has).
+
+        Of the time in which all worker groups compute.
+        """
         n, cost, scheduled = self._max_batch_size, self._cost, self._table.scheduled
         # Attention is estimated for sequences as long as the scheduled ones.
         length = sum(s.run.length for s in scheduled) / len(scheduled) if scheduled else self._stats.mean_output / 2
-        step_us = cost.predict(n, round(n * length))
+        in_step = max(1, n // self._n_groups)  # sequences in a step of a group
+        step_us = cost.predict(in_step, round(in_step * length))
         prompt_us = (cost.token_us + cost.position_us * length / 2) * self._stats.mean_fresh
-        return step_us / n * cost.pace, prompt_us * cost.pace
+        return step_us / (in_step * self._n_groups) * cost.pace, prompt_us / self._n_groups * cost.pace
 
 
 def _outputs(sequence: SequenceState, mean: float) -> float:

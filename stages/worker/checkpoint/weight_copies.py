@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,23 +35,32 @@ SHARE = 0.5  # of the memory beside a version's arenas that `auto` takes at most
 
 
 def reserve_copies(
-    run_dir: Path, stage: str, setting: str, name: str, bin_bytes: int, n_nodes: int, left: Callable[[], int]
+    run_dir: Path,
+    stage: str,
+    setting: str,
+    name: str,
+    bin_bytes: int,
+    n_nodes: int,
+    left: Callable[[], int],
+    *,
+    n_copies: int = 0,
 ) -> bool:
     """Whether a model's weights are copied to each of so many memory nodes, whose memory is recorded as promised.
 
-    stage: of the version's worker; setting: `performance.weight_copies`; left: bytes of memory beside the arenas of
+    stage: of the version's worker; n_copies: that it makes, where other worker groups make others (0: one a node); setting: `performance.weight_copies`; left: bytes of memory beside the arenas of
     the version and what is promised to the copies of others.
     Raises `ResourceError` if they must be and memory is too small, `OSError` if it cannot be recorded.
     """
     if n_nodes < 2 or setting == "never":
         return False
+    needed = (n_copies or n_nodes) * bin_bytes
     try:
         with weight_copies.one_at_a_time(run_dir):
             others = weight_copies.totals(run_dir, without=stage)
-            if not should_copy(setting, name, n_nodes * bin_bytes, n_nodes, left(), sum(others)):
+            if not should_copy(setting, name, needed, n_nodes, left(), sum(others)):
                 weight_copies.remove(run_dir, stage)
                 return False
-            weight_copies.record(run_dir, stage, n_nodes * bin_bytes, is_made=False)
+            weight_copies.record(run_dir, stage, needed, is_made=False)
             return True
     except OSError as error:
         if setting != "auto":
@@ -123,4 +133,38 @@ def copy_weights(
     seconds = round(time.monotonic() - begun, 3)
     facts = {"model": checkpoint.index.name, "nodes": len(copies), "bytes": total, "pages": kinds, "seconds": seconds}
     log.info("weights are copied to each memory node", extra=facts)
+    return copies
+
+
+class CopyPlace(NamedTuple):
+    """Which worker makes copies, and where."""
+
+    run_dir: Path
+    stage: str  # of the worker
+    node_cpus: list[list[int]]  # of its ranks, by memory node; [] if there is one
+    n_nodes: int  # of all worker groups of the version
+
+
+def make_copies(
+    place: CopyPlace,
+    setting: str,
+    name: str,
+    checkpoint: Checkpoint,
+    left: Callable[[], int],
+    progress: Progress,
+) -> list[np.ndarray]:
+    """The weights of each memory node, recorded; [] if the ranks use those of the checkpoint, which else is the first.
+
+    Raises as `reserve_copies` and `copy_weights` do.
+    """
+    n_copies, nbytes = len(place.node_cpus), checkpoint.data.nbytes
+    run_dir, stage = place.run_dir, place.stage
+    if not reserve_copies(run_dir, stage, setting, name, nbytes, place.n_nodes, left, n_copies=n_copies):
+        return []
+    copies = copy_weights(checkpoint, place.node_cpus, progress, setting)
+    if copies:
+        checkpoint.data = copies[0]  # what `use_mmap: false` has read is freed
+        weight_copies.record(run_dir, stage, n_copies * nbytes, is_made=True)
+    else:
+        weight_copies.remove(run_dir, stage)
     return copies

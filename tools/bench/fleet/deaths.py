@@ -351,7 +351,7 @@ def _shown(kind: str, figures: dict[str, Any]) -> dict[str, Any]:
 
 def _of_stores(deaths: int, words: int) -> dict[str, Any]:
     """By store: a fleet whose etcd or Redis dies."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in store_under_test.installed():
         with StoreUnderTest(name) as store, FleetUnderTest(2, store=store.address) as fleet:
             found[name] = _shown(name, Bench(fleet, words).measure("store", deaths, store=store))

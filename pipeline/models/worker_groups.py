@@ -1,0 +1,58 @@
+"""The worker groups of a model and the cores of each (`performance.worker_groups`).
+
+A model may have several worker groups behind one scheduler, such as one on each socket.  They share its KV pages and
+its scheduler's rows, so that any of them can compute any sequence; each has a step ring and activations of its own.
+
+A model that drafts for another one, or has a draft model, has one group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from pipeline.config.schema import Config, ModelConfig
+from pipeline.models.versions import ModelVersion
+from shm import memory_nodes
+
+
+def count(config: Config, model: ModelConfig, name: str) -> int:
+    """Number of worker groups of a version with the settings `model`. `name`: of the model, without a serial."""
+    return len(cpus_of_groups(config, model, name))
+
+
+def of_version(config: Config, version: ModelVersion) -> list[ModelVersion]:
+    """The version as the processes of each of its worker groups have it."""
+    return [version.of_group(number) for number in range(count(config, version.settings, version.name))]
+
+
+def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[int]]:
+    """The cores of each worker group, of those that this process may run on. As `count`."""
+    allowed = sorted(os.sched_getaffinity(0))
+    cpus = [cpu for cpu in model.cpus if cpu in allowed] or allowed
+    setting = config.performance.worker_groups
+    if setting == 1 or config.drafts(name):
+        return [cpus]
+    by_node = memory_nodes.of(cpus)
+    if setting == "auto":
+        return by_node if min(map(len, by_node)) >= model.ranks else [cpus]
+    return divide(by_node, setting)
+
+
+def divide(by_node: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
+    """Cores, given by memory node, divided among so many groups.
+
+    A group has cores of one node if each node can have equally many groups.  With fewer cores than groups, which
+    happens where a process may run on fewer cores than the configuration was checked with, all groups have all.
+    """
+    flat = [cpu for node in by_node for cpu in node]
+    if len(flat) < groups:
+        return [list(flat) for _ in range(groups)]
+    each, rest = divmod(groups, len(by_node))
+    if rest or min(map(len, by_node)) < each:
+        return _parts(flat, groups)
+    return [part for node in by_node for part in _parts(node, each)]
+
+
+def _parts(cpus: Sequence[int], n: int) -> list[list[int]]:
+    return [list(cpus[i * len(cpus) // n : (i + 1) * len(cpus) // n]) for i in range(n)]

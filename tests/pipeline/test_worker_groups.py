@@ -1,0 +1,129 @@
+"""How many worker groups a model has, which cores each has, and what a configuration of them may not say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.models import arena_sizes, worker_groups
+from pipeline.models.versions import ModelVersion, initial
+from shm.arena import HEADER_BYTES, align
+from shm.checkpoint import Hyper
+from shm.step_rings import RING_FIELDS, attach_ring, create_rings, ring_path
+from stages.worker import activations_arena as act
+from tests.emulated_machine import memory_nodes
+
+
+def configured(groups: int | str, *, draft: bool = False, **model: Any) -> Config:
+    models = [{"name": "org/m", "path": "/m.gguf", **model}]
+    if draft:
+        models.append({"name": "large", "path": "/large.gguf", "draft_model": "org/m"})
+    return resolve({"models": models, "performance": {"worker_groups": groups}}, {})
+
+
+@pytest.mark.parametrize(
+    ("by_node", "groups", "expected"),
+    [
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], 4, [[0, 2], [4, 6], [1, 3], [5, 7]]),
+        ([[0, 1, 2], [3, 4, 5, 6, 7]], 2, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([[0, 1, 2, 3]], 3, [[0], [1], [2, 3]]),
+        ([[0], [1, 2, 3]], 4, [[0], [1], [2], [3]]),
+        ([[0]], 2, [[0], [0]]),
+    ],
+)
+def test_cores_are_divided_within_nodes_where_that_is_possible(
+    by_node: list[list[int]], groups: int, expected: list[list[int]]
+) -> None:
+    assert worker_groups.divide(by_node, groups) == expected
+
+
+def test_the_groups_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a node needs a CPU")
+    lists = {0: ",".join(map(str, cpus[1:])), 1: str(cpus[0])}
+    monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
+
+    def of(config: Config) -> list[list[int]]:
+        return worker_groups.cpus_of_groups(config, config.models[0], config.models[0].name)
+
+    assert of(configured(1)) == [cpus], "the order of the cores of one group is that of the configuration"
+    assert of(configured("auto")) == [cpus[1:], [cpus[0]]]
+    assert of(configured("auto", cpus=[cpus[1]])) == [[cpus[1]]]
+    assert of(configured("auto", ranks=2)) == [cpus], "a node has too few cores for the ranks of a group"
+    assert of(configured("auto", draft=True)) == [cpus]
+    assert sorted(map(len, of(configured(2)))) == sorted((len(cpus) - 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"groups": 64, "cpus": [0, 1]}, "org/m.* has 2: give at most 2"),
+        ({"groups": 2, "cpus": [0, 1, 2], "ranks": 2}, r"models.0.ranks = 2 of each group .* cpus has 3"),
+        ({"groups": 2, "cpus": [0, 1], "draft": True}, "drafts or has a draft_model.*set 1 or auto"),
+    ],
+)
+def test_configurations_that_are_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=r"performance\.worker_groups.*" + reason):
+        configured(**settings)
+
+
+@pytest.mark.parametrize("groups", [0, 65, "two", -1])
+def test_values_that_are_refused(groups: Any) -> None:
+    with pytest.raises(ConfigError, match=r"performance\.worker_groups"):
+        configured(groups)
+
+
+def test_names_of_a_versions_groups() -> None:
+    config = configured(1)
+    (version,) = initial(config).versions
+    second = version.of_group(1)
+    assert (version.stage, second.stage) == ("worker-org--m", "worker-org--m~1")
+    assert (version.group_id, second.group_id) == ("org/m", "org/m~1")
+    assert second.id == version.id
+    table = initial(config)
+    assert table.find_group("org/m") == version
+    assert table.find_group("org/m~1") == second
+    assert [table.find_group(name) for name in ("other", "org/m~", "org/m~x", "org/m~-1", "~1", "")] == [None] * 6
+    reloaded = ModelVersion(name="m", serial=3, settings=config.models[0])
+    assert reloaded.of_group(2).stage == "worker-m@3~2"
+
+
+def test_arenas_of_several_groups_have_the_computed_sizes(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a group needs a CPU")
+    h = Hyper(2, 128, 4, 2, 32, 256, 1000, 512, 1e-5, 32, "neighbours", "silu")
+    one, two = configured(1, max_batch_size=4), configured(2, max_batch_size=4, ranks=1)
+    steps = arena_sizes.version_steps_geometry(two, two.models[0], "org/m", h)
+    assert steps == arena_sizes.version_steps_geometry(one, one.models[0], "org/m", h)
+    found = arena_sizes.arena_sizes(two, two.models[0], h)
+    arenas, views = create_rings(tmp_path / "m.steps", steps, bytes(32), 2)
+    assert found.steps == sum(arena.path.stat().st_size for arena in arenas)
+    each = HEADER_BYTES + align(act.activations_bytes(act.geometry_for(steps, h, 512, 1), h), 4096)
+    assert found.activations == 2 * each
+    assert found.kv == arena_sizes.arena_sizes(one, one.models[0], h).kv, "they share it"
+
+    assert [path.name for path in (ring_path(tmp_path / "m.steps", ring) for ring in range(2))] == [
+        "m.steps",
+        "m~1.steps",
+    ]
+    for ring in range(2):
+        attached, steps_of_ring, _ = attach_ring(tmp_path / "m.steps", ring, bytes(32))
+        for name, mine in views[ring]._asdict().items():
+            mine[...] = 1 + ring  # in both rings the same rows
+            assert (getattr(steps_of_ring, name) == 1 + ring).all(), name
+        for arena in attached:
+            arena.close()
+    assert all((getattr(views[0], name) == 1).all() for name in RING_FIELDS if getattr(views[0], name).size)
+    assert (views[0].tokens == 2).all()
+    for arena in arenas:
+        arena.close()
