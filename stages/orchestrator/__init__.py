@@ -8,6 +8,7 @@ prefixes.py     which prompts each engine was sent
 held_prefixes.py  which of their prefixes it holds, as agents publish it
 router.py       the choice of an agent
 adapter_hosts.py  which agents may load or serve an adapter
+last_uses.py    when each model and adapter was used last
 decisions.py    why each choice was made
 
 front.py        a client's request before it is forwarded: keys, bounds, quotas, its id
@@ -15,6 +16,10 @@ read_body.py    checks its body, and reads what routing uses
 request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
+route_finder.py the agent for the next attempt, and what it waits for
+key_claims.py   agreement on the agent of a request with a key
+request_locator.py  which engine has a request
+unread_answers.py  charges whole answers whose clients have left
 handover.py     moves streams of an agent that drains
 page_transfers.py  KV pages that agents send each other for them
 session_moves.py  sessions of an agent that drains, or is busy

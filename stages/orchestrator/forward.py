@@ -13,6 +13,7 @@ from pipeline.errors import MOVED_TO, ModelUnavailable, NotFound, Overloaded, St
 from pipeline.fleet.bodies import LoadedModel
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.interfaces import RoutedRequest
+from stages.orchestrator.key_claims import KeyClaim
 from stages.orchestrator.output_record import OutputRecord
 from stages.orchestrator.text_stream import TextStream
 
@@ -54,6 +55,12 @@ class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def can_replay(self) -> bool:
         """Whether another engine gives the same answer from its beginning."""
         return self.method == "POST" and not self.is_bound and not self.is_only_continued
+
+    @property
+    def is_claimed(self) -> bool:
+        """Whether orchestrators agree on its agent: it has a key, and goes to any agent for the first time."""
+        is_first = self.method == "POST" and not (self.in_background or self.was_sent)
+        return is_first and "Idempotency-Key" in self.headers and not (self.routed.is_held or self.routed.begins)
 
     @property
     def may_be_response(self) -> bool:
@@ -172,6 +179,10 @@ class Tries:
         self.was_lost = False  # an engine died under it, or it has left one
         self._referrers: set[str] = set()  # agents that have named another one
         self.n_referred = 0  # how often an engine has named another agent as its session's
+        self.claim: KeyClaim | None = None  # of a request with a key
+        self.claimed = ""  # the agent that it was claimed for
+        self.unreached: set[str] = set()  # agents of claims that did not become ready here
+        self.waits_since: float | None = None  # s of the clock: for that agent
         self.successor = ""  # the agent that has computed its prompt and tokens for it
         self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered
@@ -187,15 +198,18 @@ class Tries:
         """An agent has failed it."""
         self.visited.add(agent_id)
         self.excluded.add(agent_id)
+        if self.claimed == agent_id:
+            self.claimed = ""
         self.failure = failure or self.failure
         self.wait()
 
     def routed(self, forward: Forward) -> RoutedRequest:
         """What routing uses of it for the next attempt."""
         known = forward.routed
-        if not (self.excluded or self.unfit or self.version or self.holder or self.successor or known.begins):
+        unchanged = not (self.excluded or self.unfit or self.version or self.holder or self.successor or self.claimed)
+        if unchanged and not known.begins:
             return known
-        pinned = self.successor or self.holder or ("" if known.pinned in self.unfit else known.pinned)
+        pinned = self.successor or self.holder or self.claimed or ("" if known.pinned in self.unfit else known.pinned)
         return msgspec.structs.replace(
             known,
             excluded=frozenset(self.excluded | self.unfit),

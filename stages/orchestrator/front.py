@@ -27,7 +27,6 @@ from pipeline.api.requests.conversations import NewConversation
 from pipeline.config.schema import Config
 from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError, Unauthenticated
 from pipeline.fleet import token as fleet_token
-from pipeline.fleet.bodies import LoadedModel
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.event_cutter import tokens_before
 from stages.orchestrator.forward import Forward, Out
@@ -37,17 +36,16 @@ from stages.orchestrator.quotas.publisher import QuotaPublisher
 from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, digest_of, inline_or_not, read_body, read_fields
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds, request_of
+from stages.orchestrator.request_locator import RequestLocator
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import Keep, KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.score import loaded
 from stages.orchestrator.slots import Counted, RequestSlots
-from stages.orchestrator.upstream import Answer, Client, Unreachable, read_whole
+from stages.orchestrator.upstream import Client
 
-LOCATE_S = 10.0  # for engines to say whether they have a request
 CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
 CLOSE_PATH = "/v1/session/close"
 
@@ -109,7 +107,7 @@ class Front:
         self._secret = secret
         self._relay = relay
         self._router = router
-        self._client = client
+        self._locator = RequestLocator(router, client)
         self.sessions = KnownSessions(has_emptied)
         # (request, tenant, session, model, agent): the agent for a session's turn, which may move. Raises nothing.
         self.move_session: Callable[[str, str, str, str, str], Awaitable[str]] | None = None
@@ -121,6 +119,7 @@ class Front:
             return min(share, keys.concurrent(principal)) if is_key(principal) else share
 
         self._slots = RequestSlots(total, share, share_of)
+        relay.routes.locate = self._locator.locate_other
 
     # ---------------------------------------------------------------- bounds and counts
 
@@ -233,8 +232,10 @@ class Front:
             self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
         is_bound = read.session is not None
         agent = self.sessions.agent_of(caller.tenant, read.session)
-        if not agent and (last_id or key):
+        if not agent and (last_id or (key and is_bound)):
             agent = await self._locate(request_id, read.model, caller, is_certain=is_bound)
+        elif not agent and key and (known := self._relay.kept.find(request_id)) is not None:
+            agent = known[1]  # else the agent is agreed on when it is chosen
         elif agent and read.session and not (last_id or key) and self.move_session is not None:
             agent = await self.move_session(request_id, caller.tenant, read.session, read.model, agent)
         name = self._ids.name(request_id, is_keyed=bool(key), salt=caller.salt)
@@ -299,9 +300,10 @@ class Front:
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id, is_charged=not forward.in_background)
-        engines = self._engines()
+        engines = self._locator.engines()
         relay = relay_header(caller.tenant, caller.priority)
-        answers = await asyncio.gather(*(self._head(request_id, agent_id, one, relay) for agent_id, one in engines))
+        heads = (self._locator.head(request_id, agent_id, one, relay) for agent_id, one in engines)
+        answers = await asyncio.gather(*heads)
         for (agent_id, one), found in zip(engines, answers):
             if found is not None:
                 forward = Forward(
@@ -358,17 +360,8 @@ class Front:
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             return kept[1]
-        engines = [
-            (view.agent_id, one)
-            for view in self._router.table
-            if (one := loaded(view.details, model)) is not None and one.engine_url and view.health == "READY"
-        ]
-        if len(engines) < 2 and not is_certain:
-            return engines[0][0] if engines else ""
         relay = relay_header(caller.tenant, caller.priority)
-        heads = [self._head(request_id, agent_id, one, relay) for agent_id, one in engines]
-        answers = await asyncio.gather(*heads)
-        return next((agent for (agent, _), found in zip(engines, answers) if found is not None), "")
+        return await self._locator.locate(request_id, model, relay, is_certain=is_certain)
 
     async def locate_job(self, job: Job) -> str:
         """The agent that has a request in the background, which another orchestrator has sent; "" if none has."""
@@ -379,52 +372,17 @@ class Front:
         self._ids.check(request_id, caller.tenant)
         relay = relay_header(caller.tenant, caller.priority)
         answers = await asyncio.gather(
-            *(self._ask("DELETE", request_id, agent_id, one, relay) for agent_id, one in self._engines())
+            *(self._locator.ask("DELETE", request_id, agent, one, relay) for agent, one in self._locator.engines())
         )
         if not any(answer is not None and answer.status == 200 for answer in answers):
             raise NotFound(f"there is no request {request_id} in flight")
 
-    def _engines(self) -> list[tuple[str, LoadedModel]]:
-        """Those that answer, by agent; one whose model was withdrawn still has its requests."""
-        return [
-            (view.agent_id, one) for view in self._router.table for one in view.details.loaded_models if one.engine_url
-        ]
-
     async def running_response(self, caller: Caller, name: str) -> bytes | None:
         """A response that an engine generates, as it is now; None: none does."""
         relay = relay_header(caller.tenant, caller.priority)
-        asked = (self._get(f"{PATH}/{name}", agent_id, one, relay) for agent_id, one in self._engines())
+        locator = self._locator
+        asked = (locator.get(f"{PATH}/{name}", agent_id, one, relay) for agent_id, one in locator.engines())
         return next((body for body in await asyncio.gather(*asked) if body is not None), None)
-
-    async def _get(self, path: str, agent_id: str, one: LoadedModel, relay: str) -> bytes | None:
-        """The body of an engine's answer; None if it does not answer, or with an error."""
-        headers = {RELAY: relay, **({"Authorization": f"Bearer {one.engine_key}"} if one.engine_key else {})}
-        try:
-            async with asyncio.timeout(LOCATE_S):
-                answer = await self._client.open("GET", one.engine_url + path, headers, b"", agent_id=agent_id)
-                try:
-                    body = await read_whole(answer)
-                finally:
-                    answer.close()
-        except (Unreachable, TimeoutError):
-            return None
-        return body if answer.status == 200 else None
-
-    async def _head(self, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> str | None:
-        """The content type of the engine's answer to a request that it has; None if it has none."""
-        answer = await self._ask("HEAD", request_id, agent_id, one, relay)
-        return answer.headers.get("Content-Type", "") if answer is not None and answer.status == 200 else None
-
-    async def _ask(self, method: str, request_id: str, agent_id: str, one: LoadedModel, relay: str) -> Answer | None:
-        """The head of an engine's answer about a request; None if it does not answer."""
-        headers = {RELAY: relay, **({"Authorization": f"Bearer {one.engine_key}"} if one.engine_key else {})}
-        url = f"{one.engine_url}/v1/requests/{request_id}"
-        try:
-            answer = await self._client.open(method, url, headers, b"", LOCATE_S, agent_id=agent_id)
-        except Unreachable:
-            return None
-        answer.close()
-        return answer
 
     # ---------------------------------------------------------------- forwarding
 
@@ -447,7 +405,10 @@ class Front:
 
     async def whole(self, ticket: Ticket) -> tuple[int, dict[str, str], bytes]:
         """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
-        status, headers, body = await self._relay.whole(ticket.forward)
+        forward = ticket.forward
+        is_charged = bool(forward.id and ticket.is_charged and forward.method == "POST")
+        charge = partial(self._charge, ticket) if is_charged else None
+        status, headers, body = await self._relay.whole(forward, charge)
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
         end = body if ticket.forward.path == PATH else body[-512:]
         if ticket.forward.id and (used := _COMPLETION_TOKENS.search(end)):

@@ -56,7 +56,7 @@ E = TypeVar("E", bound=Abortable)
 class Registered(Generic[E]):
     """A context manager: the exchange is among those of its agent. Entered twice for each request, so no generator."""
 
-    __slots__ = ("_agents", "_end", "_exchange", "_exchanges", "_forward", "_releases", "_route")
+    __slots__ = ("_agents", "_end", "_exchange", "_exchanges", "_forward", "_on_unread", "_releases", "_route")
 
     def __init__(
         self,
@@ -66,14 +66,19 @@ class Registered(Generic[E]):
         forward: Forward,
         exchange: E,
         end: Callable[[E], object],
+        on_unread: Callable[[Route], object] | None = None,
     ) -> None:
-        """`agents`: the exchanges under way by agent. `end(exchange)` is called at last."""
+        """`agents`: the exchanges under way by agent. `end(exchange)` is called at last.
+
+        `on_unread`: is called instead of a release when the client has left.
+        """
         self._agents = agents
         self._releases = releases
         self._route = route
         self._forward = forward
         self._exchange = exchange
         self._end = end
+        self._on_unread = on_unread
 
     def __enter__(self) -> None:
         self._exchanges = self._agents.setdefault(self._route.agent_id, {})
@@ -81,7 +86,9 @@ class Registered(Generic[E]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_unread = isinstance(error, asyncio.CancelledError | ConnectionError)  # the client has left
-        if isinstance(error, Unreachable) or (is_unread and not self._forward.outlives_client):
+        if is_unread and self._on_unread is not None:
+            self._on_unread(self._route)
+        elif isinstance(error, Unreachable) or (is_unread and not self._forward.outlives_client):
             self._releases.begin(self._route, self._forward)
         del self._exchanges[self._exchange]
         if not self._exchanges and self._agents.get(self._route.agent_id) is self._exchanges:

@@ -16,10 +16,9 @@ Without sockets: clients, clocks and the response are injected.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from pipeline.api.output_text import REPLAYED, TEXT
@@ -28,7 +27,7 @@ from pipeline.api.page_names import HEADER as PAGES
 from pipeline.api.session_header import EXISTING
 from pipeline.api.session_header import HEADER as SESSION
 from pipeline.api.weights_header import HEADER as WEIGHTS
-from pipeline.errors import ModelUnavailable, NotFound, Overloaded, StarlingError
+from pipeline.errors import ModelUnavailable, NotFound, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.event_cutter import EventCutter, EventTooLargeError
 from stages.orchestrator.forward import (
@@ -43,25 +42,26 @@ from stages.orchestrator.forward import (
     read_error,
 )
 from stages.orchestrator.handover import BringPages, Handovers
+from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.opening import Abortable, E, Opening, Registered
 from stages.orchestrator.passing import Passing, pass_events
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
+from stages.orchestrator.route_finder import NextChange, RouteFinder, comment
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
 from stages.orchestrator.text_stream import TextStream, next_bytes
+from stages.orchestrator.unread_answers import Charge, UnreadAnswers
 from stages.orchestrator.upstream import Answer, Begins, Client, Unreachable, read_whole
 
 log = logging.getLogger("starling.orchestrator")
 
-COMMENT_S = 2.0  # between two comments in a stream that waits
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
 NOT_TAKEN = (400, 403, 413)  # answers to output tokens that an engine does not continue from
 MAX_LOST = 8  # engines in a row that may die under a request: one that kills engines must not kill them all
 
 
 class Relay:
-    """One per orchestrator. `next_change(s)` returns when the routing table has changed, or after s seconds."""
+    """One per orchestrator. `clock`: monotonic, s."""
 
     def __init__(
         self,
@@ -71,13 +71,17 @@ class Relay:
         cold: ColdLoads,
         bounds: Bounds,
         clock: Callable[[], float],
-        next_change: Callable[[float], Awaitable[object]],
+        next_change: NextChange,
         progress_of: Callable[[str], str] = lambda model: "",
         *,
         replays_text: bool = True,
         bring_pages: BringPages | None = None,
+        claims: KeyClaims | None = None,
     ) -> None:
-        """`replays_text`: streams of other engines go on from their text; else they end with an error."""
+        """`replays_text`: streams of other engines go on from their text; else they end with an error.
+
+        `claims`: of requests with keys; None: there is no other orchestrator.
+        """
         self.kept = KeptRequests(clock)
         self.moves: Counter[str] = Counter()  # by cause
         self.replayed_texts = 0  # streams that another engine went on with from their text
@@ -85,16 +89,17 @@ class Relay:
         self._client = client
         self._router = router
         self._registry = registry
-        self._cold = cold
-        self._bounds = bounds
         self._clock = clock
-        self._next_change = next_change
-        self._progress_of = progress_of
         self._replays_text = replays_text
         self._answers: dict[str, dict[Abortable, Forward]] = {}  # by agent
         self._streams: dict[Abortable, tuple[EventCutter, Tries]] = {}  # those that have begun, by answer
         self._fixed: set[Abortable] = set()  # streams of text that have begun: they stay where they are
         self._releases = Releases(client)
+        self._unread = UnreadAnswers(client)
+        self._claims = claims or KeyClaims(None, lambda: False, clock)
+        self.routes = RouteFinder(
+            router, registry, cold, bounds, clock, next_change, progress_of, self.kept, self._claims
+        )
         self._handovers = Handovers(router, self._send_copy, self._releases.begin, clock, bring_pages)
 
     # ---------------------------------------------------------------- streams
@@ -109,7 +114,7 @@ class Relay:
         tries.version = cutter.output.version
         try:
             while True:
-                route = await self._route(forward, tries, out)
+                route = await self.routes.find(forward, tries, out)
                 try:
                     if kind := text_kind_of(route.engine) if route.engine is not None else "":
                         return await self._text_from(route, forward, kind, tries, out)
@@ -127,6 +132,7 @@ class Relay:
             await out.fail(shown)
             return tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events
         finally:
+            self.routes.left(tries)
             self.kept.left(forward, cutter.output)
             charge(tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events)
 
@@ -175,9 +181,7 @@ class Relay:
                 await self._accept(route, forward, answer, tries)
                 if text.accepted():
                     self.replayed_texts += 1
-                    await self._comment(
-                        out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far"
-                    )
+                    await comment(out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far")
                 elif not out.is_begun:
                     out.begin(200, answer.headers)
                 while data := await next_bytes(answer, text):
@@ -244,29 +248,37 @@ class Relay:
 
     # ---------------------------------------------------------------- whole answers
 
-    async def whole(self, forward: Forward) -> tuple[int, dict[str, str], bytes]:
-        """Forward a request that is not streamed; status, headers and body. Raises `StarlingError`, `Refusal`."""
+    async def whole(self, forward: Forward, charge: Charge | None = None) -> tuple[int, dict[str, str], bytes]:
+        """Forward a request that is not streamed; status, headers and body. Raises `StarlingError`, `Refusal`.
+
+        `charge` is called with the number of tokens if its client leaves, when it is known.
+        """
         tries = Tries(self._clock)
         try:
             while True:
-                route = await self._route(forward, tries, None)
+                route = await self.routes.find(forward, tries, None)
                 try:
-                    return await self._whole_from(route, forward, tries)
+                    return await self._whole_from(route, forward, tries, charge)
                 except Unreachable as lost:
                     self._lost(route, forward, tries, str(lost))
                 except Refusal as refusal:
                     self._refused(route, forward, tries, refusal)
         finally:
+            self.routes.left(tries)
             self.kept.left(forward)
 
-    async def _whole_from(self, route: Route, forward: Forward, tries: Tries) -> tuple[int, dict[str, str], bytes]:
+    async def _whole_from(
+        self, route: Route, forward: Forward, tries: Tries, charge: Charge | None
+    ) -> tuple[int, dict[str, str], bytes]:
+        on_unread = partial(self._unread.begin, forward=forward, charge=charge) if charge is not None else None
         self._router.begin(route, forward.routed)
         try:
-            answer = await self._send(route, forward, {})
+            answer = await self._send(route, forward, {}, on_unread=on_unread)
             if answer.status == 409 and (forward.was_sent or route.agent_id in tries.visited):
                 await self._check_same(route, forward, answer)
-                answer = await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
-            with self._registered(route, forward, answer, self._end):
+                path = f"/v1/requests/{forward.id}"
+                answer = await self._send(route, forward, {}, method="GET", path=path, on_unread=on_unread)
+            with self._registered(route, forward, answer, self._end, on_unread):
                 await self._accept(route, forward, answer, tries)
                 body = await read_whole(answer)
                 return answer.status, dict(answer.headers), body
@@ -274,56 +286,6 @@ class Relay:
             self._router.end(route, forward.routed)
 
     # ---------------------------------------------------------------- agents
-
-    async def _route(self, forward: Forward, tries: Tries, out: Out | None) -> Route:
-        """The agent for the next attempt. Waits for one, and for a model that is loading."""
-        pause_s = FIRST_PAUSE_S
-        commented = self._clock()
-        while True:
-            request = tries.routed(forward)
-            try:
-                tries.check_referrals()
-                route = self._router.choose(request, "moved" if tries.count else "new")
-            except (ModelUnavailable, Overloaded) as error:
-                may_be_there = self._registry.awaits_answers()
-                if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):
-                    continue
-                tries.give_up(error, forward, self._bounds, may_be_there)
-                tries.excluded.clear()
-                await self._next_change(pause_s)
-                pause_s = min(2 * pause_s, MOST_PAUSE_S)
-                if out is not None and self._clock() - commented >= COMMENT_S:
-                    commented = self._clock()
-                    await self._comment(out, f"waiting for an agent: {error.message}")
-                continue
-            if route.engine is not None:
-                tries.count += 1
-                return route
-            await self._load(route, forward, tries, out)
-
-    async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
-        """Wait until the model is loaded."""
-        model = forward.routed.model
-        waiter = asyncio.ensure_future(self._cold.wait(model, route.agent_id, route.evict, route.predicted_s))
-        try:
-            while not waiter.done():
-                await asyncio.wait({waiter}, timeout=COMMENT_S)
-                if not waiter.done() and out is not None:
-                    await self._comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
-        finally:
-            waiter.cancel()
-        try:
-            await waiter
-        except StarlingError as error:
-            tries.not_loaded(forward, route.agent_id, error)
-            log.warning("a model was not loaded", extra={"model": model, "agent": route.agent_id, "reason": str(error)})
-
-    @staticmethod
-    async def _comment(out: Out, text: str) -> None:
-        """A comment that clients skip; with the first one the response begins."""
-        if not out.is_begun:
-            out.begin(200, {})
-        await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
 
     def _lost(self, route: Route, forward: Forward, tries: Tries, reason: str) -> None:
         """An engine or its agent has died, or sent something that is no answer; or the request is moved."""
@@ -389,8 +351,9 @@ class Relay:
         is_kept: bool = True,
         header: str = OUTPUT,
         begins: Begins | None = None,
+        on_unread: Callable[[Route], object] | None = None,
     ) -> Answer:
-        """`output`: what follows the body, as `header` names it."""
+        """`output`: what follows the body, as `header` names it. `on_unread`: see `Registered`."""
         assert route.engine is not None
         headers = {**forward.headers, **extra}
         if route.engine.engine_key:
@@ -408,14 +371,19 @@ class Relay:
         url = route.engine.engine_url + (path or forward.path)
         body = body + output if output else body
         opening = Opening(self._client.open(method, url, headers, body, agent_id=route.agent_id, begins=begins))
-        with self._registered(route, forward, opening):
+        with self._registered(route, forward, opening, on_unread=on_unread):
             return await opening.answer()
 
     def _registered(
-        self, route: Route, forward: Forward, exchange: E, end: Callable[[E], object] = lambda exchange: None
+        self,
+        route: Route,
+        forward: Forward,
+        exchange: E,
+        end: Callable[[E], object] = lambda exchange: None,
+        on_unread: Callable[[Route], object] | None = None,
     ) -> Registered[E]:
         """The exchange ends early if its agent is lost. `end`: is called after it."""
-        return Registered(self._answers, self._releases, route, forward, exchange, end)
+        return Registered(self._answers, self._releases, route, forward, exchange, end, on_unread)
 
     async def _accept(self, route: Route, forward: Forward, answer: Answer, tries: Tries) -> None:
         """The engine has begun to answer. Raises `Refusal` for an error response."""
@@ -454,6 +422,8 @@ class Relay:
 
     async def close(self) -> None:
         """Cancel what is still being sent."""
+        await self._claims.close()
+        await self._unread.close()
         await self._handovers.close()
         await self._releases.close()
 

@@ -58,6 +58,7 @@ from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import handle_text, make_app
 from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.idle_models import IdleModels
+from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.memory_pressure import MemoryPressure
 from stages.orchestrator.model_changes import AgentCalls, ModelChanges
 from stages.orchestrator.page_transfers import PageTransfers
@@ -151,6 +152,7 @@ class OrchestratorStage:
             self.changes.progress,
             replays_text=bounds.lost_text == "replay",
             bring_pages=self.pages.bring,
+            claims=KeyClaims(self._store, lambda: self.fleet.is_store_up, time.monotonic),
         )
         steady = SteadyClock(clock_path(paths.state_dir(config), f"orchestrator-{bounds.port}")).seconds
         use = SharedUse(secrets.token_hex(8), steady)

@@ -26,7 +26,7 @@ from pipeline.errors import ConfigError, InternalError, ModelUnavailable, Starli
 from pipeline.faults import points
 from pipeline.ipc.doorbell import Ringer
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
-from pipeline.models import store, versions, weight_copies, worker_groups
+from pipeline.models import store, versions, worker_groups
 from pipeline.models.arena_sizes import version_steps_geometry
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs

@@ -273,7 +273,7 @@ async def get_request(request: web.Request) -> web.StreamResponse:
 async def cancel_request(request: web.Request) -> web.Response:
     """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error.
 
-    With `?unread=true`, it ends when it has no reader: now, or with its last one.
+    With `?unread=true`, it ends when it has no reader: now, or with its last one. `output_tokens`: computed so far.
     """
     service, name = request.app[SERVICE], request.match_info["id"]
     relay = service.relay
@@ -283,7 +283,9 @@ async def cancel_request(request: web.Request) -> web.Response:
     if (unread := request.query.get("unread")) is not None:
         if unread != "true":
             raise InvalidRequest(f"unread is {unread[:40]!r}; send true, or leave it out", "unread")
-        return json_response({"id": state.id, "cancelled": service.readers.release(state)})
+        cancelled = service.readers.release(state)
+        computed = sum(len(sequence.tokens) for sequence in state.sequences)
+        return json_response({"id": state.id, "cancelled": cancelled, "output_tokens": computed})
     relay.fail(state, Conflict("the request was cancelled by its client"))
     return json_response({"id": state.id, "cancelled": True})
 

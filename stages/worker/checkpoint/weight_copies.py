@@ -47,8 +47,9 @@ def reserve_copies(
 ) -> bool:
     """Whether a model's weights are copied to each of so many memory nodes, whose memory is recorded as promised.
 
-    stage: of the version's worker; n_copies: that it makes, where other worker groups make others (0: one a node); setting: `performance.weight_copies`; left: bytes of memory beside the arenas of
-    the version and what is promised to the copies of others.
+    stage: of the version's worker; setting: `performance.weight_copies`; left: bytes of memory beside the arenas of
+    the version and what is promised to the copies of others; n_copies: that this worker makes, where other worker
+    groups make others (0: one on each node).
     Raises `ResourceError` if they must be and memory is too small, `OSError` if it cannot be recorded.
     """
     if n_nodes < 2 or setting == "never":

@@ -1,0 +1,138 @@
+"""Finds the agent for the next attempt of a request: waits for one, for a model that is loading, and for agreement.
+
+A request with an `Idempotency-Key` goes to the agent that all orchestrators have agreed on (key_claims.py).
+Without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.forward import Bounds, Forward, KeptRequests, Out, Tries
+from stages.orchestrator.key_claims import KeyClaims
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.router import Route, ScoreRouter
+
+log = logging.getLogger("starling.orchestrator")
+
+COMMENT_S = 2.0  # between two comments in a stream that waits
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # between attempts while no agent can serve a request
+CLAIMED_S = 5.0  # for the agent of a claim to be ready here, too; then another one gets the request
+
+NextChange = Callable[[float], Awaitable[object]]  # returns when the routing table has changed, or after s seconds
+
+
+class RouteFinder:
+    """One per orchestrator. `clock`: monotonic, s. `kept`: the requests that it has forwarded."""
+
+    def __init__(
+        self,
+        router: ScoreRouter,
+        registry: Registry,
+        cold: ColdLoads,
+        bounds: Bounds,
+        clock: Callable[[], float],
+        next_change: NextChange,
+        progress_of: Callable[[str], str],
+        kept: KeptRequests,
+        claims: KeyClaims,
+    ) -> None:
+        self._router = router
+        self._registry = registry
+        self._cold = cold
+        self._bounds = bounds
+        self._clock = clock
+        self._next_change = next_change
+        self._progress_of = progress_of
+        self._kept = kept
+        self._claims = claims
+        self.locate: Callable[[Forward, str], Awaitable[str]] | None = None  # see front.py
+
+    async def find(self, forward: Forward, tries: Tries, out: Out | None) -> Route:
+        """The route of the next attempt, whose model is ready. Raises `StarlingError`, `Refusal`."""
+        pause_s = FIRST_PAUSE_S
+        commented = self._clock()
+        while True:
+            request = tries.routed(forward)
+            try:
+                tries.check_referrals()
+                route = self._router.choose(request, "moved" if tries.count else "new")
+            except (ModelUnavailable, Overloaded) as error:
+                may_be_there = self._registry.awaits_answers()
+                if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):
+                    continue
+                tries.give_up(error, forward, self._bounds, may_be_there)
+                tries.excluded.clear()
+                await self._next_change(pause_s)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                if out is not None and self._clock() - commented >= COMMENT_S:
+                    commented = self._clock()
+                    await comment(out, f"waiting for an agent: {error.message}")
+                continue
+            if route.engine is None:
+                await self._load(route, forward, tries, out)
+            elif not forward.is_claimed or route.engine.continues_text or await self._has_claim(route, forward, tries):
+                tries.count += 1
+                return route
+
+    def left(self, tries: Tries) -> None:
+        """The request has ended."""
+        if tries.claim is not None:
+            self._claims.leave(tries.claim)
+            tries.claim = None
+
+    async def _has_claim(self, route: Route, forward: Forward, tries: Tries) -> bool:
+        """Whether the request may be sent to the route's agent; else it must be chosen again, and may have to wait."""
+        kept = self._kept.find(forward.id)
+        if route.agent_id == tries.claimed or (kept is not None and kept[1] == route.agent_id):
+            return True  # it was sent there, or the others send it there
+        if tries.claim is None:
+            tries.claim = self._claims.enter(forward.id)
+        failed = tries.excluded | tries.unfit | tries.unreached
+
+        async def locate(wanted: str) -> str:
+            return await self.locate(forward, wanted) if self.locate is not None else ""
+
+        agent = await self._claims.take(tries.claim, route.agent_id, failed, locate)
+        if agent == route.agent_id:
+            tries.waits_since = None
+            return True
+        if tries.claimed != agent:
+            tries.claimed, tries.waits_since = agent, None  # choose that one, if it is ready
+            return False
+        if tries.waits_since is None:
+            tries.waits_since = self._clock()
+        if self._clock() - tries.waits_since >= CLAIMED_S:
+            tries.unreached.add(agent)
+            tries.claimed, tries.waits_since = "", None
+        else:
+            await self._next_change(FIRST_PAUSE_S)
+        return False
+
+    async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
+        """Wait until the model is loaded."""
+        model = forward.routed.model
+        waiter = asyncio.ensure_future(self._cold.wait(model, route.agent_id, route.evict, route.predicted_s))
+        try:
+            while not waiter.done():
+                await asyncio.wait({waiter}, timeout=COMMENT_S)
+                if not waiter.done() and out is not None:
+                    await comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
+        finally:
+            waiter.cancel()
+        try:
+            await waiter
+        except StarlingError as error:
+            tries.not_loaded(forward, route.agent_id, error)
+            log.warning("a model was not loaded", extra={"model": model, "agent": route.agent_id, "reason": str(error)})
+
+
+async def comment(out: Out, text: str) -> None:
+    """A comment that clients skip; with the first one the response begins."""
+    if not out.is_begun:
+        out.begin(200, {})
+    await out.write(f": {text}\n\n".replace("\n", " ", text.count("\n")).encode())
