@@ -107,10 +107,10 @@ class CatalogReader:
 
     def _use(self, entries: list[Entry]) -> None:
         """Route by these entries, and by what is known of adapters."""
-        found = {entry.name: Published(entry.digest, entry.weights_bytes) for entry in entries}
+        found = {entry.name: Published(entry.digest, entry.weights_bytes, at=entry.published) for entry in entries}
         adapters = usable(self._adapters, entries)
         for one, model in adapters:
-            found[one.name] = Published(model.digest, model.weights_bytes + one.bytes, one.digest)
+            found[one.name] = Published(model.digest, model.weights_bytes + one.bytes, one.digest, one.published)
         self._published.clear()
         self._published.update(found)
         self._signer.set_entries(entries, [one for one, _ in adapters])

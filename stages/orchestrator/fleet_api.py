@@ -246,7 +246,7 @@ class FleetApi:
         body: dict[str, Any] = {
             "id": name,
             "object": "model",
-            "created": 0,
+            "created": known.at if known else 0,
             "owned_by": "starling",
             "engine": self._engine_of(base),
             "ready": bool(ready),

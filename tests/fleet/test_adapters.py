@@ -155,6 +155,14 @@ def test_models_are_listed_with_their_adapters(hosts: AdapterHosts) -> None:
     assert (first["parent"], first["root"], first["digest"]) == ("tiny", "tiny", listed["tiny"]["digest"])
     assert first["ready"] and first["adapter_digest"] == hosts.adapters.digests["first"]
     assert "parent" not in listed["tiny"]
+    manifests = {
+        "tiny": "catalog/tiny.json",
+        **{f"tiny:{one}": f"adapters/tiny/{one}.json" for one in ("first", "second")},
+    }
+    published = {name: json.loads((hosts.adapters.blobs / file).read_text()) for name, file in manifests.items()}
+    assert {name: one["created"] for name, one in listed.items()} == {
+        n: one["published"] for n, one in published.items()
+    }
 
 
 def test_an_unknown_adapter_is_the_servers_404(hosts: AdapterHosts, expected: dict[str, Any]) -> None:
@@ -207,6 +215,71 @@ def test_a_stream_goes_on_when_its_engine_is_killed(hosts: AdapterHosts, expecte
             assert len(busy) == 1
             os.kill(engine_of(hosts, busy[0]), signal.SIGKILL)
     assert comparable(received) == expected["stream"]
+
+
+def load_everywhere(hosts: AdapterHosts, model: str) -> None:
+    for agent in hosts.agents.values():
+        status, answer = agent.call("/load_model", model_id=model)
+        assert status == 200, answer
+    hosts.fleet.wait(
+        lambda state: all(one["agents"] == ["one", "two"] for one in state["models"] if one["id"] == model)
+    )
+
+
+def test_a_stream_moves_when_its_agent_drains(hosts: AdapterHosts, expected: dict[str, Any]) -> None:
+    hosts.wait_agents(("READY", "READY"))
+    load_everywhere(hosts, "tiny:first")
+    before = hosts.fleet.state()["moves"].get("moved", 0)
+    received, source = [], ""
+    try:
+        for event in events(hosts.fleet, "/v1/generate", STREAM, MINE):  # type: ignore[arg-type]
+            received.append(event[1])
+            if len(received) == 40:
+                (source,) = [one["agent_id"] for one in hosts.fleet.state()["agents"] if one["under_way"]]
+                hosts.cordon(source, True, drain=True)
+        assert comparable(received) == expected["stream"]
+        assert hosts.fleet.state()["moves"].get("moved", 0) == before + 1
+    finally:
+        hosts.cordon(source, False)
+
+
+def turn(hosts: AdapterHosts, session: str, number: int) -> str:
+    """What a client sees of a turn but for its names."""
+    more = {"prompt": PROMPT[20 * number : 20 * number + 30], "session_id": session, "create_session": True}
+    answer = hosts.ask("tiny:first", **more)
+    assert answer.status == 200, answer.body
+    return json.dumps([answer.json["choices"], answer.json["usage"]["prompt_tokens"]])
+
+
+def close(hosts: AdapterHosts, session: str) -> None:
+    closed = hosts.fleet.post("/v1/session/close", {"model": "tiny:first", "session_id": session}, MINE)
+    assert closed.status == 200, closed.body
+
+
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_session_of_an_adapter_moves_when_its_agent_drains(hosts: AdapterHosts, is_loaded: bool) -> None:
+    """Also to an agent that must load the adapter for the next turn."""
+    hosts.wait_agents(("READY", "READY"))
+    load_everywhere(hosts, "tiny:first")
+    unmoved = [turn(hosts, "unmoved", number) for number in range(3)]
+    close(hosts, "unmoved")
+    assert turn(hosts, "s", 0) == unmoved[0]
+    (source,) = hosts.holders("s")
+    (target,) = set(hosts.agents) - {source}
+    if not is_loaded:
+        assert hosts.agents[target].call("/unload_model", model_id="tiny:first")[0] == 200
+        hosts.fleet.wait(
+            lambda state: all(one["agents"] == [source] for one in state["models"] if one["id"] == "tiny:first")
+        )
+    try:
+        done = hosts.run("drain", source, "--wait", "--timeout", "120")
+        assert done.exit_code == 0, done.output
+        assert hosts.holders("s") == [target]
+        assert [turn(hosts, "s", number) for number in (1, 2)] == unmoved[1:]
+        assert hosts.holders("s") == [target]
+    finally:
+        hosts.cordon(source, False)
+    close(hosts, "s")
 
 
 def test_publishing_again_changes_nothing(hosts: AdapterHosts) -> None:
