@@ -178,12 +178,12 @@ def _decode(config: Config, raw: bytes) -> VersionTable:
 
 
 def write(config: Config, table: VersionTable) -> None:
-    """Replace the table, and wake who watches `bell_path`. Only the gateway does this.
+    """Replace the table, and wake the stages that watch `bell_path`. Only the gateway does this.
 
     Raises `OSError`; the old table then stays.
     """
     replace_file(table_path(config), msgspec.json.encode(table))
-    with contextlib.suppress(OSError):  # nobody watches, or looks at the table at the next frame
+    with contextlib.suppress(OSError):  # no stage watches it, or one looks at the table at its next frame
         os.utime(bell_path(config))
 
 

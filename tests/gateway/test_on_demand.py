@@ -1,6 +1,8 @@
 """Requests for models that are not loaded: one load for all, bounds on who waits, which models go and which stay.
 
 The gateway's service, catalog and loader are real, without sockets; stages, memory and the clock are simulated.
+
+Length: every test uses the same simulated stages and memory.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class Baseline:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
         self.pid = self._process.pid
+        self._is_asked = False  # a request has no response yet
         self.about: dict[str, Any] = self._response()
         if "error" in self.about:
             self.close()
@@ -84,7 +85,9 @@ class Baseline:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
+        self._is_asked = True
         response = self._response()
+        self._is_asked = False
         self.about |= {name: response[name] for name in ("resident_mb", "kv_mb") if name in response}
         return response
 
@@ -113,6 +116,8 @@ class Baseline:
         """End the child process."""
         if self._process.stdin is not None:
             self._process.stdin.close()
+        if self._is_asked:
+            self._process.kill()  # its request may take minutes
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -1,7 +1,7 @@
 """`python -m tools.bench.offline.depths`: speed with long contexts, beside llama.cpp in turns.
 
-For each depth: a chunk of 512 prompt tokens and single output tokens behind so many positions.  Nobody computes all of
-these: Starling's cache is filled with random K and V, llama.cpp's with one computed block again and again
+For each depth: a chunk of 512 prompt tokens and single output tokens behind so many positions.  Neither engine computes
+all of these: Starling's cache is filled with random K and V, llama.cpp's with one computed block again and again
 (filled_cache.py).  What the values are takes no time: `--check N` compares that with N computed positions.  llama.cpp
 has one context at a time, without flash attention and with it.  The read is that of as many bytes as a step of output
 reads, in the same round.  The last line is one JSON object.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -190,4 +191,6 @@ def main(
 
 
 if __name__ == "__main__":
+    # Context managers remove the arenas and end the children: turn SIGTERM into an exception, so that they run.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()

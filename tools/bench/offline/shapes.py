@@ -7,6 +7,7 @@ begins: the weights of two models would not fit beside each other.  The last lin
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,10 +63,14 @@ def measured(shape: str, recipe: str, arguments: Sequence[str]) -> dict[str, Any
     with subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         last = ""
-        for line in process.stdout:
-            if last:
-                click.echo(f"{shape} {recipe}: {last}")
-            last = line.rstrip()
+        try:
+            for line in process.stdout:
+                if last:
+                    click.echo(f"{shape} {recipe}: {last}")
+                last = line.rstrip()
+        except BaseException:
+            process.terminate()
+            raise
     if process.returncode:
         raise RuntimeError(f"{shape} {recipe}: the benchmark ended with code {process.returncode}: {last}")
     report: dict[str, Any] = json.loads(last)
@@ -98,4 +103,6 @@ def main(shapes: str, formats: str, rounds: int, baseline: bool) -> None:
 
 
 if __name__ == "__main__":
+    # Context managers remove the arenas and end the children: turn SIGTERM into an exception, so that they run.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     main()
