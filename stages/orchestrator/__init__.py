@@ -46,6 +46,7 @@ http_client.py  that client, with TLS where it is configured: connections that a
 connecting.py   opens them: to the first address of a host that answers
 engine_connection.py  one of them: a request and its response
 http_response.py  the bytes of a response
+head_facts.py   the fields of a head that every request's handlers use
 http_app.py     the routes
 text_request.py  reads plain requests for text
 text_connection.py  the connections of clients, which send them and others

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
-from multidict import CIMultiDictProxy
 
 from pipeline.api import message_version, sse
 from pipeline.api.body_names import BodyNames, names_of
@@ -33,6 +31,7 @@ from stages.orchestrator.event_response import BEGUN, EventResponse, send_whole
 from stages.orchestrator.fleet_api import FleetApi
 from stages.orchestrator.forward import Forward, Refusal
 from stages.orchestrator.front import Front, Ticket
+from stages.orchestrator.head_facts import head_facts
 from stages.orchestrator.pages import Pages
 from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
 from stages.orchestrator.responses.jobs import Job
@@ -42,39 +41,18 @@ from stages.orchestrator.upstream import Unreachable
 log = logging.getLogger("starling.orchestrator.http")
 
 
-class HeadFacts(NamedTuple):
-    """What the handlers use of a head's fields. A client sends nearly the same head with each request."""
-
-    client_id: str  # X-Request-Id, if it can be one; else ""
-    authorization: str | None
-    api_key: str | None
-    key: str | None  # Idempotency-Key
-    last_id: str  # Last-Event-ID
-    passed_on: dict[str, str]  # to engines; not to be changed
-
-
 FRONT = web.AppKey("front", Front)
 FLEET = web.AppKey("fleet", FleetApi)
 CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
 OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
-FACTS = web.RequestKey("facts", HeadFacts)
 NAMED = web.RequestKey("named", dict[str, Any])  # the model and the session of its body
 FORWARD = web.RequestKey("forward", Forward)
 
 SERVER = {"Server": "starling"}
 BODY_TIMEOUT_S = 30.0
 CLIENT_CLOSED = 499
-_CLIENT_ID = re.compile(r"[!-~]{1,128}")
-_PASSED_ON = (
-    "Content-Type",
-    "Content-Encoding",
-    "Anthropic-Version",
-    "Anthropic-Beta",
-    "traceparent",
-    "tracestate",
-)
 _ANSWERED = ("content-type", "retry-after", "x-starling-cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -135,7 +113,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     front = request.app[FRONT]
     started, status = front.clock(), CLIENT_CLOSED
     error: StarlingError | None = None
-    facts, path = _facts(request), request.path
+    facts, path = head_facts(request), request.path
     request[REQUEST_ID] = facts.client_id
     try:
         is_fleets = path.startswith("/v1/fleet")
@@ -178,26 +156,6 @@ def _client(request: web.Request) -> str:
     return proxies.client(peer, headers.getall("X-Forwarded-For", []), headers.getall("Forwarded", [])).address
 
 
-def facts_of(headers: CIMultiDictProxy[str]) -> HeadFacts:
-    """Those of the fields of a head."""
-    given = headers.get("X-Request-Id", "")
-    return HeadFacts(
-        client_id=given if _CLIENT_ID.fullmatch(given) else "",
-        authorization=headers.get("Authorization"),
-        api_key=headers.get("X-Api-Key"),
-        key=headers.get(KEY),
-        last_id=headers.get("Last-Event-ID", ""),
-        passed_on={name: ", ".join(headers.getall(name)) for name in _PASSED_ON if name in headers},
-    )
-
-
-def _facts(request: web.Request) -> HeadFacts:
-    found: HeadFacts | None = request.get(FACTS)
-    if found is None:
-        found = request[FACTS] = facts_of(request.headers)
-    return found
-
-
 def _note(request: web.Request, status: int, error: StarlingError | None, took_s: float) -> None:
     """Count an answer, and log it."""
     front, path = request.app[FRONT], request.path
@@ -238,7 +196,7 @@ def _log_names(request: web.Request, error: StarlingError | None) -> dict[str, s
         names = BodyNames(*error.names) if error is not None else BodyNames()
     return {
         "request_id": (forward.id if forward is not None else "") or _own_id(request),
-        "client_request_id": _facts(request).client_id or None,
+        "client_request_id": head_facts(request).client_id or None,
         "tenant": caller.tenant if caller is not None else None,
         "model": names.model or None,
         "session_id": names.session_id or None,
@@ -316,7 +274,7 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _text(request: web.Request, front: Front) -> web.StreamResponse:
-    caller, facts = request[CALLER], _facts(request)
+    caller, facts = request[CALLER], head_facts(request)
     await front.take_request(caller)
     body = await body_of(request)
     ticket = await front.ticket(caller, request.path, body, headers_of(request), facts.key, facts.last_id)
@@ -432,7 +390,7 @@ async def body_of(request: web.Request) -> bytes:
 
 def headers_of(request: web.Request) -> dict[str, str]:
     """The headers of a request that go to engines."""
-    passed_on, name = _facts(request).passed_on, request[REQUEST_ID]
+    passed_on, name = head_facts(request).passed_on, request[REQUEST_ID]
     return {**passed_on, "X-Request-Id": name} if name else {**passed_on}
 
 

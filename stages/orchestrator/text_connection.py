@@ -27,7 +27,8 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from pipeline.api import sse
 from stages.orchestrator.client_connections import Client, ClientConnections
 from stages.orchestrator.event_response import IN_EVENTS, UNDRAINED_BYTES, date_field, while_read
-from stages.orchestrator.http_app import FACTS, HeadFacts, facts_of, own_headers
+from stages.orchestrator.head_facts import FACTS, HeadFacts, facts_of
+from stages.orchestrator.http_app import own_headers
 from stages.orchestrator.text_request import Head, HeadReader
 
 log = logging.getLogger("starling.orchestrator.http")
