@@ -209,7 +209,7 @@ def test_the_group_with_the_least_work_gets_the_next_sequence() -> None:
 
 
 def test_a_tenant_that_is_left_out_in_one_group_keeps_its_place() -> None:
-    """Steps of another group, in which nobody is left out, do not count as its turn."""
+    """Steps of another group, in which no tenant is left out, do not count as its turn."""
     world = GroupsWorld(batch=4)
     seen: list[set[str]] = []
     settle = world.engine.queues.settle
