@@ -4,9 +4,9 @@
 
 A client may send a request several times at once, through several orchestrators.  Each of them asks the engines whether
 one has the request, and all may learn that none has it yet.  So an orchestrator claims the request for an agent before
-it sends it there: the others send theirs to the same agent, whose engine computes it once.  Whoever has made a claim
-asks the engines afterwards, because the claim of an earlier attempt may have ended.  If the agent fails the request,
-the claim is changed to another one.
+it sends it there: the others send theirs to the same agent, whose engine computes it once.  The orchestrator that has
+made a claim asks the engines afterwards, because the claim of an earlier attempt may have ended.  If the agent fails
+the request, the claim is changed to another one.
 
 A claim is needed until the engine has the request, and is removed when the request has ended here, or by its lease.
 While the store does not answer, requests of one orchestrator still go to one agent.  Without sockets.
