@@ -169,8 +169,9 @@ def _decode(text: str) -> Any:
     """As `_decoder.decode`, which looks for blanks before and behind what few bodies have them around."""
     try:
         value, end = _scan(text, 0)
-        if end == len(text):
+        if not text[end:].strip(" \t\r\n"):
             return value
+        del value  # the memory of two at once is not within the bounds
     except StopIteration:  # no value begins where one must
         pass
     return _decoder.decode(text)

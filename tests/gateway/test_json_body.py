@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -57,6 +58,20 @@ def test_content_types(name: str) -> None:
     with pytest.raises(InvalidRequest, match="Content-Type"):
         parse_object(b"{}", name)
     assert parse_object(b"{}", "Application/JSON; charset=utf-8") == {}
+
+
+@pytest.mark.parametrize("tail", ["", "\n", " \r\n\t"])
+def test_a_body_is_read_once_whatever_blanks_follow_it(tail: str) -> None:
+    """The memory of two readings at once is not within the bounds of a body."""
+    body = b"[" + b"0.5," * 100_000 + b"1]"
+    tracemalloc.start()
+    try:
+        value = parse_object(b'{"a":' + body + b"}" + tail.encode())
+        held, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(value["a"]) == 100_001
+    assert most < 1.5 * held
 
 
 def test_errors_name_the_position() -> None:
