@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route
-from stages.orchestrator.upstream import Answer, Unreachable
+from stages.orchestrator.upstream import Answer, Begins, Take, Unreachable
 
 
 class Abortable(Protocol):
@@ -20,28 +20,44 @@ class Abortable(Protocol):
 
 
 class Opening:
-    """A request whose answer has not begun."""
+    """A request whose answer has not begun, or has not reached the task that waits for it."""
 
-    def __init__(self, opened: Awaitable[Answer]) -> None:
-        self._opened = opened
+    def __init__(self, begins: Begins | None = None) -> None:
+        """`begins`: takes the body as soon as the head is there."""
+        self._begins = begins
+        self._begun: Answer | None = None  # whose events are being counted already
         self._task: asyncio.Task[Any] | None = None
         self._reason = ""
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether events of the answer may have been counted before the task has run."""
+        return self._begun is not None
+
+    def begin(self, answer: Answer) -> Take | None:
+        """See `Begins`."""
+        take = self._begins(answer) if self._begins is not None else None
+        if take is not None:
+            self._begun = answer
+        return take
+
     def abort(self, reason: str) -> None:
-        """See `Abortable`."""
-        if not self._reason:
+        """See `Abortable`. What has been counted of an answer is still delivered: only its rest is given up."""
+        if self._begun is not None:
+            self._begun.abort(reason)
+        elif not self._reason:
             self._reason = reason
             if self._task is not None:
                 self._task.cancel()
 
-    async def answer(self) -> Answer:
+    async def answer(self, opened: Awaitable[Answer]) -> Answer:
         """The answer's head. Raises `Unreachable`."""
         # Not a task of its own, which would delay the request: the caller's is cancelled, as by `asyncio.timeout`.
         task = self._task = asyncio.current_task()
         assert task is not None
         before = task.cancelling()
         try:
-            return await self._opened
+            return await opened
         except asyncio.CancelledError:
             if self._reason and task.uncancel() <= before:
                 raise Unreachable(self._reason) from None

@@ -370,9 +370,11 @@ class Relay:
             self.kept.put(forward, route.agent_id, route.engine)
         url = route.engine.engine_url + (path or forward.path)
         body = body + output if output else body
-        opening = Opening(self._client.open(method, url, headers, body, agent_id=route.agent_id, begins=begins))
+        opening = Opening(begins)
+        take = opening.begin if begins is not None else None
+        opened = self._client.open(method, url, headers, body, agent_id=route.agent_id, begins=take)
         with self._registered(route, forward, opening, on_unread=on_unread):
-            return await opening.answer()
+            return await opening.answer(opened)
 
     def _registered(
         self,
@@ -445,6 +447,7 @@ class Relay:
                 answer in self._fixed
                 or not forward.can_replay
                 or not self._router.has_other(forward.routed.model, agent_id)
+                or (isinstance(answer, Opening) and answer.has_begun)  # its task is about to run: at the next look
             ):
                 continue
             cutter, tries = self._streams.get(answer, (None, None))

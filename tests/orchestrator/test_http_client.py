@@ -305,8 +305,8 @@ async def test_a_caller_that_leaves_ends_the_connection() -> None:
 async def test_a_request_or_an_answer_is_aborted_with_a_reason() -> None:
     server = Server(b"")
     async with serving(server) as client:
-        opening = Opening(ask(client, server))
-        asked = asyncio.ensure_future(opening.answer())
+        opening = Opening()
+        asked = asyncio.ensure_future(opening.answer(ask(client, server)))
         peer = await server.peer()
         opening.abort("the agent has died")
         opening.abort("again")
@@ -315,8 +315,8 @@ async def test_a_request_or_an_answer_is_aborted_with_a_reason() -> None:
         assert not asked.cancelled()
         await ended(peer)
         # The caller's own end is another thing.
-        opening = Opening(ask(client, server))
-        asked = asyncio.ensure_future(opening.answer())
+        opening = Opening()
+        asked = asyncio.ensure_future(opening.answer(ask(client, server)))
         await server.peer()
         opening.abort("the agent has died")
         asked.cancel()
