@@ -233,6 +233,7 @@ class OrchestratorStage:
             await runner.setup()
             assert runner.server is not None
             self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text, connections_of(self.config))
+            collapse_heap()  # takes tens of milliseconds, in which no client could be served
             server = await self._listen(self._texts)
             works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog.follow())
             tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
@@ -241,7 +242,6 @@ class OrchestratorStage:
             gc.collect()
             gc.freeze()
             gc.collect()  # counts what is left, so that the next full collection does not come too early
-            collapse_heap()
             on_listening(self.port)
             await self._stopping.wait()
             self.fleet.is_stopping = True
