@@ -41,11 +41,13 @@ class Stages:
         self.asked: list[tuple[int, int]] = []
         self.offset = 0  # of the tokens that the model gives
         self.logprob = -0.5
+        self.damaged_after = 0  # answers before give what `offset` and `logprob` were at first
         self.damaged_answers = 1 << 30  # so many give `offset` and `logprob`, those after them what they were at first
         self.fails_after = self.fails_until = 1 << 30  # answers; between them the scheduler refuses
         self.answers_after = 0  # questions; those before get no answer
         self.settings, self.performance = config.models[0], config.performance
         self.ranks = 2
+        self.attachments = 1
 
     def _to_tokenizer(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Encode):
@@ -65,7 +67,7 @@ class Stages:
         if self.fails_after < len(self.asked) <= self.fails_until:
             self.service.on_scheduler(m.Rejected(frame.sequence, "OVERLOADED", "no room"))
             return
-        is_damaged = len(self.asked) <= self.damaged_answers
+        is_damaged = self.damaged_after < len(self.asked) <= self.damaged_answers
         offset, logprob = (self.offset, self.logprob) if is_damaged else (0, -0.5)
         tokens = tuple((len(prompt) + offset + i) % 9 for i in range(frame.max_tokens))
         logprobs = tuple(m.Logprob(logprob) for _ in tokens)
@@ -95,6 +97,7 @@ class Stages:
     def set_ready(self, version: ModelVersion, kernels: str = KERNELS) -> None:
         """Its worker has started."""
         state = m.ModelState(version.id, version.digest, True, "", 0, 0, 8, kernels=kernels, ranks=self.ranks)
+        state = msgspec.structs.replace(state, attachments=self.attachments)
         self.service.on_scheduler(m.SchedulerState([state]))
 
     def check(
@@ -210,6 +213,29 @@ def test_an_early_test_that_was_refused_is_repeated(stages: Stages) -> None:
     stages.check(stages.version())
     stages.fails_after, stages.fails_until = 0, 1
     assert stages.check(stages.version(2), is_early=True) == [SHORT, SHORT]
+
+
+def test_an_early_test_of_workers_that_have_been_replaced_is_repeated(stages: Stages) -> None:
+    """Their successors have mapped the weights again."""
+    stages.check(stages.version())
+    stages.attachments = 2
+    assert stages.check(stages.version(2), is_early=True) == [SHORT, SHORT]
+
+
+def test_an_early_test_whose_computation_fails_is_not_repeated(stages: Stages) -> None:
+    """The value that is not finite is the first answer; a repetition would find nothing."""
+    stages.check(stages.version())
+    stages.logprob, stages.damaged_answers = math.nan, 1
+    with pytest.raises(InferenceError, match=f"requested {SHORT_MAX_TOKENS} tokens"):
+        stages.check(stages.version(2), is_early=True)
+    assert stages.asked == [SHORT]
+
+
+def test_a_short_test_whose_computation_fails_is_not_ignored_after_the_whole_one(stages: Stages) -> None:
+    stages.damaged_after, stages.logprob = 1, math.nan
+    with pytest.raises(InferenceError, match=f"requested {SHORT_MAX_TOKENS} tokens"):
+        stages.check(stages.version())
+    assert stages.asked == [WHOLE, SHORT]
 
 
 def test_a_version_beside_one_of_the_same_file_has_no_early_test(stages: Stages) -> None:

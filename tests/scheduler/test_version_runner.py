@@ -94,8 +94,10 @@ def test_requests_wait_for_the_successor_of_a_dead_worker(
     assert not runner.engine.outbox.rejected
     runner.engine.submissions.submit(GATEWAY, submission("t", [1, 2, 3], 8), LATE + 0.5 * UNAVAILABLE_S)
     assert set(runner.engine.table.live) == {"s", "t"}
+    assert runner.state().attachments == 1
     attach(runner, second, LATE + 0.6 * UNAVAILABLE_S)
     assert sum(isinstance(frame, Attach) for frame in sent) == 2
+    assert runner.state().attachments == 2
 
 
 def test_a_worker_that_its_supervisor_has_not_waited_for_is_dead(runner: VersionRunner, groups: list[Group]) -> None:

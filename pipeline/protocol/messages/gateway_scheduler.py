@@ -152,6 +152,7 @@ class ModelState(Frame):
     kernels: str = ""  # as in `WorkerReady`; "": no worker group has been attached
     ranks: int = 0  # as in `WorkerReady`, with `nodes`
     nodes: tuple[int, ...] = ()
+    attachments: int = 0  # how often the worker group that was attached most often has been
 
 
 class SchedulerState(Frame, tag="Q"):

@@ -44,6 +44,8 @@ SHORT_TOKENS = 4  # of the prompt of a repeated test: one step, which reads all 
 SHORT_MAX_TOKENS = 1  # generated then
 TIMEOUT_S = 60.0
 PRIORITY = 1_000  # above that of any key
+# Errors of a short test that do not say how the version computes: it was sent too early, or waited too long.
+TRANSIENT = ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND", "OVERLOADED", "TIMEOUT")
 
 EarlyProbe = asyncio.Task[Probe]  # the short test of a version that may not be ready yet
 
@@ -128,16 +130,27 @@ class SelfTest:
         if may_be_short and key:
             try:
                 self._passed.add(key, await self._short(version, prompt, early))
-            except StarlingError as error:  # the version has passed: only the next load repeats all of it
+            except StarlingError as error:
+                if error.code not in TRANSIENT:
+                    raise
+                # The version has passed: only the next load repeats all of it.
                 log.warning("a passed self-test is not kept", extra={"version": version.id, "reason": error.message})
         return tuple(one.token for one in answer)
 
     async def _short(self, version: ModelVersion, prompt: tuple[int, ...], early: EarlyProbe | None) -> Probe:
-        """The answer to the short test."""
+        """The answer to the short test. Raises `InferenceError` if its computation failed."""
         if early is not None:
             try:
-                return await early
-            except StarlingError as error:  # its time began before the version was ready
+                found = await early
+                state = self._loaded.states.get(version.id)
+                if state is not None and state.attachments <= 1:
+                    return found
+                # Workers that have been replaced may have given it.
+                log.info("repeating the self-test", extra={"version": version.id, "reason": "its workers are others"})
+            except StarlingError as error:
+                if error.code not in TRANSIENT:
+                    raise
+                # Its time began before the version was ready.
                 log.info("repeating the self-test", extra={"version": version.id, "reason": error.message})
         return await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS)
 

@@ -317,7 +317,8 @@ class VersionRunner:
         state = self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
         places = [self.places[number] for number in sorted(self.places)]
         ranks, nodes = sum(ranks for ranks, _ in places), tuple(n for _, nodes in places for n in nodes)
-        return msgspec.structs.replace(state, kernels=self.kernels, ranks=ranks, nodes=nodes)
+        attachments = max(group.attachments for group in self.groups)
+        return msgspec.structs.replace(state, kernels=self.kernels, ranks=ranks, nodes=nodes, attachments=attachments)
 
     def retire(self) -> None:
         """The version is unloaded: refuse its remaining sequences, and detach the workers from the arenas."""
