@@ -122,21 +122,20 @@ def test_amx_is_probed_in_a_process_of_its_own(
     [
         ("raise MemoryError('no room for a matrix')", "ended with 1: .*MemoryError: no room for a matrix"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with -9"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", "ended with -15"),
         ("import signal; signal.pause()", "did not end in 0.2 s"),
         ("print('nonsense')", "printed 'nonsense'"),
         ('print(\'{"speedups": {"Q4_0": [2, 2, 2, 2]}, "against": ""}\')', "expected 4 numbers for each format"),
     ],
-    ids=["memory", "killed", "ended", "time", "nonsense", "incomplete"],
+    ids=["memory", "killed", "time", "nonsense", "incomplete"],
 )
-def test_a_probe_without_a_verdict_is_repeated_at_the_next_start(
+def test_a_probe_without_a_verdict_is_repeated_after_a_pause(
     amx_host: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     code: str,
     reason: str,
 ) -> None:
-    """And not before: this process and those that it starts use VNNI, with one warning."""
+    """This process and those that it starts use VNNI, with one warning, and so does a start in the pause."""
     if reason.startswith("did not end"):
         monkeypatch.setattr(features, "PROBE_S", 0.2)
     probe_with(monkeypatch, amx_host, code)
@@ -147,26 +146,85 @@ def test_a_probe_without_a_verdict_is_repeated_at_the_next_start(
     done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == features.amx_verdict().against
     (warning,) = caplog.messages
-    assert re.match(f"AMX is not used: its probe .*{reason}.*; the next start tries again", warning, re.DOTALL)
-    monkeypatch.delenv(features.PASSED_ON)  # the next start
+    assert re.match(f"AMX is not used: its probe .*{reason}.*; starts after 2.* UTC try again, or", warning, re.DOTALL)
     monkeypatch.setattr(features, "PROBE_S", 60)
     runs = (amx_host / "runs").read_text() if (amx_host / "runs").exists() else ""
     probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    start_after(monkeypatch, 3500)
+    assert chosen(monkeypatch) == ("vnni", ())
+    assert caplog.messages[1:] == [caplog.messages[1]]
+    assert re.search(reason, caplog.messages[1], re.DOTALL)
+    start_after(monkeypatch, 200)
     for _ in range(2):
         assert chosen(monkeypatch) == ("amx", ALL_TILES)
     assert (amx_host / "runs").read_text() == runs + "x"
 
 
-def test_a_probe_that_cannot_be_started_is_repeated_at_the_next_start(
+def start_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The next start, so many seconds later than now: the record of the failure is made older."""
+    monkeypatch.delenv(features.PASSED_ON)
+    path = features._cache_dir("amx", ALL_TILES) / "amx-failure.json"
+    failure = features._read_failure(path)
+    assert failure is not None
+    path.write_text(json.dumps(failure._replace(at=failure.at - seconds)))
+
+
+def test_the_pause_after_a_second_failure_is_longer(amx_host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probe_with(monkeypatch, amx_host, "raise SystemExit(1)")
+    # s since the start before, and the probes until then.
+    for seconds, n_probes in ((0, 1), (3590, 1), (20, 2), (3610, 2), (82700, 2), (200, 3), (86300, 3), (200, 4)):
+        if seconds:
+            start_after(monkeypatch, seconds)
+        assert chosen(monkeypatch) == ("vnni", ())
+        assert len((amx_host / "runs").read_text()) == n_probes
+
+
+@pytest.mark.parametrize(
+    "record", ["", "{", "[1, 2]", '[1, "x", "x"]', "[1e999, 1, 1]", '[1, 1e999, "x"]', "[1, NaN, 1]"]
+)
+def test_a_damaged_record_of_a_failure_is_ignored(amx_host: Path, monkeypatch: pytest.MonkeyPatch, record: str) -> None:
+    place = features._cache_dir("amx", ALL_TILES)
+    place.mkdir(parents=True)
+    (place / "amx-failure.json").write_text(record)
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_probe_that_ends_with_its_server_is_repeated_at_the_next_start(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    probe_with(monkeypatch, amx_host, f"import os, signal; os.kill(os.getpid(), signal.{name}); signal.pause()")
+    assert chosen(monkeypatch) == ("vnni", ())
+    assert caplog.messages == [f"AMX is not used: its probe was stopped by {name}; the next start tries again"]
+    monkeypatch.delenv(features.PASSED_ON)
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+
+
+def test_a_failure_that_cannot_be_stored_is_repeated_at_the_next_start(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder in the place of its file stands for a full disk."""
+    probe_with(monkeypatch, amx_host, "raise SystemExit(1)")
+    (features._cache_dir("amx", ALL_TILES) / "amx-failure.part").mkdir(parents=True)
+    assert chosen(monkeypatch) == ("vnni", ())
+    (warning,) = caplog.messages
+    assert "; the next start tries again, as " in warning
+    monkeypatch.delenv(features.PASSED_ON)
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    assert chosen(monkeypatch) == ("amx", ALL_TILES)
+
+
+def test_a_probe_that_cannot_be_started_is_repeated_after_a_pause(
     amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as context:
         context.setattr(sys, "executable", str(amx_host / "python"))
         assert chosen(monkeypatch) == ("vnni", ())
-    assert caplog.messages == [
-        "AMX is not used: its probe cannot be started: No such file or directory; the next start tries again"
-    ]
-    monkeypatch.delenv(features.PASSED_ON)
+    (warning,) = caplog.messages
+    assert warning.startswith("AMX is not used: its probe cannot be started: No such file or directory; starts after 2")
+    start_after(monkeypatch, 3700)
     probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
     assert chosen(monkeypatch) == ("amx", ALL_TILES)
 

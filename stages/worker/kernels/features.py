@@ -57,6 +57,8 @@ PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that 
 PROBE_S = 300  # time limit of the AMX probe
 # How Linux ends a process whose CPU does not run tiles that it reports: by #UD and #GP.
 REFUSALS = (signal.SIGILL, signal.SIGSEGV)
+STOPS = (signal.SIGINT, signal.SIGTERM)  # end a probe together with the server, and say nothing about the machine
+PAUSES_S = (3600, 86400)  # after the first probe without a verdict, and after each later one
 # The verdict of this process and of those that it starts where none is stored, as JSON.
 PASSED_ON = "STARLING_AMX_VERDICT"
 _SHOW_CPU = (
@@ -207,11 +209,28 @@ class ProbeFailed(RuntimeError):
     """The AMX probe has ended without a verdict, for a reason that may pass."""
 
 
+class ProbeStopped(ProbeFailed):
+    """The probe was ended together with the server."""
+
+
+class Failure(NamedTuple):
+    """Probes that have ended without a verdict."""
+
+    number: int  # of them, at least 1
+    at: float  # time of the last one, s since 1970
+    reason: str  # why the last one gave none
+
+    @property
+    def until(self) -> float:
+        """When the pause after it ends, s since 1970."""
+        return self.at + PAUSES_S[min(self.number, len(PAUSES_S)) - 1]
+
+
 def amx_verdict() -> Verdict:
     """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache.
 
     Where the probe gives no verdict, or none can be stored, this process and those that it starts use what has been
-    found, and the next start probes again.
+    found.  A later start probes again: after a pause (PAUSES_S) if the probe failed, as a probe may take PROBE_S.
     """
     with contextlib.suppress(KeyError, ValueError):
         return _parsed(os.environ[PASSED_ON])
@@ -222,13 +241,11 @@ def amx_verdict() -> Verdict:
         with _locked(directory):
             if (stored := _read_verdict(path)) is not None:
                 return stored
-            verdict = _probe()
-            part = path.with_suffix(".part")
-            part.write_text(json.dumps(verdict._asdict()))
-            part.rename(path)
+            verdict = _probe_unless_paused(directory / "amx-failure.json")
+            _replace(path, verdict._asdict())
             return verdict
     except ProbeFailed as error:
-        unkept = f"{error}; the next start tries again"
+        unkept = str(error)
     except OSError as error:
         if (stored := _read_verdict(path)) is not None:
             return stored
@@ -250,6 +267,45 @@ def _locked(directory: Path) -> Iterator[None]:
     with open(directory / "amx.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _replace(path: Path, record: object) -> None:
+    """Write a record as JSON. Raises `OSError`."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(record))
+    part.rename(path)
+
+
+def _probe_unless_paused(path: Path) -> Verdict:
+    """`_probe`, unless one has failed a short time ago; `path` is the record of that. The caller holds the lock.
+
+    Raises `ProbeFailed` with the reason, and when the next probe is.
+    """
+    failure = _read_failure(path)
+    if failure is None or not failure.at <= time.time() < failure.until:
+        try:
+            return _probe()
+        except ProbeStopped as error:
+            raise ProbeFailed(f"{error}; the next start tries again") from None
+        except ProbeFailed as error:
+            failure = Failure(failure.number + 1 if failure is not None else 1, time.time(), str(error))
+        try:
+            _replace(path, failure)
+        except OSError as error:
+            raise ProbeFailed(
+                f"{failure.reason}; the next start tries again, as {path} cannot be written: {error.strerror}"
+            ) from None
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.until))
+    raise ProbeFailed(f"{failure.reason}; starts after {when} try again, or the next one if you remove {path}")
+
+
+def _read_failure(path: Path) -> Failure | None:
+    """The failure stored at `path`; None if there is none or it is damaged."""
+    try:
+        number, at, reason = json.loads(path.read_text())
+        return Failure(max(1, int(number)), float(at), str(reason))
+    except (OSError, ValueError, TypeError, OverflowError):
+        return None
 
 
 def _read_verdict(path: Path) -> Verdict | None:
@@ -283,7 +339,8 @@ def _are_speedups(numbers: object) -> bool:
 def _probe() -> Verdict:
     """The verdict of a probe process: an instruction that is not implemented may kill it.
 
-    Raises `ProbeFailed` if it ends for another reason, such as a lack of time or memory.
+    Raises `ProbeFailed` if it ends for another reason, such as a lack of time or memory, `ProbeStopped` if it was
+    ended.
     """
     environment = {**os.environ, "STARLING_ISA": "amx", "STARLING_AMX_FORMATS": ""}
     command = [sys.executable, *PROBE]
@@ -298,6 +355,8 @@ def _probe() -> Verdict:
     words = (done.stdout + done.stderr).strip()[-500:]
     if -done.returncode in REFUSALS:
         return Verdict({}, f"its probe ended with {done.returncode}: {words}")
+    if -done.returncode in STOPS:
+        raise ProbeStopped(f"its probe was stopped by {signal.Signals(-done.returncode).name}")
     if done.returncode != 0:
         raise ProbeFailed(f"its probe ended with {done.returncode}: {words}")
     try:
