@@ -315,18 +315,23 @@ class _File(msgspec.Struct, array_like=True):
     tables: memoryview = memoryview(b"")  # the compiled vocabulary, packed_arrays.py; empty for a kind that has none
 
 
-def load_index(path: Path) -> Index:
+def load_index(path: Path, *, is_fresh: bool = False) -> Index:
     """Read and check an `.idx`, all but its tables. Raises `FileNotFoundError`, `CheckpointError`.
 
-    A process keeps the last one: a start needs it several times, and forks have that of their parent.
+    A process keeps the last one: a start needs it several times, and forks have that of their parent.  `is_fresh`: read
+    it again, to find a file that a disk has damaged; nothing is kept, and a file that is gone is not kept either.
     """
     global _last
     last = _last  # other threads may replace it
-    if last is not None and last[0] == _identity(os.stat(path)):
-        return last[1]
-    raw, info = _map(path)
+    try:
+        if not is_fresh and last is not None and last[0] == _identity(os.stat(path)):
+            return last[1]
+        raw, info = _map(path)
+    except FileNotFoundError:
+        _last = None  # else it would keep the space of the file, which may be the one that is gone
+        raise
     index = _decode_index(path, raw)
-    if time.time_ns() - info.st_ctime_ns > SETTLED_NS:
+    if not is_fresh and time.time_ns() - info.st_ctime_ns > SETTLED_NS:
         _last = _identity(info), index
     return index
 

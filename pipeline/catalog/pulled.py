@@ -76,7 +76,7 @@ def is_complete(models_dir: Path, entry: Entry) -> bool:
     """Whether the checkpoint of an entry is here: an index that is right, and a `.bin` of its size."""
     path = models_dir / f"{entry.digest}.idx"
     try:
-        index = load_index(path)
+        index = load_index(path, is_fresh=True)  # an agent runs for months: a disk may have damaged it meanwhile
         nbytes = path.with_suffix(".bin").stat().st_size
     except (OSError, CheckpointError):
         return False

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.catalog.entry import Entry, Source
+from pipeline.catalog.pulled import is_complete
 from shm import checkpoint
 from shm.checkpoint import (
     Checkpoint,
@@ -114,8 +116,53 @@ def test_the_index_that_was_read_last_is_kept_until_its_file_changes(
         load_index(path)
 
 
-def test_the_index_of_a_file_that_has_just_been_written_is_not_kept(tmp_path: Path) -> None:
+def test_damage_that_leaves_the_times_of_a_file_is_found_by_reading_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a disk: the file's identity stays."""
+    monkeypatch.setattr(checkpoint, "SETTLED_NS", -1)
+    monkeypatch.setattr(checkpoint, "_identity", lambda info: (1,))
+    path = tmp_path / "m.idx"
+    index = write(path)
+    checksum, nbytes = index.pieces_digest, index.bin_bytes
+    entry = Entry(
+        name="m",
+        digest="m",
+        source=Source(file="m.gguf", bytes=1),
+        index_sha256="",
+        index_bytes=1,
+        weights_bytes=nbytes,
+        weights_checksum=checksum,
+    )
+    assert load_index(path, is_fresh=True) is not load_index(path)
+    assert is_complete(tmp_path, entry)
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 3] ^= 1
+    path.write_bytes(raw)
+    load_index(path)  # the one that was kept
+    with pytest.raises(CheckpointError):
+        load_index(path, is_fresh=True)
+    assert not is_complete(tmp_path, entry)
+
+
+def test_an_index_whose_file_is_gone_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It maps the file, whose space on the disk would not become free."""
+    monkeypatch.setattr(checkpoint, "SETTLED_NS", -1)
+    path = tmp_path / "m.idx"
+    write(path)
+    load_index(path)
+    assert checkpoint._last is not None
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        load_index(path, is_fresh=True)
+    assert checkpoint._last is None
+
+
+def test_the_index_of_a_file_that_has_just_been_written_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It may be changed again without another time."""
+    monkeypatch.setattr(checkpoint, "SETTLED_NS", 3600 * 10**9)
     path = tmp_path / "m.idx"
     write(path)
     assert load_index(path) is not load_index(path)
