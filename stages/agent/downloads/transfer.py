@@ -282,25 +282,28 @@ class Transfer:
         done, _ = await asyncio.wait(waited_for, timeout=self._wait_s(), return_when=asyncio.FIRST_COMPLETED)
         results: list[_Result] = []
         for task in done:
-            if (stored := self._storing.pop(task, None)) is not None:
+            if (stored := self._storing.get(task)) is not None:
                 if stored[1].is_peer:
                     self._sources.ended(stored[1])
                 results.append(task.result())
                 continue
-            piece, source = self._tasks.pop(task)
-            is_read = not task.cancelled() and isinstance(task.result(), _Read)
-            if not (is_read and source.is_peer):  # an agent is asked for more when its piece has been verified
+            piece, source = self._tasks[task]
+            read = None if task.cancelled() else task.result()
+            if isinstance(read, _Read):  # before it leaves `_tasks`: another thread may call `claimed`
+                self._storing[asyncio.create_task(self._store(read))] = piece, source
+            del self._tasks[task]
+            if not (isinstance(read, _Read) and source.is_peer):  # its agent is asked for more when it is verified
                 self._sources.ended(source)
-            if task.cancelled():  # its source was dropped, or another one was faster
+            if read is None:  # its source was dropped, or another one was faster
                 self._pieces.failed(piece)
                 if piece not in self._pieces.in_flight:  # else another source has been asked for it, too
                     self._begun.pop(piece, None)
-            elif isinstance(read := task.result(), _Read):
-                self._storing[asyncio.create_task(self._store(read))] = piece, source
-            else:
+            elif isinstance(read, _Result):
                 results.append(read)
         for result in results:
             self._settle(result)
+        for task in done:  # pieces that are present now
+            self._storing.pop(task, None)
 
     def _settle(self, result: _Result) -> None:
         piece, source, error = result.piece, result.source, result.error
