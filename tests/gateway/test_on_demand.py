@@ -42,13 +42,21 @@ ANN, BOB = Caller("ann"), Caller("bob")
 class Gateway:
     """Its models are configured, `a` is loaded at the start, and `room` models fit."""
 
-    def __init__(self, home: Path, room: int = 2, a: dict[str, Any] | None = None, **on_demand: Any) -> None:
+    def __init__(
+        self,
+        home: Path,
+        room: int = 2,
+        a: dict[str, Any] | None = None,
+        performance: dict[str, Any] | None = None,
+        **on_demand: Any,
+    ) -> None:
         path = home / "model.gguf"
         path.write_bytes(FILE)
         models = [{"name": n, "path": str(path), "kv_cache_mb": 16, "preload": n == "a"} for n in NAMES]
         models[0] |= a or {}
         server = {"run_dir": str(home / "run"), "state_dir": str(home / "state")}
-        self.config = resolve({"models": models, "server": server, "on_demand": on_demand}, {})
+        given = {"models": models, "server": server, "on_demand": on_demand, "performance": performance or {}}
+        self.config = resolve(given, {})
         self.now = 100.0
         self.room = room
         self.beside = 0  # bytes of memory more than that
@@ -287,6 +295,34 @@ def test_an_unload_frees_the_copies_of_the_weights(tmp_path: Path) -> None:
             eviction._check(settings, set())
 
     with_gateway(tmp_path, test)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_an_unload_frees_the_weights_or_their_copies_of_each_worker_group(tmp_path: Path, groups: int) -> None:
+    """Without `use_mmap` a group reads the weights; what it has read is freed when it has copies."""
+
+    async def test(gateway: Gateway) -> None:
+        settings, eviction = gateway.config.models[1], gateway.loader._eviction
+        (version,) = gateway.catalog.all
+        gateway.room = 1
+        run_dir = paths.run_dir(gateway.config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+
+        def check_freed(nbytes: int) -> None:
+            """The unload of a frees just so many bytes beside its arenas, which are as large as those of b."""
+            gateway.beside = (groups - len(NAMES)) * WEIGHTS - nbytes
+            eviction._check(settings, {version.id})
+            gateway.beside -= 1
+            with pytest.raises(ResourceError):
+                eviction._check(settings, {version.id})
+
+        check_freed(groups * WEIGHTS)
+        stages = [version.of_group(number).stage for number in range(groups)]
+        for done, stage in enumerate(stages, 1):
+            weight_copies.record(run_dir, stage, NEED, is_made=True)
+            check_freed((groups - done) * WEIGHTS + done * NEED)
+
+    with_gateway(tmp_path, test, performance={"use_mmap": False, "worker_groups": groups})
 
 
 def test_a_model_that_stays_in_use_is_not_waited_for_without_end(tmp_path: Path) -> None:

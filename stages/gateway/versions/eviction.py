@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
@@ -103,27 +105,36 @@ class Eviction:
 
     def _check(self, settings: ModelConfig, gone: set[str]) -> None:
         """Raise `ResourceError` if the model would not fit without the versions `gone`."""
-        plans = {one.id: capacity.plan(self._config, one.model) for one in self._catalog.all}
+        plans = {one.id: self._plan(one) for one in self._catalog.all}
         run_dir = paths.run_dir(self._config)
         copies = {one.id: self._copies(run_dir, one) for one in self._catalog.all}
         free = self._measure(self._config)
         freed = sum(plans[one].arenas for one in gone)
         freed_adapters = sum(plans[one].adapters for one in gone)
-        freed_copies = sum(copies[one] for one in gone)
-        # The file's pages of a version that has copies are used no more.
-        mapped = sum(plan.weights for one, plan in plans.items() if one not in gone and not copies[one])
-        if not self._config.performance.use_mmap:  # they are in memory, which is not available
-            freed_weights, mapped = sum(plans[one].weights for one in gone), 0
-        else:
+        freed_copies = sum(sum(copies[one]) for one in gone)
+        # A group that has copies uses the file's pages no more, and has freed what it had read of the file.
+        if self._config.performance.use_mmap:
             freed_weights = 0
+            mapped = sum(plan.weights for one, plan in plans.items() if one not in gone and not all(copies[one]))
+        else:  # they are in memory, which is not available
+            freed_weights = sum(plans[one].weights // len(copies[one]) * copies[one].count(0) for one in gone)
+            mapped = 0
         memory = free.memory + freed + freed_adapters + freed_weights + freed_copies
         free = free._replace(arenas=free.arenas + freed, memory=memory)
         capacity.check_plan(self._config, settings.name, capacity.plan(self._config, settings), free, mapped)
 
-    def _copies(self, run_dir: Path, version: ModelVersion) -> int:
-        """Bytes of the copies that the worker groups of a version have of its weights."""
-        groups = worker_groups.of_version(self._config, version)
-        return sum(found.nbytes for one in groups if (found := weight_copies.of(run_dir, one.stage)) is not None)
+    def _plan(self, version: ModelVersion) -> capacity.MemoryPlan:
+        """What a version takes, of the file that it was loaded from.
+
+        By the model's name: by that, and not by the id, another model has it as draft model.
+        """
+        model = msgspec.structs.replace(version.model, name=version.name)
+        return capacity.plan(self._config, model)
+
+    def _copies(self, run_dir: Path, version: ModelVersion) -> list[int]:
+        """Bytes of the copies that each worker group of a version has of its weights; 0: it has none."""
+        found = [weight_copies.of(run_dir, one.stage) for one in worker_groups.of_version(self._config, version)]
+        return [one.nbytes if one is not None else 0 for one in found]
 
     def _suffices(self, settings: ModelConfig, idle: list[ModelVersion]) -> bool:
         """Whether the model fits without the idle ones alone."""
