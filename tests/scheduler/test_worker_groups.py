@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shm.step_ring import DONE, blank_steps
+from shm import words
+from shm.step_ring import DONE, WORKER_GENERATION, blank_steps
 from shm.step_rings import join
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.policy.group_choice import least_loaded
@@ -41,9 +42,14 @@ class GroupsWorld(World):
         assert not group.link.is_attached and not group.steps.unacknowledged
         self.generation += 1
         group.link.ring.start(self.generation)
-        self.workers[number].attach(self.generation)
+        self.serve(number, self.generation)
         self.workers[number].period = self.period
         self.engine.attach(self.context, VOCAB, window=self.window, groups=self.groups, number=number)
+
+    def serve(self, number: int, generation: int) -> None:
+        """The worker has mapped the arenas."""
+        self.workers[number].attach(generation)
+        words.store(self.workers[number].s.control, WORKER_GENERATION, generation)
 
     def kill(self, number: int, half_way: bool = False) -> None:
         """Kill a worker, perhaps in the middle of a step. Its group stays without one."""
@@ -204,6 +210,90 @@ def test_the_group_with_the_least_work_gets_the_next_sequence() -> None:
     members = [group.members for group in world.engine.groups]
     assert least_loaded(members, [0, 1], 64.0) == 1
     assert least_loaded([[], []], [0, 1], 64.0) == 0
+    world.run_until_idle()
+    world.check_all()
+
+
+@pytest.mark.parametrize("cause", ["halted", "stalled"])
+def test_no_sequence_waits_for_a_prefix_that_a_stuck_group_computes(cause: str) -> None:
+    world = GroupsWorld(batch=4, max_step_tokens=32)
+    world.submit(submission("leader", [7] * 200, 10, seed=1))
+    world.run_round()
+    world.exchange_with_kv()
+    world.run_round()
+    stuck = next(number for number, group in enumerate(world.engine.groups) if group.members)
+    world.submit(submission("before", [7] * 200, 10, seed=2))
+    world.run_round()
+    assert world.engine.table.live["before"].dedup_leader is world.engine.table.live["leader"]
+    get_stuck(world, stuck, cause)
+    world.submit(submission("after", [7] * 200, 10, seed=3))
+    for _ in range(100):
+        world.run_round()
+        world.exchange_with_kv()
+        world.step(1 - stuck)
+    world.collect()
+    assert world.ends == {"before": "length", "after": "length"}
+    recover(world, stuck, cause)
+    world.run_until_idle()
+    world.check_all()
+
+
+@pytest.mark.parametrize("cause", ["halted", "stalled"])
+def test_a_group_goes_on_without_the_pages_of_a_stuck_one(cause: str) -> None:
+    """Another sequence than one in a step of the stuck group is preempted, and requests are admitted again."""
+    world = GroupsWorld(batch=4, pages=20, page_tokens=16)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 120, seed=i))
+    for _ in range(12):
+        world.run_round()
+        world.exchange_with_kv()
+        world.compute_step()
+    world.run_round()
+    youngest = max(world.engine.table.scheduled, key=lambda sequence: sequence.key)
+    stuck = youngest.run.group
+    healthy = {sequence.id for sequence in world.engine.groups[1 - stuck].members}
+    assert youngest.run.inflight
+    assert len(healthy) == 2
+    get_stuck(world, stuck, cause)
+    world.submit(submission("new", [99] * 5, 3, seed=9))
+    for _ in range(400):
+        world.run_round()
+        world.exchange_with_kv()
+        world.step(1 - stuck)
+    world.collect()
+    assert set(world.ends) == healthy | {"new"}
+    assert world.engine.stats.preemptions == 1
+    recover(world, stuck, cause)
+    world.run_until_idle()
+    world.check_all()
+
+
+def get_stuck(world: GroupsWorld, number: int, cause: str) -> None:
+    """A group is disconnected and may compute a step, or is connected and does not complete its step."""
+    if cause == "halted":
+        world.engine.halt(world.now, number)
+    world.engine.groups[number].link.is_stalled = cause == "stalled"
+
+
+def recover(world: GroupsWorld, number: int, cause: str) -> None:
+    """The stuck group is killed and another one follows, or it computes again."""
+    if cause == "halted":
+        world.kill(number)
+        world.start(number)
+    world.engine.groups[number].link.is_stalled = False
+
+
+def test_a_sequence_goes_to_a_group_that_computes_before_one_that_maps_its_arenas() -> None:
+    world = GroupsWorld(batch=4)
+    second = world.engine.groups[1].link.ring
+    assert second is not None
+    second.start(world.generation + 1)  # the worker has not read the generation yet
+    assert not second.has_worker
+    for i in range(4):
+        world.submit(submission(f"s{i}", [1 + i] * 20, 5, seed=i))
+    world.run_round()
+    assert [len(group.members) for group in world.engine.groups] == [4, 0]
+    world.serve(1, world.generation + 1)
     world.run_until_idle()
     world.check_all()
 

@@ -59,6 +59,7 @@ class EngineGroups:
         self._halted: set[int] = set()
         table.choose_group = self._choose
         if len(self.all) > 1:
+            table.responds = self._responds
             for number, group in enumerate(self.all):
                 group.steps.settle = partial(self._settle, number)
 
@@ -93,10 +94,22 @@ class EngineGroups:
         groups = zip(self.all, self._unscheduled, strict=True)
         self._queues.settle([tenant for group, waiting in groups if group.members for tenant in waiting])
 
+    def _responds(self, sequence: SequenceState) -> bool:
+        link = self.all[sequence.run.group].link
+        return link.is_attached and not link.is_stalled
+
     def _choose(self) -> int:
-        """The group for a sequence that is scheduled now; some group must be attached."""
+        """The group for a sequence that is scheduled now; some group must be attached.
+
+        One that computes, if there is one: another may still be mapping its arenas, or hang in a step.
+        """
         attached = [number for number, group in enumerate(self.all) if group.link.is_attached]
-        return least_loaded(self._members, attached, self._stats.mean_output) if attached else 0
+        computing = [number for number in attached if self._computes(self.all[number].link)]
+        return least_loaded(self._members, computing or attached, self._stats.mean_output) if attached else 0
+
+    @staticmethod
+    def _computes(link: WorkerLink) -> bool:
+        return link.ring is not None and link.ring.has_worker and not link.is_stalled
 
     def _move_members(self, number: int) -> None:
         group = self.all[number]

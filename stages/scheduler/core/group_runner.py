@@ -31,6 +31,7 @@ log = logging.getLogger("starling.scheduler")
 
 REATTACH_S = 0.5  # between two attachments of one worker group
 MAX_LOGGED = 16  # ids of requests in one log line
+STALLED_S = 0.5  # a worker with a step and without signs of computing for so long makes the model not ready
 FENCE_WAIT_S = 0.2  # after killing a group; if it has not exited by then, the next tick checks again
 
 
@@ -285,6 +286,7 @@ class GroupRunner:
         """Every 100 ms: a stuck step, a fence that has not closed, a worker that does not reconnect."""
         self._stall_detector.observe(now, self._worker_counter(), self.pids)
         self.stalled_s = self._stall_detector.stalled_s(now)
+        self.engine_group.link.is_stalled = self.stalled_s > STALLED_S
         if self._is_detaching and self.peer and not self._detach_sent:
             self._detach_sent = self._to_worker(self.peer, m.Detach(self._generation))
         if not self.is_settled and not self.peer and self._has_ended:

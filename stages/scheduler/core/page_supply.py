@@ -132,11 +132,14 @@ class PageSupply:
                 leases.extend(run)
 
     def preempt_if_starved(self) -> None:
-        """If a sequence cannot continue because it has no pages, preempt the youngest sequence."""
-        scheduled = self._table.scheduled
-        if not any(s.run.is_starved and s.run.planned >= s.run.leased for s in scheduled):
+        """If a sequence cannot continue because it has no pages, preempt the youngest sequence.
+
+        One that is in a step of a group that does not respond releases no pages by that: it is left out.
+        """
+        scheduled, responds = self._table.scheduled, self._table.responds
+        if not any(s.run.is_starved and s.run.planned >= s.run.leased and responds(s) for s in scheduled):
             return
-        holders = [s for s in scheduled if s.run.pages]
+        holders = [s for s in scheduled if s.run.pages and (responds(s) or not s.run.inflight)]
         if any(s.is_preempting or s.is_done for s in holders) or len(holders) < 2:
             return  # pages will be released soon, or the last holder waits until kv finds some
         self._stats.preemptions += 1

@@ -47,7 +47,7 @@ class RowScheduler:
             self._acquire_for_followers(now)
         if not queues.depth or not self._worker.is_attached or not self._leases.is_up or self._pages.is_short:
             return
-        if self.batch_wait_s(now) > 0 or any(s.run.is_starved or s.is_preempting for s in table.scheduled):
+        if self.batch_wait_s(now) > 0 or self._lacks_pages:
             return
         batch = self._settings.max_batch_size
         while queues.depth and table.free_rows:
@@ -66,10 +66,15 @@ class RowScheduler:
     @property
     def free_places(self) -> int:
         """Waiting sequences that join the running batch as soon as a round can schedule them."""
-        scheduled = self._table.scheduled
-        if self._pages.is_short or any(s.run.is_starved or s.is_preempting for s in scheduled):
+        if self._pages.is_short or self._lacks_pages:
             return 0
-        return max(0, self._settings.max_batch_size - len(scheduled))
+        return max(0, self._settings.max_batch_size - len(self._table.scheduled))
+
+    @property
+    def _lacks_pages(self) -> bool:
+        """A scheduled sequence waits for pages, or is about to release its own. Those of a stuck group do not count."""
+        table = self._table
+        return any((s.run.is_starved or s.is_preempting) and table.responds(s) for s in table.scheduled)
 
     @property
     def begins_at_once(self) -> bool:
@@ -99,7 +104,8 @@ class RowScheduler:
         # Neither has one whose positions are all computed, to be scored.
         may_follow = self._settings.prefix_cache and not sequence.outputs and sequence.pooled is None
         may_follow = may_follow and sequence.sharable < 0
-        if may_follow and prefix_dedup.assign_leader(sequence, self._table.scheduled, self._leases.page_tokens):
+        table, page_tokens = self._table, self._leases.page_tokens
+        if may_follow and prefix_dedup.assign_leader(sequence, table.scheduled, page_tokens, table.responds):
             self._has_followers = True
         else:
             sequence.acquired_at = now
@@ -109,7 +115,7 @@ class RowScheduler:
         """Request pages for sequences whose leader has computed the common prefix, or will not."""
         followers = [s for s in self._table.scheduled if s.dedup_leader is not None and not s.is_done]
         for sequence in followers:
-            if prefix_dedup.is_over(sequence):
+            if prefix_dedup.is_over(sequence, self._table.responds):
                 sequence.dedup_leader = None
                 sequence.acquired_at = now
                 self._leases.acquire(sequence.run, sequence.salt, sequence.sharable)

@@ -50,6 +50,9 @@ class SequenceTable:
         # The scheduled ones by worker group; with one group the same list.
         self.members = [self.scheduled] if n_groups == 1 else [[] for _ in range(n_groups)]
         self.choose_group: Callable[[], int] = lambda: 0  # for a sequence that is scheduled
+        # Whether its worker group completes the steps of a scheduled sequence. False: it may hold its row and pages for
+        # a minute, for which the sequences of other groups do not wait.
+        self.responds: Callable[[SequenceState], bool] = lambda _: True
         self.by_lease: dict[str, SequenceState] = {}  # the scheduled ones
         # First in, first out: a row that was just released is reused last, so late readers of it do least harm.
         self.free_rows: deque[int] = deque(range(n_rows))

@@ -25,7 +25,7 @@ from shm.step_ring import StepsGeometry
 from shm.step_rings import create_rings
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core.engine import Engine
-from stages.scheduler.core.group_runner import GroupRunner
+from stages.scheduler.core.group_runner import STALLED_S, GroupRunner
 from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.admission import Refusal
@@ -35,7 +35,6 @@ from stages.scheduler.recovery.fencing import Fence
 log = logging.getLogger("starling.scheduler")
 
 KV_RETRY_S = 1.0  # between two requests for an arena that kv could not provide
-STALLED_S = 0.5  # a worker with a step and without signs of computing for so long makes the model not ready
 GROUPS_SUFFIX = "groups"  # MODEL.groups, beside the step arena: the processes of each attached group
 
 Pids = tuple[tuple[int, int], ...]

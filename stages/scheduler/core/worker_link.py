@@ -15,6 +15,7 @@ class WorkerLink:
     def __init__(self, now: float) -> None:
         self.ring: Ring | None = None  # None until the step arena exists
         self.is_attached = False  # a worker reads the ring
+        self.is_stalled = False  # it has a step, and shows no sign of computing it
         self.detached_since = now  # s; meaningful while no worker is attached
         self.failure = ""  # why no worker has been able to attach for seconds
         self.pid = 0  # of rank 0 of the attached group

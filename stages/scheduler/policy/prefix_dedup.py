@@ -9,6 +9,7 @@ takes no longer than computing the same positions again.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 from stages.scheduler.core.sequence import Phase, SequenceState
 
@@ -28,8 +29,16 @@ def common_prefix(a: array[int], b: array[int], page_tokens: int) -> int:
     return low * page_tokens
 
 
-def assign_leader(sequence: SequenceState, scheduled: list[SequenceState], page_tokens: int) -> bool:
-    """Set `dedup_leader` to the sequence that computes most of the prefix right now. False: there is none."""
+def assign_leader(
+    sequence: SequenceState,
+    scheduled: list[SequenceState],
+    page_tokens: int,
+    responds: Callable[[SequenceState], bool] = lambda _: True,
+) -> bool:
+    """Set `dedup_leader` to the sequence that computes most of the prefix right now. False: there is none.
+
+    `responds`: whether the worker group of a sequence completes its steps; a leader of another one is not waited for.
+    """
     tokens, best = sequence.run.tokens, 0
     for other in scheduled:
         run = other.run
@@ -39,14 +48,14 @@ def assign_leader(sequence: SequenceState, scheduled: list[SequenceState], page_
         if other.salt != sequence.salt or run.length - run.committed < MIN_SHARED:
             continue
         shared = common_prefix(tokens, run.tokens, page_tokens)
-        if shared - run.committed >= MIN_SHARED and shared > best:
+        if shared - run.committed >= MIN_SHARED and shared > best and responds(other):
             best = sequence.dedup_tokens = shared
             sequence.dedup_leader = other
     return best > 0
 
 
-def is_over(sequence: SequenceState) -> bool:
-    """The leader has committed the shared prefix, or will not compute it."""
+def is_over(sequence: SequenceState, responds: Callable[[SequenceState], bool] = lambda _: True) -> bool:
+    """The leader has committed the shared prefix, or will not compute it soon. `responds`: see `assign_leader`."""
     leader = sequence.dedup_leader
     if leader is None:
         return True
@@ -56,4 +65,5 @@ def is_over(sequence: SequenceState) -> bool:
         or leader.is_preempting
         or leader.run.row < 0
         or leader.phase is Phase.DECODING
+        or not responds(leader)
     )
