@@ -21,11 +21,12 @@ from shm.pages import KV_SPLIT
 from stages.worker.kernels.attention_tiles import (
     VECTORS,
     code_bytes,
-    emit_converted,
-    emit_factor,
+    converted,
+    key_factor,
     outer_fma,
     scale_bytes,
     tile_scale,
+    value_factor,
 )
 from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, TILE_ROWS
 from stages.worker.kernels.entries import INNER
@@ -57,22 +58,6 @@ ENDS = 4 * BUFFER_ROWS  # bytes from a row's first position of the split, i32, t
 
 
 # ------------------------------------------------------------------ conversion
-
-
-def _factor(over_keys: bool) -> Any:
-    def implementation(typingctx: Any, kv: Any, at: Any) -> Any:
-        return f32x16(kv, types.int64), lambda context, builder, sig, args: emit_factor(builder, kv, over_keys, args[1])
-
-    return intrinsic(implementation)
-
-
-key_factor, value_factor = _factor(True), _factor(False)  # (kv, address of the scales); see `emit_factor`
-
-
-@intrinsic
-def converted(typingctx: Any, kv: Any, at: Any, factor: Any) -> Any:
-    """16 values of this type of cache as f32, times their factors."""
-    return f32x16(kv, types.int64, f32x16), lambda context, builder, sig, args: emit_converted(builder, kv, *args[1:])
 
 
 @numba.njit(**INNER)

@@ -21,6 +21,7 @@ from numba.extending import intrinsic
 from shm.pages import KV_SPLIT
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import (
+    INLINE,
     LANES,
     VNNI,
     Tile,
@@ -118,18 +119,20 @@ def emit_converted(builder: Any, kv: Any, at: Any, factor: Any) -> Any:
     return builder.fmul(factor, builder.sitofp(codes, f32x16.ir))
 
 
-def _reader(over_keys: bool) -> Any:
-    def implementation(typingctx: Any, kv: Any, at: Any, scales: Any) -> Any:
-        def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return emit_converted(builder, kv, args[1], emit_factor(builder, kv, over_keys, args[2]))
-
-        return f32x16(kv, types.int64, types.int64), codegen
+def _factor(over_keys: bool) -> Any:
+    def implementation(typingctx: Any, kv: Any, at: Any) -> Any:
+        return f32x16(kv, types.int64), lambda context, builder, sig, args: emit_factor(builder, kv, over_keys, args[1])
 
     return intrinsic(implementation)
 
 
-read_key = _reader(True)  # (kv, address of 16 codes, of their 16 scales): 16 positions of one dim
-read_value = _reader(False)  # (kv, address of 16 codes, of their one scale): 16 dims of one position
+key_factor, value_factor = _factor(True), _factor(False)  # (kv, address of the scales); see `emit_factor`
+
+
+@intrinsic
+def converted(typingctx: Any, kv: Any, at: Any, factor: Any) -> Any:
+    """16 values of this type of cache as f32, times their factors."""
+    return f32x16(kv, types.int64, f32x16), lambda context, builder, sig, args: emit_converted(builder, kv, *args[1:])
 
 
 def _make_scores(rows: int) -> Any:
@@ -138,46 +141,51 @@ def _make_scores(rows: int) -> Any:
     n_tile = rows * columns
     two, four = columns >= 2, columns == 4
 
+    @numba.njit(**INLINE)
+    def dim(kv, acc, q, row_bytes, k0, k1, k2, k3, f0, f1, f2, f3):
+        """Add one dim of K to the scores."""
+        b = tile_put(f32_tile(columns), 0, converted(kv, k0, f0))
+        if two:
+            b = tile_put(b, 1, converted(kv, k1, f1))
+        if four:
+            b = tile_put(b, 2, converted(kv, k2, f2))
+            b = tile_put(b, 3, converted(kv, k3, f3))
+        return outer_fma(acc, q, row_bytes, b)
+
     @numba.njit(**INNER)
     def part(kv, q, s, table, group, ahead, head_dim, page_tokens, scale):
         """Scores at groups of 16 positions from `group` on; `ahead`: what is prefetched is in TABLE from there on."""
         acc = f32_tile(n_tile)
-        b = f32_tile(columns)
         at = table + 8 * group
         k0 = k1 = k2 = k3 = get_i64(at)
         a0 = a1 = a2 = a3 = get_i64(ahead)
+        e0 = e1 = e2 = e3 = get_i64(at + 128)
         if two:
-            k1, a1 = get_i64(at + 8), get_i64(ahead + 8)
+            k1, a1, e1 = get_i64(at + 8), get_i64(ahead + 8), get_i64(at + 136)
         if four:
-            k2, a2 = get_i64(at + 16), get_i64(ahead + 16)
-            k3, a3 = get_i64(at + 24), get_i64(ahead + 24)
-        step = code_bytes(kv) * page_tokens
+            k2, a2, e2 = get_i64(at + 16), get_i64(ahead + 16), get_i64(at + 144)
+            k3, a3, e3 = get_i64(at + 24), get_i64(ahead + 24), get_i64(at + 152)
+        step, row_bytes = code_bytes(kv) * page_tokens, 4 * head_dim
         ahead_step = step if ahead < table + 256 else code_bytes(kv) * LANES
-        e0 = e1 = e2 = e3 = np.int64(0)
-        if scale_bytes(kv):
-            e0 = get_i64(at + 128)
+        f0 = f1 = f2 = f3 = key_factor(kv, e0)
+        for block in range(0, head_dim, 32):
+            f0 = key_factor(kv, e0)
             if two:
-                e1 = get_i64(at + 136)
+                f1 = key_factor(kv, e1)
             if four:
-                e2, e3 = get_i64(at + 144), get_i64(at + 152)
-        for d in range(head_dim):
-            e = np.int64(0)
-            if scale_bytes(kv):
-                e = d // 32 * 2 * page_tokens
-            if alone:
-                prefetch(a0 + d * ahead_step)
-            b = tile_put(b, 0, read_key(kv, k0 + d * step, e0 + e))
-            if two:
+                f2, f3 = key_factor(kv, e2), key_factor(kv, e3)
+            for d in range(block, min(block + 32, head_dim)):
                 if alone:
-                    prefetch(a1 + d * ahead_step)
-                b = tile_put(b, 1, read_key(kv, k1 + d * step, e1 + e))
-            if four:
-                if alone:
-                    prefetch(a2 + d * ahead_step)
-                    prefetch(a3 + d * ahead_step)
-                b = tile_put(b, 2, read_key(kv, k2 + d * step, e2 + e))
-                b = tile_put(b, 3, read_key(kv, k3 + d * step, e3 + e))
-            acc = outer_fma(acc, q + 4 * d, 4 * head_dim, b)
+                    prefetch(a0 + d * ahead_step)
+                    if two:
+                        prefetch(a1 + d * ahead_step)
+                    if four:
+                        prefetch(a2 + d * ahead_step)
+                        prefetch(a3 + d * ahead_step)
+                acc = dim(kv, acc, q, row_bytes, k0, k1, k2, k3, f0, f1, f2, f3)
+                k0, k1, k2, k3, q = k0 + step, k1 + step, k2 + step, k3 + step, q + 4
+            e_step = scale_bytes(kv) * page_tokens
+            e0, e1, e2, e3 = e0 + e_step, e1 + e_step, e2 + e_step, e3 + e_step
         tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
 
     @numba.njit(**INNER)
@@ -214,46 +222,59 @@ def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
     n_tile, two, four, alone = rows * columns, columns >= 2, columns == 4, rows <= ALONE
 
+    @numba.njit(**INLINE)
+    def position(kv, acc, s, v, e, width):
+        """Add one position of V to the values."""
+        factor = value_factor(kv, e)  # a block of 32 dims has one scale
+        b = tile_put(f32_tile(columns), 0, converted(kv, v, factor))
+        if two:
+            b = tile_put(b, 1, converted(kv, v + 16 * width, factor))
+        if four:
+            factor = value_factor(kv, e + 2)
+            b = tile_put(b, 2, converted(kv, v + 32 * width, factor))
+            b = tile_put(b, 3, converted(kv, v + 48 * width, factor))
+        return outer_fma(acc, s, 4 * KV_SPLIT, b)
+
     @numba.njit(**INNER)
     def values(kv, s, o, table, dim, begin, end, head_dim, page_tokens):
         """o: rows of head_dim f32; adds positions begin .. end-1 of the split to dims from `dim` on."""
-        width, scaled = code_bytes(kv), scale_bytes(kv) > 0
-        b = f32_tile(columns)
+        width = code_bytes(kv)
+        row_bytes, e_bytes = width * head_dim, scale_bytes(kv) * (head_dim // 32)
         acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
         j = begin
         while j < end:
-            group = j // LANES
+            group, slot = j // LANES, j % LANES
             stop = min(end, LANES * (group + 1))
-            v = get_i64(table + 256 + 8 * group) + width * ((j % LANES) * head_dim + dim)
-            e = np.int64(0)
-            if scaled:
-                e = get_i64(table + 384 + 8 * group) + 2 * ((j % LANES) * (head_dim // 32))
-            # Prefetched with each position: V 64 positions ahead, or K of what follows the split.
-            ahead, row_bytes, rest = np.int64(0), width * head_dim, False
+            v = get_i64(table + 256 + 8 * group) + slot * row_bytes + dim * width
+            e = get_i64(table + 384 + 8 * group) + slot * e_bytes + dim // 32 * 2
             if alone:
-                if group + VECTORS < KV_SPLIT // LANES and get_i64(table + 288 + 8 * group) != get_i64(table + 256):
-                    ahead = get_i64(table + 288 + 8 * group) + (j % LANES) * row_bytes if dim == 0 else np.int64(0)
-                else:
-                    rest = dim + LANES * columns >= head_dim and get_i64(table + NEXT) != 0
-            for i in range(j, stop):
-                if alone:
-                    if ahead != 0:
-                        for line in range(0, row_bytes, 64):
-                            prefetch(ahead + line)
-                        ahead += row_bytes
-                    elif rest:
+                # Prefetched with each position: V 64 positions ahead, or K of what follows the split.
+                following = get_i64(table + 256)
+                if group + VECTORS < KV_SPLIT // LANES:
+                    following = get_i64(table + 288 + 8 * group)
+                if following != get_i64(table + 256):
+                    if dim == 0:
+                        ahead = following + slot * row_bytes
+                        for i in range(j, stop):
+                            # Most rows are 2 lines or 4; a loop over them takes longer than the position itself.
+                            prefetch(ahead)
+                            if row_bytes > 64:
+                                prefetch(ahead + 64)
+                            for line in range(ahead + 128, ahead + row_bytes, 64):
+                                prefetch(line)
+                            ahead += row_bytes
+                            acc = position(kv, acc, s + 4 * i, v, e, width)
+                            v, e = v + row_bytes, e + e_bytes
+                        j = stop
+                elif dim + LANES * columns >= head_dim and get_i64(table + NEXT) != 0:
+                    for i in range(j, stop):
                         prefetch_keys(table, i % (VECTORS * LANES), head_dim, width * page_tokens)
-                # A block of 32 dims has one scale.
-                b = tile_put(b, 0, read_value(kv, v, e + 2 * (dim // 32)))
-                if two:
-                    b = tile_put(b, 1, read_value(kv, v + 16 * width, e + 2 * ((dim + 16) // 32)))
-                if four:
-                    b = tile_put(b, 2, read_value(kv, v + 32 * width, e + 2 * ((dim + 32) // 32)))
-                    b = tile_put(b, 3, read_value(kv, v + 48 * width, e + 2 * ((dim + 48) // 32)))
-                acc = outer_fma(acc, s + 4 * i, 4 * KV_SPLIT, b)
-                v += width * head_dim
-                if scaled:
-                    e += 2 * (head_dim // 32)
+                        acc = position(kv, acc, s + 4 * i, v, e, width)
+                        v, e = v + row_bytes, e + e_bytes
+                    j = stop
+            for i in range(j, stop):
+                acc = position(kv, acc, s + 4 * i, v, e, width)
+                v, e = v + row_bytes, e + e_bytes
             j = stop
         tile_store(acc, o + 4 * dim, 4 * head_dim, 64, columns)
 
