@@ -1,6 +1,7 @@
 """Operations for the operator: `state`, `drain`, `resume`, `load`, `reload`, `unload`, `trace`.
 
-They come over the control socket, or over HTTP with an admin's key (the same fields in the body, the op in the path):
+They come over the control socket, or over HTTP with an admin's key: POST with the same fields in the body and the op in
+the path, but GET for `state`, which has no field there and is answered at once.
 
     {"op": "state", "timeout_s": 1.0}  answered when the server is ready, or after that time; default: at once
     {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}

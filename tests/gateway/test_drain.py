@@ -130,14 +130,32 @@ def test_streams_finish_and_new_requests_are_rejected(server: Server, target: st
     assert server.post("/v1/generate", TEXT).status == 200
 
 
-def test_the_state_is_sent_when_the_server_is_ready_or_after_a_time(server: Server) -> None:
+# Makes the file {path} when the operation `state` begins to wait: no other operation is handled in between.
+NOTE_WAITING = """
+import pathlib
+from stages.gateway.admin import Admin
+wait = Admin._wait_until_ready
+def note_and_wait(self, request):
+    pathlib.Path({path!r}).touch()
+    return wait(self, request)
+Admin._wait_until_ready = note_and_wait
+"""
+
+
+def test_the_state_is_sent_when_the_server_is_ready_or_after_a_time(make_server: MakeServer, tmp_path: Path) -> None:
+    note = tmp_path / "waiting"
+    server = make_server(preamble=NOTE_WAITING.format(path=str(note)))
     ask(server, op="drain", target=ALL)
     begun = time.monotonic()
     assert not ask(server, op="state", timeout_s=0.2)["readiness"]["ready"]
     assert time.monotonic() - begun >= 0.2
+    note.unlink()
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(ask(server, op="state", timeout_s=60)))
     waiting.start()
+    while not note.exists():
+        assert waiting.is_alive()
+    assert not answers
     ask(server, op="resume", target=ALL)
     waiting.join(30)
     assert answers[0]["readiness"]["ready"]
