@@ -253,7 +253,11 @@ VLLM = (
         "Mean time between two output tokens of a request.",
     ),
     _histogram("e2e_request_latency_seconds", "starling_end_to_end_seconds", "Time of a request."),
-    _histogram("request_queue_time_seconds", "starling_queue_wait_seconds", "Time from arrival to the first step."),
+    _histogram(
+        "request_queue_time_seconds",
+        "starling_queue_wait_seconds",
+        "Time from arrival, or from the end of the model's load if that is later, to the first step.",
+    ),
     _histogram("request_prefill_time_seconds", "starling_prefill_seconds", "Time from the queue to the first token."),
     _histogram("request_decode_time_seconds", "starling_decode_seconds", "Time from the first token to the last one."),
     _histogram(

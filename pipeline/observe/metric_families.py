@@ -263,7 +263,13 @@ FAMILIES: dict[str, Family] = {
             ("model",),
         ),
         Family("starling_running_sequences", "gauge", "Sequences being generated.", ("model",)),
-        Family("starling_queue_wait_seconds", "histogram", "Time from arrival to the first step.", ("model",), SECONDS),
+        Family(
+            "starling_queue_wait_seconds",
+            "histogram",
+            "Time from arrival, or from the end of the model's load if that is later, to the first step.",
+            ("model",),
+            SECONDS,
+        ),
         Family("starling_batch_size", "histogram", "Sequences per step.", ("model",), BATCH),
         Family(
             "starling_step_tokens",

@@ -66,7 +66,7 @@ class Stats:
         self.late = 0  # cancels and answers of kv for sequences that have ended
         self.batch = Histogram(BATCH)
         self.step_tokens = Histogram(STEP_TOKENS)  # positions of a step of requests
-        self.waited_s = Histogram(SECONDS)  # from arrival to the first step
+        self.waited_s = Histogram(SECONDS)  # from arrival to the first step, without a load
         self.step_s = {phase: Histogram(SECONDS) for phase in STEP_PHASES}  # the worker's time
         self.mean_output = 64.0  # output tokens of a sequence, exponential average
         self.output_lengths = OutputLengths()

@@ -257,6 +257,17 @@ def with_a_step(runner: VersionRunner, group: Group, now: float) -> int:
     return runner.engine.steps.unacknowledged[0].number
 
 
+def test_the_load_of_a_version_is_no_wait_in_the_queue(runner: VersionRunner, groups: list[Group]) -> None:
+    """Its self-test arrives before its worker is attached."""
+    runner.engine.submissions.submit(GATEWAY, submission("early", [4, 5, 6], 8), 1.0)
+    attach(runner, groups[0], 9.0)
+    ring = runner.engine.worker.ring
+    assert ring is not None
+    words.store(ring._control, sh.WORKER_GENERATION, ring.generation)
+    grant(runner, 9.5, 0)
+    assert runner.engine.stats.waited_s.total == 0.5
+
+
 def grant(runner: VersionRunner, now: float, page: int) -> None:
     """A round, kv's answer to the first pages that were requested, and a round."""
     runner.run_round(now)

@@ -8,6 +8,7 @@ when no process of the group computes a step any more.  Its row stays, so the ne
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -65,6 +66,9 @@ class EngineGroups:
 
     def attached(self, number: int) -> None:
         """A group reads its ring from now on."""
+        if self.all[0].link.first_attached == -math.inf:
+            for group in self.all:
+                group.link.first_attached = self._outbox.now
         self.all[number].link.is_attached = True
         if len(self.all) > 1:
             self._halted.discard(number)

@@ -205,7 +205,8 @@ class StepLoop:
                 has_news = has_news or start + count == sequence.prompt_len
             if not sequence.started:
                 sequence.started = now
-                stats.waited_s.add(now - sequence.arrived)
+                # The load of a version is no queue, such as for its self-test, which is sent meanwhile.
+                stats.waited_s.add(now - max(sequence.arrived, self._worker.first_attached))
             run.planned = start + count
             run.inflight += 1
             tenant = sequence.tenant

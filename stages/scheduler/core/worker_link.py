@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from stages.scheduler.core.ring import Ring
 
 
@@ -16,6 +18,7 @@ class WorkerLink:
         self.ring: Ring | None = None  # None until the step arena exists
         self.is_attached = False  # a worker reads the ring
         self.is_stalled = False  # it has a step, and shows no sign of computing it
+        self.first_attached = -math.inf  # s: when the version's first group was; before, -inf
         self.detached_since = now  # s; meaningful while no worker is attached
         self.failure = ""  # why no worker has been able to attach for seconds
         self.pid = 0  # of rank 0 of the attached group
