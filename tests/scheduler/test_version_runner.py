@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import select
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, Hello, KvAttach, KvReady, WorkerReady
+from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, KvAttach, KvReady
 from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
@@ -21,26 +19,10 @@ from stages.scheduler.core.submission_queue import UNAVAILABLE_S
 from stages.scheduler.core.version_runner import KV_RETRY_S, VersionRunner
 from stages.scheduler.recovery.attach_failure import LASTING_S
 
-from .peers import VOCAB, submission
+from .peers import submission
+from .worker_processes import DIGEST, GATEWAY, LATE, Group, cannot_attach, other_arena
 
-DIGEST = "ab" * 32
-GATEWAY = b"gateway"
 FULL = b"full"  # a peer whose queue takes no frame
-LATE = 10 * UNAVAILABLE_S  # the scheduler has run for a long time before the event
-
-
-class Group:
-    """A process in place of a worker group: it can be killed and waited for."""
-
-    def __init__(self, epoch: int) -> None:
-        self.process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-        pid = self.process.pid
-        self.hello = Hello("worker:m", epoch, pid, process_ticks(pid))
-        self.ready = WorkerReady("m", DIGEST, epoch, 1, ((pid, self.hello.start_ticks),), VOCAB, 400)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
 
 
 @pytest.fixture
@@ -176,10 +158,6 @@ def test_waiting_for_a_worker_counts_as_progress(runner: VersionRunner, groups: 
     assert runner.progress == now
 
 
-def cannot_attach(group: Group) -> WorkerReady:
-    return msgspec.structs.replace(group.ready, error="m.act: needs 9 bytes but /dev/shm has 1 free")
-
-
 def test_a_worker_that_cannot_attach_fails_its_requests_within_seconds(
     runner: VersionRunner, groups: list[Group], sent: list[Frame]
 ) -> None:
@@ -278,10 +256,6 @@ def grant(runner: VersionRunner, now: float, page: int) -> None:
     runner.run_round(now)
 
 
-def other_arena(*, reconciled: bool = False) -> KvReady:
-    return KvReady("m", DIGEST, "/other", 128, 16, 1024, generation=2, reconciled=reconciled)
-
-
 def test_another_kv_arena_waits_for_the_end_of_the_workers_step(
     runner: VersionRunner, groups: list[Group], sent: list[Frame]
 ) -> None:
@@ -339,143 +313,3 @@ def test_a_worker_that_does_not_detach_is_killed(runner: VersionRunner, groups: 
     assert groups[0].process.poll() is None
     runner.tick(5.1 + 61.0)
     assert groups[0].process.wait(60) == -9
-
-
-# ------------------------------------------------------------------ several worker groups
-
-
-def of_group(group: Group, number: int) -> WorkerReady:
-    return msgspec.structs.replace(group.ready, group=number)
-
-
-def two_groups(tmp_path: Path, to_kv: list[Frame], sent: list[tuple[bytes, Frame]], n: int = 2) -> VersionRunner:
-    def to_worker(peer: bytes, frame: Frame) -> bool:
-        sent.append((peer, frame))
-        return True
-
-    def ask(frame: Frame) -> bool:
-        to_kv.append(frame)
-        return True
-
-    settings = Settings("m", 4, worker_groups=n)
-    return VersionRunner(settings, tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, ask)
-
-
-def test_a_new_scheduler_reconciles_when_no_group_may_compute_a_step_of_the_old_one(
-    tmp_path: Path, groups: list[Group]
-) -> None:
-    """kv gives the pages of the old scheduler's sequences to others as soon as the leases are reconciled."""
-    first, second = groups
-    to_kv: list[Frame] = []
-    sent: list[tuple[bytes, Frame]] = []
-    old = two_groups(tmp_path, to_kv, sent)
-    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
-    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
-    assert [(peer, type(frame)) for peer, frame in sent] == [(b"0", Attach), (b"1", Attach)]
-    assert all(group.is_attached for group in old.groups)
-    to_kv.clear()  # the old scheduler dies here: its arenas and the file stay
-
-    new = two_groups(tmp_path, to_kv, sent)
-    sent.clear()
-    new.worker_ready(b"0", first.hello, of_group(first, 0), 1.0)
-    new.tick(1.1)
-    assert not to_kv and not sent, "the second group may be in a step"
-    assert new.problem
-    new.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)
-    assert [type(frame) for frame in to_kv] == [KvAttach]
-    new.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 2.0)
-    assert sorted(peer for peer, frame in sent if isinstance(frame, Attach)) == [b"0", b"1"]
-
-    # A group that does not answer is killed in the end; the other one then begins.
-    to_kv.clear()
-    third = two_groups(tmp_path, to_kv, sent)
-    third.worker_ready(b"0", first.hello, of_group(first, 0), 3.0)
-    third.tick(9.9)
-    assert not to_kv
-    assert second.process.poll() is None
-    third.tick(10.1)
-    assert second.process.wait(60) == -9
-    third.tick(10.2)
-    assert [type(frame) for frame in to_kv] == [KvAttach]
-
-    for runner in (old, new, third):
-        runner.close()
-
-
-def test_with_fewer_groups_than_before_the_others_are_killed_at_once(tmp_path: Path, groups: list[Group]) -> None:
-    first, second = groups
-    to_kv: list[Frame] = []
-    old = two_groups(tmp_path, to_kv, [])
-    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
-    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
-    to_kv.clear()
-    new = two_groups(tmp_path, to_kv, [], n=1)
-    assert second.process.wait(60) == -9
-    new.worker_ready(b"0", first.hello, of_group(first, 0), 1.0)
-    assert [type(frame) for frame in to_kv] == [KvAttach]
-    for runner in (old, new):
-        runner.close()
-
-
-def test_processes_that_have_ended_keep_no_group_waiting(tmp_path: Path, groups: list[Group]) -> None:
-    first, second = groups
-    to_kv: list[Frame] = []
-    old = two_groups(tmp_path, to_kv, [])
-    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
-    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    first.end()
-    to_kv.clear()
-    new = two_groups(tmp_path, to_kv, [])
-    new.worker_ready(b"1", second.hello, of_group(second, 1), 1.0)
-    assert [type(frame) for frame in to_kv] == [KvAttach]
-    for runner in (old, new):
-        runner.close()
-
-
-def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(tmp_path: Path, groups: list[Group]) -> None:
-    """Its step arena would replace the one that the other group reads."""
-    first, second = groups
-    sent: list[tuple[bytes, Frame]] = []
-    runner = two_groups(tmp_path, [], sent)
-    runner.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
-    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    other = msgspec.structs.replace(of_group(second, 1), digest="cd" * 32)
-    runner.worker_ready(b"1", second.hello, other, 1.0)
-    assert [peer for peer, _ in sent] == [b"0"]
-    assert "different files" in runner.groups[1].reason
-    assert runner.problem == "", "the first group serves"
-    assert (tmp_path / "m.steps").exists()
-    runner.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)
-    assert [peer for peer, _ in sent] == [b"0", b"1"]
-    runner.close()
-
-
-def test_another_kv_arena_waits_for_the_steps_of_all_groups(tmp_path: Path, groups: list[Group]) -> None:
-    first, second = groups
-    sent: list[tuple[bytes, Frame]] = []
-    runner = two_groups(tmp_path, [], sent)
-    runner.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
-    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    runner.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
-    sent.clear()
-    runner.kv_down()
-    runner.kv_ready(other_arena(), 5.0)
-    assert [(peer, type(frame)) for peer, frame in sent] == [(b"0", Detach), (b"1", Detach)]
-    runner.worker_ready(b"0", first.hello, of_group(first, 0), 5.1)
-    assert len(sent) == 2, "the second group may still write with the old page tables"
-    runner.worker_ready(b"1", second.hello, of_group(second, 1), 5.2)
-    assert sorted(peer for peer, frame in sent if isinstance(frame, Attach)) == [b"0", b"1"]
-    runner.close()
-
-
-def test_a_group_beyond_the_configured_ones_is_ignored(
-    tmp_path: Path, groups: list[Group], caplog: pytest.LogCaptureFixture
-) -> None:
-    sent: list[tuple[bytes, Frame]] = []
-    runner = two_groups(tmp_path, [], sent)
-    for number in (2, -1):
-        runner.worker_ready(b"2", groups[0].hello, of_group(groups[0], number), 0.0)
-    assert not sent
-    assert len(caplog.records) == 2

@@ -82,10 +82,13 @@ class EngineGroups:
         if link.is_attached:
             link.detached_since = now
             self._halted.add(number)
+            if (
+                link.ring is not None and link.ring.has_worker
+            ):  # else it was about to attach, perhaps for the tenth time
+                self._worker.detached_since = now
         link.is_attached = False
         if len(self.all) > 1 and self._worker.is_attached and not any(group.link.is_attached for group in self.all):
             self._worker.is_attached = False
-            self._worker.detached_since = now
 
     def detached(self, number: int) -> None:
         """The group is halted and computes no step any more: its sequences go on in others, if any is attached."""

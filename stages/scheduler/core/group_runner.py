@@ -85,6 +85,7 @@ class GroupRunner:
         self.attachments = 0  # since this process of the scheduler began
         self.stalled_s = 0.0  # seconds since the worker with a step has shown signs of computing it
         self.attach_failure = AttachFailure()
+        self.served_at = -math.inf  # s: when it could last compute steps
         self.engine_group = version.engine.groups[number]
         self._version = version
         self._engine = version.engine
@@ -295,7 +296,7 @@ class GroupRunner:
             self._backoff.record_killed()
             self.kill(now, "its worker does not answer")
         self.advance(now)
-        self._end_attach_failure()
+        self._end_attach_failure(now)
         counter = self._worker_counter()
         if counter != self._last_progress[0] or counter < 0:
             self._last_progress = (counter, now)
@@ -308,10 +309,11 @@ class GroupRunner:
         """No process of the group that may compute a step runs on: all have exited, or one is stopped."""
         return any(is_stopped(pid) for pid, _ in self.pids) or not any(is_alive(*process) for process in self.pids)
 
-    def _end_attach_failure(self) -> None:
+    def _end_attach_failure(self, now: float) -> None:
         ring = self.engine_group.link.ring
         if self.is_attached and self._engine.leases.is_up and ring is not None and ring.has_worker:
             self.attach_failure.clear()
+            self.served_at = now
 
     def _worker_counter(self) -> int:
         """Grows while the worker computes; -1: it has no step."""

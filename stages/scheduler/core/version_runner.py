@@ -282,9 +282,11 @@ class VersionRunner:
         self._report_attach_failure(now)
 
     def _report_attach_failure(self, now: float) -> None:
-        """End the model's requests if none of its workers has been able to attach for seconds."""
-        failures = [group.attach_failure.lasting(now) for group in self.groups]
-        failure = self.engine.worker.failure = failures[0] if all(failures) else ""
+        """End the model's requests if a worker has not been able to attach for seconds, and no other one has served."""
+        served_at = max(group.served_at for group in self.groups)
+        failures = [group.attach_failure for group in self.groups if group.attach_failure.since >= served_at]
+        lasting = [error for failure in failures if (error := failure.lasting(now))]
+        failure = self.engine.worker.failure = lasting[0] if lasting else ""
         if failure:
             self.engine.fail_all("MODEL_UNAVAILABLE", f"model {self.name} cannot run: {failure}")
 

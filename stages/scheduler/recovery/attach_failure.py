@@ -10,17 +10,17 @@ LASTING_S = 5.0
 
 
 class AttachFailure:
-    """The failure of one model. Times in s of one monotonic clock."""
+    """The failure of one worker group. Times in s of one monotonic clock."""
 
     def __init__(self) -> None:
         self.error = ""  # "": the last attempt has not failed
-        self._since = 0.0
+        self.since = 0.0  # s: the first attempt that failed; meaningful with an error
 
     def record(self, error: str, now: float) -> bool:
         """An attempt has failed. Returns whether the error is new."""
         is_new = error != self.error
         if not self.error:
-            self._since = now
+            self.since = now
         self.error = error
         return is_new
 
@@ -30,4 +30,4 @@ class AttachFailure:
 
     def lasting(self, now: float) -> str:
         """The error, if attempts have failed for `LASTING_S`; otherwise ""."""
-        return self.error if now - self._since >= LASTING_S else ""
+        return self.error if now - self.since >= LASTING_S else ""
