@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.config import engine_rules
+from pipeline.config import engine_rules, server_cores
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.durations import FORM, seconds_of
@@ -196,7 +196,7 @@ def _worker_groups(config: Config) -> Iterator[Rule]:
     if isinstance(groups, str) or groups == 1:
         return
     for index, model in enumerate(config.models):
-        n_cores = len(model.cpus) or len(os.sched_getaffinity(0))
+        n_cores = len(model.cpus) or len(server_cores.of(config))
         reason = ""
         if groups > n_cores:
             reason = f"each group takes a core, and model {model.name!r} has {n_cores}: give at most {n_cores}"

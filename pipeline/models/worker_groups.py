@@ -8,9 +8,9 @@ A model that drafts for another one, or has a draft model, has one group.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
+from pipeline.config import server_cores
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models.versions import ModelVersion
 from shm import memory_nodes
@@ -27,11 +27,16 @@ def of_version(config: Config, version: ModelVersion) -> list[ModelVersion]:
 
 
 def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[int]]:
-    """The cores of each worker group, of those that this process may run on. As `count`."""
-    allowed = sorted(os.sched_getaffinity(0))
-    cpus = [cpu for cpu in model.cpus if cpu in allowed] or allowed
+    """The cores of each worker group, of those that the server may run on. As `count`.
+
+    With one group those that this process may run on.  With several all processes of a server find the same ones, of
+    which each uses those that it may run on (`allowed`).
+    """
     setting = config.performance.worker_groups
-    if setting == 1 or config.drafts(name):
+    is_one = setting == 1 or config.drafts(name)
+    cores = server_cores.own() if is_one else server_cores.of(config)
+    cpus = [cpu for cpu in model.cpus if cpu in cores] or cores
+    if is_one:
         return [cpus]
     by_node = memory_nodes.of(cpus)
     if setting == "auto":
@@ -39,11 +44,17 @@ def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[i
     return divide(by_node, setting)
 
 
+def allowed(cpus: Sequence[int]) -> list[int]:
+    """The cores of a group that this process may run on; all that it may run on if those are none of them."""
+    own = server_cores.own()
+    return [cpu for cpu in cpus if cpu in own] or own
+
+
 def divide(by_node: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
     """Cores, given by memory node, divided among so many groups.
 
     A group has cores of one node if each node can have equally many groups.  With fewer cores than groups, which
-    happens where a process may run on fewer cores than the configuration was checked with, all groups have all.
+    happens where the server may run on fewer cores than the configuration was checked with, all groups have all.
     """
     flat = [cpu for node in by_node for cpu in node]
     if len(flat) < groups:

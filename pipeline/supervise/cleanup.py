@@ -78,6 +78,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob("*.start")
     yield from run_dir.glob("*.copies")  # pipeline/models/weight_copies.py
     yield from run_dir.glob("weight-copies")
+    yield from run_dir.glob("server-cores")  # pipeline/config/server_cores.py
     yield from run_dir.glob("versions.json")
     yield from run_dir.glob("versions.bell")
     yield from run_dir.glob("log-levels.json")

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline import procfs
-from pipeline.config import paths
+from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable
 from pipeline.models import versions, weight_copies, worker_groups
@@ -413,6 +413,7 @@ def run_worker_pool(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads
     logs.setup("worker-pool", config, in_background=True)
     run_dir.prepare(paths.run_dir(config))
+    server_cores.store(config)
     arena_dir.prepare(config)
     watched_ancestors = ancestors.open_watched_ancestors()
 

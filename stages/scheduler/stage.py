@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 
-from pipeline.config import paths
+from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.liveness import IDLE_INTERVALS
@@ -66,6 +66,7 @@ class SchedulerStage:
         self.helpers = ConstraintHelpers(
             config, self.loop, lambda: [runner.engine.constraints for runner in self.runners.values()]
         )
+        server_cores.store(config)  # before anything is decided by the number of worker groups
         self.follower = versions.VersionFollower(config)
         self._remove_stale_files()
         self._follow()

@@ -99,7 +99,7 @@ class WorkerStage:
         groups = worker_groups.cpus_of_groups(config, version.settings, version.name)
         if version.group >= len(groups):
             raise ConfigError(f"{version.group_id}: {version.id} has {len(groups)} groups: restart the worker pool")
-        cpus, self._n_groups = groups[version.group], len(groups)
+        cpus, self._n_groups = worker_groups.allowed(groups[version.group]), len(groups)
         self._n_nodes = len(memory_nodes.of(cpu for some in groups for cpu in some))  # of all groups
         self.n_ranks = model_config.ranks or len(cpus)
         self._places = place_ranks(cpus, self.n_ranks)

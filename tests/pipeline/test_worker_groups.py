@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.config import server_cores
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
@@ -61,6 +62,46 @@ def test_the_groups_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert of(configured("auto", ranks=2)) == [cpus], "a node has too few cores for the ranks of a group"
     assert of(configured("auto", draft=True)) == [cpus]
     assert sorted(map(len, of(configured(2)))) == sorted((len(cpus) - 1, 1))
+
+
+@pytest.mark.parametrize("groups", [2, "auto"])
+def test_all_processes_of_a_server_count_the_same_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int | str
+) -> None:
+    """A scheduler that starts again with more cores would not wait for the group of its predecessor."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a node needs a CPU")
+    lists = {0: str(cpus[0]), 1: ",".join(map(str, cpus[1:]))}
+    monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
+    many, few = tmp_path / "many", tmp_path / "few"
+
+    def of(run_dir: Path) -> list[list[int]]:
+        models = [{"name": "m", "path": "/m.gguf"}]
+        server = {"run_dir": str(run_dir)}
+        config = resolve({"models": models, "server": server, "performance": {"worker_groups": groups}}, {})
+        server_cores.store(config)
+        return worker_groups.cpus_of_groups(config, config.models[0], "m")
+
+    begun = of(many)
+    assert len(begun) == 2
+    try:
+        os.sched_setaffinity(0, {cpus[0]})
+        assert of(many) == begun, "`taskset -c 0 starling status`"
+        assert worker_groups.allowed(begun[0]) == worker_groups.allowed(begun[1]) == [cpus[0]]
+        if groups == "auto":
+            assert of(few) == [[cpus[0]]]
+    finally:
+        os.sched_setaffinity(0, cpus)
+    if groups == "auto":
+        assert of(few) == [[cpus[0]]]
+    assert [path.name for path in many.iterdir()] == [server_cores.FILE]
+
+
+def test_with_one_group_no_cores_are_stored(tmp_path: Path) -> None:
+    models = [{"name": "m", "path": "/m.gguf"}]
+    server_cores.store(resolve({"models": models, "server": {"run_dir": str(tmp_path)}}, {}))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,12 @@ def test_processes_that_have_ended_keep_no_group_waiting(tmp_path: Path, groups:
         runner.close()
 
 
+def test_a_scheduler_that_cannot_read_which_groups_compute_does_not_start(tmp_path: Path) -> None:
+    (tmp_path / "m.groups").mkdir()
+    with pytest.raises(OSError, match=r"m\.groups"):
+        two_groups(tmp_path, [], [])
+
+
 def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(tmp_path: Path, groups: list[Group]) -> None:
     """Its step arena would replace the one that the other group reads."""
     first, second = groups

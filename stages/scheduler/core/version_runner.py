@@ -58,7 +58,7 @@ class VersionRunner:
     ) -> None:
         """`to_worker` and `to_kv` send a frame and return False when the peer is not connected.
 
-        `max_context` 0: the checkpoint's own.
+        `max_context` 0: the checkpoint's own.  Raises `OSError` if the processes of attached groups cannot be read.
         """
         self.name = settings.model
         self.engine = Engine(settings, now, weight_of, vetting)
@@ -180,10 +180,13 @@ class VersionRunner:
         return ""
 
     def _read_pids(self) -> list[Pids]:
-        """Those of the groups that an earlier process of this stage has attached; [] if there was one group."""
+        """Those of the groups that an earlier process of this stage has attached; [] if there was one group.
+
+        Raises `OSError`: a file that cannot be read now may name a group that computes.
+        """
         try:
             return msgspec.msgpack.decode(self._pids_path.read_bytes(), type=list[Pids])
-        except (OSError, *DECODE_ERRORS):
+        except (FileNotFoundError, *DECODE_ERRORS):
             return []
 
     # -------------------------------------------------------------- kv

@@ -1,0 +1,54 @@
+"""The cores that a server may run on, as the first of its processes found them, for the number of its worker groups.
+
+    RUN_DIR/server-cores   their numbers; only with `performance.worker_groups` other than 1
+
+All processes of a server divide its cores among the same worker groups, although each may be allowed others: a command
+that runs under `taskset`, or a stage that starts again after the server's control group has got more of them.  An
+orderly stop removes the file, as `starling up` does with that of a server that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from pipeline.config import paths
+from pipeline.config.schema import Config
+from shm.decoding import DECODE_ERRORS
+
+FILE = "server-cores"
+
+
+def own() -> list[int]:
+    """The cores that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+def of(config: Config) -> list[int]:
+    """The cores of the server; those of this process if none of the server's has stored them."""
+    try:
+        return msgspec.json.decode(_path(config).read_bytes(), type=list[int]) or own()
+    except (OSError, *DECODE_ERRORS):
+        return own()
+
+
+def store(config: Config) -> None:
+    """Store the cores of this process for all others, unless another one has. Raises `OSError`."""
+    path = _path(config)
+    if config.performance.worker_groups == 1 or path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{FILE}.{os.getpid()}.new")
+    try:
+        new.write_bytes(msgspec.json.encode(own()))
+        with contextlib.suppress(FileExistsError):  # of two that start together the first one decides
+            os.link(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _path(config: Config) -> Path:
+    return paths.run_dir(config) / FILE
