@@ -134,10 +134,15 @@ def _adapter_bytes(path: Path) -> int:
         return 0
 
 
-def check(config: Config, model: ModelConfig, free: FreeMemory) -> None:
-    """Raise `ResourceError` with the numbers unless the version fits."""
+def check(config: Config, model: ModelConfig, free: FreeMemory, groups: int = 1) -> None:
+    """Raise `ResourceError` with the numbers unless the version fits.
+
+    groups: of so many worker groups, which may have taken their memory by now, the part of one is checked, beside the
+    arenas.
+    """
     wanted = plan(config, model)
-    needed, adapters, weights = wanted.arenas, wanted.adapters, weights_need(config, model)
+    wanted = wanted._replace(adapters=wanted.adapters // groups, copies=wanted.copies // groups)
+    needed, adapters, weights = wanted.arenas, wanted.adapters, weights_need(config, model) // groups
     if needed <= free.arenas and needed + adapters + wanted.copies > free.memory and wanted.copies:
         raise ResourceError(
             f"model {model.name!r} needs {wanted.copies:,} bytes for a copy of its weights on each memory node and "

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.models import capacity, store
+from pipeline.models import capacity, store, worker_groups
 from pipeline.models.versions import ModelVersion
 
 
@@ -23,9 +23,10 @@ def is_planned(version: ModelVersion, models_dir: Path) -> bool:
 def check_memory(
     config: Config, version: ModelVersion, measure: Callable[[Config], capacity.FreeMemory] = capacity.measure
 ) -> None:
-    """Raise `ResourceError` with the numbers unless a version that is converted by now fits."""
+    """Raise `ResourceError` with the numbers unless a worker group of a version that is converted by now fits."""
     if not _has_arenas(config, version):  # else an earlier worker of it was served: what they take is not free
-        capacity.check(config, version.settings, measure(config))
+        groups = worker_groups.count(config, version.settings, version.name)
+        capacity.check(config, version.settings, measure(config), groups)
 
 
 def memory_left(

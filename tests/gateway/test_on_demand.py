@@ -297,6 +297,26 @@ def test_an_unload_frees_the_copies_of_the_weights(tmp_path: Path) -> None:
     with_gateway(tmp_path, test)
 
 
+def test_a_load_fails_when_each_worker_group_has_failed(tmp_path: Path) -> None:
+    async def test(gateway: Gateway) -> None:
+        run_dir = paths.run_dir(gateway.config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        task = gateway.ask("b")
+        await gateway.until(lambda: gateway.loading("b"))
+        (version,) = gateway.loading("b")
+        error = ConfigError("no such file")
+        write_failure(run_dir, version.stage, error)
+        for _ in range(20):
+            gateway.tick()
+            await asyncio.sleep(0.01)
+        assert gateway.loading("b"), "the second group may make it ready"
+        write_failure(run_dir, version.of_group(1).stage, error)
+        await refused(task)
+        assert not gateway.loading("b")
+
+    with_gateway(tmp_path, test, performance={"worker_groups": 2})
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_an_unload_frees_the_weights_or_their_copies_of_each_worker_group(tmp_path: Path, groups: int) -> None:
     """Without `use_mmap` a group reads the weights; what it has read is freed when it has copies."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import InvalidRequest, ModelUnavailable, ResourceError, StarlingError
-from pipeline.models import capacity, versions
+from pipeline.models import capacity, versions, worker_groups
 from pipeline.models.versions import ModelVersion, Outcome
 from stages.gateway.admission.server_readiness import ServerReadiness
 from stages.gateway.versions.catalog import VersionCatalog
@@ -157,7 +157,9 @@ class LoadSteps:
         state = self._loaded.states.get(new.id)
         if state is not None and state.digest and not self._digest_of(new):
             self._catalog.pin(new.id, state.digest, state.adapters)
-        failure = versions.read_failure(run_dir, new.stage)
+        groups = worker_groups.of_version(self._config, new)
+        failures = [versions.read_failure(run_dir, group.stage) for group in groups]
+        failure = failures[0] if all(failures) else None  # else another group makes it ready
         if failure is not None and failure.code == "CONFIG":
             raise InvalidRequest(failure.message, "path")  # the file is the caller's to change
         if failure is not None:
