@@ -118,13 +118,41 @@ def test_processes_that_have_ended_keep_no_group_waiting(tmp_path: Path, groups:
         runner.close()
 
 
+def test_a_group_that_computes_a_long_step_outlives_a_new_scheduler(tmp_path: Path, groups: list[Group]) -> None:
+    """Its step stands still when its ring's counter does, as under one scheduler."""
+    first, second = groups
+    old = two_groups(tmp_path, [], [])
+    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    ring = old.engine.groups[1].link.ring
+    assert ring is not None
+    new = two_groups(tmp_path, [], [])
+    new.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    for second_of_step in range(1, 40):
+        words.store(ring._control, sh.PROGRESS, second_of_step)
+        new.tick(float(second_of_step))
+        assert not new.groups[1].is_settled
+        assert second.process.poll() is None
+    new.tick(45.0)
+    assert second.process.poll() is None
+    new.tick(50.0)
+    assert second.process.wait(60) == -9
+    new.tick(50.1)
+    assert new.groups[1].is_settled
+    for runner in (old, new):
+        runner.close()
+
+
 def test_a_scheduler_that_cannot_read_which_groups_compute_does_not_start(tmp_path: Path) -> None:
     (tmp_path / "m.groups").mkdir()
     with pytest.raises(OSError, match=r"m\.groups"):
         two_groups(tmp_path, [], [])
 
 
-def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(tmp_path: Path, groups: list[Group]) -> None:
+def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(
+    tmp_path: Path, groups: list[Group], caplog: pytest.LogCaptureFixture
+) -> None:
     """Its step arena would replace the one that the other group reads."""
     first, second = groups
     sent: list[tuple[bytes, Frame]] = []
@@ -133,8 +161,12 @@ def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(tmp_pat
     runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
     other = msgspec.structs.replace(of_group(second, 1), digest="cd" * 32)
     runner.worker_ready(b"1", second.hello, other, 1.0)
+    for i in range(5):
+        runner.tick(1.0 + 0.1 * i)
     assert [peer for peer, _ in sent] == [b"0"]
     assert "different files" in runner.groups[1].reason
+    logged = [record for record in caplog.records if "different files" in getattr(record, "reason", "")]
+    assert len(logged) == 1, "once, and the model's own state does not say it"
     assert runner.problem == "", "the first group serves"
     assert (tmp_path / "m.steps").exists()
     runner.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)

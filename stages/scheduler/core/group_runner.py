@@ -22,6 +22,7 @@ from shm.layer_groups import LayerGroups
 from stages.scheduler.core.engine import Engine
 from stages.scheduler.recovery.attach_failure import AttachFailure
 from stages.scheduler.recovery.fencing import Fence, is_alive
+from stages.scheduler.recovery.inherited_steps import InheritedSteps
 from stages.scheduler.recovery.quarantine import DEATH, STALL
 from stages.scheduler.recovery.reconnect_backoff import ReconnectBackoff
 from stages.scheduler.recovery.stall_detector import StallDetector
@@ -95,11 +96,12 @@ class GroupRunner:
         self._detach_sent = False  # and the frame has found a place in the queue
         self._fence: Fence | None = None
         self._suspicion = 0  # DEATH or STALL: why the fenced group did not finish its step
-        self._fence_at = math.inf if self.is_settled else now + stuck_step_s
+        self._inherited = None if self.is_settled else InheritedSteps(version.steps_path, number)
+        self._fence_at = math.inf
         self._backoff = ReconnectBackoff()
         self._generation = version.next_generation()
         self._attach_after = -math.inf  # a group that returns right after its attachment is attached again later
-        self._last_progress = (-1, 0.0)  # the worker's counter, and when it last changed
+        self._last_progress = (self._worker_counter(), now)  # the worker's counter, and when it last changed
         self._stall_detector = StallDetector()
         self._starvation = Starvation(stuck_step_s)
 
@@ -184,13 +186,18 @@ class GroupRunner:
             return
         kv = self._version.may_attach(self, ready, now)
         if isinstance(kv, str):
+            if kv not in ("", self.reason) and len(self._engine.groups) > 1:  # the model may be ready without it
+                facts = {"model": self._version.name, "group": self.number, "reason": kv}
+                log.warning("worker group is not attached", extra=facts)
             self.reason = kv or self.reason
             return
         self._attach(ready, kv, now)
 
     def _settle(self, now: float) -> None:
         was_settled, self.is_settled = self.is_settled, True
+        self.close()
         if not was_settled:
+            self.stalled_s, self.engine_group.link.is_stalled = 0.0, False
             self._version.settled(self, now)
 
     def _attach(self, ready: m.WorkerReady, kv: m.KvReady, now: float) -> None:
@@ -247,6 +254,12 @@ class GroupRunner:
         self.is_settled = False
         self.reason = "waiting for its worker"
         self._detach_sent = self._to_worker(self.peer, m.Detach(self._generation))
+
+    def close(self) -> None:
+        """Let go of the ring of an earlier process of this stage."""
+        if self._inherited is not None:
+            self._inherited.close()
+            self._inherited = None
 
     def retire(self) -> None:
         """The version is unloaded: detach the worker from the arenas."""
@@ -317,6 +330,8 @@ class GroupRunner:
 
     def _worker_counter(self) -> int:
         """Grows while the worker computes; -1: it has no step."""
+        if self._inherited is not None:
+            return self._inherited.counter
         ring = self.engine_group.link.ring
         if ring is None or not self._steps or not (self.is_attached or self._is_detaching):
             return -1

@@ -333,6 +333,8 @@ class VersionRunner:
 
     def close(self) -> None:
         """Remove the step arenas; processes that map them keep their mappings."""
+        for group in self.groups:
+            group.close()
         arenas, self._arenas = self._arenas, []
         if arenas:
             for number in range(len(self.groups)):
