@@ -180,6 +180,7 @@ class Tries:
         self._referrers: set[str] = set()  # agents that have named another one
         self.n_referred = 0  # how often an engine has named another agent as its session's
         self.claim: KeyClaim | None = None  # of a request with a key
+        self.has_asked = False  # the engines of other agents whether one has it
         self.claimed = ""  # the agent that it was claimed for
         self.unreached: set[str] = set()  # agents of claims that did not become ready here
         self.waits_since: float | None = None  # s of the clock: for that agent

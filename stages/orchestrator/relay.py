@@ -97,9 +97,7 @@ class Relay:
         self._releases = Releases(client)
         self._unread = UnreadAnswers(client)
         self._claims = claims or KeyClaims(None, lambda: False, clock)
-        self.routes = RouteFinder(
-            router, registry, cold, bounds, clock, next_change, progress_of, self.kept, self._claims
-        )
+        self.routes = RouteFinder(router, registry, cold, bounds, clock, next_change, progress_of, self._claims)
         self._handovers = Handovers(router, self._send_copy, self._releases.begin, clock, bring_pages)
 
     # ---------------------------------------------------------------- streams

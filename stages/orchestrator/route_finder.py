@@ -1,6 +1,7 @@
 """Finds the agent for the next attempt of a request: waits for one, for a model that is loading, and for agreement.
 
-A request with an `Idempotency-Key` goes to the agent that all orchestrators have agreed on (key_claims.py).
+A request with an `Idempotency-Key` goes to the agent that all orchestrators have agreed on (key_claims.py), or to the
+one whose engine has it from an earlier attempt: each attempt asks the others once, whoever has made the claim.
 Without sockets.
 """
 
@@ -10,9 +11,10 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.forward import Bounds, Forward, KeptRequests, Out, Tries
+from stages.orchestrator.forward import Bounds, Forward, Out, Tries
 from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Route, ScoreRouter
@@ -27,7 +29,7 @@ NextChange = Callable[[float], Awaitable[object]]  # returns when the routing ta
 
 
 class RouteFinder:
-    """One per orchestrator. `clock`: monotonic, s. `kept`: the requests that it has forwarded."""
+    """One per orchestrator. `clock`: monotonic, s."""
 
     def __init__(
         self,
@@ -38,7 +40,6 @@ class RouteFinder:
         clock: Callable[[], float],
         next_change: NextChange,
         progress_of: Callable[[str], str],
-        kept: KeptRequests,
         claims: KeyClaims,
     ) -> None:
         self._router = router
@@ -48,7 +49,6 @@ class RouteFinder:
         self._clock = clock
         self._next_change = next_change
         self._progress_of = progress_of
-        self._kept = kept
         self._claims = claims
         self.locate: Callable[[Forward, str], Awaitable[str]] | None = None  # see front.py
 
@@ -87,30 +87,31 @@ class RouteFinder:
 
     async def _has_claim(self, route: Route, forward: Forward, tries: Tries) -> bool:
         """Whether the request may be sent to the route's agent; else it must be chosen again, and may have to wait."""
-        kept = self._kept.find(forward.id)
-        if route.agent_id == tries.claimed or (kept is not None and kept[1] == route.agent_id):
-            return True  # it was sent there, or the others send it there
+        if route.agent_id in (tries.claimed, tries.successor):
+            return True  # the others send it there, or it has computed the prompt and tokens of a stream that moves
         if tries.claim is None:
-            tries.claim = self._claims.enter(forward.id)
+            tries.claim = self._claims.enter(forward.id, read_relay(forward.headers.get(RELAY, "1")).tenant)
         failed = tries.excluded | tries.unfit | tries.unreached
-
-        async def locate(wanted: str) -> str:
-            return await self.locate(forward, wanted) if self.locate is not None else ""
-
-        agent = await self._claims.take(tries.claim, route.agent_id, failed, locate)
+        agent = await self._claims.take(tries.claim, route.agent_id, failed)
+        if not tries.has_asked and self.locate is not None:
+            tries.has_asked = True
+            if (found := await self.locate(forward, agent)) and found not in failed:
+                agent = await self._claims.take(tries.claim, found, {*failed, agent})
         if agent == route.agent_id:
             tries.waits_since = None
             return True
-        if tries.claimed != agent:
+        view = next((one for one in self._router.table if one.agent_id == agent), None)
+        if view is not None and view.may_start and tries.claimed != agent:
             tries.claimed, tries.waits_since = agent, None  # choose that one, if it is ready
             return False
         if tries.waits_since is None:
             tries.waits_since = self._clock()
-        if self._clock() - tries.waits_since >= CLAIMED_S:
+        waited = self._clock() - tries.waits_since
+        if view is None or not view.may_start or waited >= CLAIMED_S:
             tries.unreached.add(agent)
             tries.claimed, tries.waits_since = "", None
         else:
-            await self._next_change(FIRST_PAUSE_S)
+            await self._next_change(min(max(waited, FIRST_PAUSE_S), MOST_PAUSE_S))
         return False
 
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:

@@ -23,6 +23,7 @@ from pipeline.fleet import records
 from pipeline.fleet.records import AGENTS
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import CORDONS, PLACEMENTS, EventLog, FleetApi, Placement
+from stages.orchestrator.key_claims import CLAIMS
 from stages.orchestrator.quotas.use_record import QUOTAS
 from stages.orchestrator.registry import Cordon, Registry
 from stages.orchestrator.responses.use import PREFIX as RESPONSES
@@ -109,7 +110,7 @@ class StoreFollower:
 
     async def _apply(self, update: Update) -> None:
         self._apply_quotas(update)
-        if not update.is_snapshot and all(event.key.startswith((QUOTAS, RESPONSES)) for event in update.events):
+        if not update.is_snapshot and all(event.key.startswith((CLAIMS, QUOTAS, RESPONSES)) for event in update.events):
             return
         if update.is_snapshot:
             keys = {event.key for event in update.events}

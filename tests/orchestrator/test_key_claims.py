@@ -1,0 +1,187 @@
+"""Which agent gets a request with a key: what orchestrators agree on, and what they ask the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from pipeline.api.output_tokens import RELAY, relay_header
+from pipeline.coordination.memory import MemoryStore
+from stages.orchestrator import key_claims
+from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.forward import Bounds, Forward, Tries
+from stages.orchestrator.key_claims import CLAIMS, KeyClaims
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.relay import Relay
+from tests.orchestrator.agents import engine, heartbeat, request, router, view
+from tests.orchestrator.loopback_engine import Clock, WatchedClient
+
+NAMES = ("A", "B", "C")  # of the agents; equal ones take turns, in this order
+
+
+class Orchestrator:
+    """It finds agents for requests; `has`: the agents whose engines have them."""
+
+    def __init__(self, store: MemoryStore | None, *names: str, is_up: bool = True, cordoned: str = "") -> None:
+        async def poll(record: object) -> Any:
+            return heartbeat("A")
+
+        async def load(*wanted: str) -> None:
+            raise NotImplementedError
+
+        self.clock = Clock()
+        self.claims = KeyClaims(store, lambda: is_up, time.monotonic)
+        self.has: set[str] = set()
+        self.asked: list[str] = []  # the agents that were not asked
+        self.may_answer, self.is_asking = asyncio.Event(), asyncio.Event()
+        self.may_answer.set()
+        self.relay = Relay(
+            WatchedClient(),
+            router(*(view(name, engine(), may_start=name != cordoned) for name in names or NAMES)),
+            Registry(poll, self.clock),
+            ColdLoads(load, 1, self.clock),
+            Bounds(1.0, 1000.0),
+            self.clock,
+            self.clock.wait,
+            claims=self.claims,
+        )
+        self.relay.routes.locate = self.locate
+
+    async def locate(self, forward: Forward, besides: str) -> str:
+        self.asked.append(besides)
+        self.is_asking.set()
+        await self.may_answer.wait()
+        return next(iter(sorted(self.has - {besides})), "")
+
+    async def find(self, tries: Tries | None = None, pinned: str = "") -> str:
+        """The agent that gets the request."""
+        route = await self.relay.routes.find(forward(pinned), tries or Tries(self.clock), None)
+        return route.agent_id
+
+
+def forward(pinned: str = "") -> Forward:
+    headers = {"Idempotency-Key": "k", RELAY: relay_header("t", 0)}
+    return Forward(routed=request(pinned=pinned), path="/v1/generate", body=b"{}", headers=headers, is_stream=True)
+
+
+async def test_an_orchestrator_that_reads_a_claim_asks_the_engines_itself() -> None:
+    """The one that has made it may not know yet that another engine has the request."""
+    store = MemoryStore()
+    first, second = Orchestrator(store, "A", "B"), Orchestrator(store, "A", "B")
+    first.has, second.has = {"B"}, {"B"}
+    first.may_answer.clear()
+    asking = asyncio.ensure_future(first.find())
+    await first.is_asking.wait()
+    assert await second.find() == "B"
+    first.may_answer.set()
+    assert await asking == "B"
+
+
+async def test_a_repetition_asks_when_the_first_attempt_has_left_while_it_asked() -> None:
+    one = Orchestrator(MemoryStore(), "A", "B")
+    one.has = {"B"}
+    one.may_answer.clear()
+    tries = Tries(one.clock)
+    asking = asyncio.ensure_future(one.find(tries=tries))
+    await one.is_asking.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    one.relay.routes.left(tries)
+    one.may_answer.set()
+    assert await one.find() == "B"
+
+
+@pytest.mark.parametrize("store", [None, MemoryStore()], ids=["no store", "a store that is down"])
+async def test_without_the_store_engines_are_asked(store: MemoryStore | None) -> None:
+    one = Orchestrator(store, "A", "B", is_up=False)
+    one.has = {"B"}
+    assert await one.find() == "B"
+
+
+async def test_an_agent_that_has_failed_a_request_is_no_reason_to_send_it_there_again() -> None:
+    """Another orchestrator has claimed it for another agent meanwhile."""
+    store = MemoryStore()
+    first, second = Orchestrator(store, "A", "B"), Orchestrator(store, "B")
+    tries = Tries(first.clock)
+    sent = forward()
+    route = await first.relay.routes.find(sent, tries, None)
+    assert route.agent_id == "A" and route.engine is not None
+    first.relay.kept.put(sent, "A", route.engine)  # where it was sent, and failed
+    first.relay.routes.left(tries)
+    first.relay.kept.left(sent)
+    while await store.get(CLAIMS + "req-1"):
+        await asyncio.sleep(0)
+    assert await second.find() == "B"
+    assert await first.find(pinned="A") == "B"  # as an orchestrator prefers the agent of the attempt before
+
+
+async def test_two_streams_of_a_key_go_to_their_successors_at_once() -> None:
+    """Their agent drains, and each has warmed another one."""
+    one = Orchestrator(None)
+    both = [Tries(one.clock) for _ in range(2)]
+    assert [await one.find(tries=tries) for tries in both] == ["A", "A"]
+    begun = one.clock.now
+    for tries, successor in zip(both, "BC"):
+        tries.failed("A")
+        tries.successor = successor
+    assert [await one.find(tries=tries) for tries in both] == ["B", "C"]
+    assert one.clock.now == begun and not both[1].unreached
+
+
+@pytest.mark.parametrize(("names", "cordoned"), [("B", ""), ("AB", "A")], ids=["it is gone", "it is cordoned"])
+async def test_no_time_is_lost_with_an_agent_that_cannot_get_the_request(names: str, cordoned: str) -> None:
+    store = MemoryStore()
+    first, second = Orchestrator(store, "A"), Orchestrator(store, *names, cordoned=cordoned)
+    assert await first.find() == "A"
+    assert (await second.find(), second.clock.now) == ("B", 0.0)
+
+
+async def test_what_was_written_for_a_request_that_has_left_is_removed() -> None:
+    class SlowStore(MemoryStore):
+        """It answers a transaction when the test says so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_answer, self.has_applied = asyncio.Event(), asyncio.Event()
+
+        async def transact(self, *given: Any) -> int | None:
+            revision = await super().transact(*given)
+            self.has_applied.set()
+            await self.may_answer.wait()
+            return revision
+
+    store = SlowStore()
+    one = Orchestrator(store)
+    tries = Tries(one.clock)
+    finding = asyncio.ensure_future(one.find(tries=tries))
+    await store.has_applied.wait()
+    finding.cancel()
+    await asyncio.gather(finding, return_exceptions=True)
+    one.relay.routes.left(tries)
+    store.may_answer.set()
+    assert await store.get(CLAIMS + "req-1") is not None
+    async with asyncio.timeout(key_claims.LEASE_S / 2):
+        while await store.get(CLAIMS + "req-1"):
+            await asyncio.sleep(0)
+    assert not one.claims.count
+
+
+async def test_a_tenant_has_a_bounded_number_of_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_claims, "MAX_OF_TENANT", 2)
+    store = MemoryStore()
+    claims = KeyClaims(store, lambda: True, time.monotonic)
+    mine = [claims.enter(f"req-{number}", "t") for number in range(3)]
+    other = claims.enter("req-3", "u")
+    for claim in (*mine, other):
+        assert await claims.take(claim, "A", ()) == "A"
+    assert {item.key for item in (await store.scan(CLAIMS))[0]} == {CLAIMS + f"req-{n}" for n in (0, 1, 3)}
+    for claim in (*mine, other):
+        claims.leave(claim)
+    while claims.count:
+        await asyncio.sleep(0)
+    assert not (await store.scan(CLAIMS))[0]
+    assert await claims.take(claims.enter("req-9", "t"), "A", ()) == "A"
+    assert await store.get(CLAIMS + "req-9") is not None
