@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pipeline import procfs
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
+from pipeline.models import worker_groups
 from pipeline.models.capacity import adapters_need
 from stages.agent.engines.interface import AdapterFile
 from stages.agent.engines.local_model import LocalModel
@@ -30,9 +31,10 @@ def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: It
                 "model_id",
             )
         return
+    groups = worker_groups.count(config, model, model.name)
     arenas = config.kv_cache_bytes(model)
-    weights = 0 if config.performance.use_mmap else entry.weights_bytes
-    added = adapters_need(model) + sum(one.nbytes for one in adapters)
+    weights = 0 if config.performance.use_mmap else groups * entry.weights_bytes
+    added = groups * (adapters_need(model) + sum(one.nbytes for one in adapters))
     needed = arenas + weights + added
     parts = f"{arenas:,} of KV pages" + (f", {added:,} of adapters" if added else "")
     if needed > total:
@@ -49,11 +51,12 @@ def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: It
         )
 
 
-def check_adapter_memory(name: str, nbytes: int) -> None:
+def check_adapter_memory(config: Config, model: ModelConfig, name: str, nbytes: int) -> None:
     """Raise `ResourceError` unless the host has memory for an adapter of an engine that runs.
 
-    The engine itself checks the second KV arena that it needs meanwhile.
+    Each worker group of the model gets it. The engine itself checks the second KV arena that it needs meanwhile.
     """
+    nbytes *= worker_groups.count(config, model, model.name)
     if nbytes > (available := procfs.available_memory()):
         raise ResourceError(
             f"{name!r} needs {nbytes:,} bytes of memory, and this host has {available:,}: unload a model",

@@ -405,7 +405,9 @@ class Models:
 
     async def _make_adapter_memory(self, name: str, nbytes: int) -> None:
         """Raise `ResourceError` unless the machine has memory for an adapter of an engine that runs."""
-        await self._with_memory(name, partial(check_adapter_memory, name, nbytes))
+        await self._with_memory(
+            name, partial(check_adapter_memory, self._config, self.settings(base_of(name)), name, nbytes)
+        )
 
     async def _with_memory(self, name: str, check: Callable[[], None]) -> None:
         try:

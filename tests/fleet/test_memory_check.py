@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,21 @@ def test_published_adapters_count(monkeypatch: pytest.MonkeyPatch) -> None:
         check_memory(CONFIG, ENTRY, MODEL, published(ADAPTER, kv + 1))
 
 
+def test_each_worker_group_has_weights_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    config = resolve({"performance": {"worker_groups": 2, "use_mmap": False}}, {})
+    needed = config.kv_cache_bytes(MODEL) + 2 * (ENTRY.weights_bytes + ADAPTER)
+    monkeypatch.setattr(procfs, "total_memory", lambda: 2 * needed)
+    monkeypatch.setattr(procfs, "available_memory", lambda: needed)
+    check_memory(config, ENTRY, MODEL, published(ADAPTER))
+    monkeypatch.setattr(procfs, "available_memory", lambda: needed - 1)
+    with pytest.raises(ResourceError, match=f"needs {needed:,} bytes of memory .*{2 * ADAPTER:,} of adapters"):
+        check_memory(config, ENTRY, MODEL, published(ADAPTER))
+    monkeypatch.setattr(procfs, "available_memory", lambda: 2 * ADAPTER - 1)
+    with pytest.raises(ResourceError, match=f"'m:a' needs {2 * ADAPTER:,} bytes"):
+        check_adapter_memory(config, MODEL, "m:a", ADAPTER)
+
+
 def test_configured_adapters_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     kv, file = CONFIG.kv_cache_bytes(MODEL), tmp_path / "own.gguf"
     file.write_bytes(bytes(1000))
@@ -62,7 +78,7 @@ async def test_the_agent_counts_the_adapters_that_a_model_starts_with(
 
 def test_an_adapter_of_an_engine_that_runs_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(procfs, "available_memory", lambda: ADAPTER)
-    check_adapter_memory("m:a", ADAPTER)
+    check_adapter_memory(CONFIG, MODEL, "m:a", ADAPTER)
     with pytest.raises(ResourceError, match=f"'m:a' needs {ADAPTER + 1:,} bytes of memory") as refused:
-        check_adapter_memory("m:a", ADAPTER + 1)
+        check_adapter_memory(CONFIG, MODEL, "m:a", ADAPTER + 1)
     assert refused.value.param == "model_id", "an orchestrator unloads an idle model for it"
