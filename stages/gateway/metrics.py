@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from pipeline.observe.exemplars import Exemplars, Source
-from pipeline.observe.metrics import Metrics
+from pipeline.observe.metrics import MAX_SERIES, Metrics
 from pipeline.observe.process_use import ProcessTotals
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.relay import Counts
@@ -40,7 +40,7 @@ class GatewayMetrics:
         self.total_requests = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
-        self._asked_models: set[str] = set()  # that requests have named
+        self._asked_models: set[str] = set()  # that requests have named; bounded
         self._clock = clock
         self._started = clock()
         self._measure_memory = measure_memory
@@ -87,6 +87,8 @@ class GatewayMetrics:
     def ended(self, request: RequestState) -> None:
         """Count a request for text that has ended."""
         self.numbers.add("starling_model_requests_total", request.spec.shown_model)
+        if len(self._asked_models) < MAX_SERIES:
+            self._asked_models.add(request.spec.shown_model)
         self.prompt_tokens += request.prompt_tokens
         self.cached_tokens += request.cached_tokens
         output = sum(len(sequence.tokens) for sequence in request.sequences)
@@ -167,10 +169,17 @@ class GatewayMetrics:
         self.numbers.set("starling_late_frames_total", counts.late, "gateway")
         self.numbers.set("starling_token_gaps_total", counts.gaps)
 
-    def sample_models(self, names: Iterable[str]) -> None:
-        """Update the number of requests of each model and adapter. `names`: of each request that has not ended."""
+    def sample_models(self, names: Iterable[str], served: Collection[str]) -> None:
+        """Update the number of requests of each model and adapter. `names`: of each request that has not ended.
+
+        `served`: those that requests may name. Others that have no request make room for the series of the next ones.
+        """
         counts = Counter(names)
         self._asked_models |= counts.keys()
+        for name in self._asked_models - counts.keys() - set(served):
+            self._asked_models.remove(name)
+            self.numbers.drop("starling_model_requests_in_flight", name)
+            self.numbers.drop("starling_model_requests_total", name)
         for name in self._asked_models:
             self.numbers.set("starling_model_requests_in_flight", counts[name], name)
 

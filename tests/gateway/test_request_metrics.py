@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.api.requests.generation_request import GenerationRequest
-from pipeline.observe.metrics import Metrics
+from pipeline.observe.metrics import MAX_SERIES, Metrics
 from pipeline.protocol import messages as m
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.requests.readers import FanOutSink
@@ -25,8 +25,8 @@ class World:
     def __init__(self) -> None:
         self.now = 10.0
         self.numbers = Metrics("gateway", None, clock=lambda: self.now)
-        metrics = GatewayMetrics(self.numbers, lambda: self.now, lambda: 0)
-        self.relay = Relay(lambda frame: True, lambda: self.now, metrics.ended)
+        self.metrics = GatewayMetrics(self.numbers, lambda: self.now, lambda: 0)
+        self.relay = Relay(lambda frame: True, lambda: self.now, self.metrics.ended)
         self.relay.vocabularies[MODEL] = make_token_bytes()
 
     def open(self, name: str = "req-1", *, choices: int = 1) -> RequestState:
@@ -135,3 +135,17 @@ def test_a_request_that_had_no_answer_and_a_stored_one() -> None:
     world.receive(0.25, "req-2/0", 0, 3, "length")
     assert world.counted("end_to_end_seconds") == (1, pytest.approx(0.25))
     assert world.counted("prefill_seconds") == (0, 0.0)  # it never left a queue
+
+
+def test_adapters_that_have_left_make_room_for_others() -> None:
+    world = World()
+    for number in range(MAX_SERIES + 1):
+        name = f"{MODEL}:a{number}"
+        world.metrics.sample_models([name], [MODEL, name])
+        world.numbers.add("starling_model_requests_total", name)
+        world.metrics.sample_models([], [MODEL, name])
+        for family in ("starling_model_requests_in_flight", "starling_model_requests_total"):
+            assert [one.labels for one in world.numbers.snapshot().families[family]] == [(name,)]
+        world.metrics.sample_models([name], [MODEL])  # it has left, and finishes its requests
+        assert [one.value for one in world.numbers.snapshot().families["starling_model_requests_in_flight"]] == [1.0]
+        world.metrics.sample_models([], [MODEL])

@@ -32,7 +32,8 @@ async def metrics(request: web.Request) -> web.Response:
     await service.api_keys.follower.refresh()
     shows_tenants = _shows_tenants(service.api_keys, request)
     service.sample()
-    service.metrics.sample_models(one.spec.shown_model for one in service.relay.requests.values())
+    in_flight = (one.spec.shown_model for one in service.relay.requests.values())
+    service.metrics.sample_models(in_flight, service.catalog.served_names())
     service.metrics.sample_network(*request.app[GATE].network.total())
     own, processes, unready = service.metrics.numbers, service.metrics.processes, service.readiness.unready_stages()
     if accepts_open_metrics(", ".join(request.headers.getall("Accept", ()))):

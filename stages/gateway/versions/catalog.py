@@ -61,6 +61,10 @@ class VersionCatalog:
         is_allowed = self.config.on_demand.enabled and name not in self.version_table.withheld
         return is_allowed and self.loadable.settings(name) is not None
 
+    def served_names(self) -> list[str]:
+        """These models, and their adapters as NAME:ADAPTER."""
+        return [one for name in self.names for one in (name, *(f"{name}:{own}" for own in self.adapters(name)))]
+
     def known_names(self) -> list[str]:
         """The models that requests may ask for: loaded ones, and those that a request loads."""
         others = self.loadable.names() if self.config.on_demand.enabled else []
