@@ -1,7 +1,7 @@
 """Finds the agent for the next attempt of a request: waits for one, for a model that is loading, and for agreement.
 
 A request with an `Idempotency-Key` goes to the agent that all orchestrators have agreed on (key_claims.py), or to the
-one whose engine has it from an earlier attempt: each attempt asks the others once, whoever has made the claim.
+one whose engine has it from an earlier attempt: each attempt asks the others once, whichever orchestrator made the claim.
 Without sockets.
 """
 
