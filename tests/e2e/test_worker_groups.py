@@ -51,6 +51,11 @@ def server_of(home: Path, groups: int | str, ranks: int = 1, **environment: str)
     return Server(home, {"models": [model], "performance": performance}, environment)
 
 
+def wait_groups(server: Server) -> None:
+    """Until both groups are attached: the server is ready while one is."""
+    server.wait_metrics("starling_stage_ready", lambda found: all(found.get(f'stage="{one}"') == 1.0 for one in GROUPS))
+
+
 class Mix:
     """The streams of MIX at once. `seen` is set when half of their tokens have come."""
 
@@ -91,6 +96,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with server_of(tmp_path_factory.mktemp("two"), 2) as server:
+        wait_groups(server)
         yield server
         server.stop()
         assert server.leftovers() == []
@@ -183,6 +189,7 @@ def test_a_group_for_each_memory_node_with_more_ranks_than_cores(tmp_path: Path,
         pytest.skip("a node needs a CPU")
     nodes = memory_nodes(tmp_path / "nodes", {0: str(cpus[0]), 1: ",".join(map(str, cpus[1:]))})
     with server_of(tmp_path, "auto", ranks=1, STARLING_NODES=str(nodes)) as server:
+        wait_groups(server)
         affinities = [os.sched_getaffinity(server.pid_of(stage)) for stage in GROUPS]
         assert affinities[0] == {cpus[0]}
         assert affinities[1] == {cpus[1]}
@@ -193,6 +200,7 @@ def test_a_group_for_each_memory_node_with_more_ranks_than_cores(tmp_path: Path,
         server.stop()
     (tmp_path / "more").mkdir()
     with server_of(tmp_path / "more", 2, ranks=3) as server:
+        wait_groups(server)
         rank = server.pid_of(f"{GROUPS[1]}/2")
         mix = Mix(server)
         assert mix.half.wait(300)
