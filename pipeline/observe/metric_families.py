@@ -413,7 +413,8 @@ FAMILIES: dict[str, Family] = {
         Family(
             "starling_model_load_seconds",
             "gauge",
-            "Duration of each phase of the last load of a model: open, download, ingest, verify, start ranks, ...",
+            "Duration of each phase of the last load of a model (of its first worker group): open, download, ingest, "
+            "verify, start ranks, ...",
             ("model", "phase"),
         ),
         # every stage
