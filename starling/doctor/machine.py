@@ -106,7 +106,7 @@ def memory(config: Config, limits: cgroup.Limits, machine: Machine) -> Finding:
     if limits.memory_free is not None and limits.memory_free < free:
         free, where = limits.memory_free, f"free below the control group's limit of {megabytes(limits.memory or 0)}"
     arenas_need = sum(capacity.need(config, model) for model in config.preloaded)
-    adapters = sum(capacity.adapters_need(model) for model in config.preloaded)
+    adapters = sum(capacity.plan(config, model).adapters for model in config.preloaded)
     fixed = arenas_need + adapters + sum(capacity.weights_need(config, model) for model in config.preloaded)
     weights = sum(_file_bytes(model) for model in config.preloaded)
     found = f"{megabytes(free)} {where}; weights {megabytes(weights)}, arenas {megabytes(arenas_need)}"
