@@ -65,6 +65,7 @@ class ObjectCode:
 
     def __init__(self, raw: bytes) -> None:
         """Raises `ObjectCodeError`."""
+        self.digest = ""  # SHA-256 of the object file, hex; set by object_file.py
         try:
             self._sections = _read_sections(raw)
             self._symbols = _read_symbols(raw, self._sections)

@@ -40,6 +40,7 @@ def load(directory: Path, name: str) -> tuple[ObjectCode, int]:
         if hashlib.sha256(raw).hexdigest() != digest:
             raise ObjectCodeError("its bytes are not those that were stored")
         code = ObjectCode(raw)
+        code.digest = digest
         return code, code.address(symbol)
     except (OSError, ValueError, ObjectCodeError) as error:
         if not isinstance(error, OSError):  # it may be readable the next time

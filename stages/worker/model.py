@@ -106,6 +106,10 @@ class Model:
                 row[c.ANGLES] = act.strides(h)[c.ROPE_STRIDE] // 2
         self.words = self._words(h)
 
+    def load_kernels(self, kv_type: str) -> str:
+        """Load the kernels that compute it; returns what names them. Raises `RuntimeError`."""
+        return compiled.identity(kv_type, stored_code.extra_entries(self.hyper, self.adapters is not None))
+
     def _address(self, name: str) -> int:
         """Address of a tensor; 0 when the model has none of this name."""
         tensor = self._tensors.get(name)

@@ -111,8 +111,8 @@ class WorkerStage:
         self.model = models[0]  # rank 0's
         self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
         # What is loaded while the server runs, or by an agent, gets no dummy passes, which a request would wait for.
-        is_awaited = version.state == "loading" or AWAITED_VARIABLE in os.environ
-        self._is_awaited = is_awaited and self._arriving is None
+        self._is_awaited = self._arriving is None and (version.state == "loading" or AWAITED_VARIABLE in os.environ)
+        self._kernels = self.model.load_kernels(model_config.kv_type)  # before the fork: all ranks have the same
         are_there = can_ask(checkpoint.path, checkpoint.info.st_uid) and are_in_memory(checkpoint.data)
         is_small = checkpoint.data.nbytes * self.n_ranks <= MAX_MAPPED_BYTES
         maps = self._is_awaited and is_small and are_there
@@ -195,7 +195,7 @@ class WorkerStage:
     def _read_weights(self, are_there: bool) -> None:
         """Before the group is ready: a step that waits for a slow disk would count as stuck."""
         if not are_there:
-            self._phases.enter("warm up")
+            self._phases.enter("read weights")
             self.loop.reason = f"reading the weights of {self.name}"
             with self.loop.allow_stall(PREPARE_S):
                 map_weights(self.model.weights, self._go_on)
@@ -261,7 +261,7 @@ class WorkerStage:
                 tuple(self.adapters.items()),
                 h.kv_window,
                 h.page_groups,
-                features.cache_dir().name,
+                self._kernels,
                 self._places.nodes,
                 self.version.group,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import llvmlite.binding as llvm
 import pytest
 
 from pipeline.native.object_code import ObjectCode, ObjectCodeError
-from stages.worker.kernels import features, stored_code
+from stages.worker.kernels import compiled, features, stored_code
 
 # A constant table, a zeroed variable and its counter, a call of a function of the same object, and one of libc.
 SOURCE = """
@@ -107,6 +108,29 @@ def test_damaged_objects_are_refused(raw: bytes) -> None:
     for size in range(0, len(raw) - 1, 7):
         with pytest.raises(ObjectCodeError):
             ObjectCode(raw[:size])
+
+
+def test_kernels_that_were_built_again_with_other_bytes_have_another_name(
+    raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "cache_dir", lambda: tmp_path)
+
+    def name_in_a_new_process(kv_type: str) -> str:
+        monkeypatch.setattr(compiled, "_load", functools.cache(load))
+        return compiled.identity(kv_type)
+
+    load = compiled._load.__wrapped__
+    for entry in stored_code.ENTRIES:
+        stored_code.store(entry, "f16", raw, "lookup")
+    stored_code.store("attend", "int8", raw, "lookup")
+    before = name_in_a_new_process("f16")
+    assert name_in_a_new_process("f16") == before
+    stored_code.store("attend", "int8", raw + b"\0", "lookup")
+    assert name_in_a_new_process("f16") == before
+    assert name_in_a_new_process("int8") != before
+    stored_code.store("head", "f16", raw + b"\0", "lookup")
+    assert compiled.identity("f16") == before, "this process has loaded the other one"
+    assert name_in_a_new_process("f16") != before
 
 
 def test_a_damaged_entry_is_removed_from_the_cache(raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

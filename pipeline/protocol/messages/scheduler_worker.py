@@ -26,7 +26,7 @@ class WorkerReady(Frame, tag="w"):
     adapters: tuple[tuple[str, str], ...] = ()  # name and digest (hex) of each LoRA adapter that it has in memory
     window: int = 0  # positions that attention reads in layers with a window; 0: pages behind it are not released
     page_groups: tuple[int, int] = (1, 0)  # as `shm.layer_groups.LayerGroups`
-    kernels: str = ""  # names its compiled kernels: another name, other sources or another CPU
+    kernels: str = ""  # names its compiled kernels: another name, other sources, another CPU or other object files
     nodes: tuple[int, ...] = ()  # ranks of each memory node; (): one node, or the ranks are not pinned
     group: int = 0  # which of the version's worker groups it is; it computes the ring of this number
 

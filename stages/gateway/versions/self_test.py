@@ -6,8 +6,13 @@ same file, its tokens (or its vector) must be equal.
 A test that was passed is remembered (passed_tests.py), with the tokens after the first words of the text.  A version
 of the same file, kernels and settings then computes those alone, in one step.  They must be the same with the same
 logprobs: this finds weights that have been damaged or mapped wrongly since, and a stage that does not work.  Kernels
-need no second test: they are the same files, which have computed a prompt and decode steps right.  Other tokens, twice,
-fail the load: the same input gives the same bytes, so the memory or the file is damaged.
+need no second test: they are the same objects (their bytes are in the key), which have computed a prompt and decode
+steps right.  Other tokens, twice, fail the load: the same input gives the same bytes, so the memory or the file is
+damaged.
+
+The step does not read all weights: of an embedding that is not the output head it reads the rows of the prompt's
+tokens, of tables by position those of its positions, of a mixture of experts the experts that the tokens are routed to,
+and no adapter.  Of several worker groups one computes it, with the copies of weights that its ranks use.
 
 That prompt is sent while the workers still start (`begin`): the scheduler has it when they are ready.
 """
@@ -40,7 +45,7 @@ log = logging.getLogger("starling.gateway.loader")
 
 TEXT = "The quick brown fox jumps over the lazy dog, 0123456789 times. "
 MAX_TOKENS = 8  # generated
-SHORT_TOKENS = 4  # of the prompt of a repeated test: one step, which reads all weights
+SHORT_TOKENS = 4  # of the prompt of a repeated test: one step; it reads most weights
 SHORT_MAX_TOKENS = 1  # generated then
 TIMEOUT_S = 60.0
 PRIORITY = 1_000  # above that of any key

@@ -1,6 +1,7 @@
 """The compiled kernels, called from Python: loaded from the kernel cache (stored_code.py), without numba.
 
     addresses("f16")          the entries that the parameter block names; compiles what the cache lacks
+    identity("f16")           names these entries by sources, CPU and bytes
     wait_for_head, run_steps  the entries that Python calls; see rank_loop.py
     fit_k, quantize_blocks    likewise, to quantize weights; see fit_k.py, quantize_blocks.py
     pack_units                likewise, to pack them; see pack_units.py
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 
 from pipeline.native.object_code import ObjectCode, ObjectCodeError
-from stages.worker.kernels import build, stored_code
+from stages.worker.kernels import build, features, stored_code
 
 HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS, PACK_ARGUMENTS, QUANTIZE_ARGUMENTS = 3, 8, 7, 8, 6
 
@@ -44,6 +46,18 @@ def addresses(kv_type: str, extra: tuple[str, ...] = ()) -> dict[int, int]:
         build.build(kv_type, extra=extra)
         by_name = _addresses(kv_type, tuple(words))
     return {word: by_name[name] for name, word in words.items() if word >= 0}
+
+
+def identity(kv_type: str, extra: tuple[str, ...] = ()) -> str:
+    """Names the entries as this process computes with them: their sources, the CPU, and the bytes of each object.
+
+    Loads them as `addresses` does; processes that are forked afterwards have the same. Raises `RuntimeError`.
+    """
+    addresses(kv_type, extra)
+    objects = hashlib.sha256()
+    for name in (*stored_code.ENTRIES, *extra):
+        objects.update(_load(name, stored_code.stored_type(name, kv_type))[0].digest.encode())
+    return f"{features.cache_dir().name}-{objects.hexdigest()[:16]}"
 
 
 def load_extra(name: str, progress: build.Progress) -> None:
