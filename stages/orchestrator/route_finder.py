@@ -1,8 +1,8 @@
 """Finds the agent for the next attempt of a request: waits for one, for a model that is loading, and for agreement.
 
 A request with an `Idempotency-Key` goes to the agent that all orchestrators have agreed on (key_claims.py), or to the
-one whose engine has it from an earlier attempt: each attempt asks the others once, whichever orchestrator made the claim.
-Without sockets.
+one whose engine has it from an earlier attempt: each attempt asks the others once, whichever orchestrator made the
+claim. Without sockets.
 """
 
 from __future__ import annotations
