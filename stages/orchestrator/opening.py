@@ -82,11 +82,11 @@ class Registered(Generic[E]):
         forward: Forward,
         exchange: E,
         end: Callable[[E], object],
-        on_unread: Callable[[Route], object] | None = None,
+        on_unread: Callable[[Route], bool] | None = None,
     ) -> None:
         """`agents`: the exchanges under way by agent. `end(exchange)` is called at last.
 
-        `on_unread`: is called instead of a release when the client has left.
+        `on_unread`: is called when the client has left; true: instead of a release.
         """
         self._agents = agents
         self._releases = releases
@@ -102,8 +102,8 @@ class Registered(Generic[E]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         is_unread = isinstance(error, asyncio.CancelledError | ConnectionError)  # the client has left
-        if is_unread and self._on_unread is not None:
-            self._on_unread(self._route)
+        if is_unread and self._on_unread is not None and self._on_unread(self._route):
+            pass
         elif isinstance(error, Unreachable) or (is_unread and not self._forward.outlives_client):
             self._releases.begin(self._route, self._forward)
         del self._exchanges[self._exchange]

@@ -349,7 +349,7 @@ class Relay:
         is_kept: bool = True,
         header: str = OUTPUT,
         begins: Begins | None = None,
-        on_unread: Callable[[Route], object] | None = None,
+        on_unread: Callable[[Route], bool] | None = None,
     ) -> Answer:
         """`output`: what follows the body, as `header` names it. `on_unread`: see `Registered`."""
         assert route.engine is not None
@@ -380,7 +380,7 @@ class Relay:
         forward: Forward,
         exchange: E,
         end: Callable[[E], object] = lambda exchange: None,
-        on_unread: Callable[[Route], object] | None = None,
+        on_unread: Callable[[Route], bool] | None = None,
     ) -> Registered[E]:
         """The exchange ends early if its agent is lost. `end`: is called after it."""
         return Registered(self._answers, self._releases, route, forward, exchange, end, on_unread)

@@ -205,6 +205,37 @@ def test_a_relayed_request_counts_as_its_tenants(server: Server) -> None:
         assert (refused.status, refused.error["param"]) == (400, "X-Starling-Relay")
 
 
+def test_an_answer_that_no_one_has_read_is_told_once(server: Server) -> None:
+    """Its request has a key: it goes on without its client, and only one of those who forward it charges it."""
+    peers, body = server.peers, {**BODY, "stream": False}
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    try:
+        name = next(NAMES)
+        headers = named(name, **{"Idempotency-Key": name})
+        connection = server.connect()
+        connection.request("POST", "/v1/generate", json.dumps(body), {"Content-Type": "application/json", **headers})
+        while server.request("HEAD", f"/v1/requests/{name}").status != 200:
+            pass
+        connection.close()
+        peers.do(lambda: peers.generator.step(12))
+        late = f"/v1/requests/{name}?unread=true&after_s=50"
+        told = server.request("DELETE", late).json
+        assert (told["cancelled"], told["has_reader"]) == (False, True), "its client may repeat it"
+        peers.do(lambda: setattr(peers, "is_stepping", True))
+        while (told := server.request("DELETE", late).json)["has_reader"]:
+            pass
+        assert (told["cancelled"], told["output_tokens"]) == (False, BODY["max_tokens"])
+        assert server.request("DELETE", late).status == 404
+        again = server.post("/v1/generate", body, headers)
+        assert again.json["usage"]["completion_tokens"] == BODY["max_tokens"]
+    finally:
+        peers.do(lambda: setattr(peers, "is_stepping", True))
+    name = next(NAMES)
+    assert server.post("/v1/generate", body, named(name, **{"Idempotency-Key": name})).status == 200
+    assert server.request("DELETE", f"/v1/requests/{name}?unread=true").status == 404, "it was delivered"
+    assert server.request("HEAD", f"/v1/requests/{name}").status == 200
+
+
 def test_a_relayed_request_waits_for_another_reader(server: Server) -> None:
     peers = server.peers
     whole = split(server.post("/v1/generate", BODY, named(next(NAMES))).body)[0]
@@ -223,7 +254,7 @@ def test_a_relayed_request_waits_for_another_reader(server: Server) -> None:
         assert [one.request for one in peers.generator.submitted if one.request == name] == [name]
         # Released, it goes on while it is read, and ends with its last reader.
         released = server.request("DELETE", f"/v1/requests/{name}?unread=true")
-        assert released.json == {"id": name, "cancelled": False}
+        assert (released.json["cancelled"], released.json["has_reader"]) == (False, True)
         peers.do(lambda: setattr(peers, "is_stepping", True))
         rest = again.response.read()
         again.close()
@@ -234,6 +265,7 @@ def test_a_relayed_request_waits_for_another_reader(server: Server) -> None:
         name = next(NAMES)
         stream = server.stream("/v1/generate", BODY, named(name))
         assert server.request("DELETE", f"/v1/requests/{name}?unread=maybe").status == 400
+        assert server.request("DELETE", f"/v1/requests/{name}?unread=true&after_s=61").error["param"] == "after_s"
         assert server.request("DELETE", f"/v1/requests/{name}?unread=true").json["cancelled"] is False
         stream.close()
         while server.request("HEAD", f"/v1/requests/{name}").status != 404:

@@ -7,6 +7,7 @@ import http.client
 import json
 import secrets
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,8 +17,10 @@ from click.testing import CliRunner
 from pipeline.api.output_tokens import RELAY, relay_header
 from stages.orchestrator.forward import Forward
 from stages.orchestrator.front import CHARGED_BYTES
+from stages.orchestrator.opening import Opening, Registered
 from stages.orchestrator.prefixes import prompt_text
 from stages.orchestrator.quotas.use_record import UseRecord
+from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route
 from stages.orchestrator.unread_answers import MAX_OF_TENANT, UnreadAnswers
 from starling.cli import cli
@@ -25,7 +28,7 @@ from tests.e2e.server import poll_until
 from tests.gateway.server import Server
 from tests.orchestrator.agents import request
 from tests.orchestrator.fleet import Fleet
-from tests.orchestrator.loopback_engine import LoopbackEngine, WatchedClient, response
+from tests.orchestrator.loopback_engine import WAIT_S, LoopbackEngine, WatchedClient, response
 from tests.orchestrator.pairs import serving, wait_ready
 from tests.orchestrator.streams import BODY, hold, step
 
@@ -89,7 +92,6 @@ def test_a_request_with_a_key_goes_on_and_is_charged_once(
     connection.close()
     for one in engines:
         hold(one, False)
-    poll_until(lambda: used(fleet) == PROMPT + BODY["max_tokens"])
     again = fleet.post("/v1/generate", BODY, keyed)
     assert (again.status, again.json["usage"]["completion_tokens"]) == (200, BODY["max_tokens"])
     poll_until(lambda: used(fleet) == 2 * PROMPT + BODY["max_tokens"])
@@ -98,29 +100,108 @@ def test_a_request_with_a_key_goes_on_and_is_charged_once(
     poll_until(lambda: used(fleet) == 3 * PROMPT + 2 * BODY["max_tokens"])
 
 
-def keyed_forward(number: int) -> Forward:
-    headers = {RELAY: relay_header("t", 0), "Idempotency-Key": str(number)}
-    return Forward(routed=request(f"req-{number}"), path="/v1/completions", body=b"{}", headers=headers)
+def forward(name: str, tenant: str = "t", *, is_keyed: bool = True) -> Forward:
+    headers = {RELAY: relay_header(tenant, 0), **({"Idempotency-Key": "k"} if is_keyed else {})}
+    return Forward(routed=request(name), path="/v1/completions", body=b"{}", headers=headers)
 
 
-async def test_beyond_the_bound_of_a_tenant_the_oldest_request_ends() -> None:
-    ended = response(200, json.dumps({"id": "req-0", "cancelled": True, "output_tokens": 7}).encode())
-    engine, client, charged = LoopbackEngine(*[b""] * (MAX_OF_TENANT + 1), ended), WatchedClient(), list[Any]()
-    unread = UnreadAnswers(client)
-    has_charged = asyncio.Event()
+def told(**fields: Any) -> bytes:
+    """An engine's answer."""
+    return response(200, json.dumps({"id": "req-0", "cancelled": False, "has_reader": False, **fields}).encode())
 
-    def charge(tokens: int) -> None:
-        charged.append(tokens)
-        has_charged.set()
 
-    async with engine.listening():
-        route = Route("a", "", engine.model(), 0.0, 0, 0, "")
-        for number in range(MAX_OF_TENANT + 1):
-            unread.begin(route, keyed_forward(number), charge)
-            while len(engine.requests) <= number:
+class Unread:
+    """Unread answers at one engine; `charged`: what was counted of them."""
+
+    def __init__(self, *answers: bytes, wait_s: float = 0.05) -> None:
+        self.engine, self.client = LoopbackEngine(*answers), WatchedClient()
+        self.unread = UnreadAnswers(self.client, wait_s)
+        self.charged: list[int] = []
+
+    async def __aenter__(self) -> Unread:
+        self._listening = self.engine.listening()
+        await self._listening.__aenter__()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.unread.close()
+        await self.client.close()
+        await self._listening.__aexit__(None, None, None)
+
+    @property
+    def route(self) -> Route:
+        return Route("a", "", self.engine.model(), 0.0, 0, 0, "")
+
+    def begin(self, sent: Forward) -> bool:
+        return self.unread.begin(self.route, sent, self.charged.append)
+
+    async def settled(self) -> list[str]:
+        """What the engine was asked when all requests are settled."""
+        async with asyncio.timeout(WAIT_S):
+            while self.unread.count:
+                await asyncio.sleep(0.001)
+        return self.engine.requests
+
+
+async def test_attempts_that_leave_take_no_places_of_readers() -> None:
+    """An engine has eight for a request: however often its client leaves, the engine is asked once, and at the end."""
+    async with Unread(told(cancelled=True, output_tokens=7)) as world:
+        for _ in range(9):
+            assert world.begin(forward("req-0"))
+            assert not world.engine.requests
+        assert await world.settled() == ["DELETE /v1/requests/req-0?unread=true&after_s=0 HTTP/1.1"]
+        assert world.charged == [7]
+
+
+@pytest.mark.parametrize(
+    ("is_keyed", "answer", "charged"),
+    [
+        (True, told(output_tokens=7), [7]),
+        (True, told(output_tokens=7, has_reader=True), []),
+        (True, response(404), []),
+        (False, told(output_tokens=7, has_reader=True), [7]),
+        (False, response(200, b"[]"), []),
+    ],
+    ids=["complete and unread", "another reader", "read", "the connection has not closed yet", "no answer of engines"],
+)
+async def test_who_delivers_an_answer_charges_it(is_keyed: bool, answer: bytes, charged: list[int]) -> None:
+    async with Unread(answer) as world:
+        assert world.begin(forward("req-0", is_keyed=is_keyed))
+        await world.settled()
+        assert world.charged == charged
+
+
+async def test_an_orderly_stop_charges_what_is_complete() -> None:
+    async with Unread(told(output_tokens=7), wait_s=WAIT_S) as world:
+        assert world.begin(forward("req-0"))
+        await world.unread.close()
+        assert world.engine.requests == [f"DELETE /v1/requests/req-0?unread=true&after_s={WAIT_S - 5:g} HTTP/1.1"]
+        assert world.charged == [7]
+
+
+async def test_beyond_the_bound_of_a_tenant_requests_are_released() -> None:
+    async with Unread(*[told()] * (MAX_OF_TENANT + 2), response(200), wait_s=WAIT_S) as world:
+        for number in range(MAX_OF_TENANT):
+            assert world.begin(forward(f"req-{number}"))
+        assert not world.begin(forward("req-more")), "its engine ends it"
+        assert world.begin(forward("req-0")) and world.begin(forward("req-other", "u"))
+        releases = Releases(world.client)
+        more = forward("req-last", is_keyed=False)
+        on_unread = partial(world.unread.begin, forward=more, charge=world.charged.append)
+        opening: Registered[Opening]
+        opening = Registered(
+            {},
+            releases,
+            world.route,
+            more,
+            Opening(asyncio.get_running_loop().create_future()),
+            lambda one: None,
+            on_unread,
+        )
+        with pytest.raises(ConnectionError), opening:
+            raise ConnectionError
+        async with asyncio.timeout(WAIT_S):
+            while not world.engine.requests:
                 await asyncio.sleep(0)
-        await has_charged.wait()
-        asked = [f"GET /v1/requests/req-{number} HTTP/1.1" for number in range(MAX_OF_TENANT + 1)]
-        assert engine.requests == [*asked, "DELETE /v1/requests/req-0?unread=true HTTP/1.1"] and charged == [7]
-        await unread.close()
-        await client.close()
+        assert world.engine.requests == ["DELETE /v1/requests/req-last?unread=true HTTP/1.1"]
+        await releases.close()

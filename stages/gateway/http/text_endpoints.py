@@ -35,7 +35,7 @@ from stages.gateway.endpoints.generate_formatter import GenerateFormatter
 from stages.gateway.endpoints.message_formatter import MessageFormatter
 from stages.gateway.endpoints.response_events import ResponsesFormatter, kept_record
 from stages.gateway.http.block_stream import BlockStream
-from stages.gateway.http.connection import PROBE
+from stages.gateway.http.connection import PROBE, Connection
 from stages.gateway.http.context import (
     BACKLOGS,
     CALLER,
@@ -59,7 +59,7 @@ from stages.gateway.http.request_body import read_body
 from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
-from stages.gateway.requests.readers import FanOutSink
+from stages.gateway.requests.readers import CLAIM_S, FanOutSink
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -246,7 +246,7 @@ async def _serve(
             if opening is not None and isinstance(sink, StreamSink):
                 await opening.until(sink.begun)
                 response = opening.take()
-            return await _send(request, sink, formatter, response)
+            return await _deliver(request, sink, formatter, response)
         finally:
             service.readers.leave(state, sink)  # no effect unless the client has disconnected
 
@@ -273,21 +273,36 @@ async def get_request(request: web.Request) -> web.StreamResponse:
 async def cancel_request(request: web.Request) -> web.Response:
     """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error.
 
-    With `?unread=true`, it ends when it has no reader: now, or with its last one. `output_tokens`: computed so far.
+    With `?unread=true`, it ends when it has no reader: now, or with its last one; with `&after_s=N` only if it has had
+    none for N s. `output_tokens`: computed so far, also of a complete answer that no one has read.
     """
     service, name = request.app[SERVICE], request.match_info["id"]
     relay = service.relay
     state = relay.requests.get(name)
-    if state is None or state.spec.tenant != request[CALLER].tenant:
+    unread, answers = request.query.get("unread"), service.recovery.replay_buffer
+    found = answers.find(name) if state is None and unread == "true" else state
+    if found is None or found.spec.tenant != request[CALLER].tenant:
         raise NotFound(f"there is no request {name[:80]!r} in flight")
-    if (unread := request.query.get("unread")) is not None:
+    if found is not state and not (found.outcome is Outcome.FINISHED and answers.account(name)):
+        raise NotFound(f"there is no request {name[:80]!r} in flight")
+    if unread is not None:
         if unread != "true":
             raise InvalidRequest(f"unread is {unread[:40]!r}; send true, or leave it out", "unread")
-        cancelled = service.readers.release(state)
-        computed = sum(len(sequence.tokens) for sequence in state.sequences)
-        return json_response({"id": state.id, "cancelled": cancelled, "output_tokens": computed})
-    relay.fail(state, Conflict("the request was cancelled by its client"))
-    return json_response({"id": state.id, "cancelled": True})
+        cancelled = state is not None and service.readers.release(state, _after_s(request))
+        computed = sum(len(sequence.tokens) for sequence in found.sequences)
+        has_reader = state is not None and not cancelled
+        told = {"id": name, "cancelled": cancelled, "output_tokens": computed, "has_reader": has_reader}
+        return json_response(told)
+    relay.fail(found, Conflict("the request was cancelled by its client"))
+    return json_response({"id": name, "cancelled": True})
+
+
+def _after_s(request: web.Request) -> int:
+    """Read `after_s` of `cancel_request`. Raises `InvalidRequest`."""
+    given = request.query.get("after_s", "0")
+    if not (given.isascii() and given.isdigit() and len(given) <= 3 and int(given) <= CLAIM_S):
+        raise InvalidRequest(f"after_s is {given[:40]!r}; send whole seconds from 0 to {CLAIM_S:g}", "after_s")
+    return int(given)
 
 
 def _marked(request: web.Request, generation: GenerationRequest) -> GenerationRequest:
@@ -349,7 +364,7 @@ async def _resume(
     with service.in_flight.counted(request[PRINCIPAL]), service.timelines.responding(state, is_resumed=True):
         sink = await service.resumer.resume(state, cursor, make_sink)
         try:
-            return await _send(request, sink, formatter)
+            return await _deliver(request, sink, formatter)
         finally:
             service.readers.leave(state, sink)
 
@@ -379,6 +394,22 @@ def _stream_sink(request: web.Request, state: RequestState, formatter: Any) -> S
     if RELAY in request.headers and (not state.spec.plugins or _is_trusted(request, request.app[SERVICE])):
         sink.name_tokens()
     return sink
+
+
+async def _deliver(
+    request: web.Request,
+    sink: StreamSink | WholeResponse,
+    formatter: WholeFormatter,
+    response: web.StreamResponse | None = None,
+) -> web.StreamResponse:
+    """Send what the sink collects, until its end, and note that its reader has it."""
+    sent = await _send(request, sink, formatter, response)
+    # An orchestrator does not close its sending side alone: it has left.
+    connection = request.protocol
+    has_left = RELAY in request.headers and isinstance(connection, Connection) and connection.is_half_closed
+    if request.transport is not None and not has_left:
+        request.app[SERVICE].recovery.replay_buffer.account(request[STATE].id)
+    return sent
 
 
 async def _send(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from math import inf
 
 from pipeline.errors import Conflict, StarlingError
 from stages.gateway.requests.event_cursor import EventCursor, is_reached
@@ -142,10 +143,15 @@ class Readers:
             self._relay.abandon(request)
             request.sink = None
 
-    def release(self, request: RequestState) -> bool:
-        """Who forwards the request needs it no longer: it ends with its last reader. True: it has ended."""
-        request.is_relayed = False
+    def release(self, request: RequestState, after_s: int = 0) -> bool:
+        """Who forwards the request needs it no longer: it ends with its last reader. True: it has ended.
+
+        `after_s`: nothing is changed unless no one has read it for so long.
+        """
         fan_out = request.sink
+        if after_s and self._unclaimed.get(request.id, inf) > self._clock() + CLAIM_S - after_s:
+            return False
+        request.is_relayed = False
         if request.id in self._unclaimed or (isinstance(fan_out, FanOutSink) and not fan_out.sinks):
             self._unclaimed.pop(request.id, None)
             self._relay.abandon(request)

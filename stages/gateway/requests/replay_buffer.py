@@ -60,6 +60,7 @@ class ReplayBuffer:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # oldest first
         self._pinned: dict[str, bytes] = {}  # records of answers that are kept for an idempotency key
+        self._accounted: set[str] = set()  # ids of these: delivered whole, or their length was told
         self._being_read: WeakValueDictionary[str, RequestState] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -107,6 +108,13 @@ class ReplayBuffer:
             request = self._being_read[request_id] = from_record(record)
         return request
 
+    def account(self, request_id: str) -> bool:
+        """The answer was delivered whole, or its length is told to who forwards it. Whether that is the first time."""
+        is_first = request_id not in self._accounted and (request_id in self._entries or request_id in self._pinned)
+        if is_first:
+            self._accounted.add(request_id)
+        return is_first
+
     def expire(self) -> None:
         """Drop entries older than `KEEP_S`."""
         now = self._clock()
@@ -119,6 +127,7 @@ class ReplayBuffer:
         if entry is not None:
             self.bytes -= entry.size
         self._pinned.pop(request_id, None)
+        self._accounted.discard(request_id)
         self._being_read.pop(request_id, None)
 
 
