@@ -252,9 +252,9 @@ def amx_verdict() -> Verdict:
         unkept = f"its probe's verdict cannot be kept in {directory}: {error.strerror}; make it writable or free space"
     if verdict is None:
         verdict = Verdict({}, unkept)
-        log.warning("AMX is not used: %s", unkept)
+        log.warning("AMX is not used", extra={"reason": unkept})
     else:
-        log.warning("AMX was probed, and is each time the server starts: %s", unkept)
+        log.warning("AMX is probed at each start", extra={"reason": unkept})
     os.environ[PASSED_ON] = json.dumps(verdict._asdict())
     return verdict
 
