@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import worker_groups
+from pipeline.runtime import cpu
 from shm import memory_nodes
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
@@ -174,7 +175,13 @@ def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adap
         tokens * _row_bytes(h.shared_ffn_width),
     )
     plan = 8 * (11 + 15 * steps.max_entries + 4 * tokens + 3 * samples)
-    normed = 4 * tokens * h.width, tokens * _row_bytes(h.width)
+    by_tiles = cpu.may_use_tiles()
+    normed = (4 * tokens * h.width, tokens * _row_bytes(h.width), *((_packed_bytes(tokens, h.width),) * by_tiles))
+    packed = (
+        _packed_bytes(tokens, heads),
+        _packed_bytes(pairs + 16 * h.n_experts, h.ffn_width),
+        *((_packed_bytes(tokens, h.shared_ffn_width),) if h.n_experts else ()),
+    )
     buffers = (
         plan,
         plan,  # of the last layer
@@ -192,13 +199,15 @@ def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adap
         samples * 4 * align(h.vocab_size),
         4 * (h.head_dim + 16) * splits,
         *(experts if h.n_experts else ()),
+        *(packed if by_tiles else ()),
         *((tokens * 3 * align(4 * adapter_rank),) if adapter_rank else ()),
     )
     end = _end_of_buffers(buffers, align(8 * (64 + 36 * MAX_RANKS)))
     if nodes == 1:
         return end
-    hidden = () if h.n_experts else (tokens * _row_bytes(h.ffn_width),)
-    own = _end_of_buffers((*normed, tokens * _row_bytes(heads), *hidden), 0)  # of each node
+    copies = (heads,) if h.n_experts else (heads, h.ffn_width)
+    copied = (max(tokens * _row_bytes(n), _packed_bytes(tokens, n) if by_tiles else 0) for n in copies)
+    own = _end_of_buffers((*normed, *copied), 0)  # of each node
     return align(end, 4096) + nodes * align(own, 4096)
 
 
@@ -213,3 +222,8 @@ def _row_bytes(columns: int) -> int:
     """Bytes of a row of int8 activations with its scales."""
     n = align(columns, 32) * 2
     return n + 64 if n % 1024 == 0 else n
+
+
+def _packed_bytes(tokens: int, columns: int) -> int:
+    """Bytes of such rows packed for AMX tiles, 16 together."""
+    return -(-tokens // 16) * -(-columns // 32) * 960

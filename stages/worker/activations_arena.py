@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.errors import ResourceError
+from pipeline.runtime import cpu
 from shm import memory_nodes, words
 from shm.arena import Arena, ArenaError, align
 from shm.checkpoint import Hyper
@@ -40,10 +41,12 @@ from stages.worker.kernels.buffer_sizes import (
     ADAPTER_PLACES,
     SPLIT_UNITS,
     adapter_sums_stride,
+    packed_bytes,
     plan_words,
     route_bytes,
     row_bytes,
 )
+from stages.worker.kernels.features import TILE_TOKENS
 
 KIND = "activations"
 LAYOUT = 4
@@ -164,6 +167,14 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
             c.SHARED_HIDDEN: 4 * g.step_tokens * h.shared_ffn_width,
             c.SHARED_HIDDEN_Q: g.step_tokens * s[c.SHARED_HIDDEN_Q_STRIDE],
         }
+    if cpu.may_use_tiles():
+        sizes |= {
+            c.ATTN_OUT_P: packed_bytes(g.step_tokens, h.n_heads * h.head_dim),
+            # Each expert's pairs begin with a tile of their own.
+            c.HIDDEN_P: packed_bytes(pairs + TILE_TOKENS * h.n_experts, h.ffn_width),
+        }
+        if h.n_experts:
+            sizes[c.SHARED_HIDDEN_P] = packed_bytes(g.step_tokens, h.shared_ffn_width)
     if g.adapter_rank:
         sizes[c.ADAPTER_SUMS] = g.step_tokens * ADAPTER_PLACES * adapter_sums_stride(g.adapter_rank)
     return sizes
@@ -171,18 +182,23 @@ def _sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
 
 def _normed_sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     rows = max(g.step_tokens, g.step_samples)
-    return {c.NORM: 4 * rows * h.width, c.NORM_Q: rows * strides(h)[c.NORM_Q_STRIDE]}
+    sizes = {c.NORM: 4 * rows * h.width, c.NORM_Q: rows * strides(h)[c.NORM_Q_STRIDE]}
+    return sizes | ({c.NORM_P: packed_bytes(rows, h.width)} if cpu.may_use_tiles() else {})
 
 
 def _node_sizes(g: ActivationsGeometry, h: Hyper) -> dict[int, int]:
     """As `_sizes`, of the buffers that each of several memory nodes has; {} with one node."""
     if g.nodes == 1:
         return {}
-    s = strides(h)
-    sizes = _normed_sizes(g, h) | {c.ATTN_OUT_COPY: g.step_tokens * s[c.ATTN_OUT_Q_STRIDE]}
+    sizes = _normed_sizes(g, h) | {c.ATTN_OUT_COPY: _copy_bytes(g.step_tokens, h.n_heads * h.head_dim)}
     if not h.n_experts:
-        sizes[c.HIDDEN_COPY] = g.step_tokens * s[c.HIDDEN_Q_STRIDE]
+        sizes[c.HIDDEN_COPY] = _copy_bytes(g.step_tokens, h.ffn_width)
     return sizes
+
+
+def _copy_bytes(tokens: int, columns: int) -> int:
+    """Of a copy of some tokens' records, or of these packed: a product reads the one or the other."""
+    return max(tokens * row_bytes(columns), packed_bytes(tokens, columns) if cpu.may_use_tiles() else 0)
 
 
 def _place(sizes: dict[int, int], at: int) -> tuple[dict[int, int], int]:

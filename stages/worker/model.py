@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.errors import ModelUnavailable
+from pipeline.runtime import cpu
 from shm.arena import Arena
 from shm.checkpoint import Checkpoint, Hyper
 from shm.layer_groups import places_of_layers
@@ -338,6 +339,8 @@ class RankTable:
                 c.GATHERED: 4 * rows * h.width,
                 c.GATHERED_Q: rows * act.strides(h)[c.NORM_Q_STRIDE],
             }
+            if cpu.may_use_tiles():
+                sizes[c.GATHERED_P] = bs.packed_bytes(rows, h.width)
         if g.adapter_rank:
             widest = max(h.width, h.ffn_width, h.n_heads * h.head_dim)
             sizes |= {

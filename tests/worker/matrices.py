@@ -8,10 +8,12 @@ from typing import NamedTuple
 import gguf
 import numpy as np
 
-from stages.worker.checkpoint.layout import groups_of, pack
-from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, row_bytes
+from stages.worker.checkpoint import layout
+from stages.worker.checkpoint.layout import groups_of
+from stages.worker.kernels import compiled
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, packed_bytes, row_bytes
 from stages.worker.kernels.formats import FORMATS, GROUP, Format, QuantizedFormat
-from stages.worker.kernels.matmul import matmul
+from stages.worker.kernels.packed_activations import pack_rows
 from stages.worker.kernels.quantize_activations import quantize_rows
 from tools.tiny_gguf import random_tensor
 
@@ -50,7 +52,7 @@ def packed(fmt: Format, source: np.ndarray) -> Packed:
     rows = source.shape[0]
     raw = source.view(np.uint8).reshape(rows, -1)
     columns = raw.shape[1] // fmt.source_bytes * fmt.unit
-    pieces = np.concatenate([piece.reshape(-1) for piece in pack(raw, fmt)])
+    pieces = np.concatenate([piece.reshape(-1) for piece in layout.pack(raw, fmt)])
     stream = aligned(pieces.size)
     stream[:] = pieces
     return Packed(fmt, rows, columns, source, stream)
@@ -67,14 +69,30 @@ def activations(x: np.ndarray, fmt: Format) -> tuple[np.ndarray, int]:
     return records, stride
 
 
-def multiply(matrix: Packed, x: np.ndarray, split: int = 0, scratch: np.ndarray | None = None) -> np.ndarray:
-    """y (tokens, rows) f32, by the kernels, in two calls: row groups before `split`, and from it on."""
+def pack(records: np.ndarray, stride: int, columns: int, tokens: int) -> np.ndarray:
+    """Records of `activations` packed for AMX; what no token has is noise."""
+    packed = aligned(packed_bytes(tokens, columns))
+    packed[:] = 0xA5
+    pack_rows(records.ctypes.data, stride, columns, packed.ctypes.data, tokens)
+    return packed
+
+
+def multiply(
+    matrix: Packed, x: np.ndarray, split: int = 0, scratch: np.ndarray | None = None, by_tiles: bool = True
+) -> np.ndarray:
+    """y (tokens, rows) f32, by the kernels, in two calls: row groups before `split`, and from it on.
+
+    by_tiles: give the kernels packed records, too, with which those of AMX use tiles from a number of tokens on.
+    Raises `AssertionError` if rows behind the last token are written.
+    """
     tokens, groups = x.shape[0], groups_of(matrix.rows)
     given, stride = activations(x, matrix.fmt)
-    out = np.full((tokens, groups * GROUP), np.nan, np.float32)
+    by_16 = pack(given, stride, matrix.columns, tokens) if by_tiles and not matrix.fmt.dense else np.empty(0, np.uint8)
+    out = np.full((tokens + 16, groups * GROUP), np.nan, np.float32)
     scratch = aligned(MATMUL_BYTES) if scratch is None else scratch
+    compiled.load_extra("matmul", lambda name, done, of: None)
     for first, end in ((0, split), (split, groups)):
-        matmul(
+        compiled.matmul(
             matrix.fmt.id,
             matrix.stream.ctypes.data,
             matrix.columns,
@@ -82,12 +100,14 @@ def multiply(matrix: Packed, x: np.ndarray, split: int = 0, scratch: np.ndarray 
             end,
             given.ctypes.data,
             stride,
+            by_16.ctypes.data if by_16.size else 0,
             tokens,
             out.ctypes.data,
             groups * GROUP * 4,
             scratch.ctypes.data,
         )
-    return out[:, : matrix.rows]
+    assert np.isnan(out[tokens:]).all()
+    return out[:tokens, : matrix.rows]
 
 
 def awkward(tokens: int, columns: int, rng: np.random.Generator) -> np.ndarray:

@@ -63,7 +63,9 @@ def test_a_window_in_some_layers_bounds_the_pages_of_their_groups_alone() -> Non
 
 
 @settings(deadline=None)
-@example(7, 1, 64, 17771, 14408, 17647, 15, 150, False, 32, False, (0, 0, 0))  # a word less would be a page less
+@example(
+    7, 1, 64, 17771, 14408, 17647, 15, 150, False, 32, False, (0, 0, 0), "portable"
+)  # a word less would be a page less
 @given(
     heads=st.integers(1, 40),
     kv_heads=st.integers(1, 8),
@@ -77,6 +79,7 @@ def test_a_window_in_some_layers_bounds_the_pages_of_their_groups_alone() -> Non
     page_tokens=st.sampled_from([16, 32, 256]),
     local_rope=st.booleans(),
     experts=st.sampled_from([(0, 0, 0), (8, 2, 0), (60, 4, 5632), (128, 8, 0)]),
+    isa=st.sampled_from(["portable", "tiles"]),
 )
 def test_steps_and_activations_have_the_computed_size(
     heads: int,
@@ -91,9 +94,35 @@ def test_steps_and_activations_have_the_computed_size(
     page_tokens: int,
     local_rope: bool,
     experts: tuple[int, int, int],
+    isa: str,
+) -> None:
+    """With tiles there are buffers of packed activations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STARLING_ISA", isa)
+        check_sizes(
+            hyper(heads, kv_heads, head_dim, ffn, vocab, context),
+            context,
+            batch,
+            step_tokens,
+            drafts,
+            page_tokens,
+            local_rope,
+            experts,
+        )
+
+
+def check_sizes(
+    h: Hyper,
+    context: int,
+    batch: int,
+    step_tokens: int,
+    drafts: bool,
+    page_tokens: int,
+    local_rope: bool,
+    experts: tuple[int, int, int],
 ) -> None:
     h = msgspec.structs.replace(
-        hyper(heads, kv_heads, head_dim, ffn, vocab, context),
+        h,
         has_local_rope=local_rope,
         n_experts=experts[0],
         n_experts_used=experts[1],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stages.worker.checkpoint.layout import groups_of
 from stages.worker.checkpoint.layout import unpack as layout_unpack
+from stages.worker.kernels import compiled, matmul
 from stages.worker.kernels.buffer_sizes import RECORD, row_bytes
 from stages.worker.kernels.dots import BASE_BITS, STARTS_BIASED
 from stages.worker.kernels.formats import FORMATS, QUANTIZED
@@ -32,6 +33,7 @@ from tools.reference.arithmetic import quantize
 from tools.reference.blocks import BLOCKS, Type, unpack
 from tools.reference.exact_forward import matmul as exact_matmul
 
+assert compiled.MATMUL_ARGUMENTS == matmul.ENTRY_ARGUMENTS
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65)
 
 

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.runtime import cpu
 from shm.arena import Arena
 from shm.checkpoint import Hyper, load_index
 from stages.worker import activations_arena as act
@@ -166,8 +167,9 @@ def test_buffers_of_nodes_share_no_page(nodes: int, step_tokens: int, samples: i
         assert all(at % 64 == 0 for at in found.values())
         ends = [*sorted(found.values()), size]
         assert all(a < b for a, b in pairwise(ends))
-        own = [at for word, at in found.items() if word in (pb.NORM, pb.NORM_Q, pb.ATTN_OUT_COPY, pb.HIDDEN_COPY)]
-        assert len(own) == (2 if nodes == 1 else 3 if h.n_experts else 4)
+        words = (pb.NORM, pb.NORM_Q, pb.NORM_P, pb.ATTN_OUT_COPY, pb.HIDDEN_COPY)
+        own = [at for word, at in found.items() if word in words]
+        assert len(own) == (2 if nodes == 1 else 3 if h.n_experts else 4) + cpu.may_use_tiles()
         if nodes > 1:
             assert min(own) % 4096 == 0
             assert all(at < min(own) for at in found.values() if at not in own) or node > 0

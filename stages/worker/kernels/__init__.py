@@ -4,7 +4,7 @@ A process that only computes imports compiled.py, buffer_sizes.py, parameter_blo
 
 formats/             one module per quantization format; packing, unpacking and products are generated from it
 simd/                vector types and operations that emit LLVM IR
-gemv.py, gemm.py     matrix products for one token and for several; amx.py, amx_tiles.py the latter with AMX tiles
+gemv.py, gemm.py     matrix products for one token and for several; amx_gemm.py the latter with AMX tiles
 attention            attention over KV pages, with elementwise.py for norms and rotations
 forward.py           a whole step in one jitted function
 sampler              one token from a row of logits

@@ -1,8 +1,8 @@
 """Matrix products of 16 tokens x 16 rows by AMX tiles, over the same unpacked chunks as tiles.py.
 
-A product multiplies 16 records by the code vectors of a block, or of half a block in formats of two scales a block, to
-16 x 16 exact i32 sums, which are stored and then scaled as in every other path: the same operations in the same order,
-so the same bytes.
+A product multiplies 16 packed records (packed_activations.py) by the code vectors of a block, or of half a block in
+formats of two scales a block, to 16 x 16 exact i32 sums, which are stored and then scaled as in every other path: the
+same operations in the same order, so the same bytes.
 
 A tile instruction takes far longer to end than to begin, and its result is far from where it is needed next: from
 memory to a tile, from a tile to memory, from there to a register.  So three products are on their way while one is
@@ -16,23 +16,28 @@ scaled.  Step i, of product i:
 
 Even and odd products use one set of tiles each, and one slot each for the stored sums (amx_tiles.py).  The accumulators
 of all 16 tokens stay in registers.
+
+For few tokens, unpacking a chunk takes about as long as multiplying it.  It needs none of what the steps wait for, so
+`streamed_16` unpacks a block of the next chunk before each step of a block, or before both steps of one with halves.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import njit
 
-from stages.worker.kernels.amx_tiles import EVEN, ODD
-from stages.worker.kernels.block_codegen import emit_half_sum
-from stages.worker.kernels.buffer_sizes import CODE_BYTES, PRODUCT, unpacked_bytes
+from stages.worker.kernels.amx_tiles import EMULATED, EVEN, ODD, apart
+from stages.worker.kernels.block_codegen import emit_half_sum, start_offset
+from stages.worker.kernels.buffer_sizes import CODE_BYTES, PACKED, PRODUCT, unpacked_bytes
 from stages.worker.kernels.dots import BASE_BITS, emit_minus_base, emit_scaled
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.features import TILE_TOKENS
-from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, trait
-from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM
+from stages.worker.kernels.features import TILE_TOKENS, tile_thresholds
+from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, by_format, trait
+from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
+from stages.worker.kernels.quantize_activations import SCALE, SSUM
 from stages.worker.kernels.simd import (
     INLINE,
     Builder,
@@ -45,17 +50,19 @@ from stages.worker.kernels.simd import (
     tile_store,
 )
 from stages.worker.kernels.simd.arithmetic import math
-from stages.worker.kernels.simd.register_tiles import strided, tile_operation
+from stages.worker.kernels.simd.register_tiles import tile_operation
 from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, constant, load, operation, splat
 from stages.worker.kernels.tiles import spread
+from stages.worker.kernels.unpack import block_unpacker
 
 TOKENS = TILE_TOKENS
+STREAMED = 64  # tokens of a product up to which chunks are unpacked between its steps
 
 
 # ------------------------------------------------------------------ what is done with the sums
 
 _minus_base = operation("minus_base", f32x16, (f32x16,), emit_minus_base, "-BASE * d.")
-_SCALING = (ADDRESS, f32x16, f32x16, f32x16, ADDRESS, ADDRESS, ADDRESS)
+_SCALING = (ADDRESS, f32x16, f32x16, f32x16, ADDRESS, ADDRESS)
 
 
 def _at(builder: Builder, addr: Any, offset: int, lane: ir.Type) -> Any:
@@ -63,8 +70,9 @@ def _at(builder: Builder, addr: Any, offset: int, lane: ir.Type) -> Any:
 
 
 def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
-    """An operation (tile, sums, d, -BASE d, m, x, stride, start): scale the sums of tokens first .. end-1.
+    """An operation (tile, sums, d, -BASE d, m, x, start): scale the sums of tokens first .. end-1.
 
+    `start`: from x to what the integer sums start at.
     `half` is the half of the block, 0 or 1, whose scaled sum a minimum counts for; -1: it counts for the whole block.
     """
     fma = math("fma")
@@ -77,21 +85,20 @@ def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
         minus_base: Any,
         m: Any,
         x: Any,
-        stride: Any,
         start: Any,
     ) -> None:
         for t in range(first, end):
-            record = strided(builder, x, stride, t)
+            record = builder.add(x, ir.Constant(I64, 4 * t))
             begin = constant(i32x16, BASE_BITS)
             if not minimums:
                 begin = spread(builder, builder.add(record, start), I32)
             dots = load(builder, builder.add(sums, ir.Constant(I64, 64 * t)), i32x16.ir)
             product = emit_scaled(builder, builder.add(dots, begin), d, minus_base)
-            vectors[t] = fma(builder, product, _at(builder, record, SCALE, FLOAT), vectors[t])
+            vectors[t] = fma(builder, product, _at(builder, record, TOKENS * SCALE, FLOAT), vectors[t])
             if minimums and half < 0:
-                vectors[t] = fma(builder, m, _at(builder, record, SSUM, FLOAT), vectors[t])
+                vectors[t] = fma(builder, m, _at(builder, record, TOKENS * SSUM, FLOAT), vectors[t])
             elif minimums:
-                total = splat(builder, emit_half_sum(builder, record, half))
+                total = splat(builder, emit_half_sum(builder, record, half, TOKENS))
                 vectors[t] = fma(builder, m, total, vectors[t])
 
     return tile_operation(f"scale{first}", _SCALING, emit, "fma(sum * d, token's scale, tile), then the minimums.")
@@ -99,7 +106,15 @@ def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
 
 # ------------------------------------------------------------------ 16 tokens x one row group
 
+# Parts of several kernels are inlined into each of them; where tiles are emulated they are called, and compiled once.
+_PART = INNER if EMULATED else INLINE
 
+
+def _part(function: Any) -> Any:
+    return apart(function) if EMULATED else function
+
+
+@functools.cache
 def _step(parity: int, halves: bool, minimums: bool, last: bool) -> Any:
     """Step i of an even or an odd product, whose block begins at u and at x; `left` products are left with this one.
 
@@ -114,69 +129,97 @@ def _step(parity: int, halves: bool, minimums: bool, last: bool) -> Any:
     factor = CODE_BYTES + (64 * parity if halves else 0)
     minimum = factor + (128 if halves else 64)
 
-    @njit(**INLINE)
-    def step(acc, spill, u, x, stride, start, next_u, next_x, left):
+    @njit(**_PART)
+    def step(acc, spill, u, x, start, next_u, next_x, left):
         d = load_f32(u + factor)
         m = load_f32(u + minimum) if minimums else d
         minus_base = _minus_base(d)
         if not last or left > 2:
             multiply(spill)
         if not last or left > 3:
-            load_tiles(spill, next_x, stride, next_u)
-        acc = low(acc, spill + slot, d, minus_base, m, x, stride, start)
+            load_tiles(spill, next_x, next_u)
+        acc = low(acc, spill + slot, d, minus_base, m, x, start)
         if not last or left > 1:
             store_tile(spill)
-        return high(acc, spill + slot, d, minus_base, m, x, stride, start)
+        return high(acc, spill + slot, d, minus_base, m, x, start)
 
-    return step
+    return _part(step)
+
+
+class _Distances(NamedTuple):
+    """Bytes between the operands of products, of formats of one scale a block, or of two."""
+
+    u_odd: int  # from the operands of an even product to those of the odd one
+    x_odd: int
+    u_pair: int  # to those of the next even one
+    x_pair: int
+    block_u: int  # from the block of an even product to that of the odd one
+    block_x: int
+    start_odd: int  # and from its starts
+
+
+def _distances(halves: bool, minimums: bool) -> _Distances:
+    size = unpacked_bytes(2 if halves else 1, minimums)
+    if halves:
+        return _Distances(CODE_BYTES // 2, 16, size, PACKED, 0, 0, 4 * TOKENS)
+    return _Distances(size, PACKED, 2 * size, 2 * PACKED, size, PACKED, 0)
+
+
+@functools.cache
+def _first_products(distances: _Distances) -> Any:
+    """Begin the pipeline: multiply products 0 and 1, store the first, load the operands of product 2."""
+    load_even, multiply_even, store_even = EVEN
+    load_odd, multiply_odd, _ = ODD
+    u_odd, x_odd, u_pair, x_pair, *_ = distances
+
+    @njit(**_PART)
+    def begin_products(u, x, spill, left):
+        load_even(spill, x, u)
+        multiply_even(spill)
+        if left > 1:
+            load_odd(spill, x + x_odd, u + u_odd)
+            multiply_odd(spill)
+        store_even(spill)
+        if left > 2:
+            load_even(spill, x + x_pair, u + u_pair)
+
+    return _part(begin_products)
 
 
 def _group(halves: bool, minimums: bool) -> Any:
     """A kernel for formats of one scale a block, or of two (`halves`), without or with minimums."""
     even, odd = (_step(parity, halves, minimums, False) for parity in (0, 1))
     last_even, last_odd = (_step(parity, halves, minimums, True) for parity in (0, 1))
-    load_even, multiply_even, store_even = EVEN
-    load_odd, multiply_odd, _ = ODD
-    size = unpacked_bytes(2 if halves else 1, minimums)
-    # From the operands of an even product to those of the odd one, and to those of the next even one.
-    u_odd, x_odd = (CODE_BYTES // 2, RECORD // 4) if halves else (size, RECORD)
-    u_pair, x_pair = (size, RECORD) if halves else (2 * size, 2 * RECORD)
-    # From the block of an even product to that of the odd one, and from its start in a record.
-    block_u, block_x, start_odd = (0, 0, 4) if halves else (size, RECORD, 0)
+    distances = _distances(halves, minimums)
+    begin_products = _first_products(distances)
+    u_odd, x_odd, u_pair, x_pair, block_u, block_x, start_odd = distances
 
     @njit(**INNER)
-    def group(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines):
+    def group(u, blocks, x, start, out, out_stride, begin, spill, following, lines):
         acc = f32_tile(TOKENS)
         if not begin:
             acc = tile_load(acc, out, out_stride, 0, 1)
         left = 2 * blocks if halves else blocks
-        load_even(spill, x, stride, u)
-        multiply_even(spill)
-        if left > 1:
-            load_odd(spill, x + x_odd, stride, u + u_odd)
-            multiply_odd(spill)
-        store_even(spill)
-        if left > 2:
-            load_even(spill, x + x_pair, stride, u + u_pair)
+        begin_products(u, x, spill, left)
         while left > 4:
             for _ in range(lines if halves else 2 * lines):
                 prefetch(following)
                 following += 64
             after_u, after_x = u + u_pair, x + x_pair
-            acc = even(acc, spill, u, x, stride, start, after_u + u_odd, after_x + x_odd, left)
+            acc = even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
             odd_u, odd_x = u + block_u, x + block_x
-            acc = odd(acc, spill, odd_u, odd_x, stride, start + start_odd, after_u + u_pair, after_x + x_pair, left)
+            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u + u_pair, after_x + x_pair, left)
             u, x, left = after_u, after_x, left - 2
         while left > 0:
             for _ in range(lines if halves or left == 1 else 2 * lines):
                 prefetch(following)
                 following += 64
             after_u, after_x = u + u_pair, x + x_pair
-            acc = last_even(acc, spill, u, x, stride, start, after_u + u_odd, after_x + x_odd, left)
+            acc = last_even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
             if left > 1:
                 odd_u, odd_x = u + block_u, x + block_x
                 next_u, next_x = after_u + u_pair, after_x + x_pair
-                acc = last_odd(acc, spill, odd_u, odd_x, stride, start + start_odd, next_u, next_x, left - 1)
+                acc = last_odd(acc, spill, odd_u, odd_x, start + start_odd, next_u, next_x, left - 1)
             u, x, left = after_u, after_x, left - 2
         tile_store(acc, out, out_stride, 0, 1)
 
@@ -190,18 +233,77 @@ _half_of_minimums = _group(True, True)
 
 
 @njit(**INNER)
-def quantized_16(kind, u, blocks, x, stride, out, out_stride, begin, spill, following, lines):
-    """16 tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; arguments as in gemm.py.
+def quantized_16(kind, u, blocks, x, out, out_stride, begin, spill, following, lines):
+    """16 packed tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; see gemm.py.
 
     With each block, `lines` cache lines at `following` are prefetched.  `configure(spill, HAS_HALVES)` comes before.
     """
-    start = trait(kind, START)
+    start = TOKENS * trait(kind, START)
     if trait(kind, HAS_HALVES):
         if trait(kind, HAS_MINIMUMS):
-            _half_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)
+            _half_of_minimums(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
         else:
-            _half_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)
+            _half_of_starts(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
     elif trait(kind, HAS_MINIMUMS):
-        _whole_of_minimums(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)
+        _whole_of_minimums(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
     else:
-        _whole_of_starts(u, blocks, x, stride, start, out, out_stride, begin, spill, following, lines)
+        _whole_of_starts(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
+
+
+# ------------------------------------------------------------------ the same, unpacking the next chunk
+
+
+def _streaming(fmt: QuantizedFormat) -> Any:
+    """A kernel of one format; the main loop has no branches (`_step`)."""
+    halves, minimums = bool(fmt.scales.halves), bool(fmt.scales.minimum)
+    even, odd = (_step(parity, halves, minimums, False) for parity in (0, 1))
+    last_even, last_odd = (_step(parity, halves, minimums, True) for parity in (0, 1))
+    distances = _distances(halves, minimums)
+    begin_products, unpack_one = _first_products(distances), _part(block_unpacker(fmt, _PART))
+    u_odd, x_odd, u_pair, x_pair, block_u, block_x, start_odd = distances
+    pair_blocks, start = (1 if halves else 2), TOKENS * start_offset(fmt)
+
+    @njit(**INNER)
+    def streaming(u, blocks, x, out, out_stride, begin, spill, following, ahead, to):
+        acc = f32_tile(TOKENS)
+        if not begin:
+            acc = tile_load(acc, out, out_stride, 0, 1)
+        left = 2 * blocks if halves else blocks
+        begin_products(u, x, spill, left)
+        done = 0
+        for _ in range(min((left - 3) // 2, ahead // pair_blocks)):
+            after_u, after_x = u + u_pair, x + x_pair
+            unpack_one(following, done, to)
+            acc = even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
+            if not halves:
+                unpack_one(following, done + 1, to)
+            odd_u, odd_x = u + block_u, x + block_x
+            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u + u_pair, after_x + x_pair, left)
+            u, x, left, done = after_u, after_x, left - 2, done + pair_blocks
+        while left > 0:
+            after_u, after_x = u + u_pair, x + x_pair
+            if done < ahead:
+                unpack_one(following, done, to)
+                done += 1
+            acc = last_even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
+            if left > 1:
+                if not halves and done < ahead:
+                    unpack_one(following, done, to)
+                    done += 1
+                odd_u, odd_x = u + block_u, x + block_x
+                next_u, next_x = after_u + u_pair, after_x + x_pair
+                acc = last_odd(acc, spill, odd_u, odd_x, start + start_odd, next_u, next_x, left - 1)
+            u, x, left = after_u, after_x, left - 2
+        tile_store(acc, out, out_stride, 0, 1)
+        while done < ahead:
+            unpack_one(following, done, to)
+            done += 1
+
+    return streaming
+
+
+_STREAMING = {name for name, tokens in tile_thresholds() if tokens <= STREAMED}
+
+# (kind, u, blocks, x, out, out_stride, begin, spill, following, ahead, to): as `quantized_16`; the first `ahead` blocks
+# of the units at `following` are unpacked to `to`.
+streamed_16 = by_format({fmt.id: _streaming(fmt) for fmt in QUANTIZED if fmt.name in _STREAMING}, 10)

@@ -2,16 +2,16 @@
 
     STARLING_ISA=amx python -m stages.worker.kernels.amx_probe [ROUNDS ROWS]
 
-Multiplies a matrix of ROWS rows of random codes by the same tokens as the server does (gemm.py), with AMX tiles and
-with VNNI, and prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at each of
-`PROBED_TOKENS`.  Bytes must be equal for every format and number of tokens, else the verdict is against AMX.  A system
-may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the verdict is stored once
-(features.py), before any kernel relies on them.  Without a verdict the exit code is not 0.
+Multiplies a matrix of ROWS rows of random codes by the same tokens as the server does, with AMX tiles (amx_gemm.py) and
+with VNNI (gemm.py), and prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at
+each of `PROBED_TOKENS`.  Bytes must be equal for every format and number of tokens, else the verdict is against AMX.
+A system may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the verdict is stored
+once (features.py), before any kernel relies on them.  Without a verdict the exit code is not 0.
 
-Speed depends on the instruction mix of an unpacked block: products and scalings (two in a format of half blocks, else
-one) and minimums.  One format of each mix is timed, and its speedups are those of all formats with this mix.  It also
-depends on the number of tokens: with few of them, reading and unpacking weights is a larger part, and the tiles are
-shaped, filled and emptied more often.
+Speed depends on the format: on the products and scalings of a block (two in a format of half blocks, else one), on
+minimums, and on what it takes to unpack one, which tiles do between other work for few tokens.  It also depends on the
+number of tokens: with few of them, reading and unpacking weights is a larger part, and the tiles are shaped, filled and
+emptied more often.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from stages.worker.kernels import gemm
-from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, row_bytes
+from stages.worker.kernels import compiled
+from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, packed_bytes, row_bytes
 from stages.worker.kernels.features import PROBED_TOKENS, Verdict
 from stages.worker.kernels.formats import GROUP, QUANTIZED, QuantizedFormat
+from stages.worker.kernels.packed_activations import pack_rows
 from stages.worker.kernels.quantize_activations import quantize_rows
 from stages.worker.kernels.simd import JIT, address
 
@@ -47,6 +48,7 @@ class Product(NamedTuple):
     tokens: int
     w: int
     x: int
+    packed: int  # the records at x, for tiles
     out: int
     scratch: int
 
@@ -55,25 +57,28 @@ Products = Callable[[Product, int], None]  # compute a product so many times
 Clock = Callable[[], float]
 
 
-@njit(**JIT)
-def _multiply(kind, rows, w, x, tokens, out, scratch, by_tiles, times):
+def _multiply(p: Product, packed: int, times: int) -> None:
+    compiled.load_extra("matmul", lambda name, done, of: None)
     for _ in range(times):
-        gemm.gemm_by(kind, w, COLUMNS, 0, rows // GROUP, x, STRIDE, tokens, out, 4 * rows, scratch, by_tiles)
+        compiled.matmul(
+            p.fmt.id, p.w, COLUMNS, 0, p.rows // GROUP, p.x, STRIDE, packed, p.tokens, p.out, 4 * p.rows, p.scratch
+        )
 
 
 def by_tiles(p: Product, times: int) -> None:
     """The product with AMX tiles."""
-    _multiply(p.fmt.id, p.rows, p.w, p.x, p.tokens, p.out, p.scratch, True, times)
+    _multiply(p, p.packed, times)
 
 
 def by_dots(p: Product, times: int) -> None:
     """The product with VNNI."""
-    _multiply(p.fmt.id, p.rows, p.w, p.x, p.tokens, p.out, p.scratch, False, times)
+    _multiply(p, 0, times)
 
 
 @njit(**JIT)
-def _records(values, tokens, to):
+def _records(values, tokens, to, packed):
     quantize_rows(address(values), 4 * COLUMNS, COLUMNS, to, STRIDE, 0, tokens)
+    pack_rows(to, STRIDE, COLUMNS, packed, tokens)
 
 
 def _aligned(nbytes: int) -> tuple[np.ndarray, int]:
@@ -98,11 +103,6 @@ def _matrix(fmt: QuantizedFormat, rows: int, rng: np.random.Generator) -> tuple[
         f16 = blocks[..., fmt.codes.nbytes :]
     f16[...] = rng.normal(size=(*f16.shape[:-1], f16.shape[-1] // 2)).astype(np.float16).view(np.uint8)
     return buffer, at
-
-
-def instruction_mix(fmt: QuantizedFormat) -> tuple[bool, bool]:
-    """What an unpacked block of the format takes: two products and scalings or one, and minimums or none."""
-    return bool(fmt.scales.halves), bool(fmt.scales.minimum)
 
 
 def speedup(tiles: Callable[[], None], dots: Callable[[], None], rounds: int, clock: Clock) -> float:
@@ -130,29 +130,27 @@ def compare(
     values = rng.normal(size=(most, COLUMNS)).astype(np.float32)
     values[1], values[2, :32] = 0, np.inf
     records, x = _aligned(most * STRIDE)
-    _records(values, most, x)
+    packed, packed_at = _aligned(packed_bytes(most, COLUMNS))
+    _records(values, most, x, packed_at)
     scratch, scratch_at = _aligned(MATMUL_BYTES)
     (tiled, tiled_at), (dotted, dotted_at) = (_aligned(most * 4 * rows) for _ in range(2))
-    same, by_mix = True, dict[tuple[bool, bool], list[float]]()
+    same, speedups = True, dict[str, list[float]]()
     for fmt in QUANTIZED:
         matrix, w = _matrix(fmt, rows, rng)
-        mix = instruction_mix(fmt)
-        is_timed = mix not in by_mix
+        found = speedups[fmt.name] = []
         for tokens in PROBED_TOKENS:
             tiled[:], dotted[:] = 0x55, 0xAA  # what one of them does not write is not equal
-            product = Product(fmt, rows, tokens, w, x, tiled_at, scratch_at)
+            product = Product(fmt, rows, tokens, w, x, packed_at, tiled_at, scratch_at)
             other = product._replace(out=dotted_at)
             tiles(product, 1)
             dots(other, 1)
             n = tokens * 4 * rows
             same = same and tiled[:n].tobytes() == dotted[:n].tobytes()
-            if is_timed:
-                times = max(1, REPEATED // tokens)
-                found = speedup(partial(tiles, product, times), partial(dots, other, times), rounds, clock)
-                by_mix.setdefault(mix, []).append(found)
+            times = max(1, REPEATED // tokens)
+            found.append(speedup(partial(tiles, product, times), partial(dots, other, times), rounds, clock))
         del matrix
-    del records, scratch
-    return same, {fmt.name: by_mix[instruction_mix(fmt)] for fmt in QUANTIZED}
+    del records, packed, scratch
+    return same, speedups
 
 
 def main() -> None:

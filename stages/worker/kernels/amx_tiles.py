@@ -3,7 +3,7 @@
 There are two sets of three tiles, of even and of odd products: so one product can be computed while the one before it
 is stored and the operands of the next one are loaded.
 
-    load(spill, x, stride, u)   A: the values (s8) of 16 records at x; B: the code vectors (u8) at u
+    load(spill, x, u)           A: the values (s8) of 16 packed records at x; B: the code vectors (u8) at u
     multiply(spill)             sums = A times B: 16 tokens x 16 rows of exact i32
     store(spill)                the sums to the set's slot of `spill`, a line of 64 bytes for each token
 
@@ -39,7 +39,7 @@ from stages.worker.kernels.simd import (
     splat_i32_at,
     store_i32,
 )
-from stages.worker.kernels.simd.vectors import ADDRESS, I8, I64, call, operation, pointer
+from stages.worker.kernels.simd.vectors import ADDRESS, I8, I64, call, named_intrinsic, operation, pointer
 
 EMULATED = ISA == "tiles"
 SUMS, A, B = (0, 1), (2, 3), (4, 5)  # tiles of the even and the odd set
@@ -83,13 +83,14 @@ def _number(tile: int) -> Any:
 
 
 _LINE = ir.Constant(I64, 64)
+_VALUES = 32  # bytes from a token's values to the next one's (packed_activations.py)
 
 
 def _instructions(parity: int) -> TileSet:
     sums, a, b = _number(SUMS[parity]), _number(A[parity]), _number(B[parity])
 
-    def load(builder: Builder, spill: Any, x: Any, stride: Any, u: Any) -> None:
-        _instruction(builder, "tileloadd64", a, pointer(builder, x, I8), stride)
+    def load(builder: Builder, spill: Any, x: Any, u: Any) -> None:
+        _instruction(builder, "tileloadd64", a, pointer(builder, x, I8), ir.Constant(I64, _VALUES))
         _instruction(builder, "tileloadd64", b, pointer(builder, u, I8), _LINE)
 
     def multiply(builder: Builder, spill: Any) -> None:
@@ -101,7 +102,7 @@ def _instructions(parity: int) -> TileSet:
         _instruction(builder, "tilestored64", sums, pointer(builder, slot, I8), _LINE)
 
     return TileSet(
-        operation("load_tiles", types.void, (ADDRESS,) * 4, load, "Load A and B."),
+        operation("load_tiles", types.void, (ADDRESS,) * 3, load, "Load A and B."),
         operation("multiply_tiles", types.void, (ADDRESS,), multiply, "Sums = A times B."),
         operation("store_tile", types.void, (ADDRESS,), store, "Store the sums."),
     )
@@ -171,12 +172,32 @@ def _tdpbsud(spill, sums, a, b):
         store_i32(total + 64 * r, line)
 
 
+def apart(function: Any) -> Any:
+    """An operation that calls a jitted function, which LLVM does not inline: compiled once for all its callers."""
+    name, arguments = function.py_func.__name__, function.py_func.__code__.co_argcount
+
+    def implementation(typingctx: Any, *args: Any) -> Any:
+        callee = typingctx.resolve_value_type(function)
+        signature = callee.get_call_type(typingctx, args, {})
+
+        def codegen(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+            block = builder.block
+            result = context.get_function(callee, signature)(builder, values)
+            [*_, found] = (line for line in block.instructions if isinstance(line, ir.CallInstr))
+            found.attributes.add("noinline")
+            return result
+
+        return signature.return_type(*signature.args), codegen
+
+    return named_intrinsic(name, arguments, implementation, "A call.")
+
+
 def _emulation(parity: int) -> TileSet:
     sums, a, b = SUMS[parity], A[parity], B[parity]
 
     @njit(**INNER)
-    def load(spill, x, stride, u):
-        _tileload(spill, a, x, stride)
+    def load(spill, x, u):
+        _tileload(spill, a, x, _VALUES)
         _tileload(spill, b, u, 64)
 
     @njit(**INNER)
@@ -188,7 +209,7 @@ def _emulation(parity: int) -> TileSet:
     def store(spill):
         _tilestore(spill, sums, spill + PRODUCT * parity)
 
-    return TileSet(load, multiply, store)
+    return TileSet(apart(load), apart(multiply), apart(store))
 
 
 # ------------------------------------------------------------------ what amx.py uses

@@ -18,6 +18,7 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.buffer_sizes import TILE_ROWS
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.packed_activations import pack_row, packed
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.rank_sync import share, wait_for_ranks
@@ -69,12 +70,15 @@ def _table(params, layer, entry):
 
 @njit(**INNER)
 def quantize_attn_out(params, token, kv_head):
-    """ATTN_OUT_Q of a group of heads, when its values are whole records."""
+    """ATTN_OUT_Q, and ATTN_OUT_P, of a group of heads, when its values are whole records."""
     n = param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS) * param(params, pb.HEAD_DIM)
     if n % 32 == 0:
         x = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * n
-        to = param(params, pb.ATTN_OUT_Q) + token * param(params, pb.ATTN_OUT_Q_STRIDE) + kv_head * n // 32 * RECORD
-        quantize_row(x, n, to)
+        row, first = param(params, pb.ATTN_OUT_Q) + token * param(params, pb.ATTN_OUT_Q_STRIDE), kv_head * n // 32
+        quantize_row(x, n, row + first * RECORD)
+        to = packed(params, pb.ATTN_OUT_P, param(param(params, pb.PLAN), p.TOKENS))
+        if to != 0:
+            pack_row(row, first, first + n // 32, param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM), to, token)
 
 
 @njit(**INNER)
@@ -329,11 +333,15 @@ def attend(params, layer):
 
 @njit(**MERGED)
 def quantize_straddling(params, tokens):
-    """ATTN_OUT_Q where records span groups of heads: they can only be made when all heads are done."""
+    """ATTN_OUT_Q and ATTN_OUT_P where records span groups of heads: they are made when all heads are done."""
     heads, dim = param(params, pb.N_HEADS), param(params, pb.HEAD_DIM)
     if heads // param(params, pb.N_KV_HEADS) * dim % 32 != 0:
+        to = packed(params, pb.ATTN_OUT_P, tokens)
         first, end = share(params, tokens)
         for t in range(first, end):
             x = param(params, pb.ATTN_OUT) + t * param(params, pb.ATTN_OUT_STRIDE)
-            quantize_row(x, heads * dim, param(params, pb.ATTN_OUT_Q) + t * param(params, pb.ATTN_OUT_Q_STRIDE))
+            row = param(params, pb.ATTN_OUT_Q) + t * param(params, pb.ATTN_OUT_Q_STRIDE)
+            quantize_row(x, heads * dim, row)
+            if to != 0:
+                pack_row(row, 0, (heads * dim + 31) // 32, heads * dim, to, t)
         wait_for_ranks(params)

@@ -234,12 +234,15 @@ def _splat_at(builder: Builder, x: Any, at: int, lane: ir.Type) -> Any:
     return splat(builder, load(builder, _offset(builder, x, at), lane))
 
 
-def emit_half_sum(builder: Builder, x: Any, half: int) -> Any:
-    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6."""
-    start = load(builder, _offset(builder, x, START6 + 4 * half), I32)
+def emit_half_sum(builder: Builder, x: Any, half: int, spacing: int = 1) -> Any:
+    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6.
+
+    `spacing`: times as far from x as in a record its fields are.
+    """
+    start = load(builder, _offset(builder, x, spacing * (START6 + 4 * half)), I32)
     total = builder.sitofp(builder.sub(ir.Constant(I32, BASE_BITS), start), FLOAT)  # 32 * sum
     exact = builder.fmul(total, ir.Constant(FLOAT, 1 / 32))
-    return builder.fmul(load(builder, _offset(builder, x, SCALE), FLOAT), exact)
+    return builder.fmul(load(builder, _offset(builder, x, spacing * SCALE), FLOAT), exact)
 
 
 def _add_block(fmt: QuantizedFormat) -> Any:

@@ -37,7 +37,17 @@ def row_bytes(columns: int) -> int:
     return n + 64 if n % 1024 == 0 else n
 
 
-# ------------------------------------------------------------------ gemm.py, amx.py, amx_tiles.py
+# ------------------------------------------------------------------ packed_activations.py
+
+PACKED = 960  # bytes of 16 tokens' records of a block: all but their last field
+
+
+def packed_bytes(tokens: int, columns: int) -> int:
+    """Bytes of the packed records of some tokens."""
+    return -(-tokens // 16) * -(-columns // BLOCK) * PACKED
+
+
+# ------------------------------------------------------------------ gemm.py, amx.py, amx_gemm.py, amx_tiles.py
 
 CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11 KB of scratch
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
@@ -64,7 +74,8 @@ def _chunk_bytes() -> int:
 
 CHUNK_BYTES = _chunk_bytes()
 CHUNKS_BYTES = 2 * CHUNK_BYTES
-MATMUL_BYTES = CHUNKS_BYTES + SPILL_BYTES  # scratch of `matmul`, 64-byte aligned
+# Scratch of `matmul`, 64-byte aligned: chunks, SPILL_BYTES, and sums of two row groups in a tile with lanes of no token
+MATMUL_BYTES = CHUNKS_BYTES + SPILL_BYTES + 2 * PRODUCT
 
 # ------------------------------------------------------------------ attention.py
 

@@ -5,6 +5,7 @@
     wait_for_head, run_steps  the entries that Python calls; see rank_loop.py
     fit_k, quantize_blocks    likewise, to quantize weights; see fit_k.py, quantize_blocks.py
     pack_units                likewise, to pack them; see pack_units.py
+    matmul                    likewise, for the AMX probe; see matmul.py
 
 Each entry is loaded once per process; children of a `fork` share the memory.
 """
@@ -19,6 +20,7 @@ from pipeline.native.object_code import ObjectCode, ObjectCodeError
 from stages.worker.kernels import build, features, stored_code
 
 HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS, PACK_ARGUMENTS, QUANTIZE_ARGUMENTS = 3, 8, 7, 8, 6
+MATMUL_ARGUMENTS = 12
 
 
 @functools.cache
@@ -61,7 +63,7 @@ def identity(kv_type: str, extra: tuple[str, ...] = ()) -> str:
 
 
 def load_extra(name: str, progress: build.Progress) -> None:
-    """Load one entry of `EXTRA_ENTRIES`, which is compiled first if it is missing or damaged. Raises `RuntimeError`."""
+    """Load one entry for any KV cache, which is compiled first if it is missing or damaged. Raises `RuntimeError`."""
     for is_last in (False, True):
         if not stored_code.symbol_path(name, "").exists():
             build.build("", 1, progress, only=(name,))
@@ -124,3 +126,22 @@ def pack_units(
 def quantize_blocks(kind: int, bits: int, dense: int, source: int, blocks: int, out: int) -> int:
     """`quantize_blocks.quantize_blocks`. Call `load_extra` first."""
     return _function("quantize_blocks", QUANTIZE_ARGUMENTS)(kind, bits, dense, source, blocks, out)
+
+
+def matmul(
+    kind: int,
+    w: int,
+    columns: int,
+    first: int,
+    end: int,
+    x: int,
+    x_stride: int,
+    packed: int,
+    tokens: int,
+    out: int,
+    out_stride: int,
+    scratch: int,
+) -> None:
+    """`matmul.matmul`. Call `load_extra` first."""
+    arguments = (kind, w, columns, first, end, x, x_stride, packed, tokens, out, out_stride, scratch)
+    _function("matmul", MATMUL_ARGUMENTS)(*arguments)

@@ -28,8 +28,10 @@ from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.buffer_sizes import GATED_BYTES, GATHERED_ROWS, MIN_CHUNK, ROUTED_AT_ONCE
 from stages.worker.kernels.entries import INNER
+from stages.worker.kernels.features import TILE_TOKENS
 from stages.worker.kernels.format_traits import IS_DENSE, trait
-from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.formats.description import BLOCK, GROUP
+from stages.worker.kernels.packed_activations import pack_row, packed, packed_row
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.projections import gate_up, normed, normed_q, project
 from stages.worker.kernels.rank_sync import DOWN, GATE_UP, phase_begin, phase_end, share, wait_for_ranks
@@ -124,11 +126,11 @@ def _route(params, layer, tokens):
         x = normed(params, tokens) + 4 * first * width
         q = normed_q(params, tokens) + first * record_stride
         kind, w = param(layer, pb.ROUTER_FORMAT), param(layer, pb.ROUTER)
-        project(params, kind, w, width, n, x, q, record_stride, rows, logits, stride, 0, groups)
+        project(params, kind, w, width, n, x, q, record_stride, 0, rows, logits, stride, 0, groups)
         shared = param(layer, pb.SHARED_ROUTER)
         if shared:
             kind, at = param(layer, pb.SHARED_ROUTER_FORMAT), logits + 64 * groups
-            project(params, kind, shared, width, 1, x, q, record_stride, rows, at, stride, 0, 1)
+            project(params, kind, shared, width, 1, x, q, record_stride, 0, rows, at, stride, 0, 1)
         for i in range(rows):
             of_token, route = logits + i * stride, routes + 4 * (2 * k + 1) * (first + i)
             _choose(of_token, n, k, route, route + 4 * k)
@@ -172,14 +174,17 @@ def _sort(params, routes, tokens):
 
 @njit(**INNER)
 def _gather(params, layer, tokens, pair, rows):
-    """Addresses of the f32 rows and of the records of the tokens of `rows` pairs, as far as the matrices need them."""
+    """Addresses of the f32 rows, of the records, and of these packed, of the tokens of `rows` pairs.
+
+    Only what the matrices need is there.
+    """
     width, stride = param(params, pb.WIDTH), param(params, pb.NORM_Q_STRIDE)
     floats, records = normed(params, tokens), normed_q(params, tokens)
     places = param(params, pb.PAIRS) + 4 * pair
     if rows == 1:
         t = get_i32(places)
-        return floats + 4 * t * width, records + t * stride
-    x, q = param(params, pb.GATHERED), param(params, pb.GATHERED_Q)
+        return floats + 4 * t * width, records + t * stride, 0
+    x, q, to = param(params, pb.GATHERED), param(params, pb.GATHERED_Q), packed(params, pb.GATHERED_P, rows)
     dense = trait(param(layer, pb.GATE_EXPERTS_FORMAT), IS_DENSE) + trait(param(layer, pb.UP_EXPERTS_FORMAT), IS_DENSE)
     for i in range(rows):
         t = get_i32(places + 4 * i)
@@ -187,15 +192,23 @@ def _gather(params, layer, tokens, pair, rows):
             copy(floats + 4 * t * width, x + 4 * i * width, width)
         if dense < 2:
             copy(records + t * stride, q + i * stride, stride // 4)
-    return x, q
+            if to != 0:
+                pack_row(q + i * stride, 0, (width + BLOCK - 1) // BLOCK, width, to, i)
+    return x, q, to
 
 
 @njit(**INNER)
-def _gate_up(params, gate_kind, gate, up_kind, up, down_kind, skipped, ffn, floats, records, rows, hidden, q, q_stride):
+def _hidden_packed(params, expert, first_pair, pairs):
+    """Address of the packed records of an expert's pairs, which begin with whole groups of 16; 0: there are none."""
+    to = packed(params, pb.HIDDEN_P, pairs)
+    return to + (first_pair // TILE_TOKENS + expert) * packed_row(param(params, pb.FFN)) if to != 0 else 0
+
+
+@njit(**INNER)
+def _gate_up(params, gate_kind, gate, up_kind, up, down_kind, skipped, ffn, x, rows, hidden):
     """`gate_up` of matrices without biases."""
     keep = trait(down_kind, IS_DENSE) != 0
-    gate_matrix, up_matrix = (gate_kind, gate, 0), (up_kind, up, 0)
-    gate_up(params, 0, gate_matrix, up_matrix, skipped, ffn, (floats, records), rows, keep, (hidden, q, q_stride))
+    gate_up(params, 0, (gate_kind, gate, 0), (up_kind, up, 0), skipped, ffn, x, rows, keep, hidden)
 
 
 @njit(**INNER)
@@ -206,9 +219,10 @@ def _gate_up_of_experts(params, layer, tokens):
     pair = 0
     for e in range(n):
         end = get_i64(param(params, pb.PAIR_ENDS) + 8 * e)
+        to = _hidden_packed(params, e, pair, end - pair)
         while pair < end:
             rows = min(GATHERED_ROWS, end - pair)
-            floats, records = _gather(params, layer, tokens, pair, rows)
+            x = _gather(params, layer, tokens, pair, rows)
             _gate_up(
                 params,
                 param(layer, pb.GATE_EXPERTS_FORMAT),
@@ -218,14 +232,13 @@ def _gate_up_of_experts(params, layer, tokens):
                 param(layer, pb.DOWN_EXPERTS_FORMAT),
                 e * ffn // GROUP,
                 ffn,
-                floats,
-                records,
+                x,
                 rows,
-                hidden + 4 * pair * ffn,
-                hidden_q + pair * stride,
-                stride,
+                (hidden + 4 * pair * ffn, hidden_q + pair * stride, stride, to),
             )
             pair += rows
+            if to != 0:
+                to += GATHERED_ROWS // TILE_TOKENS * packed_row(ffn)
     if param(layer, pb.SHARED_GATE):
         _gate_up(
             params,
@@ -236,12 +249,14 @@ def _gate_up_of_experts(params, layer, tokens):
             param(layer, pb.SHARED_DOWN_FORMAT),
             0,
             param(params, pb.SHARED_FFN),
-            normed(params, tokens),
-            normed_q(params, tokens),
+            (normed(params, tokens), normed_q(params, tokens), packed(params, pb.NORM_P, tokens)),
             tokens,
-            param(params, pb.SHARED_HIDDEN),
-            param(params, pb.SHARED_HIDDEN_Q),
-            param(params, pb.SHARED_HIDDEN_Q_STRIDE),
+            (
+                param(params, pb.SHARED_HIDDEN),
+                param(params, pb.SHARED_HIDDEN_Q),
+                param(params, pb.SHARED_HIDDEN_Q_STRIDE),
+                packed(params, pb.SHARED_HIDDEN_P, tokens),
+            ),
         )
 
 
@@ -249,11 +264,11 @@ def _gate_up_of_experts(params, layer, tokens):
 
 
 @njit(**INNER)
-def _down(params, kind, w, skipped, ffn, hidden, hidden_q, q_stride, rows, places, weights, weight_stride):
+def _down(params, kind, w, skipped, ffn, hidden, rows, places, weights, weight_stride):
     """Y = fma(W_down hidden, weight, Y), this rank's rows.
 
-    Row i of `hidden` belongs to the token in i32 i at `places`, or to token i where that is 0; the matrix's rows begin
-    after `skipped` row groups.
+    `hidden`: as `gate_up` writes it.  Its row i belongs to the token in i32 i at `places`, or to token i where that is
+    0; the matrix's rows begin after `skipped` row groups.
     """
     width, y, out = param(params, pb.WIDTH), param(params, pb.Y), param(params, pb.GATED)
     first, end = share(params, width // GROUP)
@@ -262,7 +277,8 @@ def _down(params, kind, w, skipped, ffn, hidden, hidden_q, q_stride, rows, place
         n = min(at_once, end - first)
         at = skipped + first
         to = out - 64 * at
-        project(params, kind, w, ffn, width, hidden, hidden_q, q_stride, rows, to, 64 * n, at, at + n)
+        x, q, stride, packed_q = hidden
+        project(params, kind, w, ffn, width, x, q, stride, packed_q, rows, to, 64 * n, at, at + n)
         for i in range(rows):
             t = get_i32(places + 4 * i) if places else i
             weight = get_f32(weights + i * weight_stride)
@@ -295,9 +311,12 @@ def _down_of_experts(params, layer, tokens, routes):
                 param(layer, pb.DOWN_EXPERTS),
                 e * width // GROUP,
                 ffn,
-                param(params, pb.HIDDEN) + 4 * pair * ffn,
-                param(params, pb.HIDDEN_Q) + pair * stride,
-                stride,
+                (
+                    param(params, pb.HIDDEN) + 4 * pair * ffn,
+                    param(params, pb.HIDDEN_Q) + pair * stride,
+                    stride,
+                    _hidden_packed(params, e, pair, rows),
+                ),
                 rows,
                 pairs + 4 * pair,
                 pairs + 4 * (tokens * k + pair),
@@ -311,9 +330,12 @@ def _down_of_experts(params, layer, tokens, routes):
             param(layer, pb.SHARED_DOWN),
             0,
             param(params, pb.SHARED_FFN),
-            param(params, pb.SHARED_HIDDEN),
-            param(params, pb.SHARED_HIDDEN_Q),
-            param(params, pb.SHARED_HIDDEN_Q_STRIDE),
+            (
+                param(params, pb.SHARED_HIDDEN),
+                param(params, pb.SHARED_HIDDEN_Q),
+                param(params, pb.SHARED_HIDDEN_Q_STRIDE),
+                packed(params, pb.SHARED_HIDDEN_P, tokens),
+            ),
             tokens,
             0,
             routes + 8 * k,

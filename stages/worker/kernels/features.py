@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipeline.errors import ConfigError
+from pipeline.runtime import cpu
 from stages.worker.kernels.formats import QUANTIZED
 
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
@@ -86,17 +87,9 @@ def starling_home() -> Path:
     return Path(os.environ.get("STARLING_HOME") or Path.home() / ".starling")
 
 
-@functools.cache
-def _cpu_lines() -> dict[str, str]:
-    """The fields of the first processor in /proc/cpuinfo."""
-    first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {name.strip(): value.strip() for name, _, value in pairs}
-
-
 def host_features() -> dict[str, bool]:
     """This CPU's features that the system supports, by LLVM's names. Needs no compiler."""
-    return {_KERNEL_NAMES.get(name, name): True for name in _cpu_lines().get("flags", "").split()}
+    return {_KERNEL_NAMES.get(name, name): True for name in cpu.fields().get("flags", "").split()}
 
 
 def choose_isa(host: dict[str, bool], wanted: str) -> str:
@@ -396,7 +389,7 @@ def _identity(name: str) -> tuple[str, ...]:
     """What identifies the CPU that the kernels of an instruction set are compiled for."""
     if name == "portable":
         return _PORTABLE_CPU, _PORTABLE_FEATURES
-    return tuple(_cpu_lines().get(field, "") for field in _IDENTITY)
+    return tuple(cpu.fields().get(field, "") for field in _IDENTITY)
 
 
 def _version(package: str) -> str:

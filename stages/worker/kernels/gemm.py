@@ -1,8 +1,8 @@
 """Several tokens times a matrix: chunks of two row groups are unpacked, then multiplied with all tokens.
 
 A chunk is unpacked once into scratch (in L1), then multiplied with tiles of tokens whose accumulators stay in registers
-(tiles.py; amx.py for 16 tokens at a time of the formats, and of the numbers of tokens, for which AMX is faster on this
-CPU).  While a chunk is multiplied, the packed bytes of the next one are prefetched.
+(tiles.py).  While a chunk is multiplied, the packed bytes of the next one are prefetched.  Formats, and numbers of
+tokens, for which AMX is faster on this CPU go through amx_gemm.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 from numba import njit
 
-from stages.worker.kernels import amx, amx_tiles, tiles
-from stages.worker.kernels.buffer_sizes import CHUNK, CHUNK_BYTES, CHUNKS_BYTES, CODE_BYTES, DENSE_CHUNK
+from stages.worker.kernels import tiles
+from stages.worker.kernels.buffer_sizes import CHUNK, CHUNK_BYTES, CODE_BYTES, DENSE_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.format_traits import (
     HAS_HALVES,
@@ -20,7 +20,6 @@ from stages.worker.kernels.format_traits import (
     IS_DENSE,
     LARGEST,
     START,
-    TILES_FROM,
     UNIT_BYTES,
     UNPACKED,
     group_bytes,
@@ -30,7 +29,6 @@ from stages.worker.kernels.format_traits import (
 from stages.worker.kernels.formats import BLOCK
 from stages.worker.kernels.quantize_activations import RECORD, SCALE, SSUM, ZERO
 from stages.worker.kernels.simd import (
-    AMX,
     VNNI,
     f32_tile,
     i32_tile,
@@ -145,21 +143,13 @@ def _tile_of(tokens):
 
 
 @njit(**MERGED)
-def _all_tokens(
-    kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, by_tiles, spill, next_u, next_v, next_bytes
-):
-    """Every token with one unpacked chunk of n blocks; prefetches `next_bytes` at next_u and at next_v meanwhile."""
-    passes = (tokens + 15) // 16 if by_tiles else (tokens + 5) // 6
+def all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, next_u, next_v, next_bytes):
+    """Every token with one unpacked chunk of n blocks; prefetches `next_bytes` at next_u and at next_v meanwhile.
+
+    There are two tokens or more.
+    """
+    passes = (tokens + 5) // 6
     lines = (next_bytes + 64 * n * passes - 1) // (64 * n * passes)
-    if AMX:
-        while by_tiles and tokens >= amx.TOKENS and tokens != amx.TOKENS + 1:  # the other tiles take no single token
-            amx.quantized_16(kind, u, n, x, stride, out, out_stride, begin, spill, next_u, lines)
-            if gap != 0:
-                amx.quantized_16(kind, v, n, x, stride, out + gap, out_stride, begin, spill, next_v, lines)
-            next_u, next_v, next_bytes = next_u + 64 * n * lines, next_v + 64 * n * lines, next_bytes - 64 * n * lines
-            if next_bytes <= 0:
-                lines = 0
-            tokens, x, out = tokens - amx.TOKENS, x + amx.TOKENS * stride, out + amx.TOKENS * out_stride
     while tokens > 0:
         size = _tile_of(tokens)
         if size == 6:
@@ -178,7 +168,7 @@ def _all_tokens(
 
 @njit(**MERGED)
 def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
-    """As `_all_tokens`, for n K values as unpacked floats."""
+    """As `all_tokens`, for n K values as unpacked floats."""
     while tokens > 0:
         size = _tile_of(tokens)
         if size == 6:
@@ -196,14 +186,14 @@ def _all_tokens_dense(u, v, n, x, stride, tokens, out, out_stride, gap, begin):
 
 
 @njit(**MERGED)
-def _chunk(n, unit):
+def chunk_blocks(n, unit):
     """Blocks to unpack at a time of n: as even parts as whole units of blocks allow."""
     parts = (n + CHUNK - 1) // CHUNK
     return min(CHUNK // unit * unit, ((n + parts - 1) // parts + unit - 1) // unit * unit)
 
 
 @njit(**INNER)
-def _next_chunk(kind, u, v, size, block, n, group, end):
+def next_chunk(kind, u, v, size, block, n, group, end):
     """Bytes of each packed chunk that comes next and their two addresses.
 
     They begin at `block` of the row groups at u and v, or are the first chunks of row group `group` when the row
@@ -216,30 +206,18 @@ def _next_chunk(kind, u, v, size, block, n, group, end):
         v = u + size if group + 1 < end else u
     unit = unit_blocks(kind)
     at = block // unit * trait(kind, UNIT_BYTES)
-    return min(_chunk(n, unit), n - block) // unit * trait(kind, UNIT_BYTES), u + at, v + at
-
-
-@njit(**MERGED)
-def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
-    """Two tokens and more; arguments as in matmul.py."""
-    tiles_from = trait(kind, TILES_FROM)
-    by_tiles = tiles_from != 0 and tokens >= tiles_from
-    gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles)
+    return min(chunk_blocks(n, unit), n - block) // unit * trait(kind, UNIT_BYTES), u + at, v + at
 
 
 @njit(**INNER)
-def gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch, by_tiles):
-    """As `gemm`, with AMX tiles if `by_tiles`, for which there are 16 tokens and more of a quantized format."""
-    by_tiles = AMX and by_tiles
+def gemm(kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch):
+    """Two tokens and more; arguments as in matmul.py."""
     dense = trait(kind, IS_DENSE) != 0
     size = group_bytes(kind, columns)
     n = columns if dense else columns // BLOCK
-    step = DENSE_CHUNK if dense else _chunk(n, unit_blocks(kind))
+    step = DENSE_CHUNK if dense else chunk_blocks(n, unit_blocks(kind))
     # Tokens go in passes over the weights, as many at a time as the second-level cache holds.
-    at_once = max(48, TOKENS_BYTES // stride // 48 * 48) if by_tiles else max(24, TOKENS_BYTES // stride // 6 * 6)
-    spill = scratch + CHUNKS_BYTES
-    if by_tiles:
-        amx_tiles.configure(spill, trait(kind, HAS_HALVES) != 0)
+    at_once = max(24, TOKENS_BYTES // stride // 6 * 6)
     t = 0
     while t < tokens:
         some = tokens - t
@@ -260,8 +238,8 @@ def gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, sc
                     _all_tokens_dense(scratch, to, part, here, stride, some, target, out_stride, gap, at == 0)
                 else:
                     here = x + t * stride + at * RECORD
-                    following, next_u, next_v = _next_chunk(kind, u, v, size, at + part, n, g + 2, end)
-                    _all_tokens(
+                    following, next_u, next_v = next_chunk(kind, u, v, size, at + part, n, g + 2, end)
+                    all_tokens(
                         kind,
                         scratch,
                         to,
@@ -273,12 +251,8 @@ def gemm_by(kind, w, columns, first, end, x, stride, tokens, out, out_stride, sc
                         out_stride,
                         gap,
                         at == 0,
-                        by_tiles,
-                        spill,
                         next_u,
                         next_v,
                         following,
                     )
         t += some
-    if by_tiles:
-        amx_tiles.release(spill)

@@ -13,6 +13,7 @@ from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.packed_activations import pack_row, packed
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.projections import normed, normed_q
 from stages.worker.kernels.rank_sync import node_share, share
@@ -50,6 +51,10 @@ def gather_stream(params, tokens):
         groups, lines = (0, width // GROUP), (0, records)
     _gather(needed, normed(params, tokens), 4 * width, normed(params, rows), 4 * width, groups, rows)
     _gather(needed, normed_q(params, tokens), stride, normed_q(params, rows), stride, lines, rows)
+    to = packed(params, pb.NORM_P, rows)
+    if to != 0:
+        for i in range(rows):
+            pack_row(normed_q(params, rows) + i * stride, lines[0], lines[1], width, to, i)
 
 
 @njit(**INNER)

@@ -204,7 +204,10 @@ PAGE_GROUPS = 163  # pages of a place (shm/layer_groups.py)
 # node's copies of ATTN_OUT_Q and HIDDEN_Q (0: there is one node)
 NODE_RANK, NODE_RANKS, NODE_BARRIER, NODE_LINES, ATTN_OUT_COPY, HIDDEN_COPY = range(164, 170)
 
-WORDS = 170
+# The records at NORM_Q, ... packed for AMX tiles (packed_activations.py): addresses; 0: the CPU has none
+NORM_P, ATTN_OUT_P, HIDDEN_P, SHARED_HIDDEN_P, GATHERED_P = range(170, 175)
+
+WORDS = 175
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

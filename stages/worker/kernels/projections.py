@@ -14,8 +14,10 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.adapter_table import DOWN, GATE, OUTPUT, UP, K, Q, V
 from stages.worker.kernels.buffer_sizes import COPIED_BYTES, GATED_BYTES, MIN_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
+from stages.worker.kernels.features import TILE_TOKENS
 from stages.worker.kernels.format_traits import IS_DENSE, trait
-from stages.worker.kernels.formats.description import GROUP
+from stages.worker.kernels.formats.description import BLOCK, GROUP
+from stages.worker.kernels.packed_activations import pack_row, packed, packed_row, uses_tiles
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
 from stages.worker.kernels.rank_sync import hidden_share, node_share, share, wait_for_node, wait_for_ranks
@@ -37,19 +39,22 @@ def norm_row(params, x, weight, bias, y):
 
 @njit(**INNER)
 def norm_and_quantize(params, weight, bias, rows, of_samples):
-    """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`.
+    """Norm of `rows` rows of X (`of_samples`: of the samples' rows) and their records: `normed`, `normed_q`, NORM_P.
 
     With many rows the ranks of each memory node make all of them: every rank reads all in the products that follow.
     """
     few = rows <= pb.FEW
     first, end = (0, rows) if few else node_share(params, rows)
     width = param(params, pb.WIDTH)
-    floats, records = normed(params, rows), normed_q(params, rows)
+    floats, records, to = normed(params, rows), normed_q(params, rows), packed(params, pb.NORM_P, rows)
     for i in range(first, end):
         t = get_i64(p.sample_at(params, i)) if of_samples else i
         y = floats + 4 * i * width
         norm_row(params, param(params, pb.X) + 4 * t * width, weight, bias, y)
-        quantize_row(y, width, records + i * param(params, pb.NORM_Q_STRIDE))
+        record = records + i * param(params, pb.NORM_Q_STRIDE)
+        quantize_row(y, width, record)
+        if to != 0:
+            pack_row(record, 0, (width + BLOCK - 1) // BLOCK, width, to, i)
     if not few:
         wait_for_node(params)
 
@@ -67,13 +72,18 @@ def normed_q(params, rows):
 
 
 @njit(**INNER)
-def project(params, kind, w, columns, rows, floats, records, records_stride, tokens, out, out_stride, first, end):
-    """Groups first .. end-1 of a matrix times what its format wants: f32 rows or records."""
+def project(
+    params, kind, w, columns, rows, floats, records, records_stride, packed_records, tokens, out, out_stride, first, end
+):
+    """Groups first .. end-1 of a matrix times what its format wants: f32 rows or records (packed: or 0)."""
     x, stride = records, records_stride
     if trait(kind, IS_DENSE):
         x, stride = floats, 4 * columns
     scratch = param(params, pb.MULTIPLY)
-    run_entry(param(params, pb.MATMUL), (kind, w, columns, first, end, x, stride, tokens, out, out_stride, scratch))
+    run_entry(
+        param(params, pb.MATMUL),
+        (kind, w, columns, first, end, x, stride, packed_records, tokens, out, out_stride, scratch),
+    )
 
 
 @njit(**INNER)
@@ -109,6 +119,7 @@ def _project_normed(params, layer, target, place, matrix, rows, tokens, out):
         normed(params, tokens),
         normed_q(params, tokens),
         param(params, pb.NORM_Q_STRIDE),
+        packed(params, pb.NORM_P, tokens),
         tokens,
         out,
         stride,
@@ -166,18 +177,23 @@ def project_kv(params, layer, tokens):
 
 
 @njit(**INNER)
-def _records_nearby(params, kind, records, stride, rows, copies):
-    """Address of the records of `rows` rows, which ranks of all memory nodes have written, `stride` bytes apart.
+def _nearby(params, kind, records, stride, columns, packed_records, rows, copies):
+    """Addresses of the records of `rows` rows, which ranks of all memory nodes have written, and of these packed or 0.
 
     Every rank reads all of them in a product.  If they are many, the ranks of a node first copy them to memory of
-    their node, at `copies`, so that each crosses from node to node once and not for every rank.
+    their node, at `copies`, so that each crosses from node to node once and not for every rank: packed if the product
+    goes by tiles, which then read at most a few rows of the others.  `stride`: bytes between rows.
     """
     if copies == 0 or rows * stride < COPIED_BYTES or trait(kind, IS_DENSE) != 0:
-        return records
-    first, end = node_share(params, rows * stride // RECORD)
-    copy(records + RECORD * first, copies + RECORD * first, RECORD // 4 * (end - first))
+        return records, packed_records
+    by_tiles = packed_records != 0 and uses_tiles(kind, rows)
+    source, nbytes = records, rows * stride
+    if by_tiles:
+        source, nbytes = packed_records, (rows + TILE_TOKENS - 1) // TILE_TOKENS * packed_row(columns)
+    first, end = node_share(params, nbytes // RECORD)
+    copy(source + RECORD * first, copies + RECORD * first, RECORD // 4 * (end - first))
     wait_for_node(params)
-    return copies
+    return (records, copies) if by_tiles else (copies, 0)
 
 
 @njit(**MERGED)
@@ -186,7 +202,16 @@ def project_output(params, layer, tokens):
     columns = param(params, pb.N_HEADS) * param(params, pb.HEAD_DIM)
     kind, stride = param(layer, pb.O_FORMAT), param(params, pb.ATTN_OUT_Q_STRIDE)
     copies = param(params, pb.ATTN_OUT_COPY)
-    records = _records_nearby(params, kind, param(params, pb.ATTN_OUT_Q), stride, tokens, copies)
+    records, by_16 = _nearby(
+        params,
+        kind,
+        param(params, pb.ATTN_OUT_Q),
+        stride,
+        columns,
+        packed(params, pb.ATTN_OUT_P, tokens),
+        tokens,
+        copies,
+    )
     residual(
         params,
         layer,
@@ -201,6 +226,7 @@ def project_output(params, layer, tokens):
         param(params, pb.ATTN_OUT),
         records,
         stride,
+        by_16,
         tokens,
     )
 
@@ -220,6 +246,7 @@ def residual(
     floats,
     records,
     records_stride,
+    packed_records,
     tokens,
 ):
     """X += W y + bias, this rank's rows. With the weights of a `norm`: X += norm(W y + bias), this rank's tokens.
@@ -230,7 +257,22 @@ def residual(
     first, end = share(params, width // GROUP)
     x, y = param(params, pb.X), param(params, pb.Y)
     shrink(params, layer, target, 1, floats, columns)
-    project(params, kind, w, columns, width, floats, records, records_stride, tokens, y, 4 * width, first, end)
+    project(
+        params,
+        kind,
+        w,
+        columns,
+        width,
+        floats,
+        records,
+        records_stride,
+        packed_records,
+        tokens,
+        y,
+        4 * width,
+        first,
+        end,
+    )
     expand(params, layer, target, 0, y, 4 * width, first, end)
     factor, n = get_f32(params + 8 * pb.RESIDUAL_SCALE), GROUP * (end - first)
     for t in range(tokens):
@@ -274,10 +316,15 @@ def project_gate_up(params, layer, tokens):
         (param(layer, pb.UP_FORMAT), param(layer, pb.UP), param(layer, pb.UP_BIAS)),
         0,
         param(params, pb.FFN),
-        (normed(params, tokens), normed_q(params, tokens)),
+        (normed(params, tokens), normed_q(params, tokens), packed(params, pb.NORM_P, tokens)),
         tokens,
         trait(param(layer, pb.DOWN_FORMAT), IS_DENSE) != 0,
-        (param(params, pb.HIDDEN), param(params, pb.HIDDEN_Q), param(params, pb.HIDDEN_Q_STRIDE)),
+        (
+            param(params, pb.HIDDEN),
+            param(params, pb.HIDDEN_Q),
+            param(params, pb.HIDDEN_Q_STRIDE),
+            packed(params, pb.HIDDEN_P, tokens),
+        ),
     )
 
 
@@ -288,9 +335,11 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
     layer                   the layer whose adapters apply; 0: none do
     gate_matrix, up_matrix  format, address and bias; the gate's address is 0 where there is none
     skipped                 row groups of both matrices before the first row
-    x                       addresses of the f32 rows, and of their records, which are NORM_Q_STRIDE bytes apart
+    x                       addresses of the f32 rows, of their records, which are NORM_Q_STRIDE bytes apart, and of
+                            these packed, or 0
     keep                    whether the result is needed in f32 (for a dense matrix), not as records
-    hidden                  addresses of the result: f32 rows of `ffn`, records; and bytes between rows of these
+    hidden                  addresses of the result: f32 rows of `ffn`, records; bytes between rows of these; address
+                            of these packed, or 0
     """
     width = param(params, pb.WIDTH)
     floats, records, stride = x[0], x[1], param(params, pb.NORM_Q_STRIDE)
@@ -316,6 +365,7 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
                 floats,
                 records,
                 stride,
+                x[2],
                 tokens,
                 gate - 64 * at,
                 64 * n,
@@ -334,6 +384,7 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
             floats,
             records,
             stride,
+            x[2],
             tokens,
             up - 64 * at,
             64 * n,
@@ -354,7 +405,11 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
             else:
                 ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
             if not keep:
-                quantize_row(y, GROUP * n, hidden[1] + t * hidden[2] + first // 2 * RECORD)
+                block, blocks = GROUP * first // BLOCK, (GROUP * n + BLOCK - 1) // BLOCK
+                row = hidden[1] + t * hidden[2]
+                quantize_row(y, GROUP * n, row + block * RECORD)
+                if hidden[3] != 0:
+                    pack_row(row, block, block + blocks, ffn, hidden[3], t)
         first += n
 
 
@@ -362,7 +417,16 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
 def project_down(params, layer, tokens):
     """X += W_down hidden, this rank's rows."""
     kind, stride = param(layer, pb.DOWN_FORMAT), param(params, pb.HIDDEN_Q_STRIDE)
-    records = _records_nearby(params, kind, param(params, pb.HIDDEN_Q), stride, tokens, param(params, pb.HIDDEN_COPY))
+    records, by_16 = _nearby(
+        params,
+        kind,
+        param(params, pb.HIDDEN_Q),
+        stride,
+        param(params, pb.FFN),
+        packed(params, pb.HIDDEN_P, tokens),
+        tokens,
+        param(params, pb.HIDDEN_COPY),
+    )
     residual(
         params,
         layer,
@@ -377,6 +441,7 @@ def project_down(params, layer, tokens):
         param(params, pb.HIDDEN),
         records,
         stride,
+        by_16,
         tokens,
     )
 
@@ -395,6 +460,7 @@ def project_head(params, samples):
         normed(params, samples),
         normed_q(params, samples),
         param(params, pb.NORM_Q_STRIDE),
+        packed(params, pb.NORM_P, samples),
         samples,
         param(params, pb.LOGITS),
         param(params, pb.LOGITS_STRIDE),

@@ -28,7 +28,7 @@ def _multiply(params, kind, w, x, groups, out):
     """out = the first `groups` row groups of a matrix times x (width f32)."""
     width, stride, records = param(params, pb.WIDTH), param(params, pb.NORM_Q_STRIDE), param(params, pb.OWN_NORM_Q)
     quantize_row(x, width, records)
-    project(params, kind, w, width, GROUP * groups, x, records, stride, 1, out, 4 * GROUP * groups, 0, groups)
+    project(params, kind, w, width, GROUP * groups, x, records, stride, 0, 1, out, 4 * GROUP * groups, 0, groups)
 
 
 @njit(**JIT)

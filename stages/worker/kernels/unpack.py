@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from numba import njit
@@ -32,6 +33,28 @@ def _quantized(fmt: QuantizedFormat) -> Any:
                 at, to = at + block_bytes, to + unpacked
 
     return unpack
+
+
+def block_unpacker(fmt: QuantizedFormat, options: Mapping[str, Any]) -> Any:
+    """A function (units, block, to): unpack block number `block` of the units at `units` to its place behind `to`.
+
+    For one block at a time, between other work: it reads the head of the block's unit each time.  `options`: of numba.
+    """
+    load_head, _, unpack_block, _, prefetch_block = block_operations(fmt)
+    unit_bytes, unit_blocks, unpacked = fmt.unit_bytes, fmt.blocks, unpacked_bytes_of(fmt)
+    head_bytes, block_bytes = fmt.scales.head_bytes, fmt.block_bytes
+    shift = unit_blocks.bit_length() - 1
+    if unit_blocks != 1 << shift:
+        raise ValueError(f"{fmt.name}: a unit has {unit_blocks} blocks, expected a power of two")
+
+    @njit(**options)
+    def unpack_one(units, block, to):
+        unit = units + (block >> shift) * unit_bytes
+        at = unit + head_bytes + (block & (unit_blocks - 1)) * block_bytes
+        prefetch_block(at)
+        unpack_block(at, load_head(unit), to + block * unpacked)
+
+    return unpack_one
 
 
 def _dense(fmt: DenseFormat) -> Any:
