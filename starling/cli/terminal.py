@@ -53,8 +53,21 @@ def print_error(text: str) -> None:
             for line in text.split("\n")
         )
         text = "\n".join(itertools.chain.from_iterable(parts))
-    with contextlib.suppress(OSError):
+    try:
         click.echo(text, err=True)
+    except OSError:
+        _discard_errors()
+
+
+def _discard_errors() -> None:
+    """Standard error goes nowhere from now on: the interpreter would end with 120 for what stays in its buffer."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, sys.stderr.fileno())
+        finally:
+            os.close(null)
+        sys.stderr.flush()
 
 
 def print_wrapped(line: str, indent: int) -> None:

@@ -180,9 +180,10 @@ def test_what_a_stage_announces_may_find_no_reader(output: str) -> None:
     assert (done.returncode, done.stderr) == (0, b"goes on\n")
 
 
-def test_messages_that_find_no_room_leave_the_exit_code(home: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_messages_that_find_no_room_leave_the_exit_code(home: Path, unbuffered: str) -> None:
     line = [sys.executable, "-m", "starling", "show", "absent"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         done = subprocess.run(line, env=env, stderr=full, timeout=60, check=False)
     assert done.returncode == 2
