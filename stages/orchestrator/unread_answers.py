@@ -4,7 +4,7 @@
     with a key       the engine goes on, because the client will repeat the request. Nothing is done until WAIT_S after
                      the last departure here: no reader takes a place at the engine. Then the engine ends the request if
                      no one has read it for so long, and says how many tokens it has, also of a complete answer that no
-                     one has read; whoever delivers it charges it otherwise
+                     one has read; an orchestrator that delivers it charges it itself
 
 An engine says so once.  Bounded, and for each tenant.  Without sockets.
 """

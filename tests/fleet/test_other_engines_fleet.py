@@ -90,10 +90,12 @@ def test_a_stream_goes_on_from_its_text(hosts: Hosts[Host], path: str, body: dic
     assert "".join(texts(received)) == expected(prompt, 12)
     events = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
     assert len({(one["id"], one["created"]) for one in events}) == 1
-    assert [one.get("starling_replayed") for one in events[-2:]] == [1, 1]
+    # More than one if the successor was not ready at once, on a busy machine: then the victim was asked again.
+    before_last, n_replays = (one.get("starling_replayed", 0) for one in events[-2:])
+    assert before_last == n_replays >= 1
     assert not any("starling_replayed" in one for one in events[:-2])
     assert events[-1]["usage"]["completion_tokens"] == 12
-    assert received.count(b": starling_replayed") == 1 and received.endswith(b"data: [DONE]\n\n")
+    assert received.count(b": starling_replayed") == n_replays and received.endswith(b"data: [DONE]\n\n")
     # The successor has computed none of the tokens again.
     (sent,) = successor.requests()[before:]
     assert sent["max_tokens"] == 9

@@ -60,7 +60,7 @@ class ReplayBuffer:
         self._clock = clock
         self._entries: dict[str, _Entry] = {}  # oldest first
         self._pinned: dict[str, bytes] = {}  # records of answers that are kept for an idempotency key
-        self._accounted: set[str] = set()  # ids of these: delivered whole, or their length was told
+        self._accounted: set[str] = set()  # ids of these: delivered whole, or their length was given
         self._being_read: WeakValueDictionary[str, RequestState] = WeakValueDictionary()
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class ReplayBuffer:
         return request
 
     def account(self, request_id: str) -> bool:
-        """The answer was delivered whole, or its length is told to who forwards it. Whether that is the first time."""
+        """Note that an answer was delivered whole, or its length given to an orchestrator. Whether that is the first time."""
         is_first = request_id not in self._accounted and (request_id in self._entries or request_id in self._pinned)
         if is_first:
             self._accounted.add(request_id)
