@@ -109,7 +109,7 @@ class ReplayBuffer:
         return request
 
     def account(self, request_id: str) -> bool:
-        """Note that an answer was delivered whole, or its length given to an orchestrator. Whether that is the first time."""
+        """Note that an answer was delivered whole, or its length given to an orchestrator. Whether it is the first."""
         is_first = request_id not in self._accounted and (request_id in self._entries or request_id in self._pinned)
         if is_first:
             self._accounted.add(request_id)
