@@ -149,8 +149,6 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-peers.lock
 
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
-	@eval "$$(tools/peer_compiler.sh)"; CMAKE_ARGS="-DGGML_NATIVE=ON $(CMAKE_ARGS)" $(BIN)/python -m pip install --require-hashes \
-	  --no-binary llama-cpp-python -r locks/requirements-peers-native.lock
 
 peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, apart from the others; 400 MB
 	@tools/setup_venv.sh $(VENV).peers locks/requirements-peers-more.lock alone
@@ -216,8 +214,8 @@ clean: ## caches and build results; models and state stay
 distclean: clean ## and the virtual environment
 	@rm -rf $(VENV)
 
-$(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_server.sh | $(VENV)/.locked-dev
-	@tools/build_llama_server.sh $(BIN)/python locks/requirements-peers-native.lock $@
+$(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_cpp.sh tools/peer_compiler.sh | $(VENV)/.locked-dev
+	@tools/build_llama_cpp.sh $(BIN)/python locks/requirements-peers-native.lock $(VENV)
 
 # Stamps: a lock file that is newer than its stamp is installed again.
 $(VENV)/.locked: locks/requirements.lock locks/setup.lock pyproject.toml tools/setup_venv.sh

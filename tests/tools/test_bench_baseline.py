@@ -92,11 +92,11 @@ def test_without_a_server_the_error_names_the_ways_to_install_one(
 
 
 def build(tmp_path: Path, python: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script that compiles llama-server, with the shell script `python` as its interpreter."""
+    """Run the script that compiles llama.cpp, with the shell script `python` as its interpreter."""
     interpreter = program(tmp_path / "python", f"#!/bin/bash\n{python}\n")
     return subprocess.run(
         [
-            ROOT / "tools" / "build_llama_server.sh",
+            ROOT / "tools" / "build_llama_cpp.sh",
             interpreter,
             "locks/requirements-peers-native.lock",
             tmp_path / "out",
@@ -112,7 +112,7 @@ def build(tmp_path: Path, python: str, **environment: str) -> subprocess.Complet
 def test_without_a_compiler_the_error_names_a_way_to_install_one(tmp_path: Path) -> None:
     result = build(tmp_path, "exit 0", CXX="no-such-compiler")
     assert result.returncode != 0
-    assert "no-such-compiler is needed to compile llama-server" in result.stderr
+    assert "no-such-compiler is needed to compile llama.cpp" in result.stderr
     assert "apt install cmake g++" in result.stderr
 
 

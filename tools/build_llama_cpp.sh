@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# Compile llama.cpp for this CPU, as the baseline of `make bench`: its server, and the libraries of llama-cpp-python.
+# Both come from one build of one source, the sdist of llama-cpp-python, whose hash is checked.
+# Usage: build_llama_cpp.sh PYTHON LOCKFILE VENV.  Needs cmake and a C++ compiler (CC and CXX name one); CMAKE_ARGS
+# are added to cmake's arguments.  Runs at low priority, because it takes minutes of every core.
+#
+# VENV/bin/llama-server runs the libraries in VENV/lib/llama.cpp.  llama-cpp-python has copies of its own, so that
+# `make peers`, which installs a wheel, changes what Python measures and leaves the server as it is.
+set -euo pipefail
+python=$1 lock=$2 venv=$3
+
+fail() {
+    printf '\nstarling: %s\n' "$1" >&2
+    shift
+    [ $# -eq 0 ] || printf '          %s\n' "$@" >&2
+    exit 1
+}
+
+assignments=$("$(dirname "$0")/peer_compiler.sh")
+eval "$assignments"
+for tool in cmake "$CXX"; do
+    command -v "$tool" >/dev/null || fail "$tool is needed to compile llama.cpp, and is not installed." \
+        "On Debian and Ubuntu: apt install cmake g++. A wheel for AVX2 needs neither: make peers."
+done
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+# The lock's one entry, from its name to the last line that goes on, and what the package depends on.
+awk '/^llama-cpp-python==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$lock" >"$work/lock"
+awk '/^llama-cpp-python==/ { on = 1 } !on { print } !/\\$/ { on = 0 }' "$lock" >"$work/others"
+[ -s "$work/lock" ] || fail "$lock names no llama-cpp-python."
+"$python" -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary :all: \
+    --require-hashes -r "$work/lock" -d "$work" >"$work/log" 2>&1 || {
+    tail -n 8 "$work/log" >&2
+    fail "The source of llama-cpp-python could not be fetched." \
+        "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
+}
+tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
+source=$(echo "$work"/llama_cpp_python-*/vendor/llama.cpp)
+release=$(sed -n 's/^llama-cpp-python==\([^ ]*\).*/\1/p' "$work/lock")
+
+options=(
+    -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=ON -DLLAMA_OPENSSL=OFF
+    -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF
+    -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
+    "-DLLAMA_BUILD_COMMIT=llama-cpp-python-$release"
+    -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON "-DCMAKE_INSTALL_RPATH=\$ORIGIN;\$ORIGIN/../lib/llama.cpp"
+)
+read -ra more <<<"${CMAKE_ARGS:-}"
+
+echo "Compiling llama.cpp of llama-cpp-python $release for this CPU with $CXX $CXXFLAGS; this takes minutes"
+nice -n 10 cmake -S "$source" -B "$work/build" "${options[@]}" "${more[@]}" >"$work/log" 2>&1 &&
+    nice -n 10 cmake --build "$work/build" --target llama-server llama mtmd -j "$(nproc)" >>"$work/log" 2>&1 || {
+    tail -n 30 "$work/log" >&2
+    fail "llama.cpp could not be compiled." "CXX and CMAKE_ARGS choose another compiler or other options."
+}
+
+# The Python package without a build of its own; it loads what lies in its directory `lib`.
+"$python" -m pip --disable-pip-version-check --no-input install --quiet --require-hashes --only-binary :all: -r "$work/others"
+CMAKE_ARGS='-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF' "$python" -m pip --disable-pip-version-check --no-input install --quiet \
+    --require-hashes --force-reinstall --no-deps --no-binary llama-cpp-python -r "$work/lock"
+package=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/llama_cpp/lib
+for directory in "$venv/lib/llama.cpp" "$package"; do
+    rm -rf "$directory"
+    mkdir -p "$directory"
+    cp -P "$work"/build/bin/*.so* "$directory"
+done
+install -m 755 "$work/build/bin/llama-server" "$venv/bin/llama-server.new"
+"$venv/bin/llama-server.new" --version 2>&1 | head -n 2
+"$python" -c 'import llama_cpp; print("features:", llama_cpp.llama_print_system_info().decode())'
+mv "$venv/bin/llama-server.new" "$venv/bin/llama-server"
