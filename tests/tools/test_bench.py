@@ -87,15 +87,22 @@ def test_the_table_of_shapes_has_the_share_of_the_bandwidth_and_what_disturbed_i
         baseline = Rate(5.0, 4.0, 6.0) if is_compared else None
         figures = [
             Figure(Work("decode", batch=4, cached=16), Rate(30, 30, 30), read_gb_s=9.9),
-            Figure(DECODE, Rate(10.0, 9.5, 11.0), baseline, read_gb_s=18.2, bandwidth_share=0.914),
+            Figure(DECODE, Rate(10.0, 9.5, 11.0), baseline, read_gb_s=18.2),
         ]
+        figures[1].compare(1.82e9, [9.5, 10.0, 11.0], [19e9, 20e9, 20.5e9])
         watch = {"disturbed": int(is_compared), "worst": "stolen 3 %"}
         report = Report(machine([0]) | watch, {"name": "m", "weights_mb": 1822.0}, figures, {})
         found.append(json.loads(report.as_json()))
     head, alone, compared = (line.split("  ") for line in shapes.table(found))
-    assert [cell.strip() for cell in alone if cell] == ["m", "1,822", "10.0 (9.5-11.0)", "18.2", "91 %", "0"]
+    assert [cell.strip() for cell in alone if cell] == ["m", "1,822", "10.0 (9.5-11.0)", "18.2", "91 % (91-98)", "0"]
     assert compared[-1].strip() == "1 (stolen 3 %)" and "2.00" in "".join(compared)
     assert "of bandwidth" in "".join(head)
+
+
+def test_a_share_of_the_bandwidth_is_that_of_one_round() -> None:
+    figure = Figure(DECODE, Rate(10.0, 5.0, 20.0))
+    figure.compare(1e9, [5.0, 10.0, 20.0], [10e9, 20e9, 25e9])  # the machine was slow, then fast
+    assert (figure.bandwidth_share, figure.bandwidth_shares) == (0.5, (0.5, 0.8))
 
 
 def test_unknown_shapes_are_refused_before_anything_runs() -> None:

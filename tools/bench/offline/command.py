@@ -175,10 +175,10 @@ class Rounds:
         figure = Figure(work, Rate.of(candidate), Rate.of(baseline) if baseline else None)
         figure.peers = {name: Rate.of(rates[work]) for name, rates in self.peers.items()}
         if work.kind == "decode":
-            read_gb_s = engines.step_bytes(work) * figure.candidate.median / work.batch / 1e9
-            figure.read_gb_s = round(read_gb_s, 2)
+            nbytes = engines.step_bytes(work) / work.batch
+            figure.read_gb_s = round(nbytes * figure.candidate.median / 1e9, 2)
             if work in self.read:
-                figure.bandwidth_share = round(read_gb_s / self.bandwidth_gb_s(work), 3)
+                figure.compare(nbytes, candidate, self.read[work])
         return figure
 
     def bandwidth_gb_s(self, work: Work) -> float:

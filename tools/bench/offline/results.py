@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,16 @@ class Rate(msgspec.Struct, frozen=True):
         return cls(*(round(v, 1) for v in (statistics.median(values), min(values), max(values))))
 
     def __str__(self) -> str:
-        return f"{self.median:,.0f} ({self.low:,.0f}-{self.high:,.0f})"
+        digits = 0 if self.median >= 100 else 1
+        return f"{self.median:,.{digits}f} ({self.low:,.{digits}f}-{self.high:,.{digits}f})"
+
+
+def share_text(share: float | None, of_rounds: Sequence[float] | None) -> str:
+    """A share of the bandwidth, and its range over the rounds, as a table shows them."""
+    if share is None:
+        return ""
+    spread = "" if of_rounds is None else f" ({100 * of_rounds[0]:.0f}-{100 * of_rounds[1]:.0f})"
+    return f"{100 * share:.0f} %{spread}"
 
 
 class Figure(msgspec.Struct):
@@ -50,8 +60,18 @@ class Figure(msgspec.Struct):
     candidate: Rate
     baseline: Rate | None = None
     read_gb_s: float | None = None  # rate at which a decode step reads weights and KV
-    bandwidth_share: float | None = None  # ratio of `read_gb_s` to a plain read of as many bytes
+    bandwidth_share: float | None = None  # rate of reading divided by a plain read's in the same round, median
+    bandwidth_shares: tuple[float, float] | None = None  # lowest and highest of the rounds
     peers: dict[str, Rate] = {}  # of further engines
+
+    def compare(self, nbytes: float, rates: Sequence[float], reads: Sequence[float]) -> None:
+        """Set the share of the bandwidth. `rates` and `reads`: tokens and bytes per second of the same rounds.
+
+        Cores and memory change their speed between rounds, for both alike; so a share is that of one round.
+        """
+        shares = [nbytes * rate / read for rate, read in zip(rates, reads, strict=True)]
+        self.bandwidth_share = round(statistics.median(shares), 3)
+        self.bandwidth_shares = (round(min(shares), 3), round(max(shares), 3))
 
     @property
     def ratio(self) -> float | None:
@@ -91,7 +111,7 @@ class Report(msgspec.Struct):
         more = [f"{name} tokens/s" for name in names] + (["ratio to best"] if names else [])
         rows = [("work", "starling tokens/s", "llama.cpp tokens/s", "ratio", *more, "read GB/s", "of bandwidth")]
         for f in self.figures:
-            share = "" if f.bandwidth_share is None else f"{100 * f.bandwidth_share:.0f} %"
+            share = share_text(f.bandwidth_share, f.bandwidth_shares)
             read = "" if f.read_gb_s is None else f"{f.read_gb_s:.1f}"
             ratio = "" if f.ratio is None else f"{f.ratio:.2f}"
             others = [str(f.peers.get(name, "")) for name in names]

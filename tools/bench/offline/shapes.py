@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from tools.bench.offline.results import share_text
 from tools.tiny_gguf import LARGE, RECIPES, SHAPES
 
 HEAD = (
@@ -39,7 +40,7 @@ def row(report: dict[str, Any]) -> tuple[str, ...]:
         f"{report['model']['weights_mb']:,.0f}",
         _text(figure["candidate"]),
         f"{figure['read_gb_s']:.1f}",
-        f"{100 * figure['bandwidth_share']:.0f} %",
+        share_text(figure["bandwidth_share"], figure["bandwidth_shares"]),
         _text(baseline) if baseline else "",
         f"{ratio:.2f}" if ratio else "",
         f"{report['machine']['disturbed']}{worst}",
