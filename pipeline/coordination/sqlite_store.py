@@ -6,16 +6,20 @@
     events    the last changes, for watchers
 
 Every call is one transaction (`BEGIN IMMEDIATE`), which first ends the leases that are over.  SQLite's lock orders the
-processes; a killed one leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  A
-watcher looks at `PRAGMA data_version`, which costs microseconds, and reads events when it has changed.  If the file is
-removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers get a new
-snapshot.
+processes; a killed one leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  If
+the file is removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers
+get a new snapshot.
+
+A watcher sleeps until the kernel reports a change of the file (file_changes.py), or the next lease ends, and reads the
+events.  It reads at most every `READ_S`, and looks at `PRAGMA data_version`, which costs microseconds, every `LOOK_S`
+without a report.  Where the kernel has no descriptor for reports, or the file is a link, it looks every `POLL_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import sqlite3
 import time
@@ -24,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from pipeline.coordination.file_changes import FileChanges
 from pipeline.coordination.interface import (
     Change,
     Condition,
@@ -39,7 +44,9 @@ from pipeline.errors import ConfigError, StorageUnavailable
 VERSION = 1  # of the schema: `PRAGMA user_version`
 KEPT_EVENTS = 10_000
 BUSY_S = 5.0  # how long a transaction waits for those of other processes
-POLL_S = 0.02  # between two looks of a watcher
+READ_S = 0.02  # between two reads of a watcher, so that many changes in a row cost few transactions
+LOOK_S = 1.0  # between two looks of a watcher to which no change is reported
+POLL_S = 0.02  # likewise where changes cannot be reported
 
 T = TypeVar("T")
 
@@ -81,12 +88,15 @@ class SqliteStore(CoordinationStore):
         clock: Callable[[], float] = time.monotonic,
         boot: Callable[[], str] = boot_id,
         kept_events: int = KEPT_EVENTS,
+        look_s: float = LOOK_S,
     ) -> None:
         """`clock`: the same for all processes of a boot. Raises `ConfigError`, `StorageUnavailable`."""
         self.path = path
         self._clock = clock
         self._boot = boot()
         self._kept_events = kept_events
+        self._look_s = look_s
+        self._changes = FileChanges(path)
         self._file: tuple[int, int] | None = None  # device and inode of the open file
         self._n_opened = 0
         self._thread = ThreadPoolExecutor(1, "coordination")
@@ -200,19 +210,27 @@ class SqliteStore(CoordinationStore):
         """Updates without end."""
         seen = after or None
         n_opened = self._n_opened
+        loop = asyncio.get_running_loop()
         while True:
+            serial, read_at = self._changes.serial, loop.time()  # a change from now on is a reason to read again
+            is_armed = await self._call(self._changes.arm)
             version, ends = await self._call(self._glance)
             if self._n_opened != n_opened:
                 n_opened, seen = self._n_opened, None
-            while True:
-                update = await self._transaction(lambda db, seen=seen: self._update(db, prefix, seen))  # type: ignore[misc]
-                if update is None:
-                    break
+            update = await self._transaction(lambda db, seen=seen: self._update(db, prefix, seen))  # type: ignore[misc]
+            if update is not None:
                 seen = update.revision
                 if update.events or update.is_snapshot:
                     yield update
-            while (await self._call(self._glance))[0] == version and (ends is None or self._clock() < ends):
-                await asyncio.sleep(POLL_S)
+            while (await self._call(self._glance))[0] == version:
+                left_s = math.inf if ends is None else ends - self._clock()
+                if left_s <= 0:
+                    break
+                if not is_armed:
+                    await asyncio.sleep(min(POLL_S, left_s))
+                elif await self._changes.wait(serial, min(self._look_s, left_s)):
+                    break
+            await asyncio.sleep(max(0.0, read_at + READ_S - loop.time()))
 
     def _glance(self) -> tuple[int, float | None]:
         """A number that changes with the file, and when the next lease ends. Reads only."""

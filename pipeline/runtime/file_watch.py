@@ -1,5 +1,7 @@
 """Whether a file has changed since the last question, by inotify: one system call that never waits for a disk.
 
+`fd` is readable when there is an answer to read, for an event loop.
+
 The kernel queues an event before the call that changes the file returns.  A question that is asked after a change
 therefore finds it.  Not seen are changes that another machine makes on a network file system, and changes through a
 memory mapping or another hard link: look at the file itself now and then, too.
@@ -12,6 +14,7 @@ import os
 import select
 import struct
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 # linux/inotify.h
@@ -29,17 +32,26 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class FileWatch:
-    """Watches one name in one directory. `arm` may be called in another thread; everything else belongs to one."""
+    """Watches one name in one directory. `arm` may be called in another thread; everything else belongs to one.
 
-    def __init__(self, path: Path) -> None:
+    suffixes: of further files beside it, whose changes count as its own.
+    """
+
+    def __init__(self, path: Path, suffixes: Sequence[str] = ()) -> None:
         self._path = path
-        self._name = b""  # in the watched directory: of the file, or of the next directory on the way to it
+        self._suffixes = ("", *suffixes)
+        self._names: frozenset[bytes] = frozenset()  # in the watched directory: files, or the next directory to them
         self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watch = -1
         self._poll = select.poll()
         if self._fd >= 0:  # at the user's limit of instances there is none, and `arm` is never true
             self._poll.register(self._fd, select.POLLIN)
             weakref.finalize(self, os.close, self._fd)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1: there is none, and `has_changed` is always true."""
+        return self._fd
 
     def arm(self) -> bool:
         """Watch the file's directory, or the nearest one that exists. Whether changes from now on are seen.
@@ -54,7 +66,9 @@ class FileWatch:
                 continue
             if watch != self._watch and self._watch >= 0:
                 _libc.inotify_rm_watch(self._fd, self._watch)
-            self._watch, self._name = watch, os.fsencode(below.name)
+            self._watch = watch
+            suffixes = self._suffixes if below == self._path else ("",)
+            self._names = frozenset(os.fsencode(below.name + suffix) for suffix in suffixes)
             # A directory that was made before its parent was watched, or a link, whose target is not watched.
             try:
                 return watch >= 0 and not below.is_symlink() and (below == self._path or not below.exists())
@@ -84,4 +98,4 @@ class FileWatch:
                 name = raw[at + _EVENT.size : at + _EVENT.size + length].rstrip(b"\0")
                 at += _EVENT.size + length
                 is_lost = bool(mask & _LOST) and watch == self._watch
-                found = found or is_lost or bool(mask & _OVERFLOW) or name == self._name
+                found = found or is_lost or bool(mask & _OVERFLOW) or name in self._names

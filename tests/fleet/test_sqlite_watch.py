@@ -1,0 +1,114 @@
+"""How the watchers of a SQLite store learn of changes: without asking the file again and again, and missing none."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.coordination.sqlite_store import READ_S, SqliteStore
+from pipeline.runtime import file_watch
+
+from .coordination_stores import LIMIT_S, Watcher, until
+
+NEVER_S = 3600.0  # a watcher that looks so rarely depends on what is reported to it
+OTHER_PROCESS = """
+import asyncio, sys
+from pathlib import Path
+from pipeline.coordination.sqlite_store import SqliteStore
+
+async def write():
+    async with SqliteStore(Path(sys.argv[1])) as store:
+        while key := (await asyncio.to_thread(sys.stdin.readline)).strip():
+            await store.put(key, b"1")
+
+asyncio.run(write())
+"""
+
+
+async def trace(store: SqliteStore) -> list[str]:
+    """The statements of the store from now on."""
+    statements: list[str] = []
+    await store._call(lambda: store._database.set_trace_callback(statements.append))
+    return statements
+
+
+async def test_an_idle_watcher_sleeps_until_a_lease_ends(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "c.db") as store, SqliteStore(tmp_path / "c.db") as other:
+        watcher = Watcher(store, "")
+        lease = await other.grant(2.0)
+        await other.put("a", b"1", lease)
+        await until(lambda: watcher.values == {"a": b"1"})
+        statements = await trace(store)
+        await until(lambda: not watcher.values)
+        looks = sum("data_version" in statement for statement in statements)
+        assert 1 <= looks < 15, "every 20 ms it would be 100"
+        await watcher.stop()
+
+
+async def test_no_change_of_another_process_is_missed(tmp_path: Path) -> None:
+    """A report may come before the change is visible; with two watchers each may read the report of the other."""
+    path = tmp_path / "c.db"
+    async with SqliteStore(path, look_s=NEVER_S) as store:
+        watchers = [Watcher(store, ""), Watcher(store, "k")]
+        writer = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", OTHER_PROCESS, str(path), stdin=asyncio.subprocess.PIPE
+        )
+        assert writer.stdin is not None
+        for i in range(40):
+            writer.stdin.write(b"k%d\n" % i)
+            await until(lambda i=i: all(f"k{i}" in watcher.values for watcher in watchers))  # type: ignore[misc]
+        writer.stdin.close()
+        assert await asyncio.wait_for(writer.wait(), LIMIT_S) == 0
+        for watcher in watchers:
+            assert sum(update.is_snapshot for update in watcher.updates) == 1
+            await watcher.stop()
+
+
+async def test_many_changes_in_a_row_cost_few_transactions(tmp_path: Path) -> None:
+    async with SqliteStore(tmp_path / "c.db", look_s=NEVER_S) as store, SqliteStore(tmp_path / "c.db") as other:
+        watcher = Watcher(store, "")
+        await until(lambda: bool(watcher.updates))
+        statements, began = await trace(store), time.monotonic()
+        for i in range(300):
+            await other.put(f"a/{i % 7}", b"%d" % i)
+        await until(lambda: watcher.values.get(f"a/{299 % 7}") == b"299")
+        reads = (time.monotonic() - began) / READ_S + 2
+        assert sum("BEGIN" in statement for statement in statements) <= reads
+        await watcher.stop()
+
+
+async def test_another_file_of_the_name_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    async with SqliteStore(path, look_s=NEVER_S) as store:
+        await store.put("a", b"1")
+        watcher = Watcher(store, "")
+        await until(lambda: bool(watcher.values))
+        for file in tmp_path.glob("c.db*"):
+            file.unlink()
+        await until(lambda: not watcher.values)
+        async with SqliteStore(path) as other:
+            await other.put("b", b"2")
+        await until(lambda: watcher.values == {"b": b"2"})
+        await watcher.stop()
+
+
+@pytest.mark.parametrize("cause", ["no descriptor", "link"])
+async def test_a_watcher_looks_often_where_nothing_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    path = tmp_path / "c.db"
+    if cause == "link":
+        (tmp_path / "elsewhere").mkdir()
+        path.symlink_to(tmp_path / "elsewhere" / "c.db")
+    else:
+        monkeypatch.setattr(file_watch._libc, "inotify_init1", lambda flags: -1)
+    async with SqliteStore(path, look_s=NEVER_S) as store, SqliteStore(path) as other:
+        watcher = Watcher(store, "")
+        await until(lambda: bool(watcher.updates))
+        await other.put("a", b"1")
+        await until(lambda: watcher.values == {"a": b"1"})
+        await watcher.stop()
