@@ -47,7 +47,7 @@ class Stages:
         self.answers_after = 0  # questions; those before get no answer
         self.settings, self.performance = config.models[0], config.performance
         self.ranks = 2
-        self.attachments = 1
+        self.attachment = self.answered_by = 7  # of the workers that are attached, and of those that answer
 
     def _to_tokenizer(self, frame: m.Frame) -> bool:
         if isinstance(frame, m.Encode):
@@ -71,7 +71,7 @@ class Stages:
         offset, logprob = (self.offset, self.logprob) if is_damaged else (0, -0.5)
         tokens = tuple((len(prompt) + offset + i) % 9 for i in range(frame.max_tokens))
         logprobs = tuple(m.Logprob(logprob) for _ in tokens)
-        answer = m.SequenceTokens(frame.sequence, 0, tokens, logprobs, "length")
+        answer = m.SequenceTokens(frame.sequence, 0, tokens, logprobs, "length", attachment=self.answered_by)
         self.service.on_scheduler(m.Tokens(frame.model, 1, [answer]))
 
     def version(self, serial: int = 1, kernels: str = KERNELS, digest: str = DIGEST) -> ModelVersion:
@@ -97,7 +97,7 @@ class Stages:
     def set_ready(self, version: ModelVersion, kernels: str = KERNELS) -> None:
         """Its worker has started."""
         state = m.ModelState(version.id, version.digest, True, "", 0, 0, 8, kernels=kernels, ranks=self.ranks)
-        state = msgspec.structs.replace(state, attachments=self.attachments)
+        state = msgspec.structs.replace(state, attachments=(self.attachment,))
         self.service.on_scheduler(m.SchedulerState([state]))
 
     def check(
@@ -216,9 +216,15 @@ def test_an_early_test_that_was_refused_is_repeated(stages: Stages) -> None:
 
 
 def test_an_early_test_of_workers_that_have_been_replaced_is_repeated(stages: Stages) -> None:
-    """Their successors have mapped the weights again."""
+    """Their successors have mapped the weights again; the scheduler may be another one, too."""
     stages.check(stages.version())
-    stages.attachments = 2
+    stages.attachment = 8
+    assert stages.check(stages.version(2), is_early=True) == [SHORT, SHORT]
+
+
+def test_an_early_test_that_names_no_worker_is_repeated(stages: Stages) -> None:
+    stages.check(stages.version())
+    stages.attachment = stages.answered_by = 0
     assert stages.check(stages.version(2), is_early=True) == [SHORT, SHORT]
 
 

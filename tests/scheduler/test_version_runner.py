@@ -69,17 +69,19 @@ def test_requests_wait_for_the_successor_of_a_dead_worker(
     first, second = groups
     attach(runner, first, 0.0)
     runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), LATE)
+    (before,) = runner.state().attachments
     first.end()
     runner.worker_down(b"w", LATE)
+    assert runner.state().attachments == ()
     runner.tick(LATE + 0.5 * UNAVAILABLE_S)
     assert "s" in runner.engine.table.live
     assert not runner.engine.outbox.rejected
     runner.engine.submissions.submit(GATEWAY, submission("t", [1, 2, 3], 8), LATE + 0.5 * UNAVAILABLE_S)
     assert set(runner.engine.table.live) == {"s", "t"}
-    assert runner.state().attachments == 1
     attach(runner, second, LATE + 0.6 * UNAVAILABLE_S)
     assert sum(isinstance(frame, Attach) for frame in sent) == 2
-    assert runner.state().attachments == 2
+    (after,) = runner.state().attachments
+    assert after > before > 0
 
 
 def test_a_worker_that_its_supervisor_has_not_waited_for_is_dead(runner: VersionRunner, groups: list[Group]) -> None:

@@ -167,6 +167,18 @@ def test_sequences_of_a_dead_group_go_on_in_the_other_one() -> None:
     assert set(world.ends.values()) == {"length"}
 
 
+def test_the_end_of_an_answer_names_the_attachment_that_computed_it() -> None:
+    world = GroupsWorld(batch=2)
+    for i in range(2):
+        world.submit(submission(f"s{i}", [i + 1] * 5, 3, seed=i))
+    world.run_until_idle()
+    rings = [group.link.ring for group in world.engine.groups]
+    assert set(world.attachments.values()) == {ring.generation for ring in rings if ring is not None}
+    world.submit(submission("refused", [1] * 500, 3))
+    world.collect()
+    assert "refused" not in world.attachments
+
+
 def test_sequences_wait_while_no_group_is_attached_and_go_on_in_the_first_one_that_is() -> None:
     world = GroupsWorld(batch=4)
     for i in range(4):

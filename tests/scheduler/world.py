@@ -76,6 +76,7 @@ class World:
         self.vectors: dict[str, bytes] = {}  # of pooled sequences
         self.scores: dict[str, bytes] = {}  # of prompt tokens
         self.errors: dict[str, str] = {}
+        self.attachments: dict[str, int] = {}  # of the groups that computed the ends
         self.cancelled: set[str] = set()
         self.attach()
         self.kv_up()
@@ -193,6 +194,7 @@ class World:
                 if part.finish:
                     self.ends[name] = part.finish
                     self.errors[name] = part.error
+                    self.attachments[name] = part.attachment
         self.engine.outbox.tokens.clear()
         for _, rejected in self.engine.outbox.rejected:
             assert rejected.sequence not in self.ends

@@ -91,6 +91,7 @@ class SequenceTokens(Frame):
     scores: bytes = b""  # of prompt tokens, as stages/gateway/requests/prompt_scores.py reads them
     revision: int = 0  # of the submission; the gateway ignores those of an earlier one
     param: str = ""  # with finish "error": the request's field at fault
+    attachment: int = 0  # with finish "stop"/"length": of the worker group that computed it, see `ModelState`
 
 
 class SequenceEvent(Frame):
@@ -152,7 +153,8 @@ class ModelState(Frame):
     kernels: str = ""  # as in `WorkerReady`; "": no worker group has been attached
     ranks: int = 0  # as in `WorkerReady`, with `nodes`
     nodes: tuple[int, ...] = ()
-    attachments: int = 0  # how often the worker group that was attached most often has been
+    # Of each worker group that is attached: names this attachment, among those of all schedulers. Higher: later.
+    attachments: tuple[int, ...] = ()
 
 
 class SchedulerState(Frame, tag="Q"):

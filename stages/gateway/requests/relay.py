@@ -274,7 +274,7 @@ class Relay:
             sequence.move(SequencePhase.DECODING)
         sequence.finish_reason = new.finish
         if new.finish:
-            sequence.accepted = new.accepted
+            sequence.accepted, sequence.attachment = new.accepted, new.attachment
         is_scored = bool(new.scores) and sequence.request.update_scores()
         return bool(fresh) or bool(new.finish) or is_scored
 

@@ -92,6 +92,7 @@ class SequenceState:
 
     __slots__ = (
         "accepted",
+        "attachment",
         "cached_tokens",
         "decoder",
         "filter",
@@ -140,6 +141,7 @@ class SequenceState:
         self.finish_reason = ""  # once set, no more tokens follow
         self.cached_tokens = 0  # prompt tokens that came from the KV cache
         self.accepted = 0  # draft tokens, once it has its finish reason
+        self.attachment = 0  # of the worker group that computed its end, likewise; 0: not known
         self.first_token_at = 0.0  # s, monotonic; 0.0: no token yet
         self.last_token_at = 0.0  # of a token from the scheduler of this gateway's life; 0.0: none yet
         # Submission to the scheduler.

@@ -25,6 +25,7 @@ import math
 import secrets
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import PerformanceConfig
@@ -52,7 +53,15 @@ PRIORITY = 1_000  # above that of any key
 # Errors of a short test that do not say how the version computes: it was sent too early, or waited too long.
 TRANSIENT = ("MODEL_UNAVAILABLE", "MODEL_NOT_FOUND", "OVERLOADED", "TIMEOUT")
 
-EarlyProbe = asyncio.Task[Probe]  # the short test of a version that may not be ready yet
+
+class Answer(NamedTuple):
+    """What a version has computed, and the attachment of the worker group that did; 0: not known."""
+
+    probe: Probe
+    attachment: int
+
+
+EarlyProbe = asyncio.Task[Answer]  # the short test of a version that may not be ready yet
 
 
 class SelfTest:
@@ -84,7 +93,7 @@ class SelfTest:
         if not self._loaded.described[version.id].generates or self._is_comparable(version, reference):
             return None
 
-        async def ask() -> Probe:
+        async def ask() -> Answer:
             return await self._generate(version, (await self._prompt(version))[:SHORT_TOKENS], SHORT_MAX_TOKENS)
 
         early = asyncio.get_running_loop().create_task(ask())
@@ -131,7 +140,7 @@ class SelfTest:
         known = self._passed.find(key) if may_be_short and key else None
         if known is not None:
             return await self._repeat(version, prompt, known, early)
-        answer = await self._generate(version, prompt, MAX_TOKENS)
+        answer = (await self._generate(version, prompt, MAX_TOKENS)).probe
         if may_be_short and key:
             try:
                 self._passed.add(key, await self._short(version, prompt, early))
@@ -148,8 +157,8 @@ class SelfTest:
             try:
                 found = await early
                 state = self._loaded.states.get(version.id)
-                if state is not None and state.attachments <= 1:
-                    return found
+                if state is not None and found.attachment in state.attachments and found.attachment:
+                    return found.probe
                 # Workers that have been replaced may have given it.
                 log.info("repeating the self-test", extra={"version": version.id, "reason": "its workers are others"})
             except StarlingError as error:
@@ -157,7 +166,7 @@ class SelfTest:
                     raise
                 # Its time began before the version was ready.
                 log.info("repeating the self-test", extra={"version": version.id, "reason": error.message})
-        return await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS)
+        return (await self._generate(version, prompt[:SHORT_TOKENS], SHORT_MAX_TOKENS)).probe
 
     async def _repeat(
         self, version: ModelVersion, prompt: tuple[int, ...], known: Probe, early: EarlyProbe | None
@@ -208,7 +217,7 @@ class SelfTest:
             raise InferenceError(f"the self-test of {version.id} got a vector with values that are not finite")
         return values
 
-    async def _generate(self, version: ModelVersion, prompt: tuple[int, ...], most: int) -> Probe:
+    async def _generate(self, version: ModelVersion, prompt: tuple[int, ...], most: int) -> Answer:
         """Up to `most` tokens after the prompt."""
         described, bounds = self._loaded.described[version.id], self._loaded.bounds(version)
         n = max(1, min(most, bounds.max_output_tokens or most, bounds.context // 2))
@@ -251,7 +260,7 @@ class SelfTest:
                 f"{[one.logprob for one in sequence.logprobs]}"
             )
         logprobs = (one.logprob for one in sequence.logprobs)
-        return tuple(ProbeToken(*one) for one in zip(tokens, logprobs, strict=True))
+        return Answer(tuple(ProbeToken(*one) for one in zip(tokens, logprobs, strict=True)), sequence.attachment)
 
 
 def _text(probe: Probe) -> str:

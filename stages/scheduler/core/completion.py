@@ -210,7 +210,9 @@ class StepCompletion:
             run.ahead -= 1
         if finish:
             self._phases.finishing(sequence)
-            self._table.finish(sequence, finish, start=first, tokens=tuple(tokens), logprobs=logprobs)
+            self._table.finish(
+                sequence, finish, start=first, tokens=tuple(tokens), logprobs=logprobs, attachment=ring.generation
+            )
             return
         if tokens:
             self._outbox.add_tokens(sequence, first, tuple(tokens), logprobs)

@@ -83,7 +83,6 @@ class GroupRunner:
         self.pids = pids  # of the group that has the arenas mapped
         # False: it may compute a step with pages that kv gives to others as soon as the scheduler has reconciled.
         self.is_settled = not any(is_alive(*process) for process in pids)
-        self.attachments = 0  # since this process of the scheduler began
         self.stalled_s = 0.0  # seconds since the worker with a step has shown signs of computing it
         self.attach_failure = AttachFailure()
         self.served_at = -math.inf  # s: when it could last compute steps
@@ -109,6 +108,11 @@ class GroupRunner:
     def is_attached(self) -> bool:
         """It reads its ring."""
         return self.engine_group.link.is_attached
+
+    @property
+    def attachment(self) -> int:
+        """The generation of its ring: no other attachment has it, of this process or an earlier one."""
+        return self._generation
 
     @property
     def may_compute(self) -> bool:
@@ -218,7 +222,6 @@ class GroupRunner:
         if not self._to_worker(self.peer, attach):
             self.pids = before
             return
-        self.attachments += 1
         self._attach_after = now + REATTACH_S
         self._last_progress = (-1, now)
         self._backoff.record_attached(now)

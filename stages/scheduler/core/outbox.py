@@ -34,6 +34,7 @@ class Outbox:
         error: str = "",
         message: str = "",
         param: str = "",
+        attachment: int = 0,
     ) -> None:
         """Output tokens from output index `start`, and the finish reason if the sequence ends with them."""
         gateway = sequence.gateway
@@ -53,6 +54,7 @@ class Outbox:
             sequence.accepted,
             revision=sequence.revision,
             param=param,
+            attachment=attachment,
         )
         parts = self.tokens.get(gateway)
         if parts is None:

@@ -115,14 +115,16 @@ class SequenceTable:
         start: int = -1,
         tokens: tuple[int, ...] = (),
         logprobs: tuple[Logprob, ...] = (),
+        attachment: int = 0,
     ) -> None:
         """Send the terminal event of a live sequence, with its last tokens from output index `start`.
 
+        `attachment`: of the worker group that computed them, see `ModelState`; 0: none did.
+
         Row and pages are returned as soon as no step computes the sequence.
         """
-        self._outbox.add_tokens(
-            sequence, sequence.outputs if start < 0 else start, tokens, logprobs, reason, error, message, param
-        )
+        begin = sequence.outputs if start < 0 else start
+        self._outbox.add_tokens(sequence, begin, tokens, logprobs, reason, error, message, param, attachment)
         self._stats.record_finish(reason, sequence.outputs, not sequence.sampling.ignore_eos)
         if log.isEnabledFor(logging.DEBUG):
             took_ms = round((self._outbox.now - sequence.arrived) * 1000, 3)

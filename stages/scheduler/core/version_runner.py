@@ -321,7 +321,7 @@ class VersionRunner:
         state = self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
         places = [self.places[number] for number in sorted(self.places)]
         ranks, nodes = sum(ranks for ranks, _ in places), tuple(n for _, nodes in places for n in nodes)
-        attachments = max(group.attachments for group in self.groups)
+        attachments = tuple(group.attachment for group in self.groups if group.is_attached)
         return msgspec.structs.replace(state, kernels=self.kernels, ranks=ranks, nodes=nodes, attachments=attachments)
 
     def retire(self) -> None:
