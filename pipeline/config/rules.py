@@ -196,10 +196,10 @@ def _worker_groups(config: Config) -> Iterator[Rule]:
     if isinstance(groups, str) or groups == 1:
         return
     for index, model in enumerate(config.models):
-        n_cores = len(model.cpus) or len(server_cores.of(config))
+        n_cores = len(model.cpus)
         reason = ""
-        if groups > n_cores:
-            reason = f"each group takes a core, and model {model.name!r} has {n_cores}: give at most {n_cores}"
+        if model.cpus and groups > n_cores:
+            reason = server_cores.too_many_groups(model.name, n_cores)
         elif model.cpus and groups * model.ranks > n_cores:
             reason = f"models.{index}.ranks = {model.ranks} of each group take a core each, and cpus has {n_cores}"
         elif config.drafts(model.name):

@@ -17,6 +17,7 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from shm.decoding import DECODE_ERRORS
 
 FILE = "server-cores"
@@ -35,11 +36,31 @@ def of(config: Config) -> list[int]:
         return own()
 
 
+def check(config: Config) -> None:
+    """Raise `ConfigError` if the server that starts here has too few cores for its worker groups.
+
+    Of models with `cpus` the configuration's rules check it.  Commands that start nothing may run on fewer cores.
+    """
+    groups, n_cores = config.performance.worker_groups, len(of(config))
+    if isinstance(groups, str) or groups <= n_cores:
+        return
+    for model in config.models:
+        if not model.cpus:
+            key, reason = "performance.worker_groups", too_many_groups(model.name, n_cores)
+            raise ConfigError(f"{key} = {groups}: {reason}", param=key)
+
+
+def too_many_groups(model: str, n_cores: int) -> str:
+    """Why a model cannot have more worker groups than cores."""
+    return f"each group takes a core, and model {model!r} has {n_cores}: give at most {n_cores}"
+
+
 def store(config: Config) -> None:
-    """Store the cores of this process for all others, unless another one has. Raises `OSError`."""
+    """Store the cores of this process for all others, unless another one has. Raises `OSError`, and as `check`."""
     path = _path(config)
     if config.performance.worker_groups == 1 or path.exists():
         return
+    check(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{FILE}.{os.getpid()}.new")
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import click
 import msgspec
 
+from pipeline.config import server_cores
 from pipeline.config.load import load
 from pipeline.errors import ConfigError
 from pipeline.runtime.process import EXIT_CONFIG
@@ -53,6 +54,7 @@ def examine() -> Iterator[Finding]:
 
     try:
         config = load()
+        server_cores.check(config)
     except ConfigError as error:
         yield problem("configuration", error.message, "correct it; `starling config` prints what is in force")
         return

@@ -18,7 +18,7 @@ from pathlib import Path
 import click
 
 from pipeline import procfs
-from pipeline.config import paths
+from pipeline.config import paths, server_cores
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError
@@ -84,6 +84,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         end_when_unused(run_dir)
     held: ServerLocks | None = None
     try:
+        server_cores.check(config)
         check_port(config)
         check_certificate(config)
         moved = choose_arena_dir(config)  # before a long download

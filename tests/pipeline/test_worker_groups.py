@@ -123,6 +123,25 @@ def test_values_that_are_refused(groups: Any) -> None:
         configured(groups)
 
 
+def test_only_a_start_is_refused_for_want_of_cores(tmp_path: Path) -> None:
+    """Other commands may run on fewer cores than the server, and without one: they only read."""
+    models = [{"name": "m", "path": "/m.gguf"}]
+    raw = {"models": models, "server": {"run_dir": str(tmp_path)}, "performance": {"worker_groups": 64}}
+    config = resolve(raw, {})
+    cpus = server_cores.own()
+    if len(cpus) < 64:
+        for start in (server_cores.check, server_cores.store):
+            with pytest.raises(
+                ConfigError, match=f"worker_groups = 64: .* 'm' has {len(cpus)}: give at most {len(cpus)}"
+            ):
+                start(config)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / server_cores.FILE).write_text(str(list(range(64))))
+    server_cores.check(config)  # of a running server, which another process has started
+    server_cores.store(config)
+    assert len(worker_groups.cpus_of_groups(config, config.models[0], "m")) == 64
+
+
 def test_names_of_a_versions_groups() -> None:
     config = configured(1)
     (version,) = initial(config).versions
