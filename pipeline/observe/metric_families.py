@@ -287,6 +287,12 @@ FAMILIES: dict[str, Family] = {
             SECONDS,
         ),
         Family("starling_steps_total", "counter", "Steps computed.", ("model",)),
+        Family(
+            "starling_worker_group_ready",
+            "gauge",
+            "1 while the worker group can compute steps, 0 while it waits. Of models with several groups.",
+            ("model", "group"),
+        ),
         Family("starling_steps_repeated_total", "counter", "Steps computed again after a worker's death.", ("model",)),
         Family(
             "starling_discarded_samples_total",

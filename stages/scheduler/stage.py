@@ -55,7 +55,8 @@ class SchedulerStage:
         self._unsent: dict[bytes, deque[m.Frame]] = {}  # by gateway
         self._next_push = 0.0
         self.runners: dict[str, VersionRunner] = {}  # by version
-        self._pushed: list[tuple[str, str, str]] = []  # (version, digest, problem) as gateways have them
+        # (version, digest, problem, those of its groups) as gateways have them
+        self._pushed: list[tuple[str, str, str, tuple[str, ...]]] = []
         self._serving: set[str] = set()  # versions that must be ready for this stage to be ready
         self._doorbells: dict[str, Doorbell] = {}  # by version
         self._core_shares = CoreShares()
@@ -112,6 +113,9 @@ class SchedulerStage:
         for metrics in self._metrics.values():
             metrics.remove(name)
         self._tenant_metrics.remove(runner.engine)
+        model = name.partition("@")[0]
+        for stage in runner.group_stages:
+            self.loop.metrics.drop("starling_worker_group_ready", model, stage)
         self.helpers.forget(name)
         bell = self._doorbells.pop(name)
         if bell.fd >= 0:
@@ -161,6 +165,7 @@ class SchedulerStage:
             self.helpers.vetting,
         )
         runner.cores, runner.weight = frozenset(model.cpus), model.weight
+        runner.group_stages = tuple(version.of_group(number).stage for number in range(len(runner.groups)))
         return runner
 
     def run(self) -> int:
@@ -304,6 +309,14 @@ class SchedulerStage:
                 metrics.export(self.loop.metrics)
             for name, metrics in self._metrics.items():
                 sizes = [runner.arena_bytes for id, runner in self.runners.items() if id in metrics.engines]
+                ready = [
+                    (one.group_stages[number], not problem)
+                    for id, one in self.runners.items()
+                    if id in metrics.engines
+                    for number, problem in enumerate(one.group_problems)
+                ]
+                for stage, is_ready in ready:
+                    self.loop.metrics.set("starling_worker_group_ready", float(is_ready), name, stage)
                 for i, state in enumerate(("reserved", "used")):
                     self.loop.metrics.set("starling_arena_bytes", sum(size[i] for size in sizes), name, "steps", state)
             late = sum(metrics.late for metrics in self._metrics.values())
@@ -316,8 +329,11 @@ class SchedulerStage:
         waiting = [f"{name}: {problem}" for name, problem in problems.items() if problem and name in self._serving]
         # The stage is ready if any serving version is: the state of each version says which ones are not.
         self.loop.ready = len(waiting) < max(1, len(self._serving))
-        self.loop.reason = "; ".join(waiting)
-        current = [(name, runner.digest, problems[name]) for name, runner in self.runners.items()]
+        serving = [runner for name, runner in self.runners.items() if name in self._serving]
+        self.loop.reason = "; ".join([*waiting, *(group for runner in serving for group in runner.waiting_groups)])
+        current = [
+            (name, runner.digest, problems[name], runner.group_problems) for name, runner in self.runners.items()
+        ]
         if now >= self._next_push or current != self._pushed:
             intervals = IDLE_INTERVALS if self.loop.is_idle else 1
             self._next_push = now + 0.9 * intervals * self.config.server.heartbeat_ms / 1000

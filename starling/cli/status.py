@@ -115,7 +115,9 @@ def look(config: Config, sleep: Callable[[float], None] = time.sleep) -> list[Ro
 
 
 def _row(record: StageStatus, now: float, cpu: float, family: list[int]) -> Row:
-    reason = STOPPED if procfs.is_stopped(record.pid) else "" if record.ready else record.reason
+    # A scheduler that is ready names the models and worker groups that wait beside others.
+    is_told = not record.ready or record.stage == "scheduler"
+    reason = STOPPED if procfs.is_stopped(record.pid) else record.reason if is_told else ""
     return Row(
         record.stage,
         "ready" if record.ready and reason != STOPPED else "not ready",

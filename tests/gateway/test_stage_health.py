@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.schema import Config
-from pipeline.protocol.messages import Heartbeat
+from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.errors import ModelUnavailable
+from pipeline.models import versions
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol.messages import Heartbeat, ModelState
 from pipeline.runtime.timer_coalescing import ALIGN_S
 from stages.gateway.admission.server_readiness import ChangeSignal, ServerReadiness
 from stages.gateway.admission.stage_health import STUCK_S, StageHealth
@@ -172,6 +177,28 @@ def test_a_heartbeat_counts_from_its_arrival(gaps: list[float], until_tick: floa
         assert health.problem == ""
         last = msgspec.structs.replace(last)
         readiness.on_heartbeat(health, last)
+
+
+def test_a_model_with_several_worker_groups_shows_each(tmp_path: Path) -> None:
+    """It is ready while one of them is; a group that cannot start has recorded the reason."""
+    version = ModelVersion(name="m", serial=0, settings=ModelConfig(name="m", path="/m.gguf"), state="serving")
+    config = msgspec.structs.replace(Config(), server=ServerConfig(run_dir=str(tmp_path)))
+    catalog = SimpleNamespace(
+        names=["m"], serving=lambda name: version, versions=lambda name: (version,), known_names=lambda: ["m"]
+    )
+    state = ModelState("m", "aa" * 32, True, "", 0, 0, 8, groups=("", "waiting for its worker", "stalled"))
+    loaded = SimpleNamespace(states={"m": state}, described={"m": None})
+    readiness = ServerReadiness(config, cast(Any, catalog), cast(Any, loaded), ChangeSignal(), Clock())
+    versions.write_failure(tmp_path, "worker-m~1", ModelUnavailable("too little memory"))
+    model = readiness.report(0)["models"]["m"]
+    assert model["ready"]
+    assert [(group["stage"], group["ready"], group["reason"]) for group in model["worker_groups"]] == [
+        ("worker-m", True, None),
+        ("worker-m~1", False, "its worker cannot start: too little memory"),
+        ("worker-m~2", False, "stalled"),
+    ]
+    loaded.states["m"] = msgspec.structs.replace(state, groups=())
+    assert "worker_groups" not in readiness.report(0)["models"]["m"]
 
 
 def test_models_are_described_as_soon_as_the_tokenizer_is_ready() -> None:

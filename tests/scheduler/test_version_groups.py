@@ -42,7 +42,9 @@ def two_groups(tmp_path: Path, to_kv: list[Frame], sent: list[tuple[bytes, Frame
         return True
 
     settings = Settings("m", 4, worker_groups=n)
-    return VersionRunner(settings, tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, ask)
+    runner = VersionRunner(settings, tmp_path / "m.steps", 16, 0, 10.0, 0.0, lambda _: 1.0, to_worker, ask)
+    runner.group_stages = tuple(f"worker-m~{number}" if number else "worker-m" for number in range(n))
+    return runner
 
 
 def test_a_new_scheduler_reconciles_when_no_group_may_compute_a_step_of_the_old_one(
@@ -168,10 +170,33 @@ def test_a_group_with_other_files_waits_for_the_end_of_the_attached_ones(
     logged = [record for record in caplog.records if "different files" in getattr(record, "reason", "")]
     assert len(logged) == 1, "once, and the model's own state does not say it"
     assert runner.problem == "", "the first group serves"
+    assert runner.waiting_groups == [f"worker-m~1: {runner.groups[1].reason}"]
+    assert runner.state().groups == ("", runner.groups[1].reason)
     assert (tmp_path / "m.steps").exists()
     runner.worker_ready(b"1", second.hello, of_group(second, 1), 2.0)
     assert [peer for peer, _ in sent] == [b"0", b"1"]
+    assert runner.waiting_groups == []
+    assert runner.state().groups == ("", "")
     runner.close()
+
+
+def test_the_reason_of_a_group_is_shown_while_another_one_serves(tmp_path: Path, groups: list[Group]) -> None:
+    """While none does, the reason of the first one is the model's; a single group has no list."""
+    first, second = groups
+    runner = two_groups(tmp_path, [], [])
+    assert runner.problem == "waiting for its worker" and runner.waiting_groups == []
+    runner.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    assert runner.waiting_groups == ["worker-m~1: waiting for its worker"]
+    runner.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    assert runner.waiting_groups == []
+    second.end()
+    runner.worker_down(b"1", 1.0)
+    assert runner.waiting_groups == ["worker-m~1: its worker has exited"]
+    runner.close()
+    alone = two_groups(tmp_path / "alone", [], [], n=1)
+    assert (alone.problem, alone.state().groups) == ("waiting for its worker", ())
+    alone.close()
 
 
 def test_another_kv_arena_waits_for_the_steps_of_all_groups(tmp_path: Path, groups: list[Group]) -> None:

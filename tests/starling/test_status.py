@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeline.config.load import resolve
-from starling.cli.status import Row, duration, look, size, table
+from pipeline.observe.status import StageStatus
+from starling.cli.status import Row, _row, duration, look, size, table
 
 
 def test_the_table_fits_80_columns_whatever_the_numbers() -> None:
@@ -45,6 +47,20 @@ def test_durations(seconds: float, shown: str) -> None:
 @pytest.mark.parametrize(("count", "shown"), [(2048, "2K"), (3 << 20, "3.0M"), (700 << 20, "700M"), (3 << 29, "1.5G")])
 def test_sizes(count: int, shown: str) -> None:
     assert size(count) == shown
+
+
+def test_a_scheduler_that_is_ready_says_what_waits() -> None:
+    """A model that is not ready beside others, and a worker group beside those that compute."""
+
+    def row(stage: str, *, is_ready: bool, reason: str) -> Row:
+        pid = os.getpid()
+        return _row(StageStatus(stage, pid, 0, 0, 1.0, 0, False, is_ready, reason, 0.0), 1.0, 0.0, [pid])
+
+    reason = "worker-m~1: waiting for its worker"
+    assert row("scheduler", is_ready=True, reason=reason).reason == reason
+    assert row("scheduler", is_ready=True, reason="").reason == ""
+    assert row("kv", is_ready=True, reason="starting").reason == ""
+    assert row("kv", is_ready=False, reason="starting").reason == "starting"
 
 
 def test_a_server_that_is_down_has_rows_but_no_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,7 @@ class ModelState(Frame):
     nodes: tuple[int, ...] = ()
     # Of each worker group that is attached: names this attachment, among those of all schedulers. Higher: later.
     attachments: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()  # of several worker groups: why each computes nothing, "" for one that is ready
 
 
 class SchedulerState(Frame, tag="Q"):

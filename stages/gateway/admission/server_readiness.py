@@ -144,6 +144,18 @@ class ServerReadiness:
             report["reason"] = f"its worker cannot start: {failure.message}"
         return report
 
+    def _worker_groups(self, serving: ModelVersion) -> list[dict[str, Any]]:
+        """The fields of each worker group in /ready, if the model has several."""
+        state = self._loaded.states.get(serving.id)
+        found = []
+        for number, reason in enumerate(state.groups if state is not None else ()):
+            stage = serving.of_group(number).stage
+            failure = versions.read_failure(self._run_dir, stage) if reason else None
+            if failure is not None:
+                reason = f"its worker cannot start: {failure.message}"
+            found.append({"stage": stage, "ready": not reason, "reason": reason or None})
+        return found
+
     def refusal(self, model: str = "") -> StarlingError | None:
         """Why no request for the model ("": for any model) is admitted, however long it waits; None if it is."""
         if self.is_stopping:
@@ -166,6 +178,8 @@ class ServerReadiness:
             models[name] = self._model(serving) if serving is not None else model_report(None)
             if serving is None:
                 models[name]["reason"] = "it is being loaded"
+            elif groups := self._worker_groups(serving):
+                models[name]["worker_groups"] = groups
             if drained := self.drains.reason(name):
                 models[name] |= {"ready": False, "reason": drained}
         # A model that is being loaded for the first time does not make the others unready.

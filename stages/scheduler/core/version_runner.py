@@ -73,6 +73,7 @@ class VersionRunner:
         self.places: dict[int, tuple[int, tuple[int, ...]]] = {}  # by group: its ranks, and those of each memory node
         self.weight = 1.0  # share of cores that it has in common with other models
         self.doorbell = ""  # path of the doorbell socket
+        self.group_stages: tuple[str, ...] = ()  # names of its worker groups, for the operator
         self.progress = 0  # grows in each tick in which this stage waits for the worker, kv or a batch
         self._settings = settings
         self._page_tokens = page_tokens
@@ -306,6 +307,19 @@ class VersionRunner:
         problems = [self._problem_of(group) for group in self.groups]
         return problems[0] if all(problems) else ""
 
+    @property
+    def group_problems(self) -> tuple[str, ...]:
+        """Of several worker groups: why each computes nothing, "" for one that is ready. () for a single one."""
+        return tuple(self._problem_of(group) for group in self.groups) if len(self.groups) > 1 else ()
+
+    @property
+    def waiting_groups(self) -> list[str]:
+        """The worker groups that compute nothing while another one does, with the reason."""
+        problems = self.group_problems
+        if all(problems):  # `problem` has the reason
+            return []
+        return [f"{stage}: {problem}" for stage, problem in zip(self.group_stages, problems, strict=True) if problem]
+
     def _problem_of(self, group: GroupRunner) -> str:
         if group.attach_failure.error:
             return group.attach_failure.error
@@ -322,7 +336,14 @@ class VersionRunner:
         places = [self.places[number] for number in sorted(self.places)]
         ranks, nodes = sum(ranks for ranks, _ in places), tuple(n for _, nodes in places for n in nodes)
         attachments = tuple(group.attachment for group in self.groups if group.is_attached)
-        return msgspec.structs.replace(state, kernels=self.kernels, ranks=ranks, nodes=nodes, attachments=attachments)
+        return msgspec.structs.replace(
+            state,
+            kernels=self.kernels,
+            ranks=ranks,
+            nodes=nodes,
+            attachments=attachments,
+            groups=self.group_problems,
+        )
 
     def retire(self) -> None:
         """The version is unloaded: refuse its remaining sequences, and detach the workers from the arenas."""
