@@ -19,8 +19,10 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.load import load as load_config
+from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelUnavailable, ResourceError, StarlingError
 from pipeline.ipc import control
+from pipeline.models import worker_groups
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
 from starling.cli import completion, terminal
@@ -145,6 +147,8 @@ def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False
     done = state["change"]
     took_s = round(time.monotonic() - begun, 2)
     left = next((one["in_flight"] for one in state["instances"] if one["instance"] == done["previous"]), 0)
+    if op != "unload" and (note := kept_groups(config, state)):
+        terminal.complain(note)
     if as_json:
         fields = {name: done[name] for name in ("op", "model", "instance", "digest", "previous", "ended")}
         click.echo(_json({"ok": not done["ended"], **fields, "previous_in_flight": left, "took_s": took_s}))
@@ -161,6 +165,24 @@ def run(op: str, model: str, timeout_s: float, as_json: bool, wait: bool = False
         later = f"; {done['previous']} is unloaded after its {left} requests" if left else ""
         click.echo(f"{model} is served by {done['instance']} ({done['digest'][:16]}) after {took_s:.1f} s{later}")
     return EXIT_FATAL if done["ended"] else 0
+
+
+def kept_groups(config: Config, state: dict[str, Any]) -> str:
+    """What to say if the new version has not as many worker groups as the configuration says here; "" otherwise.
+
+    All processes of a server read the key when they start.
+    """
+    done = state["change"]
+    name, setting = done["model"], config.performance.worker_groups
+    loaded = next((one.get("worker_groups") for one in state["instances"] if one["instance"] == done["instance"]), None)
+    wanted = worker_groups.count(config, config.model(name) or ModelConfig(name=name), name)
+    if loaded in (None, wanted):
+        return ""
+    groups = "1 worker group" if loaded == 1 else f"{loaded} worker groups"
+    return (
+        f"{done['instance']} has {groups}; performance.worker_groups = {setting} means {wanted}: the server keeps its "
+        "number until it ends, so stop all of it (`starling down`) and start it again"
+    )
 
 
 _CONFIG_CODES = ("INSUFFICIENT_RESOURCES", "CONFIG", "MODEL_DAMAGED", "INVALID_REQUEST")

@@ -33,7 +33,7 @@ from pipeline.errors import (
     ResourceError,
     StarlingError,
 )
-from pipeline.models import capacity
+from pipeline.models import capacity, worker_groups
 from pipeline.models.versions import ModelVersion, Op, Outcome
 from stages.gateway.admission.in_flight import InFlight
 from stages.gateway.admission.server_readiness import ServerReadiness
@@ -97,6 +97,7 @@ class Loader:
         measure: MeasureMemory = capacity.measure,
         wall: Callable[[], float] = time.time,
     ) -> None:
+        self._config = config
         self._catalog = catalog
         self._loaded = loaded
         self._readiness = readiness
@@ -205,6 +206,7 @@ class Loader:
                 "digest": version.digest or None,
                 "path": version.settings.path or None,
                 "in_flight": self._in_flight.on_version(version.id),
+                "worker_groups": worker_groups.count(self._config, version.settings, version.name),
                 "adapters": {one.name: dict(version.adapters).get(one.name) for one in version.settings.adapters},
             }
             for version in self._catalog.all
