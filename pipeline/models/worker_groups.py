@@ -44,6 +44,14 @@ def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[i
     return divide(by_node, setting)
 
 
+def cores_of_ranks(config: Config, model: ModelConfig, name: str) -> list[int]:
+    """The cores that the ranks of all groups run on, as far as this process can tell. As `count`."""
+    groups = cpus_of_groups(config, model, name)
+    # More ranks than cores are pinned to none.
+    used = [cpus[: model.ranks] if 0 < model.ranks <= len(cpus) else cpus for cpus in groups]
+    return list(dict.fromkeys(cpu for cpus in used for cpu in cpus))
+
+
 def allowed(cpus: Sequence[int]) -> list[int]:
     """The cores of a group that this process may run on; all that it may run on if those are none of them."""
     own = server_cores.own()

@@ -15,6 +15,7 @@ from pipeline.api.key_file import key_path
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.faults import points
+from pipeline.models import worker_groups
 from pipeline.models.arena_sizes import most_tokens
 from shm.arena import Arena
 from shm.checkpoint import Index, load_index
@@ -109,9 +110,9 @@ class ModelPages:
         geometry = KvGeometry.of(index.hyper, model.page_tokens, model.kv_type)
         path = paths.arena_dir(self.config) / f"{model.slug}.kv"
         # A generation from the clock: no earlier arena at this path has had it.
-        opened = open_arena(
-            path, geometry, bytes.fromhex(index.digest), self.config.kv_cache_bytes(model), time.time_ns()
-        )
+        cpus = worker_groups.cores_of_ranks(self.config, model, self.name)
+        budget, generation = self.config.kv_cache_bytes(model), time.time_ns()
+        opened = open_arena(path, geometry, bytes.fromhex(index.digest), budget, generation, cpus)
         return ReservedArena(index, geometry, opened)
 
     def open(self, index_path: Path, reserved: ReservedArena | None = None, is_alone: bool = True) -> Manager:

@@ -192,3 +192,30 @@ def test_memory_is_taken_from_memory_nodes_in_turns(tmp_path: Path, monkeypatch:
     assert adopted.memory.grow(2 * PAGES_OF_AN_EXTENT + 1) > 2 * PAGES_OF_AN_EXTENT
     assert all(allowed == set(nodes[(end - 1) // TURN_BYTES % 2]) for end, allowed in seen)
     adopted.arena.close()
+
+
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pages_are_placed_on_the_nodes_of_the_models_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
+) -> None:
+    """Although this process may run beside all nodes."""
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a node needs a CPU")
+    lists = {0: str(cpus[0]), 1: ",".join(map(str, cpus[1:]))}
+    monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
+    seen: set[frozenset[int]] = set()
+    real = Arena.reserve
+
+    def reserve(self: Arena, nbytes: int) -> None:
+        real(self, nbytes)
+        seen.add(frozenset(os.sched_getaffinity(0)))
+
+    opened = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1, [cpus[1]] if is_pinned else cpus)
+    pages = manager_of(opened)
+    monkeypatch.setattr(Arena, "reserve", reserve)
+    assert isinstance(take(pages, "a", 1), Grant)
+    expected = [{cpus[1]}] if is_pinned else [{cpus[0]}, set(cpus[1:])]
+    assert seen == {frozenset(some) for some in expected}
+    assert sorted(os.sched_getaffinity(0)) == cpus
+    opened.arena.close()

@@ -63,6 +63,16 @@ def test_the_groups_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert of(configured("auto", draft=True)) == [cpus]
     assert sorted(map(len, of(configured(2)))) == sorted((len(cpus) - 1, 1))
 
+    def of_ranks(config: Config) -> list[int]:
+        return worker_groups.cores_of_ranks(config, config.models[0], config.models[0].name)
+
+    assert sorted(of_ranks(configured(1))) == sorted(of_ranks(configured("auto"))) == cpus
+    assert of_ranks(configured(1, cpus=[cpus[1]])) == [cpus[1]]
+    assert of_ranks(configured(1, ranks=1)) == [cpus[0]]
+    assert sorted(of_ranks(configured("auto", ranks=1))) == cpus[:2]
+    if len(cpus) < 64:
+        assert of_ranks(configured(1, ranks=64)) == cpus, "more ranks than cores are not pinned"
+
 
 @pytest.mark.parametrize("groups", [2, "auto"])
 def test_all_processes_of_a_server_count_the_same_groups(

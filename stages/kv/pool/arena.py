@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,14 +48,22 @@ class OpenedArena(NamedTuple):
     adopted: AdoptedPages | None  # None: the arena is new
 
 
-def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: int, new_generation: int) -> OpenedArena:
+def open_arena(
+    path: Path,
+    geometry: KvGeometry,
+    digest: bytes,
+    budget_bytes: int,
+    new_generation: int,
+    cpus: Collection[int] | None = None,
+) -> OpenedArena:
     """Adopt the arena at `path` or replace it. `digest`: raw SHA-256 of the model.
 
+    cpus: those that read and write its pages, beside whose memory nodes they are placed; None: those of this process.
     Raises `ArenaError`, with the numbers, when the budget is below the pages of one place, when the file system is too
     small, and when another running process writes to the arena.
     """
     geometry.check()
-    n_pages, node_cpus = pages_that_fit(geometry, budget_bytes), memory_nodes.of(os.sched_getaffinity(0))
+    n_pages, node_cpus = pages_that_fit(geometry, budget_bytes), _node_cpus(cpus)
     n_groups = geometry.groups.n_groups
     if n_pages < n_groups:
         raise ArenaError(
@@ -71,6 +80,14 @@ def open_arena(path: Path, geometry: KvGeometry, digest: bytes, budget_bytes: in
         path.unlink()  # first: there may not be room for both
     arena, views = create_kv(path, geometry, n_pages, digest, new_generation, grows=True)
     return OpenedArena(arena, views, Extents(arena, geometry, n_pages, node_cpus=node_cpus), None)
+
+
+def _node_cpus(cpus: Collection[int] | None) -> list[list[int]]:
+    """The CPUs beside each memory node that pages are placed on; [] where there is one node to choose from."""
+    own = os.sched_getaffinity(0)
+    if len(memory_nodes.of([*own, *(cpus or ())])) < 2:
+        return []
+    return memory_nodes.of(cpus or own)
 
 
 def _mismatch(path: Path, geometry: KvGeometry, digest: bytes, n_pages: int) -> str:

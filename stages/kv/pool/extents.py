@@ -47,7 +47,7 @@ class Extents:
         extent_bytes: int = EXTENT_BYTES,
         node_cpus: Sequence[Sequence[int]] = (),
     ) -> None:
-        """`total`: pages of the arena. `node_cpus`: the CPUs of each memory node."""
+        """`total`: pages of the arena. `node_cpus`: the CPUs of each memory node to place them on; (): anywhere."""
         self._arena = arena
         self._node_cpus = node_cpus
         self._total = total
@@ -93,7 +93,7 @@ class Extents:
 
     def _reserve(self, end: int) -> None:
         arena = self._arena
-        if len(self._node_cpus) < 2:
+        if not self._node_cpus:
             arena.reserve(end)
         elif end > arena.reserved:
             memory_nodes.reserve(arena, memory_nodes.in_turns(arena.reserved, end, self._node_cpus))
