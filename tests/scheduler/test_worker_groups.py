@@ -295,6 +295,26 @@ def recover(world: GroupsWorld, number: int, cause: str) -> None:
     world.engine.groups[number].link.is_stalled = False
 
 
+def test_a_group_that_starts_again_gets_the_new_sequences() -> None:
+    """Running ones stay where they are, and new ones even out the work, of which the running ones have done a part."""
+    world = GroupsWorld(batch=8)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 60, seed=i))
+    for _ in range(8):
+        world.run_round()
+        world.exchange_with_kv()
+        world.compute_step()
+    world.kill(0)
+    world.start(0)
+    assert [len(group.members) for group in world.engine.groups] == [0, 4]
+    for i in range(4, 8):
+        world.submit(submission(f"s{i}", [i + 1] * 30, 60, seed=i))
+    world.run_round()
+    assert [len(group.members) for group in world.engine.groups] == [3, 5]
+    world.run_until_idle()
+    world.check_all()
+
+
 def test_a_sequence_goes_to_a_group_that_computes_before_one_that_maps_its_arenas() -> None:
     world = GroupsWorld(batch=4)
     second = world.engine.groups[1].link.ring
