@@ -10,7 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 _SYNC_FILE_RANGE_WRITE = 2  # of <linux/fs.h>: begin, and do not wait
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of <fcntl.h> and <linux/fs.h>
+_libc = ctypes.CDLL(None)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+_renameat2 = getattr(_libc, "renameat2", None)
 
 
 def replace_file(
@@ -18,18 +21,24 @@ def replace_file(
     data: bytes,
     *,
     durable: bool = False,
+    of_run: bool = False,
     mode: int = 0o666,
     before: Callable[[str], object] = lambda operation: None,
 ) -> None:
     """Write `data` beside `path` and rename it over `path`: a reader sees the old contents or the new, never a part.
 
     `durable` writes the bytes to the disk before the rename, and the directory after it; if only the latter fails, the
-    new contents stand.  Raises `OSError`; the old file then stands and the new one is removed.  One writer at a time:
-    the temporary name is derived from `path`.  `before` is called with "open", "sync" and "rename" before each.
+    new contents stand.  `of_run`: the file belongs to one run of the server, and may be empty after a power cut.  Then
+    the two files change places, and the old one is removed: at a rename over a file ext4 begins to write the new one to
+    the disk, which takes milliseconds.  Raises `OSError`; the old file then stands and the new one is removed.  One
+    writer at a time: the temporary name is derived from `path`.  `before` is called with "open", "sync" and "rename"
+    before each.
     """
     temporary = temporary_path(path)
     try:
         before("open")
+        if of_run:  # what a killed writer has left there may be the old file, which a reader may have open
+            temporary.unlink(missing_ok=True)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         try:
             write_all(fd, data, 0)
@@ -39,7 +48,8 @@ def replace_file(
         finally:
             os.close(fd)
         before("rename")
-        os.replace(temporary, path)
+        if not (of_run and _exchange(temporary, path)):
+            os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -47,6 +57,15 @@ def replace_file(
     if durable:
         with contextlib.suppress(OSError):
             sync_directory(path.parent)
+
+
+def _exchange(new: Path, path: Path) -> bool:
+    """Put `new` in the place of `path` and remove that. False: there is no `path`, or the file system cannot do it."""
+    if _renameat2 is None or _renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE):
+        return False
+    with contextlib.suppress(OSError):
+        new.unlink()
+    return True
 
 
 def make_directory(path: Path) -> None:

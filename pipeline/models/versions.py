@@ -182,7 +182,7 @@ def write(config: Config, table: VersionTable) -> None:
 
     Raises `OSError`; the old table then stays.
     """
-    replace_file(table_path(config), msgspec.json.encode(table))
+    replace_file(table_path(config), msgspec.json.encode(table), of_run=True)
     with contextlib.suppress(OSError):  # no stage watches it, or one looks at the table at its next frame
         os.utime(bell_path(config))
 

@@ -87,7 +87,7 @@ class StatusFile:
             log_level=level,
         )
         try:
-            replace_file(self.path, msgspec.json.encode(record))
+            replace_file(self.path, msgspec.json.encode(record), of_run=True)
             self._last, self._has_failed = state, False
         except OSError:
             self._has_failed = True

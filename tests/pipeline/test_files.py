@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.files import DurableFile, append_all, begin_writeback, write_all
+from pipeline import files
+from pipeline.files import DurableFile, append_all, begin_writeback, replace_file, temporary_path, write_all
+from pipeline.runtime.process import open_rename_watch
 
 
 @pytest.fixture
@@ -71,3 +73,29 @@ def test_a_writeback_that_is_begun_early_changes_nothing_and_never_fails(path: P
     os.close(reading)
     os.close(writing)
     begin_writeback(writing, 0, 1)  # closed
+
+
+def test_a_file_of_one_run_is_replaced_whole(path: Path) -> None:
+    """Who has the old one open reads that to its end; who watches the directory sees the change."""
+    watch = open_rename_watch(path.parent)
+    with path.open("rb") as old:
+        replace_file(path, b"after", of_run=True)
+        assert os.read(watch, 4096)
+        temporary_path(path).write_bytes(b"left by a killed writer")
+        replace_file(path, b"later", of_run=True)
+        assert old.read() == b"before"
+    os.close(watch)
+    assert path.read_bytes() == b"later"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_a_file_of_one_run_is_made(path: Path, monkeypatch: pytest.MonkeyPatch, is_supported: bool) -> None:
+    """There is nothing to exchange it with; or the system cannot exchange files."""
+    if is_supported:
+        path.unlink()
+    else:
+        monkeypatch.setattr(files, "_renameat2", None)
+    replace_file(path, b"after", of_run=True)
+    assert path.read_bytes() == b"after"
+    assert list(path.parent.iterdir()) == [path]
