@@ -35,7 +35,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 _POPULATE_SLICE_BYTES = 1 << 20  # mapped in one call, about 0.25 ms of one core
 _POPULATE_PAUSE = 9  # after each slice, times what it took: the thread takes a tenth of a core at most
 _MAX_POPULATE_PAUSE_S = 0.05
+_POPULATE_AFTER_S = 0.5  # a process that has just attached has steps to compute, for which others wait
 
 
 class ArenaError(RuntimeError):
@@ -310,13 +311,8 @@ class Arena:
         _libc.fallocate(self._fd, mode, ctypes.c_int64(end), ctypes.c_int64(now - end))
 
     def populate(self) -> None:
-        """Map the memory that is reserved now into this process, in a background thread that takes a tenth of a core.
-
-        Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process
-        keeps growing until every page has been accessed once.  The thread has the process's priority: one of the
-        lowest could end only after everything else on a busy machine, and a killed process ends with its last thread.
-        """
-        threading.Thread(target=_populate, args=(self,), name="populate", daemon=True).start()
+        """As `populate`, of this arena."""
+        populate([self])
 
     @property
     def is_closed(self) -> bool:
@@ -335,11 +331,28 @@ class Arena:
         self.path.unlink(missing_ok=True)
 
 
-def _populate(arena: Arena) -> None:
-    """Run by the thread of `Arena.populate`."""
-    buffer = arena.buffer  # keeps the map alive until the last slice
+def populate(arenas: Sequence[Arena]) -> None:
+    """Map the memory that is reserved into this process, in a background thread that takes a tenth of a core.
+
+    Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process keeps
+    growing until every page has been accessed once.  The thread has the process's priority: one of the lowest could end
+    only after everything else on a busy machine, and a killed process ends with its last thread.  It begins after
+    `_POPULATE_AFTER_S`.
+    """
+    threading.Thread(target=_populate, args=(arenas,), name="populate", daemon=True).start()
+
+
+def _populate(arenas: Sequence[Arena]) -> None:
+    """Run by the thread of `populate`."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
+    time.sleep(_POPULATE_AFTER_S)
+    for arena in arenas:
+        _populate_one(arena)
+
+
+def _populate_one(arena: Arena) -> None:
+    buffer = arena.buffer  # keeps the map alive until the last slice
     start, size = buffer.ctypes.data & -4096, arena.reserved
     for offset in range(0, size, _POPULATE_SLICE_BYTES):
         length = min(_POPULATE_SLICE_BYTES, size - offset)

@@ -21,6 +21,7 @@ read as they are, and the next preparation replaces them (stages/worker/checkpoi
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
@@ -177,7 +178,7 @@ _FIRST_FIELDS = 15  # of `TokenizerData`, up to `revision`
 SETTLED_NS = 1_000_000_000
 
 
-class Index(msgspec.Struct, array_like=True, frozen=True):
+class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """Everything of a model except its weights."""
 
     version: int
@@ -233,7 +234,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True):
         # Byte-level vocabularies of revision 0 are complete.
         return kind in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
 
-    @property
+    @functools.cached_property  # of megabytes
     def tokenizer_digest(self) -> str:
         """SHA-256 (hex) of vocabulary, merges, special ids and template: equal digests give ids the same meaning."""
         return hashlib.sha256(self.tokenizer_raw).hexdigest()
@@ -463,7 +464,7 @@ class Checkpoint:
 
     def __init__(self, index_path: Path, load: Callable[[int, Index], np.ndarray] = map_file) -> None:
         """Raises `FileNotFoundError`, `CheckpointError`, and what `load` raises."""
-        self.index = load_index(index_path)
+        self.index, self.index_path = load_index(index_path), index_path
         self.path = path = bin_path(index_path)
         with open(path, "rb") as file:
             self.info = os.fstat(file.fileno())  # identity of the mapped file
