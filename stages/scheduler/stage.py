@@ -7,8 +7,10 @@ busy worker and checks once more for acknowledged steps, so that no wake-up is l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import os
 import time
 from collections import deque
 
@@ -21,7 +23,9 @@ from pipeline.models import versions, worker_groups
 from pipeline.models.arena_sizes import max_draft_sequences
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
+from pipeline.runtime import process
 from shm.arena import remove_stale_arenas
+from shm.checkpoint import CheckpointError, load_index
 from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
@@ -69,6 +73,10 @@ class SchedulerStage:
         )
         server_cores.store(config)  # before anything is decided by the number of worker groups
         self.follower = versions.VersionFollower(config)
+        self._changes = -1  # readable when the record of versions has changed
+        with contextlib.suppress(OSError):  # the number of watches per user is limited: ticks find the change
+            self._changes = process.open_touch_watch(versions.bell_path(config))
+            self.loop.add_fd(self._changes, self._on_change)
         self._remove_stale_files()
         self._follow()
 
@@ -86,6 +94,11 @@ class SchedulerStage:
         self._serving = {version.id for version in wanted.values() if version.state == "serving"}
         self._pairs.update(self.follower.table, self.runners)
 
+    def _on_change(self) -> None:
+        os.read(self._changes, 65536)
+        if self.follower.poll():
+            self._follow()
+
     def _find(self, name: str) -> VersionRunner | None:
         """The runner of a version. The record of versions is read again if the name is unknown."""
         runner = self.runners.get(name)
@@ -96,6 +109,8 @@ class SchedulerStage:
 
     def _add(self, version: ModelVersion) -> None:
         runner = self._make_runner(version, self._clock())
+        if version.state == "loading" and not runner.steps_path.exists():
+            self._create_ahead(runner, version)
         bell = Doorbell(paths.run_dir(self.config) / f"bell-{version.slug}.sock")
         runner.doorbell = bell.path
         if bell.fd >= 0:
@@ -104,6 +119,16 @@ class SchedulerStage:
         self._doorbells[version.id] = bell
         metrics = self._metrics.setdefault(version.name, ModelMetrics(version.name))
         metrics.engines[version.id] = runner.engine
+
+    @staticmethod
+    def _create_ahead(runner: VersionRunner, version: ModelVersion) -> None:
+        """A version of a prepared model is loaded: its arenas need not wait for its worker."""
+        index_path = versions.find_index(version, paths.models_dir()) if version.digest else None
+        if index_path is not None:
+            try:
+                runner.create_ahead(load_index(index_path))
+            except (CheckpointError, OSError) as error:  # the worker reports it
+                log.info("no step arena ahead", extra={"version": version.id, "reason": str(error)})
 
     def _remove(self, name: str) -> None:
         """The gateway has unloaded the version. Its supervisor ends the worker group."""
@@ -178,6 +203,8 @@ class SchedulerStage:
                 runner.close()
             for bell in self._doorbells.values():
                 bell.close()
+            if self._changes >= 0:
+                os.close(self._changes)
 
     # -------------------------------------------------------------- the round
 
@@ -428,6 +455,16 @@ class SchedulerStage:
         elif isinstance(frame, m.KvState):
             runner.kv_state = frame
             runner.engine.pages.kv_state(frame)
+
+
+def preload(config: Config) -> None:
+    """Read the index of a prepared model before the stage is forked: decoding the next one then takes less time."""
+    for version in versions.read(config).versions:
+        index_path = versions.find_index(version, paths.models_dir())
+        if index_path is not None:
+            with contextlib.suppress(CheckpointError, OSError):
+                load_index(index_path)
+                return
 
 
 def main(config: Config) -> int:

@@ -6,13 +6,16 @@ import os
 import select
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, KvAttach, KvReady
+from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, KvAttach, KvReady, WorkerReady
 from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
+from shm.layer_groups import LayerGroups
 from stages.scheduler.core.group_runner import REATTACH_S
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
@@ -315,3 +318,48 @@ def test_a_worker_that_does_not_detach_is_killed(runner: VersionRunner, groups: 
     assert groups[0].process.poll() is None
     runner.tick(5.1 + 61.0)
     assert groups[0].process.wait(60) == -9
+
+
+class Prepared:
+    """A runner of a new version, and what kv is sent."""
+
+    def __init__(self, tmp_path: Path, sent: list[Frame]) -> None:
+        self.to_kv: list[Frame] = []
+        self.runner = VersionRunner(
+            Settings("m", 4),
+            tmp_path / "m.steps",
+            16,
+            0,
+            10.0,
+            0.0,
+            lambda _: 1.0,
+            lambda _, frame: sent.append(frame) or True,
+            lambda frame: self.to_kv.append(frame) or True,
+        )
+
+
+def index_of(ready: WorkerReady, **fields: int) -> Any:
+    """The index of the file that a group reports."""
+    groups = LayerGroups(*ready.page_groups)
+    hyper = {"context_length": ready.context_length, "vocab_size": ready.vocab_size, "width": ready.width}
+    return SimpleNamespace(digest=ready.digest, hyper=SimpleNamespace(**{**hyper, **fields}, page_groups=groups))
+
+
+@pytest.mark.parametrize("fields", [{}, {"vocab_size": 7}])
+def test_the_arena_of_a_new_version_is_there_before_its_worker(
+    tmp_path: Path, groups: list[Group], sent: list[Frame], fields: dict[str, int]
+) -> None:
+    """kv maps it meanwhile, so the worker is attached at once. One that needs another arena gets that."""
+    made = Prepared(tmp_path, sent)
+    runner, group = made.runner, groups[0]
+    runner.create_ahead(index_of(group.ready, **fields))
+    (ahead,) = runner._arenas
+    assert made.to_kv == [KvAttach("m", DIGEST, str(tmp_path / "m.steps"))]
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    runner.worker_ready(b"w", group.hello, group.ready, 0.0)
+    assert [type(frame) for frame in sent] == ([] if fields else [Attach])
+    assert (runner._arenas == [ahead]) == (not fields)
+    assert len(made.to_kv) == (2 if fields else 1)
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    assert [type(frame) for frame in sent] == [Attach]
+    runner.close()

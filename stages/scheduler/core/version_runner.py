@@ -9,6 +9,7 @@ this begins when its group says that it computes no step.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import msgspec
 from pipeline.files import replace_file
 from pipeline.protocol import messages as m
 from shm.arena import Arena, ArenaError
+from shm.checkpoint import Index
 from shm.decoding import DECODE_ERRORS
 from shm.layer_groups import LayerGroups
 from shm.step_ring import StepsGeometry
@@ -140,30 +142,46 @@ class VersionRunner:
         self._adapters = ready.adapters
         return kv
 
+    def create_ahead(self, index: Index) -> None:
+        """Create the step arena of a file before its worker is ready, and let kv map it meanwhile.
+
+        Only for a version of which no process of this stage has had an arena: then no group computes a step, and
+        nothing that `worker_ready` decides is decided here.  What it cannot do now, it tries again then.
+        """
+        h = index.hyper
+        context = min(h.context_length, self._max_context or h.context_length)
+        geometry = self._steps_geometry(context, h.vocab_size, h.width, h.page_groups)
+        with contextlib.suppress(ArenaError):
+            self._create_arena(index.digest, geometry)
+
     def _ensure_arena(self, group: GroupRunner, ready: m.WorkerReady, now: float) -> bool:
         """Create the step arena that this checkpoint needs, unless it exists, and report a new one to kv."""
         groups = LayerGroups(*ready.page_groups)
-        geometry = self._settings.steps_geometry(
-            self.context(ready), self._page_tokens, ready.vocab_size, ready.width, groups.n_groups
-        )
+        geometry = self._steps_geometry(self.context(ready), ready.vocab_size, ready.width, groups)
         if self._arenas and geometry == self._geometry and ready.digest == self.digest:
             return True
-        self.close()
         try:
-            self._arenas, steps = create_rings(
-                self.steps_path, geometry, bytes.fromhex(ready.digest), len(self.groups), self._generation
-            )
+            self._create_arena(ready.digest, geometry)
         except ArenaError as error:
             if group.attach_failure.record(str(error), now):
                 log.error("step arena cannot be created", extra={"model": self.name, "reason": str(error)})
             return False
-        self._geometry, self.digest = geometry, ready.digest
+        return True
+
+    def _steps_geometry(self, context: int, vocab_size: int, width: int, groups: LayerGroups) -> StepsGeometry:
+        return self._settings.steps_geometry(context, self._page_tokens, vocab_size, width, groups.n_groups)
+
+    def _create_arena(self, digest: str, geometry: StepsGeometry) -> None:
+        self.close()
+        self._arenas, steps = create_rings(
+            self.steps_path, geometry, bytes.fromhex(digest), len(self.groups), self._generation
+        )
+        self._geometry, self.digest = geometry, digest
         self.engine.constraints.set_rows(str(self.steps_path))
         for number, views in enumerate(steps):
             self.engine.set_ring(number, Ring(views, geometry, time.time_ns()))
         self.kv = None
         self.attach_kv()
-        return True
 
     # -------------------------------------------------------------- processes of attached groups
 
