@@ -133,16 +133,20 @@ class PollLoop(StageRuntime):
         """
         now = self.clock()
         if now >= self._next_tick or self.has_news:
-            self._next_tick = now + TICK_S  # before the tick, which may read the clock again
             self.tick()
             now = self.clock()
-            self._next_tick = now + self.tick_s
         # If the tick has changed whether this stage is ready, the next one sends that.
         wait = 0.0 if self.has_news else max(0.0, min(timeout_s, self._next_tick + self.slack_s - now))
         for fd, _ in self._poll.poll(wait * 1000):
             callback = self._callbacks.get(fd)
             if callback is not None:
                 callback()
+
+    def tick(self) -> None:
+        """As the base class; the next tick is due after its interval, also if this one was not of `poll`."""
+        self._next_tick = self.clock() + TICK_S  # before the tick, which may read the clock again
+        super().tick()
+        self._next_tick = self.clock() + self.tick_s
 
     def mark_active(self) -> None:
         """As the base class; the next tick comes within 100 ms."""

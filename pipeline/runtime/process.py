@@ -110,6 +110,11 @@ def watch_parent() -> int:
         return -1
 
 
+def use_default_time_slice() -> bool:
+    """Undo `use_short_time_slice` for this thread: of a rank, whose steps others interrupt. False where refused."""
+    return use_short_time_slice(0)
+
+
 def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
     """Request a short time slice, so that this thread, and those that it starts, run soon after waking.
 

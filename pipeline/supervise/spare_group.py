@@ -2,9 +2,10 @@
 
     worker pool --version--> supervisor of the spare --version, keepalive pipe--> process of the stage
 
-Until then both wait in a read.  They have imported and loaded what a fork of the pool has, hold no file, lock or port,
-and end with the pool.  With the version the supervisor becomes that of the version (supervisor.py), whose first run is
-the waiting process; later runs are forks, as of any supervisor.
+Until then both wait in a read, and so do the processes that the latter has forked (`prepare`).  They have imported and
+loaded what a fork of the pool has, hold no file, lock or port, and end with the pool.  With the version the supervisor
+becomes that of the version (supervisor.py), whose first run is the waiting process; later runs are forks, as of any
+supervisor.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise import base
+from pipeline.supervise.restart_count import open_count
 from pipeline.supervise.supervisor import (
     Start,
     guarded,
@@ -35,6 +37,7 @@ from pipeline.supervise.supervisor import (
     set_environment,
     setup_logs,
     start_fork,
+    start_run,
 )
 
 MESSAGE_BYTES = 64 << 10  # most of a version as a message
@@ -79,13 +82,18 @@ class SpareGroup:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
-def fork_spare(stage: str, config: Config, run: RunVersion, now: float) -> SpareGroup:
-    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none."""
+def fork_spare(
+    stage: str, config: Config, run: RunVersion, now: float, prepare: Callable[[], object] = lambda: None
+) -> SpareGroup:
+    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none.
+
+    prepare: called in the stage's process before it waits; it may fork processes.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def body() -> int:
         ours.close()
-        return _supervise(stage, config, run, theirs)
+        return _supervise(stage, config, run, theirs, prepare)
 
     try:
         pid = base.fork(body)
@@ -111,14 +119,16 @@ def run_version(run: RunVersion, version: ModelVersion) -> int:
     return body()
 
 
-def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
+def _supervise(
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Callable[[], object]
+) -> int:
     """The supervisor of a spare; the exit code.
 
     Until it supervises a version it ends by SIGKILL alone.  The pool may have given it a version meanwhile, and gives
     up a version whose supervisor exits, but starts one whose supervisor was killed again.
     """
     try:
-        supervise_version = _wait_for_version(stage, config, run, channel)
+        supervise_version = _wait_for_version(stage, config, run, channel, prepare)
     except Exception:
         traceback.print_exc()
         supervise_version = None
@@ -129,7 +139,9 @@ def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.sock
     return supervise_version()
 
 
-def _wait_for_version(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> Callable[[], int] | None:
+def _wait_for_version(
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Callable[[], object]
+) -> Callable[[], int] | None:
     """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
     watched_ancestors = prepare_supervisor(stage, config)
@@ -138,6 +150,7 @@ def _wait_for_version(stage: str, config: Config, run: RunVersion, channel: sock
     def wait_and_run() -> int:
         channel.close()
         ours.close()
+        prepare()
         return _wait_and_run(stage, config, run, theirs)
 
     pid = base.fork(wait_and_run)
@@ -147,8 +160,10 @@ def _wait_for_version(stage: str, config: Config, run: RunVersion, channel: sock
     if not message:
         return None
     version = msgspec.msgpack.decode(message, type=ModelVersion)
-    start = _start_waiting(pid, ours, version, start_fork(lambda: run_version(run, version), stage, config))
-    return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage)
+    # Before anything else that a supervisor prepares: the version waits for this process alone.
+    running = start_run(_start_waiting(pid, ours, version), open_count(config, version.stage))
+    start = start_fork(lambda: run_version(run, version), stage, config)
+    return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage, running=running)
 
 
 def _receive(channel: socket.socket, pid: int) -> bytes:
@@ -163,16 +178,11 @@ def _receive(channel: socket.socket, pid: int) -> bytes:
         os.close(pidfd)
 
 
-def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion, fork: Start) -> Start:
-    """The first start is of the waiting process, all others are forks."""
-    is_waiting = True
+def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion) -> Start:
+    """The first start is of the waiting process."""
 
     def start(keepalive_fd: int, restarts: int) -> int:
-        """Start the stage; its pid."""
-        nonlocal is_waiting
-        if not is_waiting:
-            return fork(keepalive_fd, restarts)
-        is_waiting = False
+        """Let the stage begin; its pid."""
         with contextlib.suppress(OSError):  # it has ended: the supervisor sees that as it sees any end
             socket.send_fds(channel, [msgspec.msgpack.encode(_Begin(restarts, version))], [keepalive_fd])
         channel.close()

@@ -58,6 +58,14 @@ GRACE_S = 0.3  # after the drain time, for the stage to close its files
 Start = Callable[[int, int], int]  # (write end of the keepalive pipe, restarts so far) -> pid
 
 
+class Running(NamedTuple):
+    """A run of the stage."""
+
+    pid: int
+    keepalives: int  # read end of the pipe
+    restart_count: RestartCount
+
+
 class Ended(NamedTuple):
     """How one run of the stage ended."""
 
@@ -105,11 +113,13 @@ def run_supervisor(
     watched_ancestors: list[int],
     counted_as: str,
     limits: Limits = Limits(),  # noqa: B008
+    running: Running | None = None,
 ) -> int:
-    """Keep the stage alive, as `supervise` does; the exit code."""
+    """Keep the stage alive, as `supervise` does; the exit code. `running`: its first run, which has been counted."""
     policy = RestartPolicy(random.SystemRandom().random, limits)
     drain_s = config.server.drain_timeout_ms / 1000 + GRACE_S
-    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=open_count(config, counted_as))
+    count = open_count(config, counted_as) if running is None else running.restart_count
+    supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=count, running=running)
     supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
     code = supervisor.run()
     supervisor.ignore_restart_requests()
@@ -206,6 +216,16 @@ def guarded(run: Callable[[], int]) -> int:
     return process.EXIT_FATAL
 
 
+def start_run(start: Start, count: RestartCount) -> Running:
+    """Start the stage with a pipe for its keepalives, and count that. Raises what `start` raises."""
+    read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    count.started()
+    try:
+        return Running(start(write_end, count.number), read_end, count)
+    finally:
+        os.close(write_end)
+
+
 # ------------------------------------------------------------------ supervision
 
 
@@ -221,8 +241,12 @@ class Supervisor(SupervisorBase):
         drain_s: float,
         clock: Callable[[], float] = time.monotonic,
         count: RestartCount | None = None,
+        running: Running | None = None,
     ) -> None:
-        """`count`: with the restarts by earlier supervisors; None: there were none, and none will follow."""
+        """`count`: with the restarts by earlier supervisors; None: there were none, and none will follow.
+
+        running: the first run; None: it is started.
+        """
         super().__init__(watched_ancestors, clock)
         self.stage = stage
         self._start = start
@@ -230,6 +254,7 @@ class Supervisor(SupervisorBase):
         self._drain_s = drain_s
         self._restarts = 0  # by this supervisor
         self._count = count or RestartCount()
+        self._running = running
 
     def run(self) -> int:
         """Until a stop is requested (0 when the stage then exited with 0) or the stage dies too often."""
@@ -273,13 +298,9 @@ class Supervisor(SupervisorBase):
 
     def _run_once(self) -> Ended:
         """One run of the stage, from its start until its last descendant has been waited for."""
-        read_end, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         begun = self._clock()
-        self._count.started()
-        try:
-            pid = self._start(write_end, self._count.number)
-        finally:
-            os.close(write_end)
+        running, self._running = self._running, None
+        pid, read_end, _ = running or start_run(self._start, self._count)
         pidfd = os.pidfd_open(pid)
         self.register(pidfd)
         try:

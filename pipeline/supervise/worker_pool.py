@@ -403,13 +403,15 @@ def run_worker_pool(
     command: Callable[[ModelVersion], list[str]],
     preload: Callable[[], object],
     only: str = "",
+    prepare_spare: Callable[[], object] = lambda: None,
 ) -> int:
     """Run the pool in this process; the exit code.
 
     `run(version)` returns the body of the worker process of a version's group, and `command(version)` the command line
-    that starts it as a new program.  `preload`: as for `supervise`.
+    that starts it as a new program.  `preload`: as for `supervise`.  `prepare_spare`: as for `fork_spare`.
     """
     process.become_subreaper()
+    process.use_short_time_slice()  # of its forks, too, until they compute: others wait for a version that starts
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as in `supervise`: a fork would lose its threads
     logs.setup("worker-pool", config, in_background=True)
     run_dir.prepare(paths.run_dir(config))
@@ -429,7 +431,7 @@ def run_worker_pool(
 
     def spare() -> SpareGroup | None:
         """A spare group; None: it could only be a new program."""
-        return fork_spare("worker", config, run, time.monotonic()) if preloaded(preload) else None
+        return fork_spare("worker", config, run, time.monotonic(), prepare_spare) if preloaded(preload) else None
 
     pool = WorkerPool(config, fork, watched_ancestors, only, fork_spare=spare)
     pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll

@@ -16,13 +16,14 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from pipeline.runtime import process
-from shm.arena import Arena, process_ticks
+from shm.arena import Arena, populate, process_ticks
 from shm.pages import attach_kv
 from shm.step_rings import attach_ring
 from stages.worker.activations_arena import attach_activations, control_words
@@ -62,8 +63,7 @@ class Attachment:
             self._arenas.append(activations)
             self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
             self.table = RankTable(model, self.arenas, rank)
-            for arena in self._arenas:
-                arena.populate()
+            populate(self._arenas)
         except BaseException:
             self.close()
             raise
@@ -80,7 +80,7 @@ class Attachment:
 
 
 class Channel(NamedTuple):
-    """One end of two pipes. Messages are smaller than a pipe's atomic write."""
+    """One end of two pipes that keep messages apart. Messages are smaller than a pipe's atomic write."""
 
     reader: int
     writer: int
@@ -101,7 +101,8 @@ class Channel(NamedTuple):
 
 def channel_pair() -> tuple[Channel, Channel]:
     """The two ends of a new channel."""
-    (a, b), (c, d) = os.pipe(), os.pipe()
+    flags = os.O_CLOEXEC | os.O_DIRECT  # a read returns one message
+    (a, b), (c, d) = os.pipe2(flags), os.pipe2(flags)
     return Channel(a, d), Channel(c, b)
 
 
@@ -125,11 +126,21 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bo
 
     maps_weights: it maps the weights, all of which are in memory, until the first message.
     """
+    return fork_rank(lambda channel: follow(model, rank, ranks, cpus, channel, maps_weights))
+
+
+def fork_rank(body: Callable[[Channel], int]) -> Rank:
+    """Fork a process that ends with the code that `body` returns, or with this process. Raises `OSError`."""
     leader_end, rank_end = channel_pair()
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        leader_end.close()
+        rank_end.close()
+        raise
     if pid:
         rank_end.close()
         return Rank(pid, process_ticks(pid), os.pidfd_open(pid), leader_end)
@@ -141,19 +152,25 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bo
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         gc.freeze()
-        pin(cpus, rank, ranks)
-        if maps_weights:
-            # Rank 0 does not wait for it: what a rank has not mapped when it must attach, its steps do.
-            map_weights(model.weights, lambda: not select.select([rank_end.reader], [], [], 0)[0])
-        code = _follow(model, rank, rank_end)
+        code = body(rank_end)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(code)
 
 
+def follow(model: Model, rank: int, ranks: int, cpus: list[int], channel: Channel, maps_weights: bool) -> int:
+    """Be a rank: attach as messages say, and compute steps between them. Returns the exit code."""
+    pin(cpus, rank, ranks)
+    process.use_default_time_slice()
+    if maps_weights:
+        # Rank 0 does not wait for it: what a rank has not mapped when it must attach, its steps do.
+        map_weights(model.weights, lambda: not select.select([channel.reader], [], [], 0)[0])
+    return _follow(model, rank, channel)
+
+
 def _follow(model: Model, rank: int, channel: Channel) -> int:
-    """The main loop of a rank: attach as messages say, and compute steps between them. Returns the exit code."""
+    """The main loop of a rank. Returns the exit code."""
     attachment: Attachment | None = None
     while True:
         raw = channel.receive()

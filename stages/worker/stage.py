@@ -25,6 +25,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
 from pipeline.faults import points
 from pipeline.ipc.doorbell import Ringer
+from pipeline.ipc.endpoint import Link
 from pipeline.ipc.poll_loop import MAX_WAIT_S, PollLoop
 from pipeline.models import store, versions, worker_groups
 from pipeline.models.arena_sizes import version_steps_geometry
@@ -32,21 +33,23 @@ from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs
 from pipeline.observe.phase_times import PhaseTimes
 from pipeline.protocol import messages as m
-from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL
+from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, use_default_time_slice
 from shm import memory_nodes, words
 from shm import step_ring as sh
 from shm.arena import Arena, ArenaError, process_ticks
-from shm.checkpoint import Checkpoint, CheckpointError
+from shm.checkpoint import Checkpoint, CheckpointError, Index
 from shm.pages import attach_kv
 from shm.step_ring import StepsGeometry
 from shm.step_rings import attach_ring
 from stages.worker import activations_arena as act
+from stages.worker import preloading, waiting_ranks
+from stages.worker.adapters.loading import load_adapters
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
-from stages.worker.checkpoint.prepare import open_verified, prepare, prepare_adapters
+from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
-from stages.worker.kernels import compiled, features, stored_code
+from stages.worker.kernels import compiled, features
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
 from stages.worker.memory_check import check_memory, is_planned, memory_left
@@ -55,7 +58,6 @@ from stages.worker.rank_places import place_ranks
 from stages.worker.ranks import (
     ArenaPaths,
     Attachment,
-    Rank,
     attach_ranks,
     begin_attach,
     finish_attach,
@@ -103,35 +105,40 @@ class WorkerStage:
         self._n_nodes = len(memory_nodes.of(cpu for some in groups for cpu in some))  # of all groups
         self.n_ranks = model_config.ranks or len(cpus)
         self._places = place_ranks(cpus, self.n_ranks)
-        checkpoint = self._prepare()
+        checkpoint, self._index = self._prepare()
+        adapters: AdapterMemory | None = None
         self.adapters: dict[str, str] = {}  # digest by name
-        adapters = self._load_adapters(checkpoint)
+        if model_config.adapters:
+            with self.loop.allow_stall(PREPARE_S):
+                adapters, self.adapters = load_adapters(version, checkpoint.index)
         copies = self._copy_weights(checkpoint)
-        models = [Model(checkpoint, adapters, weights) for weights in copies] or [Model(checkpoint, adapters)]
-        self.model = models[0]  # rank 0's
-        self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
         # What is loaded while the server runs, or by an agent, gets no dummy passes, which a request would wait for.
         self._is_awaited = self._arriving is None and (version.state == "loading" or AWAITED_VARIABLE in os.environ)
-        self._kernels = self.model.load_kernels(model_config.kv_type)  # before the fork: all ranks have the same
         are_there = can_ask(checkpoint.path, checkpoint.info.st_uid) and are_in_memory(checkpoint.data)
         is_small = checkpoint.data.nbytes * self.n_ranks <= MAX_MAPPED_BYTES
         maps = self._is_awaited and is_small and are_there
-        places, cpus = self._places, self._places.cpus
-        self.ranks: list[Rank] = [
-            spawn(models[places.node_of(rank) if copies else 0], rank, self.n_ranks, cpus, maps)
-            for rank in range(1, self.n_ranks)
-        ]
-        # ZeroMQ's threads are created before `pin`, which then pins this thread alone.
-        self.link = self.loop.connect("scheduler-worker", self._on_frame)
-        self.link.on_up = self._on_scheduler
-        self.link.on_down = lambda hello: self._detach()
+        cpus, kv_type = self._places.cpus, model_config.kv_type
+        is_file = config.performance.use_mmap and self._arriving is None and not copies and adapters is None
+        self.ranks = waiting_ranks.take(checkpoint if is_file else None, kv_type, cpus, self.n_ranks, maps)
+        link: Link | None = None
+        if self.ranks or self.n_ranks == 1:  # nothing is forked any more
+            link = self._connect()
+            if maps and not copies:
+                self._begin_ahead(checkpoint.data)
+        models = [Model(checkpoint, adapters, copy) for copy in copies] or [Model(checkpoint, adapters)]
+        self.model = models[0]  # rank 0's
+        self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
+        self._kernels = self.model.load_kernels(kv_type)  # before the fork: all ranks have the same
+        for rank in range(1, self.n_ranks) if link is None else ():
+            model = models[self._places.node_of(rank) if copies else 0]
+            self.ranks.append(spawn(model, rank, self.n_ranks, cpus, maps))
+        self.link = link or self._connect()  # ZeroMQ's threads begin before `pin`, which pins this thread alone
         if self.ranks:
             watch(self.ranks)
         if self._is_awaited:
             self._read_weights(are_there)
-            steps = version_steps_geometry(config, model_config, version.name, self.model.hyper)
-            weights = self.model.weights if is_small else self.model.weights[:0]
-            self._ahead = Ahead(self._geometry(steps), self._create_activations, weights)
+            self._begin_ahead(self.model.weights if is_small else self.model.weights[:0])
+            self.loop.poll(0.0)  # if the scheduler has greeted, it waits for `WorkerReady`
         logs.start_writing()
         pin(cpus, 0, self.n_ranks)
         self._warm_up()
@@ -139,8 +146,18 @@ class WorkerStage:
         for phase, seconds in self._phases.seconds.items() if version.group == 0 else ():  # groups would add up
             self.loop.metrics.set("starling_model_load_seconds", seconds, self.version.name, phase)
 
-    def _prepare(self) -> Checkpoint:
-        """Fetch, ingest and compile whatever is missing; returns the verified checkpoint."""
+    def _begin_ahead(self, weights: np.ndarray) -> None:
+        if self._ahead is None:
+            steps = version_steps_geometry(self.config, self.model_config, self.version.name, self._index.hyper)
+            self._ahead = Ahead(self._geometry(steps), self._create_activations, weights)
+
+    def _connect(self) -> Link:
+        link = self.loop.connect("scheduler-worker", self._on_frame)
+        link.on_up, link.on_down = self._on_scheduler, lambda hello: self._detach()
+        return link
+
+    def _prepare(self) -> tuple[Checkpoint, Index]:
+        """Fetch, ingest and compile whatever is missing; returns the verified checkpoint and its index."""
         self._phases.enter("open")
         progress = self._report_preparation
         with self.loop.allow_stall(PREPARE_S):
@@ -155,7 +172,7 @@ class WorkerStage:
                 log.info("weights are still downloaded", extra={"model": self.name})
             else:
                 checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
-            return checkpoint
+            return checkpoint, checkpoint.index
 
     def _copy_weights(self, checkpoint: Checkpoint) -> list[np.ndarray]:
         """The weights of each memory node of the group; [] if all ranks use those of the checkpoint."""
@@ -178,19 +195,6 @@ class WorkerStage:
         if self._phases.enter(phase):
             self.loop.reason = f"preparing {self.name}: {phase}"
             log.info("preparing", extra={"model": self.name, "phase": phase})
-
-    def _load_adapters(self, checkpoint: Checkpoint) -> AdapterMemory | None:
-        """Those of the configuration, in the versions that this model version has used before."""
-        if not self.model_config.adapters:
-            return None
-        known = dict(self.version.adapters)
-        with self.loop.allow_stall(PREPARE_S):
-            prepared = prepare_adapters(self.model_config, checkpoint.index, paths.models_dir(), known)
-        self.adapters = {name: one.digest for name, one in prepared.items()}
-        for name, digest in known.items():
-            if self.adapters.get(name, digest) != digest:
-                log.warning("adapter was replaced", extra={"model": self.name, "adapter": name, "before": digest})
-        return AdapterMemory(checkpoint.index, list(prepared.values()))
 
     def _read_weights(self, are_there: bool) -> None:
         """Before the group is ready: a step that waits for a slow disk would count as stuck."""
@@ -232,14 +236,15 @@ class WorkerStage:
         self._send_ready()
 
     def _geometry(self, steps: StepsGeometry) -> act.ActivationsGeometry:
-        rank = self.model_config.max_adapter_rank if self.model.adapters is not None else 0
+        rank = self.model_config.max_adapter_rank if self.model_config.adapters else 0
         step_tokens, n_nodes = self.config.scheduler.max_step_tokens, max(1, len(self._places.nodes))
-        return act.geometry_for(steps, self.model.hyper, step_tokens, self.n_ranks, rank, n_nodes)
+        return act.geometry_for(steps, self._index.hyper, step_tokens, self.n_ranks, rank, n_nodes)
 
     def _create_activations(self, geometry: act.ActivationsGeometry) -> Arena:
-        act.check_size(geometry, self.model.hyper, self.config.performance.memory_pool_size_mb, self.name)
+        act.check_size(geometry, self._index.hyper, self.config.performance.memory_pool_size_mb, self.name)
         path, node_cpus = self._activations_path, self._places.node_cpus
-        return act.create_activations(path, geometry, self.model.hyper, self.model.digest, node_cpus)
+        digest = bytes.fromhex(self._index.digest)
+        return act.create_activations(path, geometry, self._index.hyper, digest, node_cpus)
 
     def _send_ready(self, error: str = "") -> None:
         h = self.model.hyper
@@ -331,6 +336,9 @@ class WorkerStage:
     def run(self) -> int:
         """Compute steps until the stage is stopped; returns the exit code."""
         loop = self.loop
+        if self._is_awaited:
+            loop.poll(0.0)  # as above, before a tick
+        use_default_time_slice()
         loop.ready, loop.reason = True, ""
         try:
             while not (loop.ended or self._is_drained()):
@@ -388,8 +396,8 @@ class WorkerStage:
         attachment.table.table[pb.FIRST_LAYER] = 0
         done = int(control[sh.DONE])
         self._announced += 2 * (done - step)
-        if 0 < control[sh.WAKE_AT] <= done:
-            self._wake_scheduler(done)
+        if 0 < control[sh.WAKE_AT] <= done and not self._bell.ring():  # a frame instead of pipeline/ipc/doorbell.py
+            self.link.send(m.StepDone(self._generation, done))
         if refused:
             facts = {"model": self.name, "generation": self._generation, "step": done, "entries": refused}
             log.error("entries of a step were refused", extra=facts)
@@ -443,11 +451,6 @@ class WorkerStage:
         table.table[pb.FIRST_LAYER], table.table[pb.END_LAYER] = done, 0
         return True
 
-    def _wake_scheduler(self, step: int) -> None:
-        """Wake the scheduler by its doorbell (pipeline/ipc/doorbell.py), or else by a frame."""
-        if not self._bell.ring():
-            self.link.send(m.StepDone(self._generation, step))
-
     def _sleep(self) -> None:
         """Sleep until a doorbell, a frame or the next tick."""
         loop = self.loop
@@ -466,11 +469,8 @@ class WorkerStage:
             words.store(control, sh.WORKER_SLEEPING, 0)
 
 
-def preload(config: Config) -> None:
-    """Load compiled kernels, if they are in the cache, before the stage is forked: restarts then start faster."""
-    for kv_type in {model.kv_type for model in config.models}:
-        if stored_code.is_compiled(kv_type):
-            compiled.addresses(kv_type)
+preload = preloading.preload  # before the stage is forked
+prepare_spare = waiting_ranks.fork_waiting  # in the process of a spare worker group, before it waits
 
 
 def main(config: Config, version_id: str = "") -> int:

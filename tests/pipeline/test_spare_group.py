@@ -14,6 +14,7 @@ import pytest
 from pipeline import procfs
 from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
+from pipeline.runtime import process
 from pipeline.supervise import base
 from pipeline.supervise.spare_group import fork_spare, run_version
 from tests.e2e.server import wait_gone
@@ -192,6 +193,27 @@ def test_a_spare_that_cannot_be_forked_leaves_nothing_open(world: World, monkeyp
     with pytest.raises(BlockingIOError):
         fork_spare("worker", world.config, lambda version: lambda: 0, 0.0)
     assert (set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, ())) == before
+
+
+def test_what_its_process_has_prepared_ends_with_it(world: World) -> None:
+    """Such as ranks that wait: they are forked before the process waits for a version."""
+
+    def prepare() -> None:
+        parent = os.getpid()
+        if not os.fork():
+            process.die_with_parent(parent)
+            signal.pause()
+
+    group = fork_spare("worker", world.config, lambda version: lambda: 0, 0.0, prepare)
+    deadline = time.monotonic() + WAIT_S
+    while not (prepared := [below for child in procfs.children(group.pid) for below in procfs.children(child)]):
+        assert time.monotonic() < deadline
+    (waiting,) = procfs.children(group.pid)
+    group.kill()
+    os.waitpid(group.pid, 0)
+    os.close(group.pidfd)
+    assert wait_gone(waiting)
+    assert wait_gone(prepared[0])
 
 
 def test_without_processes_for_it_the_spare_comes_later(world: World) -> None:

@@ -1,0 +1,129 @@
+"""Ranks that are forked ahead compute as others do; where they do not fit, or one has ended, none is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pipeline.runtime.process import EXIT_FATAL
+from stages.worker.ranks import channel_pair
+from tests.e2e.server import wait_gone
+from tests.worker.conftest import Ingested, TinyGguf
+
+LONG_S = 60.0
+
+# Forks two ranks, and takes them after a line of input: the number of ranks that the version needs.
+LEADER = """
+import os, sys
+from pathlib import Path
+from pipeline.config.load import resolve
+from shm.checkpoint import Checkpoint
+from stages.worker import waiting_ranks
+from stages.worker.kernels import compiled
+from stages.worker.model import Model
+from stages.worker.rank_places import RankPlaces
+from stages.worker.ranks import watch
+from stages.worker.warm_up import warm_up
+
+compiled.addresses("f16")
+waiting_ranks.fork_waiting(resolve({"models": [{"name": "m", "path": "/m.gguf", "ranks": 3}]}, {}))
+print(*(rank.pid for rank in waiting_ranks._waiting), flush=True)
+n_ranks, maps = int(input()), True
+checkpoint, cpus = Checkpoint(Path(sys.argv[1])), sorted(os.sched_getaffinity(0))
+ranks = waiting_ranks.take(checkpoint if n_ranks else None, "f16", cpus, n_ranks or 3, maps)
+print(len(ranks), flush=True)
+if ranks:
+    watch(ranks)
+    base = Path(sys.argv[2]) / "m.act"
+    print(warm_up(Model(checkpoint), ranks, RankPlaces(cpus), "f16", 32, base), flush=True)
+input()
+"""
+
+Leader = subprocess.Popen[str]
+
+
+@contextmanager
+def leader(*arguments: Path) -> Iterator[tuple[Leader, list[int]]]:
+    """Start it; yields it and the process ids of its ranks."""
+    with subprocess.Popen(
+        [sys.executable, "-c", LEADER, *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            yield process, [int(pid) for pid in answer(process).split()]
+        finally:
+            process.kill()
+
+
+def answer(process: Leader) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def ask(process: Leader, n_ranks: int) -> int:
+    """The number of ranks that are taken by a version that needs `n_ranks`; 0: one that shares more than files."""
+    assert process.stdin is not None
+    process.stdin.write(f"{n_ranks}\n")
+    process.stdin.flush()
+    return int(answer(process))
+
+
+@pytest.mark.slow
+def test_ranks_that_waited_compute(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+        assert len(pids) == 2
+        assert ask(process, 3) == 2
+        assert answer(process) == "0\n", "entries were refused"
+        os.kill(pids[1], signal.SIGKILL)
+        assert process.wait(LONG_S) == EXIT_FATAL
+        assert wait_gone(pids[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [2, 4, 0])
+def test_ranks_that_do_not_fit_are_killed(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, n_ranks: int
+) -> None:
+    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+        assert ask(process, n_ranks) == 0
+        assert all(wait_gone(pid) for pid in pids)
+        assert process.poll() is None
+
+
+@pytest.mark.slow
+def test_none_is_taken_if_one_has_ended(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+        os.kill(pids[0], signal.SIGKILL)
+        while (Path("/proc") / str(pids[0]) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+            pass
+        assert ask(process, 3) == 0
+        assert wait_gone(pids[1])
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_end_with_their_process(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+        process.kill()
+        assert all(wait_gone(pid) for pid in pids)
+
+
+def test_messages_that_are_not_read_yet_stay_apart() -> None:
+    """A rank that begins may get the next message before it has read the first."""
+    ours, theirs = channel_pair()
+    ours.send(b"begin")
+    ours.send(b"attach")
+    assert [theirs.receive(), theirs.receive()] == [b"begin", b"attach"]
+    ours.close()
+    assert theirs.receive() == b""
+    theirs.close()
