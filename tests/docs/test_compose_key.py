@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT
+from tests.e2e.server import POLL_S, ROOT
 from tests.e2e.up_server import Up
 from tools.alerts.prometheus import MISSING, Prometheus, is_installed
 from tools.tiny_gguf import SHAPES, write_model
@@ -52,6 +52,7 @@ def tenants(prometheus: Prometheus) -> set[str]:
     deadline = time.monotonic() + WAIT_S
     while not (found := prometheus.query('starling_tenant_request_tokens_total{kind="output"} > 0')):
         assert time.monotonic() < deadline
+        time.sleep(POLL_S)
     return {one["metric"]["tenant"] for one in found}
 
 

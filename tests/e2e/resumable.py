@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tests.e2e.server import Server
+from tests.e2e.server import POLL_S, Server
 
 
 def events(server: Server, path: str, body: Any, headers: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
@@ -60,6 +60,7 @@ def wait_answering(server: Server) -> None:
             return
         except OSError:
             assert time.monotonic() < deadline
+            time.sleep(POLL_S)
 
 
 class Received(NamedTuple):

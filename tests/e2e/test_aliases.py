@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, wait_gone
+from tests.e2e.server import POLL_S, ROOT, wait_gone
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -26,6 +26,7 @@ NAMES: dict[str, dict[str, Any]] = {**QUERIED["vllm"], **QUERIED["llama-server"]
 # A request does not change these: there is room for all pages, and a process keeps its start and its limit.
 CONSTANT = {"vllm:num_preemptions_total", "process_start_time_seconds", "process_max_fds"}
 WAIT_S = 120.0
+PAUSE_S = 0.1  # between two scrapes: stages publish once per second, and a scrape takes 50 ms of a core
 # Greedy output of a small model soon repeats itself: the lookup proposes it.
 BODY = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
 
@@ -84,7 +85,7 @@ def test_every_queried_name_moves_with_requests(server: Up) -> None:
     deadline = time.monotonic() + WAIT_S
     while "vllm:generation_tokens_total" not in (before := scrape(server)):  # stages publish once per second
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(PAUSE_S)
     assert before["vllm:generation_tokens_total"] == 0  # a rate needs a first value
     over = threading.Event()
     clients = [threading.Thread(target=load, args=(server, over)) for _ in range(3)]
@@ -97,6 +98,7 @@ def test_every_queried_name_moves_with_requests(server: Up) -> None:
             found = scrape(server)
             rest -= {name for name in rest if found.get(name, 0.0) != before.get(name, 0.0)}
             assert time.monotonic() < deadline, rest
+            time.sleep(PAUSE_S)
         assert found["vllm:num_preemptions_total"] == 0
         assert min(found["process_start_time_seconds"], found["process_max_fds"]) > 0
     finally:
@@ -148,6 +150,7 @@ def check_restarts(server: Up) -> None:
         deadline = time.monotonic() + WAIT_S
         while not answers(server):
             assert time.monotonic() < deadline
+            time.sleep(POLL_S)
         after = scrape(server)
         counted = {
             name
@@ -174,3 +177,4 @@ def settled(server: Up) -> Values:
         if delivered == found["vllm:generation_tokens_total"] and not found["vllm:num_requests_running"]:
             return found
         assert time.monotonic() < deadline, found
+        time.sleep(PAUSE_S)

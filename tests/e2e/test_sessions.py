@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import POLL_S, Server, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_turns_give_the_text_of_one_prompt(demo_server: Server) -> None:
     while (answer := server.request("POST", "/v1/generate", {"prompt": "", "session_id": name, "max_tokens": 1}))[
         0
     ] == 409:
-        pass  # until the server has cancelled the turn
+        time.sleep(POLL_S)  # until the server has cancelled the turn
     assert answer[0] == 200
     assert answer[1]["usage"]["prompt_tokens"] == len(history)
 

@@ -37,7 +37,7 @@ from tests.warm_programs import WarmProgram
 
 DIGEST = "ab" * 32
 START_S = 120.0
-POLL_S = 0.005  # between two looks at the fleet's state
+POLL_S = 0.02  # between two looks at the fleet's state, which take some ms of both processes
 
 
 class TestAgent:

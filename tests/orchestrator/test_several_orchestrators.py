@@ -18,7 +18,7 @@ from pipeline.fleet import token
 from starling.cli import cli
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
-from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.fleet import POLL_S, Fleet
 from tests.orchestrator.streams import BODY, MINE, hold, plain, step
 
 Pair = tuple[Fleet, Fleet]
@@ -114,7 +114,7 @@ def test_each_answers_for_the_other(pair: Pair, engines: list[Server]) -> None:
     answers = [one.post("/v1/generate", unseeded, keyed) for one in (first, second, first)]
     assert answers[0].status == 200 and len({answer.body for answer in answers}) == 1
     while sum(one.state()["leader"] for one in pair) != 1:
-        pass
+        time.sleep(POLL_S)
 
 
 def test_a_request_is_found_at_an_engine_that_gets_no_others(homes: Callable[[], Path], engines: list[Server]) -> None:
@@ -215,7 +215,7 @@ def test_streams_and_routing_go_on_without_the_store(pair: Pair, engines: list[S
         orchestrator.wait(lambda state: state["store"] == "up" and len(state["agents"]) == 2)
     assert not any(event["kind"] == "agent-left" for event in first.fleet_events()[events_before:])
     while sum(one.state()["leader"] for one in pair) != 1:
-        pass
+        time.sleep(POLL_S)
 
 
 JUMPING_CLOCK = """
