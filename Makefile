@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help serve setup setup-dev test test-fast test-slow test-kernels test-computing test-servers test-alone properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray vllm-peer fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
+.PHONY: .FORCE help serve setup setup-dev test test-fast test-slow test-kernels test-computing test-servers test-alone properties kill-matrix disk-faults check check-types check-texts format wheel deb bench chaos alerts fuzz peers peers-more peers-native real-models fleet-peers fleet-ray vllm-peer fleet-hosts api-examples leaving-clients test-emulated test-clients test-deploy test-upgrade schema-check lock clean distclean
 
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -149,6 +149,7 @@ peers: $(VENV)/.locked-dev ## other engines for `make bench` to compare with
 	@$(BIN)/python -m pip install --quiet --require-hashes --only-binary :all: -r locks/requirements-peers.lock
 
 peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for this CPU; takes minutes and a C++ compiler
+	@tools/use_llama_cpp.sh $(BIN)/python locks/requirements-peers-native.lock $(VENV)
 
 peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, apart from the others; 400 MB
 	@tools/setup_venv.sh $(VENV).peers locks/requirements-peers-more.lock alone
@@ -214,8 +215,14 @@ clean: ## caches and build results; models and state stay
 distclean: clean ## and the virtual environment
 	@rm -rf $(VENV)
 
-$(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_cpp.sh tools/peer_compiler.sh | $(VENV)/.locked-dev
+# llama.cpp is compiled again with another compiler or other flags, such as a compiler that can do AMX.
+$(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_cpp.sh $(VENV)/.peer-compiler
 	@tools/build_llama_cpp.sh $(BIN)/python locks/requirements-peers-native.lock $(VENV)
+
+$(VENV)/.peer-compiler: .FORCE | $(VENV)/.locked-dev
+	@chosen=$$(tools/peer_compiler.sh) && eval "$$chosen" && \
+	  { echo "$$chosen"; echo "$(CMAKE_ARGS)"; "$$CXX" --version 2>/dev/null | head -n 1; } >$@.new
+	@if cmp --silent $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 # Stamps: a lock file that is newer than its stamp is installed again.
 $(VENV)/.locked: locks/requirements.lock locks/setup.lock pyproject.toml tools/setup_venv.sh

@@ -1,11 +1,9 @@
 #!/usr/bin/env bash
-# Compile llama.cpp for this CPU, as the baseline of `make bench`: its server, and the libraries of llama-cpp-python.
-# Both come from one build of one source, the sdist of llama-cpp-python, whose hash is checked.
+# Compile llama.cpp for this CPU, as the baseline of `make bench`: its server, and libraries that llama-cpp-python can
+# use (use_llama_cpp.sh). The source is the sdist of llama-cpp-python, which contains llama.cpp; its hash is checked.
 # Usage: build_llama_cpp.sh PYTHON LOCKFILE VENV.  Needs cmake and a C++ compiler (CC and CXX name one); CMAKE_ARGS
 # are added to cmake's arguments.  Runs at low priority, because it takes minutes of every core.
-#
-# VENV/bin/llama-server runs the libraries in VENV/lib/llama.cpp.  llama-cpp-python has copies of its own, so that
-# `make peers`, which installs a wheel, changes what Python measures and leaves the server as it is.
+# VENV/bin/llama-server uses the libraries in VENV/lib/llama.cpp.
 set -euo pipefail
 python=$1 lock=$2 venv=$3
 
@@ -25,9 +23,8 @@ done
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# The lock's one entry, from its name to the last line that goes on, and what the package depends on.
+# The lock's one entry: from its name to the last line that goes on.
 awk '/^llama-cpp-python==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$lock" >"$work/lock"
-awk '/^llama-cpp-python==/ { on = 1 } !on { print } !/\\$/ { on = 0 }' "$lock" >"$work/others"
 [ -s "$work/lock" ] || fail "$lock names no llama-cpp-python."
 "$python" -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary :all: \
     --require-hashes -r "$work/lock" -d "$work" >"$work/log" 2>&1 || {
@@ -55,17 +52,9 @@ nice -n 10 cmake -S "$source" -B "$work/build" "${options[@]}" "${more[@]}" >"$w
     fail "llama.cpp could not be compiled." "CXX and CMAKE_ARGS choose another compiler or other options."
 }
 
-# The Python package without a build of its own; it loads what lies in its directory `lib`.
-"$python" -m pip --disable-pip-version-check --no-input install --quiet --require-hashes --only-binary :all: -r "$work/others"
-CMAKE_ARGS='-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF' "$python" -m pip --disable-pip-version-check --no-input install --quiet \
-    --require-hashes --force-reinstall --no-deps --no-binary llama-cpp-python -r "$work/lock"
-package=$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/llama_cpp/lib
-for directory in "$venv/lib/llama.cpp" "$package"; do
-    rm -rf "$directory"
-    mkdir -p "$directory"
-    cp -P "$work"/build/bin/*.so* "$directory"
-done
+rm -rf "$venv/lib/llama.cpp"
+mkdir -p "$venv/lib/llama.cpp"
+cp -P "$work"/build/bin/*.so* "$venv/lib/llama.cpp"
 install -m 755 "$work/build/bin/llama-server" "$venv/bin/llama-server.new"
 "$venv/bin/llama-server.new" --version 2>&1 | head -n 2
-"$python" -c 'import llama_cpp; print("features:", llama_cpp.llama_print_system_info().decode())'
 mv "$venv/bin/llama-server.new" "$venv/bin/llama-server"

@@ -78,3 +78,16 @@ def test_places_go_to_the_least_served_tenant():
     batch = compose(streams, Budget(5, 512, 72), CostModel())
     assert [e.sequence.id for e in batch.entries] == ["4", "5", "6", "7", "0"]
     assert batch.unscheduled == [a]
+
+
+def test_several_prompts_fill_a_step_where_no_stream_runs():
+    """Up to its tokens, or to the time that a request which arrives may wait for it."""
+    budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
+    prompts = [scheduled(str(i), 100, 0) for i in range(8)]
+
+    def found(token_us: float) -> list[tuple[str, int, int]]:
+        batch = compose(prompts, budget, CostModel(2000, token_us, 0.01))
+        return [(entry.sequence.id, entry.count, entry.samples) for entry in batch.entries]
+
+    assert found(100) == [*((str(i), 100, 1) for i in range(5)), ("5", 12, 0)]
+    assert found(200) == [("0", 100, 1), ("1", 100, 1), ("2", 80, 0)]

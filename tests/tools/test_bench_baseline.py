@@ -173,6 +173,31 @@ def test_the_peer_is_compiled_with_amx_whatever_the_default_compiler(
     assert ("without AMX" in done.stderr) == (flags == "-U__AMX_INT8__")
 
 
+def test_another_compiler_compiles_the_peer_again(tmp_path: Path) -> None:
+    """As after `apt install clang`, which the message about AMX names."""
+    venv, compiler = tmp_path / "venv", tmp_path / "c++"
+    venv.mkdir()
+    (venv / ".locked-dev").touch()
+    stamp = venv / ".peer-compiler"
+
+    def contents(text: str, *more: str) -> str:
+        program(compiler, text)
+        path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+        environment = {key: value for key, value in os.environ.items() if key not in ("CC", "CXX", "MAKEFLAGS")}
+        command = ["make", f"VENV={venv}", *more, stamp]
+        subprocess.run(command, cwd=ROOT, env=environment | {"PATH": path}, check=True, timeout=60)
+        return stamp.read_text()
+
+    first = contents(GCC_12)
+    assert "12.2.0" in first
+    os.utime(stamp, (1, 1))
+    assert contents(GCC_12) == first
+    assert stamp.stat().st_mtime == 1, "what depends on it is not made again"
+    assert "14.2.0" in contents(GCC_14)
+    assert stamp.stat().st_mtime > 1
+    assert "-DGGML_BLAS=ON" in contents(GCC_14, "CMAKE_ARGS=-DGGML_BLAS=ON")
+
+
 def test_a_peer_that_cannot_run_is_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real child process, in an environment that lacks the library."""
     assert peers.installed(tmp_path / "bin" / "python") == []

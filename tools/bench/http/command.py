@@ -103,6 +103,8 @@ class Bench:
                 f"worst: {watch.worst}; measure on a quiet machine"
             )
         about = [server.about for server in baselines]
+        for server in baselines:
+            click.echo(f"{server.name}: " + ", ".join(f"{name} {value}" for name, value in server.about.items()))
         return {"slots": slots, "rows": [row.plain() for row in rows], **watch.plain(), "baseline": about}
 
     def _baselines(self, slots: int) -> list[BaselineServer]:
@@ -129,6 +131,7 @@ def measure(
     sections: Sequence[str] = SECTIONS,
     slots: int = SLOTS,
     flat_s: float = 0.0,
+    long_prompt: int = scenarios.LONG_PROMPT,
 ) -> dict[str, Any]:
     """Run the sections and print their figures; returns all of them."""
     works = tuple(work for work in WORKS if not (quick and work.clients * work.prompt > 2000))
@@ -152,7 +155,7 @@ def measure(
         if "gaps" in report:
             click.echo("\n".join(gap_lines(report["gaps"])))
         section("steps", lambda: [scenarios.pauses(server, prompts, batch) for batch in BATCHES])
-        section("long", lambda: [scenarios.long_prompt(server, prompts, batch) for batch in (1, 8, 16)])
+        section("long", lambda: [scenarios.long_prompt(server, prompts, batch, long_prompt) for batch in (1, 8, 16)])
         section("speculation", lambda: scenarios.speculation(server, prompts, max(3, rounds)))
         section("prediction", lambda: predictions(server, prompts, max(3, rounds)))
         section("constrained", lambda: constrained(server, prompts, max(3, rounds)))
@@ -172,6 +175,9 @@ def measure(
 )
 @click.option("--quick", is_flag=True, help="Leave out what takes long.")
 @click.option("--only", "sections", multiple=True, type=click.Choice(SECTIONS), help="Sections; default: all.")
+@click.option(
+    "--long-prompt", default=scenarios.LONG_PROMPT, show_default=True, help="Tokens of the prompt of the section long."
+)
 @click.option("--flat", "flat_s", default=0.0, help="Seconds of traffic during which memory must stay flat: 180.")
 def main(
     gguf: Path | None,
@@ -181,13 +187,14 @@ def main(
     baseline: bool,
     quick: bool,
     sections: tuple[str, ...],
+    long_prompt: int,
     flat_s: float,
 ) -> None:
     """Figures of speed over HTTP, compared with llama-server in the same run."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     model = ModelConfig(name=gguf.stem, path=str(gguf)) if gguf else ModelConfig(name=DEMO_MODEL)
     chosen = sections or (() if flat_s else SECTIONS)
-    report = measure(model, numbers, rounds, baseline, quick, chosen, slots, flat_s)
+    report = measure(model, numbers, rounds, baseline, quick, chosen, slots, flat_s, long_prompt)
     click.echo(json.dumps({"machine": machine(numbers), "http": report}))
 
 

@@ -22,6 +22,7 @@ from tools.bench.http.server_under_test import CONTROL_PLANE, ServerUnderTest
 from tools.bench.http.workload import OUTPUT, Prompts, body
 
 LONG_PROMPT = 4000
+OUTPUT_BESIDE = 480  # tokens of each stream beside such a prompt; more beside a longer one
 GAP_MS = 25.0  # longest gap of running streams that a long prompt may cause, or
 GAP_FACTOR = 3.0  # times their usual gap, if that is longer
 FLAT = 0.02  # share by which a process's memory may grow
@@ -127,10 +128,13 @@ def at_rest(server: ServerUnderTest, seconds: float = 10.0) -> dict[str, float]:
 
 
 def long_prompt(server: ServerUnderTest, prompts: Prompts, batch: int, tokens: int = LONG_PROMPT) -> dict[str, Any]:
-    """Gaps of `batch` running streams, with and without a prompt of `tokens` tokens computed at the same time."""
-    output = 480
+    """Gaps of `batch` running streams, with and without a prompt of `tokens` tokens computed at the same time.
+
+    Also the time to that prompt's first token, and whether all streams were running until then.
+    """
+    output = OUTPUT_BESIDE * max(1, 2 * tokens // LONG_PROMPT - 1)
     requests = [[server.request(body(server.model, prompts.text(16), output))] for _ in range(batch)]
-    late = _Late(server, server.request(body(server.model, prompts.text(tokens), 4)), after_s=output / 4 * 0.008)
+    late = _Late(server, server.request(body(server.model, prompts.text(tokens), 4)), after_s=OUTPUT_BESIDE / 4 * 0.008)
     run = late.drive(requests)
     arrived, first = late.response.sent, late.response.times[0]
     beside, usual = [], []
@@ -153,6 +157,7 @@ def long_prompt(server: ServerUnderTest, prompts: Prompts, batch: int, tokens: i
         "allowed_ms": round(allowed, 2),
         "holds": beside_ms <= allowed,
         "first_token_ms": round(1e3 * (first - arrived), 1),
+        "all_running": all(response.times[-1] >= first for response in run.responses),
         "failed": sum(not a.is_good for a in [*run.responses, late.response]),
     }
 
