@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.config import engine_rules, server_cores
+from pipeline.config import core_rules, engine_rules
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.durations import FORM, seconds_of
@@ -61,7 +61,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     """Every broken rule. `pulled`: the slugs of the names that `starling pull` has stored."""
     yield from _unavailable(config)
     yield from _models(config, pulled)
-    yield from _worker_groups(config)
+    yield from (Rule(*problem) for problem in core_rules.problems(config))
     yield from _limits(config)
     yield from _auth(config)
     yield from _idempotency(config)
@@ -189,24 +189,6 @@ def _ranks(at: str, model: ModelConfig) -> Iterator[Rule]:
         yield Rule(f"{at}.cpus", repr(list(model.cpus)), "a core is given twice; its two ranks would spin")
     if model.cpus and model.ranks > len(model.cpus):
         yield Rule(f"{at}.ranks", str(model.ranks), f"each rank takes a core, and cpus has {len(model.cpus)}")
-
-
-def _worker_groups(config: Config) -> Iterator[Rule]:
-    groups = config.performance.worker_groups
-    if isinstance(groups, str) or groups == 1:
-        return
-    for index, model in enumerate(config.models):
-        n_cores = len(model.cpus)
-        reason = ""
-        if model.cpus and groups > n_cores:
-            reason = server_cores.too_many_groups(model.name, n_cores)
-        elif model.cpus and groups * model.ranks > n_cores:
-            reason = f"models.{index}.ranks = {model.ranks} of each group take a core each, and cpus has {n_cores}"
-        elif config.drafts(model.name):
-            reason = f"model {model.name!r} drafts or has a draft_model, for which it has one group: set 1 or auto"
-        if reason:
-            yield Rule("performance.worker_groups", str(groups), reason)
-            return
 
 
 def _limits(config: Config) -> Iterator[Rule]:

@@ -222,8 +222,8 @@ class PerformanceConfig(Section, frozen=True, kw_only=True):
     memory_pool_size_mb: MegabytesOrNone = 0  # limit of a model's activations; 0: what it needs
     use_mmap: bool = True  # map the weights' files; false: read them into memory of huge pages
     weight_copies: Literal["never", "auto", "always"] = "never"  # one on each memory node; auto: if memory allows it
-    # Of each model, which share its KV pages; auto: one for each memory node that its cores are beside
-    worker_groups: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1
+    worker_groups: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1  # of each model; auto: one a memory node
+    control_cores: Annotated[int, Meta(ge=0, le=64)] | Literal["auto"] = "auto"  # without ranks; auto: 1 of more than 2
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):

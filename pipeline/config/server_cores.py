@@ -23,9 +23,18 @@ from shm.decoding import DECODE_ERRORS
 FILE = "server-cores"
 
 
+_before: list[int] = []  # the cores of this process, before it kept to some of them
+
+
 def own() -> list[int]:
-    """The cores that this process may run on."""
-    return sorted(os.sched_getaffinity(0))
+    """The cores that this process may run on, or might before it kept to some of them."""
+    return _before or sorted(os.sched_getaffinity(0))
+
+
+def keep_to(cores: list[int]) -> None:
+    """Keep this thread, and those that it starts, to some of this process's cores. `own` stays as it is."""
+    _before[:] = own()
+    os.sched_setaffinity(0, cores)
 
 
 def of(config: Config) -> list[int]:
@@ -37,17 +46,23 @@ def of(config: Config) -> list[int]:
 
 
 def check(config: Config) -> None:
-    """Raise `ConfigError` if the server that starts here has too few cores for its worker groups.
+    """Raise `ConfigError` if the server that starts here has too few cores for its worker groups or control plane.
 
     Of models with `cpus` the configuration's rules check it.  Commands that start nothing may run on fewer cores.
     """
-    groups, n_cores = config.performance.worker_groups, len(of(config))
-    if isinstance(groups, str) or groups <= n_cores:
-        return
-    for model in config.models:
-        if not model.cpus:
-            key, reason = "performance.worker_groups", too_many_groups(model.name, n_cores)
-            raise ConfigError(f"{key} = {groups}: {reason}", param=key)
+    n_cores = len(of(config))
+    control, groups = config.performance.control_cores, config.performance.worker_groups
+    if control != "auto" and control >= max(1, n_cores):
+        reason = f"ranks need a core, and the server has {n_cores}: give at most {n_cores - 1}, or auto"
+        raise _refused("control_cores", control, reason)
+    if groups != "auto" and groups > n_cores:
+        for model in config.models:
+            if not model.cpus:
+                raise _refused("worker_groups", groups, too_many_groups(model.name, n_cores))
+
+
+def _refused(key: str, value: int, reason: str) -> ConfigError:
+    return ConfigError(f"performance.{key} = {value}: {reason}", param=f"performance.{key}")
 
 
 def too_many_groups(model: str, n_cores: int) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from pipeline.config import server_cores
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.models import control_cores
 from pipeline.models.versions import ModelVersion
 from shm import memory_nodes
 
@@ -27,7 +28,7 @@ def of_version(config: Config, version: ModelVersion) -> list[ModelVersion]:
 
 
 def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[int]]:
-    """The cores of each worker group, of those that the server may run on. As `count`.
+    """The cores of each worker group, of those that the server may run on, but the control plane's. As `count`.
 
     With one group those that this process may run on.  With several all processes of a server find the same ones, of
     which each uses those that it may run on (`allowed`).
@@ -35,7 +36,7 @@ def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[i
     setting = config.performance.worker_groups
     is_one = setting == 1 or config.drafts(name)
     cores = server_cores.own() if is_one else server_cores.of(config)
-    cpus = [cpu for cpu in model.cpus if cpu in cores] or cores
+    cpus = [cpu for cpu in model.cpus if cpu in cores] or control_cores.computing(config, model, cores)
     if is_one:
         return [cpus]
     by_node = memory_nodes.of(cpus)

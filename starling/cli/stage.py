@@ -13,7 +13,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.models import versions
+from pipeline.models import control_cores, versions
 from pipeline.observe import logs
 from pipeline.runtime import process
 from pipeline.supervise import cleanup, listen_fd, worker_pool
@@ -102,16 +102,22 @@ def supervise(name: str, model: str) -> int:
 
 def _program(name: str, model: str, config: Config) -> Callable[[], int]:
     """The function that the stage's process runs. It imports the stage when it is called."""
-    arguments: tuple[str, ...] = ()
-    if name == "worker":
-        table = versions.read(config)
-        known = [version.id for version in table.versions]
-        if not known or (model and table.find_group(model) is None):
-            raise _unknown(model, known)
-        arguments = (model or known[0],)
-    elif model:
-        raise click.UsageError(f"--model is only for worker; the stage {name} serves every model")
-    return lambda: int(import_stage(name).main(config, *arguments) or 0)
+    if name != "worker":
+        if model:
+            raise click.UsageError(f"--model is only for worker; the stage {name} serves every model")
+        return lambda: _run_control(name, config)
+    table = versions.read(config)
+    known = [version.id for version in table.versions]
+    if not known or (model and table.find_group(model) is None):
+        raise _unknown(model, known)
+    return lambda: int(import_stage(name).main(config, model or known[0]) or 0)
+
+
+def _run_control(name: str, config: Config) -> int:
+    """Run a stage of the control plane on the cores that it has."""
+    module = import_stage(name)
+    control_cores.keep(config)
+    return int(module.main(config) or 0)
 
 
 def import_stage(name: str) -> ModuleType:

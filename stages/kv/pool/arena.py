@@ -8,11 +8,11 @@ a page with a torn header is unclaimed too, because a sequence may hold it.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.config import server_cores
 from shm import memory_nodes
 from shm.arena import Arena, ArenaError
 from shm.pages import (
@@ -84,7 +84,7 @@ def open_arena(
 
 def _node_cpus(cpus: Collection[int] | None) -> list[list[int]]:
     """The CPUs beside each memory node that pages are placed on; [] where there is one node to choose from."""
-    own = os.sched_getaffinity(0)
+    own = server_cores.own()
     if len(memory_nodes.of([*own, *(cpus or ())])) < 2:
         return []
     return memory_nodes.of(cpus or own)

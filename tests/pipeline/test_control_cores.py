@@ -1,0 +1,107 @@
+"""Which cores the control plane has, and that ranks are divided among the others."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from pipeline.config import server_cores
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.models import control_cores, worker_groups
+
+
+def configured(control: int | str = "auto", groups: int | str = 1, **model: Any) -> Config:
+    performance = {"control_cores": control, "worker_groups": groups}
+    return resolve({"models": [{"name": "m", "path": "/m.gguf", **model}], "performance": performance}, {})
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The cores that a server believes it has; the test's own ones are restored."""
+    found: list[int] = []
+    allowed = os.sched_getaffinity(0)
+    monkeypatch.setattr(server_cores, "_before", found)
+    yield found
+    os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 0), (2, 0), (3, 1), (4, 1), (128, 1)])
+def test_a_server_with_more_than_two_cores_spares_one(n: int, expected: int) -> None:
+    assert control_cores.count(configured(), n) == expected
+
+
+def test_one_core_is_left_for_ranks_wherever_a_stage_may_run() -> None:
+    """A stage may start again in a control group that has got smaller."""
+    assert [control_cores.count(configured(control=1), n) for n in (1, 2, 3)] == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [1, 2, 3]),
+        ({"ranks": 3}, [1, 2, 3]),
+        ({"ranks": 4}, [0, 1, 2, 3]),  # as many as the configuration asks for
+        ({"control": 0}, [0, 1, 2, 3]),
+        ({"cpus": [3, 0]}, [3, 0]),
+    ],
+)
+def test_the_cores_of_ranks(cores: list[int], settings: dict[str, Any], expected: list[int]) -> None:
+    cores += [0, 1, 2, 3]
+    config = configured(**settings)
+    assert worker_groups.cpus_of_groups(config, config.models[0], "m") == [expected]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "expected"), [(3, 1, [1, 1, 1]), (4, 0, [1, 1, 1, 1]), (2, 2, [2, 2]), (2, 1, [1, 2])]
+)
+def test_groups_that_need_all_cores_have_them(
+    cores: list[int], monkeypatch: pytest.MonkeyPatch, groups: int, ranks: int, expected: list[int]
+) -> None:
+    cores += [0, 1, 2, 3]
+    monkeypatch.setattr(server_cores, "of", lambda config: cores)
+    config = configured(groups=groups, ranks=ranks)
+    assert [len(some) for some in worker_groups.cpus_of_groups(config, config.models[0], "m")] == expected
+
+
+def test_a_stage_keeps_to_its_cores_and_counts_those_of_the_server(cores: list[int]) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("ranks and control plane need a core each")
+    config = configured(control=1)
+    assert control_cores.keep(config) == allowed[:1]
+    found: list[set[int]] = []
+    thread = threading.Thread(target=lambda: found.append(os.sched_getaffinity(0)))
+    thread.start()
+    thread.join()
+    assert found == [{allowed[0]}] == [os.sched_getaffinity(0)]
+    assert server_cores.own() == allowed
+    assert worker_groups.cpus_of_groups(config, config.models[0], "m") == [allowed[1:]]
+
+
+@pytest.mark.parametrize("settings", [{"control": 0}, {"cpus": [0]}])
+def test_a_stage_runs_anywhere_where_models_compute_on_its_cores(cores: list[int], settings: dict[str, Any]) -> None:
+    allowed = os.sched_getaffinity(0)
+    cores += [0, 1, 2, 3]
+    assert control_cores.keep(configured(**settings)) == []
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_cores_that_are_gone_leave_a_stage_where_it_is(cores: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    allowed = os.sched_getaffinity(0)
+    cores += [4000, 4001, 4002]
+    assert control_cores.keep(configured()) == []
+    assert os.sched_getaffinity(0) == allowed
+    assert [record.message for record in caplog.records] == ["the stage runs on any core"]
+
+
+@pytest.mark.parametrize(("setting", "reason"), [(64, "give at most"), (65, "65"), (-1, "")])
+def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch, setting: int, reason: str) -> None:
+    monkeypatch.setattr(server_cores, "of", lambda config: [0, 1, 2])
+    with pytest.raises(ConfigError, match=rf"performance\.control_cores.*{reason}"):
+        server_cores.check(configured(control=setting))
