@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from stages.worker.kernels.buffer_sizes import PHASES
 from tools.bench.http.first_byte import first_byte
 from tools.bench.offline import shapes
 from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
-from tools.bench.phases import attention, sampler
+from tools.bench.phases import attention, sampler, shared_prefix, steps
+from tools.tiny_gguf import SHAPES, write_model
 
 DECODE = Work("decode", batch=1, cached=16)
 
@@ -205,3 +207,29 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     short, long = report["rows"]
     assert long["query_us"] > short["query_us"] > 0
     assert 0 < long["of_peak"] < 1.1 and report["peak_gmac_s"] > 1
+
+
+@pytest.mark.slow
+def test_each_phase_of_a_step_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
+    shape = SHAPES["small"]._replace(context_length=4096)
+    path = write_model(tmp_path / "m.gguf", shape, "Q4_0")
+    result = CliRunner().invoke(steps.main, ["--gguf", str(path), "--repeats", "9"], catch_exceptions=False)
+    *_, last = result.output.splitlines()
+    found = json.loads(last)
+    assert list(found) == ["batch 1", "batch 16", "batch 32", "batch 1, 2,048 cached", "prefill 512"]
+    for us in found.values():
+        assert set(us) == {*PHASES, "all"}
+        assert 0 < us["attention"] < us["all"]
+    assert found["batch 1, 2,048 cached"]["attention"] > found["batch 1"]["attention"]
+    assert found["batch 1"]["keys"] == 0 < found["prefill 512"]["keys"]
+
+
+@pytest.mark.slow
+def test_shared_prefixes_are_timed_beside_their_bounds() -> None:
+    arguments = ["--rows", "16", "--shared", "2048", "--heads", "2x4x64", "--repeats", "3", "--rounds", "3"]
+    result = CliRunner().invoke(shared_prefix.main, arguments, catch_exceptions=False)
+    (row,) = json.loads(result.output.splitlines()[-1])
+    lowest = {way: row[way][1] for way in shared_prefix.WAYS}
+    assert 0 < lowest["block"] < lowest["apart"]
+    assert lowest["shared"] < lowest["apart"]

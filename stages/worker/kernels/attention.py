@@ -76,6 +76,12 @@ def output_at(scratch, head_dim):
 
 
 @numba.njit(**MERGED)
+def combined_at(scratch, head_dim):
+    """Address of ACC."""
+    return output_at(scratch, head_dim) + 4 * BUFFER_ROWS * head_dim
+
+
+@numba.njit(**MERGED)
 def state_at(scratch, head_dim):
     """Address of STATE."""
     return scratch + 4 * BUFFER_ROWS * (3 * head_dim + KV_SPLIT)
@@ -279,20 +285,23 @@ def attend(
     only,
     window,
 ):
-    """All splits for `queries` queries packed in Q, rows (query, head of the group), to `out`.
+    """All splits for `queries` queries packed in Q, rows (query, head of the group), to `out` (0: they stay in ACC).
 
     scale_at: the scale of scores, f32, and 8 bytes later their soft cap (0: none).
     out: f32 of the group's first head for the first query; the group's heads follow each other.
-    With `only` >= 0: nothing but that split, whose results stay in STATE and O.  AFTER is read.
+    With `only` >= 0: nothing but that split, whose results stay in STATE and O.  With `only` < -1 and no window: the
+    splits from -1 - only on, which follow what ACC and STATE hold of those before.  AFTER is read.
     window: positions that a query attends to, itself included; 0: all.
     """
     rows = queries * group_size
     o, state = output_at(scratch, head_dim), state_at(scratch, head_dim)
-    acc = o + 4 * BUFFER_ROWS * head_dim
+    acc = combined_at(scratch, head_dim)
     scale, cap = get_f32(scale_at), get_f32(scale_at + 8)
     begin, end = lowest_split(first, window), (first + queries - 1) // KV_SPLIT + 1
     if only >= 0:
         begin, end = only, only + 1
+    elif only < -1:
+        begin = -1 - only
     table = table_at(scratch, head_dim)
     for index in range(begin, end):
         if index + 1 < end:
@@ -335,7 +344,7 @@ def attend(
             while started < reached and lowest_split(first + started // group_size, window) != index:
                 started += group_size
             combine_rows(acc, o, state, begun, started, reached, head_dim)
-    if only < 0:
+    if only < 0 and out != 0:
         finish_rows(acc, state, out, out_stride, rows, group_size, head_dim)
 
 

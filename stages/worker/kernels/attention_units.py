@@ -50,7 +50,7 @@ def _rotate(params, layer, token, heads, n_heads, head, norm, y):
 
 
 @njit(**INNER)
-def _pack_queries(params, layer, token, queries, kv_head, scratch):
+def pack_queries(params, layer, token, queries, kv_head, scratch):
     """The rotated queries of a block into Q of the attention scratch: rows (query, head of the group)."""
     dim = param(params, pb.HEAD_DIM)
     group = param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
@@ -64,7 +64,8 @@ def _pack_queries(params, layer, token, queries, kv_head, scratch):
 
 
 @njit(**INNER)
-def _table(params, layer, entry):
+def page_table(params, layer, entry):
+    """Address of the entry's page table for the layer's group."""
     return param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE) + param(layer, pb.TABLE_AT)
 
 
@@ -86,7 +87,7 @@ def write_kv(params, layer, entry, token, kv_head, head_at, scratch):
     """K and V of one token and kv head into its page."""
     dim, page_tokens = param(params, pb.HEAD_DIM), param(params, pb.PAGE_TOKENS)
     position = get_i64(p.token_at(params, token))
-    number = get_i32(_table(params, layer, entry) + 4 * (position // page_tokens))
+    number = get_i32(page_table(params, layer, entry) + 4 * (position // page_tokens))
     at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
     kv_heads = param(params, pb.N_KV_HEADS)
     k = param(params, pb.QKV) + token * param(params, pb.QKV_STRIDE) + 4 * param(params, pb.N_HEADS) * dim
@@ -106,7 +107,7 @@ def write_kv(params, layer, entry, token, kv_head, head_at, scratch):
 def prefetch_page(params, layer, entry, head_at):
     """Prefetch the cache lines of the page that a single query's K is written to, and read from."""
     position, page_tokens = param(entry, p.P_START), param(params, pb.PAGE_TOKENS)
-    number = get_i32(_table(params, layer, entry) + 4 * (position // page_tokens))
+    number = get_i32(page_table(params, layer, entry) + 4 * (position // page_tokens))
     at = param(params, pb.PAGES) + number * param(params, pb.PAGE_BYTES) + head_at
     step = param(params, pb.KV_WIDTH) * page_tokens
     at += position % page_tokens * param(params, pb.KV_WIDTH)
@@ -152,7 +153,7 @@ def set_next_unit(params, layer, entry, head, split):
         param(params, pb.PAGES),
         head_at,
         param(params, pb.PAGE_BYTES),
-        _table(params, layer, entry),
+        page_table(params, layer, entry),
         split,
         param(entry, p.P_START),
         param(params, pb.PAGE_TOKENS),
@@ -166,7 +167,7 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
     dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
     group = heads // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
-    _pack_queries(params, layer, token, 1, kv_head, scratch)
+    pack_queries(params, layer, token, 1, kv_head, scratch)
     run_entry(
         param(params, pb.ATTEND),
         (
@@ -174,7 +175,7 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, layer, entry),
+            page_table(params, layer, entry),
             param(entry, p.P_START),
             1,
             group,
@@ -200,12 +201,41 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
         quantize_attn_out(params, token, kv_head)
 
 
+@njit(**INNER)
+def prefix_result_at(params, entry, head):
+    """Address of what a shared prefix leaves for one head of an entry's query: M, L, and from byte 64 on ACC."""
+    size = 4 * (param(params, pb.HEAD_DIM) + GROUP)
+    return param(params, pb.SPLIT_RESULTS) + size * (param(entry, p.P_SHARED) + head)
+
+
+@njit(**INNER)
+def _continue_prefix(params, entry, kv_head, scratch):
+    """What the shared prefix leaves for a group of heads into STATE and ACC, which the next split is combined with."""
+    dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
+    state, acc = attention.state_at(scratch, dim), attention.combined_at(scratch, dim)
+    for g in range(group):
+        at = prefix_result_at(params, entry, kv_head * group + g)
+        put_f32(state + 4 * g, get_f32(at))
+        put_f32(state + split_combine.STATE_TOTAL + 4 * g, get_f32(at + 4))
+        split_combine.copy(at + 64, acc + 4 * g * dim, dim)
+
+
+@njit(**INNER)
+def _prefix_splits(params, entry, window):
+    """KV splits of the shared prefix that an entry's query begins behind (shared_prefixes.py); 0: it begins at none."""
+    if window or param(param(params, pb.PLAN), p.SHARED) == 0 or param(entry, p.P_SHARED) < 0:
+        return 0
+    return param(entry, p.P_PREFIX)
+
+
 @njit(**MERGED)
-def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at):
-    """A block of queries of one sequence from position `first` on."""
+def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at, prefix):
+    """A block of queries of one sequence from position `first` on, or one query behind `prefix` shared splits."""
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
-    _pack_queries(params, layer, token, queries, kv_head, scratch)
+    pack_queries(params, layer, token, queries, kv_head, scratch)
+    if prefix:
+        _continue_prefix(params, entry, kv_head, scratch)
     out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
     run_entry(
         param(params, pb.ATTEND),
@@ -214,7 +244,7 @@ def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, layer, entry),
+            page_table(params, layer, entry),
             first,
             queries,
             group,
@@ -223,7 +253,7 @@ def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at
             params + 8 * pb.SCORE_SCALE,
             out,
             param(params, pb.ATTN_OUT_STRIDE),
-            -1,
+            -1 - prefix,
             param(layer, pb.WINDOW),
         ),
     )
@@ -239,7 +269,7 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
     """
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
-    _pack_queries(params, layer, token, queries, kv_head, scratch)
+    pack_queries(params, layer, token, queries, kv_head, scratch)
     run_entry(
         param(params, pb.ATTEND),
         (
@@ -247,7 +277,7 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
-            _table(params, layer, entry),
+            page_table(params, layer, entry),
             last,
             1,
             queries * group,
@@ -292,7 +322,7 @@ def attend(params, layer):
         entry = p.entry_at(params, e)
         start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
         splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, window)
-        block = block_queries(count, group, kv_heads, ranks)
+        block, prefix = block_queries(count, group, kv_heads, ranks), _prefix_splits(params, entry, window)
         for head in range(kv_heads):
             head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
             if param(entry, p.P_SPLIT) >= 0:
@@ -320,6 +350,7 @@ def attend(params, layer):
                             after, following = after - kv_heads, p.entry_at(params, e + 1)
                         if after < kv_heads and param(following, p.P_COUNT) == 1:
                             first = attention.lowest_split(param(following, p.P_START), window)
+                            first = max(first, _prefix_splits(params, following, window))
                             set_next_unit(params, layer, following, after, first)
                         else:
                             set_next_unit(params, layer, entry, head, -1)
@@ -327,7 +358,9 @@ def attend(params, layer):
                     if param(params, pb.ATTENDS_ALL):
                         attend_all(params, layer, entry, token + begin, start + count - 1, queries, head, head_at)
                     else:
-                        attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
+                        attend_queries(
+                            params, layer, entry, token + begin, start + begin, queries, head, head_at, prefix
+                        )
                 unit += 1
 
 

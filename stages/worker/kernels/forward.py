@@ -6,7 +6,7 @@ Ranks split matrices by groups of 16 rows, attention by units, norms by token, a
 by one rank, in an order that does not depend on the split, so the rank count does not change a bit.  Ranks wait for
 each other where one reads what another has written:
 
-    plan | embedding | per layer: q, k, v | [K, V of chunks] | attn_out | x | gated | x | ... logits | done
+    plan | embedding | per layer: q, k, v | [K, V of chunks] | [prefixes] | attn_out | x | gated | x | ... logits | done
 
 The last layer computes only K and V of tokens that are neither sampled nor pooled (needed_plan.py):
 
@@ -64,6 +64,7 @@ from stages.worker.kernels.rank_sync import (
     wait_for_ranks,
     wait_prefetching,
 )
+from stages.worker.kernels.shared_prefixes import attend_prefixes
 from stages.worker.kernels.simd import get_f32, get_i64, put_i32
 
 _OUTPUT_START, _MAX_TOP = 8 * step_ring.OUTPUT_START, step_ring.MAX_TOP
@@ -187,6 +188,11 @@ def _attend_and_feed(params, layer, index, tokens):
     """A layer from its attention on, for tokens whose Q is in QKV and whose K and V are in their pages or in QKV."""
     width, ffn = param(params, pb.WIDTH), param(params, pb.FFN)
     now = phase_begin(params)
+    if param(param(params, pb.PLAN), p.SHARED) and param(layer, pb.WINDOW) == 0:
+        attend_prefixes(params, layer)
+        phase_end(params, ATTENTION, now)
+        wait_for_ranks(params)
+        now = phase_begin(params)
     attend(params, layer)
     phase_end(params, ATTENTION, now)
     wait_before_output(params, layer, PREFETCH_BYTES)

@@ -20,6 +20,7 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, SPLIT_UNITS
 from stages.worker.kernels.entries import INNER, run_entry
 from stages.worker.kernels.parameter_access import param
+from stages.worker.kernels.shared_prefixes import group_prefixes
 from stages.worker.kernels.simd import get_i64, put_i64
 
 
@@ -64,13 +65,14 @@ def _keep_needed(params, needed, entry, kept, tokens, samples):
 
 @njit(**INNER)
 def plan_needed(params):
-    """Only rank 0: write NEEDED of the step's plan and, unless all of its tokens are needed, the plan of these."""
+    """Only rank 0: write NEEDED and SHARED of the step's plan and, unless all tokens are needed, the plan of these."""
     plan, needed = param(params, pb.PLAN), param(params, pb.NEEDED_BLOCK)
     entries = param(plan, p.ENTRIES_KEPT)
     total = 0
     for i in range(entries):
         total += _needed_of(p.entry_at(params, i))[1]
     put_i64(plan + 8 * p.NEEDED, total)
+    group_prefixes(params)
     if total == param(plan, p.TOKENS):
         return
     kept = tokens = samples = has_adapters = 0
@@ -91,3 +93,4 @@ def plan_needed(params):
         run_entry(param(params, pb.LIST_ADAPTED), (needed, kept))
     if kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS and param(params, pb.ATTENDS_ALL) == 0:
         p.assign_split_results(needed, kept)
+    group_prefixes(needed)

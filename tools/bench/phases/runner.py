@@ -13,6 +13,7 @@ from stages.worker.kernels.buffer_sizes import PHASES
 from tools.bench.offline.candidate import Candidate
 from tools.tiny_gguf import Shape, write_model
 
+ALL = "all"  # of a step
 LONG_NS = 2_000_000  # of a step; what Python adds to it is small then
 
 
@@ -24,11 +25,16 @@ def candidate_of(shape: Shape, directory: Path, cores: list[int], rows: int, tok
 
 
 def phase_us(candidate: Candidate, phase: str, step: Callable[[], object], repeats: int) -> float:
-    """Median microseconds that rank 0 spends in a phase during one call of `step`, which computes one step.
+    """Median microseconds that rank 0 spends in a phase during one call of `step`, which computes one step."""
+    return phases_us(candidate, step, repeats)[phase]
+
+
+def phases_us(candidate: Candidate, step: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Median microseconds of rank 0 in each phase during one call of `step`, which computes one step, and "all".
 
     With one rank, which is this thread, a long step is timed by the processor's time: other programs change it less.
     """
-    runner, place = candidate.runner, PHASES.index(phase)
+    runner = candidate.runner
     counts, found = runner.group.tables[0].phases, []
     for _ in range(repeats):
         counts[:] = 0
@@ -37,5 +43,5 @@ def phase_us(candidate: Candidate, phase: str, step: Callable[[], object], repea
         used_ns = time.thread_time_ns() - begun
         _, first, last, _ = runner.steps.timing[runner.step % len(runner.steps.timing)]
         whole_ns = min(float(last - first), used_ns) if used_ns > LONG_NS else float(last - first)
-        found.append(float(counts[place] / counts.sum()) * whole_ns / 1000)
-    return statistics.median(found)
+        found.append([*(counts / counts.sum() * whole_ns / 1000).tolist(), whole_ns / 1000])
+    return dict(zip((*PHASES, ALL), map(statistics.median, zip(*found, strict=True)), strict=True))

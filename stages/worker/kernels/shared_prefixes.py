@@ -1,0 +1,182 @@
+"""Sequences of a step that share the pages of a prefix: single queries attend to it together, as one block.
+
+The plan of a step (plan.py) names them: entries of one query whose page tables begin with the same pages, for one or
+more whole KV splits.  Each such *prefix group* has a leader, its first entry, through which the others are linked.
+Before the step's units of attention (attention_units.py), `attend_prefixes` computes the splits of the prefix for all
+queries of a group and stores what they leave for each head: M, L and the combined values, in 4 * (head_dim + 16) bytes
+at SPLIT_RESULTS, like a split.  The entry's own unit begins with these, at the first split that is not shared.  A row's
+arithmetic does not depend on the block that it is in, so the bytes are those of a sequence that shares nothing.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+from shm.pages import KV_SPLIT
+from stages.worker.kernels import attention, split_combine
+from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels import plan as p
+from stages.worker.kernels.attention_units import pack_queries, page_table, prefix_result_at, set_next_unit
+from stages.worker.kernels.buffer_sizes import SPLIT_UNITS
+from stages.worker.kernels.entries import INNER, MERGED, run_entry
+from stages.worker.kernels.parameter_access import param
+from stages.worker.kernels.simd import get_f32, get_i32, put_f32, put_i64
+
+LEAST_MEMBERS = 3  # of a prefix group: with two, an own pass over the prefix gains less than it costs
+CONVERSION_ROWS = 12  # rows of a block that take about as long as the conversion of K and V for it
+
+
+@njit(**INNER)
+def _equal_splits(params, entry, other, most):
+    """Leading KV splits, at most `most`, whose pages are the same in the page tables of two entries."""
+    tables, each = param(params, pb.PLAN_TABLES), KV_SPLIT // param(params, pb.PAGE_TOKENS)
+    a, b = tables + param(entry, p.P_TABLE), tables + param(other, p.P_TABLE)
+    n = 0
+    while n < most * each and get_i32(a + 4 * n) == get_i32(b + 4 * n):
+        n += 1
+    return n // each
+
+
+@njit(**INNER)
+def _join(params, entry, number):
+    """Add an entry of one query to the first group with which it shares enough; else it leads a group of its own."""
+    splits = param(entry, p.P_START) // KV_SPLIT  # that are full, and hold nothing that this step writes
+    put_i64(entry + 8 * p.P_PREFIX, splits)
+    put_i64(entry + 8 * p.P_MEMBERS, 1)
+    for i in range(number):
+        leader = p.entry_at(params, i)
+        members, shared = param(leader, p.P_MEMBERS), param(leader, p.P_PREFIX)
+        if members == 0:
+            continue
+        n = _equal_splits(params, leader, entry, min(shared, splits))
+        # Each member but the first saves a pass over what all of them share.
+        if n > 0 and members * n >= (members - 1) * shared:
+            put_i64(entry + 8 * p.P_NEXT, param(leader, p.P_NEXT))
+            put_i64(entry + 8 * p.P_MEMBERS, 0)
+            put_i64(leader + 8 * p.P_NEXT, number)
+            put_i64(leader + 8 * p.P_MEMBERS, members + 1)
+            put_i64(leader + 8 * p.P_PREFIX, n)
+            return
+
+
+@njit(**INNER)
+def group_prefixes(params):
+    """Only rank 0: find the prefix groups of the plan of `params`; SHARED of the plan is the number of their entries.
+
+    None where a page belongs to some layers only, where queries attend to what is behind them, and where there are so
+    few queries that their KV splits are units of their own.
+    """
+    plan = param(params, pb.PLAN)
+    kept, heads = param(plan, p.ENTRIES_KEPT), param(params, pb.N_HEADS)
+    put_i64(plan + 8 * p.SHARED, 0)
+    if (
+        kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS
+        or param(params, pb.PAGE_GROUPS) > 1
+        or param(params, pb.ATTENDS_ALL)
+    ):
+        return
+    for i in range(kept):
+        entry = p.entry_at(params, i)
+        put_i64(entry + 8 * p.P_SHARED, -1)
+        put_i64(entry + 8 * p.P_NEXT, -1)
+        put_i64(entry + 8 * p.P_MEMBERS, 0)
+        if param(entry, p.P_COUNT) == 1 and param(entry, p.P_START) >= KV_SPLIT:
+            _join(params, entry, i)
+    used = 0
+    for i in range(kept):
+        leader = p.entry_at(params, i)
+        members = param(leader, p.P_MEMBERS)
+        if members < LEAST_MEMBERS or (used + members) * heads > param(params, pb.N_SPLIT_RESULTS):
+            put_i64(leader + 8 * p.P_MEMBERS, 0)
+            continue
+        at = i
+        while at >= 0:
+            entry = p.entry_at(params, at)
+            put_i64(entry + 8 * p.P_SHARED, used * heads)
+            put_i64(entry + 8 * p.P_PREFIX, param(leader, p.P_PREFIX))
+            at = param(entry, p.P_NEXT)
+            used += 1
+    put_i64(plan + 8 * p.SHARED, used)
+
+
+@njit(**INNER)
+def block_members(members, group, kv_heads, ranks):
+    """Members of a prefix group whose queries are one block: the number with which the busiest rank has least to do."""
+    most = attention.BLOCK_ROWS // group
+    best, least = most, 0
+    for n in range(1, members + 1):
+        if n > most:
+            break
+        units = (members + n - 1) // n * kv_heads
+        cost = (units + ranks - 1) // ranks * (n * group + CONVERSION_ROWS)
+        if least == 0 or cost <= least:
+            best, least = n, cost
+    return best
+
+
+@njit(**INNER)
+def _attend_prefix(params, layer, leader, first, n, kv_head, head_at):
+    """The prefix, for the queries of `n` members from entry `first` on, and one KV head."""
+    dim, heads = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS)
+    group = heads // param(params, pb.N_KV_HEADS)
+    scratch = param(params, pb.ATTENTION)
+    at = first
+    for i in range(n):
+        entry = p.entry_at(params, at)
+        pack_queries(params, layer, param(entry, p.P_TOKEN), 1, kv_head, scratch + 4 * i * group * dim)
+        at = param(entry, p.P_NEXT)
+    set_next_unit(params, layer, leader, kv_head, -1)
+    run_entry(
+        param(params, pb.ATTEND),
+        (
+            scratch,
+            param(params, pb.PAGES),
+            head_at,
+            param(params, pb.PAGE_BYTES),
+            page_table(params, layer, leader),
+            param(leader, p.P_PREFIX) * KV_SPLIT - 1,
+            1,
+            n * group,  # to the entry of attention they are heads of one query
+            dim,
+            param(params, pb.PAGE_TOKENS),
+            params + 8 * pb.SCORE_SCALE,
+            0,
+            0,
+            -1,
+            0,
+        ),
+    )
+    state, acc = attention.state_at(scratch, dim), attention.combined_at(scratch, dim)
+    at = first
+    for i in range(n):
+        entry = p.entry_at(params, at)
+        for g in range(group):
+            row = i * group + g
+            to = prefix_result_at(params, entry, kv_head * group + g)
+            put_f32(to, get_f32(state + 4 * row))
+            put_f32(to + 4, get_f32(state + split_combine.STATE_TOTAL + 4 * row))
+            split_combine.copy(acc + 4 * row * dim, to + 64, dim)
+        at = param(entry, p.P_NEXT)
+
+
+@njit(**MERGED)
+def attend_prefixes(params, layer):
+    """This rank's units of the prefix groups. Then ranks wait for each other."""
+    rank, ranks, kv_heads = param(params, pb.RANK), param(params, pb.RANKS), param(params, pb.N_KV_HEADS)
+    group, unit = param(params, pb.N_HEADS) // kv_heads, 0
+    for e in range(param(param(params, pb.PLAN), p.ENTRIES_KEPT)):
+        leader = p.entry_at(params, e)
+        members = param(leader, p.P_MEMBERS)
+        if members == 0:
+            continue
+        block = block_members(members, group, kv_heads, ranks)
+        at = e
+        for begin in range(0, members, block):
+            n = min(block, members - begin)
+            for head in range(kv_heads):
+                if unit % ranks == rank:
+                    head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
+                    _attend_prefix(params, layer, leader, at, n, head, head_at)
+                unit += 1
+            for _ in range(n):
+                at = param(p.entry_at(params, at), p.P_NEXT)
