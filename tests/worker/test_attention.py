@@ -142,7 +142,25 @@ class Cache:
                     4 * heads * d,
                     -1,
                     window,
+                    1,
+                    0,
                 )
+        return out
+
+    def attend_both(self, q: np.ndarray, position: int, cap: float = 0.0, window: int = 0) -> np.ndarray:
+        """q (1, heads, head_dim): one query's heads of both kv heads in one call, which takes them split by split."""
+        g, (_, heads, d) = self.geometry, q.shape
+        group = heads // 2
+        scratch = np.zeros(attention_words(d), np.float32)
+        scratch[: q.size] = q.ravel()
+        out = np.zeros((1, heads * d), np.float32)
+        scale = np.array([1 / np.sqrt(d), 0, cap, 0], np.float32)
+        pages, table = at(self.pages), at(self.table)
+        run = attention.ENTRIES[g.kv_type]
+        run(
+            at(scratch), pages, 0, g.page_bytes, table, position, 1, group, d, g.page_tokens, at(scale), at(out),
+            4 * group * d, -1, window, 2, g.head_bytes,
+        )  # fmt: skip
         return out
 
 
@@ -182,6 +200,7 @@ def compare_with_the_twin(kv_type: str, head_dim: int, group: int, page_tokens: 
     expected = exact_forward.attention(q, arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type), first)
     same(cache.attend(q, first, block), expected)
     same(cache.attend(q[-1:], length - 1, 1), expected[-1:])
+    same(cache.attend_both(q[-1:], length - 1), expected[-1:])
 
 
 @pytest.mark.parametrize(
@@ -197,6 +216,14 @@ def test_blocks_of_a_chunk_are_even_shares(heads: int, kv_heads: int, ranks: int
     rows = [group * sum(units[rank::ranks]) for rank in range(ranks)]
     assert sum(rows) == heads * count
     assert max(rows) <= 1.25 * sum(rows) / ranks
+
+
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 1), (8, 2), (8, 3), (3, 2), (2, 5), (1, 4)])
+@pytest.mark.parametrize("unit", [0, 1, 7])
+def test_every_head_of_a_single_query_has_one_rank(kv_heads: int, ranks: int, unit: int) -> None:
+    shares = [list(range(*attention_units.own_heads.py_func(rank, ranks, kv_heads, unit))) for rank in range(ranks)]
+    assert sorted(head for heads in shares for head in heads) == list(range(kv_heads))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
@@ -227,6 +254,7 @@ def test_windows_and_caps_equal_the_twin(
     expected = exact_forward.attention(q, k_stored, v_stored, first, how)
     same(cache.attend(q, first, block, cap, window), expected)
     same(cache.attend(q[-1:], length - 1, 1, cap, window), expected[-1:])
+    same(cache.attend_both(q[-1:], length - 1, cap, window), expected[-1:])
     plain = exact_forward.attention(q, k_stored, v_stored, first)
     assert (plain != expected).any() == (cap > 0 or 0 < window < length)
 

@@ -6,6 +6,7 @@ repeated, with portable instructions, and with NumPy's CPU dispatch switched off
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import subprocess
@@ -16,7 +17,8 @@ import numpy as np
 import pytest
 
 from shm.step_ring import DONE, SLOTS, WAKE_AT
-from stages.worker.kernels import features
+from stages.worker.kernels import features, parameter_block, plan
+from stages.worker.kernels.buffer_sizes import PLAN_HEAD
 from tests.worker.conftest import Ingested, TinyGguf
 from tools.step_runner import StepRunner
 from tools.tiny_gguf import SHAPES
@@ -100,6 +102,17 @@ def test_chunks_and_ranks(index: Path, tmp_path: Path, expected: str, ranks: int
     with runner_for(index, tmp_path, ranks=ranks) as runner:
         for chunk in (1, 7, 64, 512) if ranks < 3 else (64,):
             assert alone(runner, chunk) == expected
+
+
+@pytest.mark.parametrize(("ranks", "is_split"), [(1, False), (2, False), (3, True)])
+def test_splits_are_units_where_heads_are_no_equal_shares(
+    index: Path, tmp_path: Path, ranks: int, is_split: bool
+) -> None:
+    with runner_for(index, tmp_path, ranks=ranks) as runner:
+        alone(runner)
+        at = ctypes.c_int64.from_address(runner.group.tables[0].address + 8 * parameter_block.PLAN).value
+        place = ctypes.c_int64.from_address(at + 8 * (PLAN_HEAD + plan.P_SPLIT)).value
+        assert (place >= 0) == is_split
 
 
 def test_ranks_in_clusters(index: Path, tmp_path: Path, expected: str) -> None:

@@ -67,6 +67,7 @@ from stages.worker.kernels.split_combine import (
 # Rows up to which a block reads K and V from their pages: converting them takes more time (without AVX-512 always).
 DIRECT_ROWS = 8 if VNNI else ROWS
 BLOCK_ROWS = ROWS if VNNI else MAX_GROUP_ROWS  # bound of the rows of a block
+MANY_ROWS = ROWS  # bound of the rows of one query, of several KV heads
 
 
 @numba.njit(**MERGED)
@@ -201,10 +202,12 @@ def attend_split(
     scale,
     cap,
     window,
+    place,
 ):
-    """Compute split `index` for the rows of Q, whose queries have positions first + row // group_size.
+    """Compute split `index` for `rows` rows of Q from row `place` on, of queries from position `first` on.
 
-    Row r attends to positions up to its own, with a window to so many.  The last one has positions in the split.
+    Row r of these is of position first + r // group_size, and attends to positions up to it, with a window to so many.
+    The last one has positions in the split.
     Leaves m and l in STATE and the weighted values in O.  Returns the first row that has positions in the split.
     """
     s = scratch + 4 * BUFFER_ROWS * head_dim
@@ -212,7 +215,8 @@ def attend_split(
     begin = index * KV_SPLIT
     skipped = max(0, begin - first) * group_size
     todo = rows - skipped
-    at_q, at_s, at_o = scratch + 4 * skipped * head_dim, s + 4 * skipped * KV_SPLIT, o + 4 * skipped * head_dim
+    at_q, at_o = scratch + 4 * (place + skipped) * head_dim, o + 4 * (place + skipped) * head_dim
+    at_s = s + 4 * skipped * KV_SPLIT
     limits = limits_at(scratch, head_dim)
     set_limits(limits, begin, first, skipped, rows, group_size, window)
     limits += 4 * skipped
@@ -246,7 +250,7 @@ def attend_split(
             )
     if not is_direct:
         convert_values(kv, table, low, n, converted, head_dim)
-    at_m = state + STATE_M + 4 * skipped
+    at_m = state + STATE_M + 4 * (place + skipped)
     for r in range(todo):
         start, end = get_i32(limits + 4 * r), get_i32(limits + 4 * r + ENDS)
         at = at_s + 4 * r * KV_SPLIT
@@ -284,6 +288,8 @@ def attend(
     out_stride,
     only,
     window,
+    heads,
+    head_step,
 ):
     """All splits for `queries` queries packed in Q, rows (query, head of the group), to `out` (0: they stay in ACC).
 
@@ -292,6 +298,8 @@ def attend(
     With `only` >= 0: nothing but that split, whose results stay in STATE and O.  With `only` < -1 and no window: the
     splits from -1 - only on, which follow what ACC and STATE hold of those before.  AFTER is read.
     window: positions that a query attends to, itself included; 0: all.
+    With `heads` > 1: rows (KV head, head of its group) of one query, at most MANY_ROWS.  The heads' K are `head_step`
+    bytes apart, and their groups `out_stride` in `out`.
     """
     rows = queries * group_size
     o, state = output_at(scratch, head_dim), state_at(scratch, head_dim)
@@ -303,15 +311,17 @@ def attend(
     elif only < -1:
         begin = -1 - only
     table = table_at(scratch, head_dim)
-    for index in range(begin, end):
-        if index + 1 < end:
+    # All heads of a split before the next one: they are next to each other in its pages.
+    for unit in range(begin * heads, end * heads):
+        index, head = unit // heads, unit % heads
+        if unit + 1 < end * heads:
             set_next_prefetch(
                 table + NEXT,
                 pages,
-                head_at,
+                head_at + (unit + 1) % heads * head_step,
                 page_bytes,
                 tables,
-                index + 1,
+                (unit + 1) // heads,
                 first + queries - 1,
                 page_tokens,
                 code_bytes(kv),
@@ -326,7 +336,7 @@ def attend(
             kv,
             scratch,
             pages,
-            head_at,
+            head_at + head * head_step,
             page_bytes,
             tables,
             index,
@@ -338,14 +348,18 @@ def attend(
             scale,
             cap,
             window,
+            head * rows,
         )
-        if only < 0:
+        if only < 0 and head == heads - 1:
             started = begun  # rows from there on start with this split
             while started < reached and lowest_split(first + started // group_size, window) != index:
                 started += group_size
+            # Heads of a single query all see every split.
+            if heads > 1:
+                started, reached = started * heads, reached * heads
             combine_rows(acc, o, state, begun, started, reached, head_dim)
     if only < 0 and out != 0:
-        finish_rows(acc, state, out, out_stride, rows, group_size, head_dim)
+        finish_rows(acc, state, out, out_stride, heads * rows, group_size, head_dim)
 
 
 def _entry(name: str, cache: Any) -> Any:
@@ -367,6 +381,8 @@ def _entry(name: str, cache: Any) -> Any:
         out_stride,
         only,
         window,
+        heads,
+        head_step,
     ):
         attend(
             cache,
@@ -385,6 +401,8 @@ def _entry(name: str, cache: Any) -> Any:
             out_stride,
             only,
             window,
+            heads,
+            head_step,
         )
 
     # Entries are compiled in several processes and loaded into one, where their symbols differ by this name alone.
@@ -393,4 +411,4 @@ def _entry(name: str, cache: Any) -> Any:
 
 
 ENTRIES = {name: _entry(name, cache) for name, cache in (("f16", F16), ("f32", F32), ("int8", INT8))}
-ENTRY_ARGUMENTS = 15
+ENTRY_ARGUMENTS = 17

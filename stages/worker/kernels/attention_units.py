@@ -3,10 +3,13 @@
 A unit is a block of queries of one sequence and one kv head, or one KV split of a single query.  Units are numbered
 alike on every rank, and unit u belongs to rank u modulo the number of ranks.  So the blocks of a sequence are of nearly
 one size (`block_queries`): a full block and a remainder for each kv head would be the same ranks' share each time.
+Where the kv heads are equal shares of the ranks, a rank computes its share of a single query's heads together instead,
+and the splits are no units.
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 from shm.atomics import atomic_add, store_release
@@ -186,6 +189,8 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
             0,
             index,
             param(layer, pb.WINDOW),
+            1,
+            0,
         ),
     )
     o, state = attention.output_at(scratch, dim), attention.state_at(scratch, dim)
@@ -209,15 +214,18 @@ def prefix_result_at(params, entry, head):
 
 
 @njit(**INNER)
-def _continue_prefix(params, entry, kv_head, scratch):
-    """What the shared prefix leaves for a group of heads into STATE and ACC, which the next split is combined with."""
+def _continue_prefix(params, entry, kv_head, row, scratch):
+    """What the shared prefix leaves for a group of heads into STATE and ACC, rows from `row` on.
+
+    The next split is combined with it.
+    """
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     state, acc = attention.state_at(scratch, dim), attention.combined_at(scratch, dim)
     for g in range(group):
         at = prefix_result_at(params, entry, kv_head * group + g)
-        put_f32(state + 4 * g, get_f32(at))
-        put_f32(state + split_combine.STATE_TOTAL + 4 * g, get_f32(at + 4))
-        split_combine.copy(at + 64, acc + 4 * g * dim, dim)
+        put_f32(state + 4 * (row + g), get_f32(at))
+        put_f32(state + split_combine.STATE_TOTAL + 4 * (row + g), get_f32(at + 4))
+        split_combine.copy(at + 64, acc + 4 * (row + g) * dim, dim)
 
 
 @njit(**INNER)
@@ -228,19 +236,58 @@ def _prefix_splits(params, entry, window):
     return param(entry, p.P_PREFIX)
 
 
-@njit(**MERGED)
-def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at, prefix):
-    """A block of queries of one sequence from position `first` on, or one query behind `prefix` shared splits."""
+@njit(**INNER)
+def _first_split(params, entry, window):
+    """The KV split that a single query's own splits begin with."""
+    return max(attention.lowest_split(param(entry, p.P_START), window), _prefix_splits(params, entry, window))
+
+
+@njit(**INNER)
+def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at):
+    """A block of queries of one sequence from position `first` on."""
+    pack_queries(params, layer, token, queries, kv_head, param(params, pb.ATTENTION))
+    stride = param(params, pb.ATTN_OUT_STRIDE)
+    _attend_all_splits(params, layer, entry, token, first, queries, kv_head, head_at, stride, 0, 1, 0)
+    for t in range(token, token + queries):
+        quantize_attn_out(params, t, kv_head)
+
+
+@njit(**INNER)
+def attend_heads(params, layer, entry, token, kv_head, heads, step):
+    """A single query's heads of `heads` KV heads, every `step`-th from `kv_head` on; writes their K and V."""
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
-    scratch = param(params, pb.ATTENTION)
-    pack_queries(params, layer, token, queries, kv_head, scratch)
+    scratch, head_bytes = param(params, pb.ATTENTION), param(params, pb.HEAD_BYTES)
+    first_at = param(layer, pb.KV_AT) + kv_head * head_bytes
+    prefix = _prefix_splits(params, entry, param(layer, pb.WINDOW))
+    for i in range(heads):
+        head_at = first_at + i * step * head_bytes
+        prefetch_page(params, layer, entry, head_at)
+        write_kv(params, layer, entry, token, kv_head + i * step, head_at, scratch)
+    for i in range(heads):
+        pack_queries(params, layer, token, 1, kv_head + i * step, scratch + 4 * i * group * dim)
     if prefix:
-        _continue_prefix(params, entry, kv_head, scratch)
+        for i in range(heads):
+            _continue_prefix(params, entry, kv_head + i * step, i * group, scratch)
+    start, between, apart = param(entry, p.P_START), 4 * step * group * dim, step * head_bytes
+    _attend_all_splits(params, layer, entry, token, start, 1, kv_head, first_at, between, prefix, heads, apart)
+    for i in range(heads):
+        quantize_attn_out(params, token, kv_head + i * step)
+
+
+@njit(**INNER)
+def _attend_all_splits(
+    params, layer, entry, token, first, queries, kv_head, head_at, out_stride, prefix, heads, head_step
+):
+    """Run the entry of attention for the queries in its scratch, behind `prefix` shared splits.
+
+    `out_stride`, `heads`, `head_step`: as there.
+    """
+    dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
     run_entry(
         param(params, pb.ATTEND),
         (
-            scratch,
+            param(params, pb.ATTENTION),
             param(params, pb.PAGES),
             head_at,
             param(params, pb.PAGE_BYTES),
@@ -252,13 +299,13 @@ def attend_queries(params, layer, entry, token, first, queries, kv_head, head_at
             param(params, pb.PAGE_TOKENS),
             params + 8 * pb.SCORE_SCALE,
             out,
-            param(params, pb.ATTN_OUT_STRIDE),
+            out_stride,
             -1 - prefix,
             param(layer, pb.WINDOW),
+            heads,
+            head_step,
         ),
     )
-    for t in range(token, token + queries):
-        quantize_attn_out(params, t, kv_head)
 
 
 @njit(**INNER)
@@ -288,6 +335,8 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
             0,
             -1,
             param(layer, pb.WINDOW),
+            1,
+            0,
         ),
     )
     for i in range(queries):
@@ -311,56 +360,109 @@ def block_queries(count, group, kv_heads, ranks):
     return min(most, tiles * TILE_ROWS // group)
 
 
+@njit(**INNER)
+def own_heads(rank, ranks, kv_heads, unit):
+    """First KV head of a rank for a single query, end of them, and step; `unit`: number of the first head's unit.
+
+    Equal shares are neighbours: they are next to each other in each page.
+    """
+    if kv_heads % ranks == 0:
+        each = kv_heads // ranks
+        return rank * each, (rank + 1) * each, 1
+    return (rank - unit) % ranks, kv_heads, ranks
+
+
+@njit(**MERGED)
+def attend_splits(params, layer, e, unit):
+    """This rank's splits of a single query, entry `e`, whose units are numbered from `unit` on. Returns their end.
+
+    All heads of a split come before the next one: they are next to each other in its pages.
+    """
+    rank, ranks, kv_heads = param(params, pb.RANK), param(params, pb.RANKS), param(params, pb.N_KV_HEADS)
+    entry = p.entry_at(params, e)
+    start, token = param(entry, p.P_START), param(entry, p.P_TOKEN)
+    splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, param(layer, pb.WINDOW))
+    end = unit + (splits - lowest) * kv_heads
+    for own in range((rank - unit) % ranks, end - unit, ranks):
+        index, head = lowest + own // kv_heads, own % kv_heads
+        head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
+        if index == splits - 1:
+            prefetch_page(params, layer, entry, head_at)
+            write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
+        after = own + ranks
+        if unit + after < end:
+            set_next_unit(params, layer, entry, after % kv_heads, lowest + after // kv_heads)
+        else:
+            set_next_unit(params, layer, entry, head, -1)
+        splits_done = param(params, pb.SPLITS_DONE) + 64 * (e * kv_heads + head)
+        attend_split(params, layer, entry, token, head, head_at, index, lowest, splits, splits_done)
+    return end
+
+
+@njit(**MERGED)
+def attend_single(params, layer, e, unit):
+    """This rank's heads of a single query, entry `e`; `unit`: number of its first unit."""
+    rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
+    kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
+    entry, entries = p.entry_at(params, e), param(param(params, pb.PLAN), p.ENTRIES_KEPT)
+    start, token = param(entry, p.P_START), param(entry, p.P_TOKEN)
+    own = _first_split(params, entry, window)
+    at_once = 1
+    if start // KV_SPLIT > own and param(params, pb.ATTENDS_ALL) == 0:
+        at_once = max(1, attention.MANY_ROWS * kv_heads // param(params, pb.N_HEADS))
+    head, end, step = own_heads(rank, ranks, kv_heads, unit)
+    while head < end:
+        heads = min(at_once, (end - head + step - 1) // step)
+        after = head + heads * step
+        if after < end:
+            set_next_unit(params, layer, entry, after, own)
+        else:
+            following, of = entry, np.int64(-1)
+            after = head
+            if e + 1 < entries and param(p.entry_at(params, e + 1), p.P_COUNT) == 1:
+                first = own_heads(rank, ranks, kv_heads, unit + kv_heads)[0]
+                if first < kv_heads:
+                    after, following = first, p.entry_at(params, e + 1)
+                    of = _first_split(params, following, window)
+            set_next_unit(params, layer, following, after, of)
+        if param(params, pb.ATTENDS_ALL):
+            head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
+            prefetch_page(params, layer, entry, head_at)
+            write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
+            attend_all(params, layer, entry, token, start, 1, head, head_at)
+            head += step
+        else:
+            attend_heads(params, layer, entry, token, head, heads, step)
+            head += heads * step
+
+
 @njit(**MERGED)
 def attend(params, layer):
     """This rank's units of a layer."""
     rank, ranks = param(params, pb.RANK), param(params, pb.RANKS)
-    kv_heads, window = param(params, pb.N_KV_HEADS), param(layer, pb.WINDOW)
+    kv_heads = param(params, pb.N_KV_HEADS)
     group = param(params, pb.N_HEADS) // kv_heads
     unit, entries = 0, param(param(params, pb.PLAN), p.ENTRIES_KEPT)
     for e in range(entries):
         entry = p.entry_at(params, e)
         start, count, token = param(entry, p.P_START), param(entry, p.P_COUNT), param(entry, p.P_TOKEN)
-        splits, lowest = start // KV_SPLIT + 1, attention.lowest_split(start, window)
-        block, prefix = block_queries(count, group, kv_heads, ranks), _prefix_splits(params, entry, window)
+        if param(entry, p.P_SPLIT) >= 0:
+            unit = attend_splits(params, layer, e, unit)
+            continue
+        if count == 1:
+            attend_single(params, layer, e, unit)
+            unit += kv_heads
+            continue
+        block = block_queries(count, group, kv_heads, ranks)
         for head in range(kv_heads):
             head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
-            if param(entry, p.P_SPLIT) >= 0:
-                for index in range(lowest, splits):
-                    if unit % ranks == rank:
-                        if index == splits - 1:
-                            prefetch_page(params, layer, entry, head_at)
-                            write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
-                        after, of = index - lowest + ranks, splits - lowest
-                        if head + after // of < kv_heads:
-                            set_next_unit(params, layer, entry, head + after // of, lowest + after % of)
-                        else:
-                            set_next_unit(params, layer, entry, head, -1)
-                        splits_done = param(params, pb.SPLITS_DONE) + 64 * (e * kv_heads + head)
-                        attend_split(params, layer, entry, token, head, head_at, index, lowest, splits, splits_done)
-                    unit += 1
-                continue
             for begin in range(0, count, block):
                 if unit % ranks == rank:
-                    if count == 1:
-                        prefetch_page(params, layer, entry, head_at)
-                        write_kv(params, layer, entry, token, head, head_at, param(params, pb.ATTENTION))
-                        after, following = head + ranks, entry
-                        if after >= kv_heads and e + 1 < entries:
-                            after, following = after - kv_heads, p.entry_at(params, e + 1)
-                        if after < kv_heads and param(following, p.P_COUNT) == 1:
-                            first = attention.lowest_split(param(following, p.P_START), window)
-                            first = max(first, _prefix_splits(params, following, window))
-                            set_next_unit(params, layer, following, after, first)
-                        else:
-                            set_next_unit(params, layer, entry, head, -1)
                     queries = min(block, count - begin)
                     if param(params, pb.ATTENDS_ALL):
                         attend_all(params, layer, entry, token + begin, start + count - 1, queries, head, head_at)
                     else:
-                        attend_queries(
-                            params, layer, entry, token + begin, start + begin, queries, head, head_at, prefix
-                        )
+                        attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
                 unit += 1
 
 

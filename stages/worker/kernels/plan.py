@@ -294,7 +294,12 @@ def make_plan(params, step):
 
 @njit(**INNER)
 def assign_split_results(params, kept):
-    """Assign places at SPLIT_RESULTS to entries of one query and several KV splits, until all places are used."""
+    """Assign places at SPLIT_RESULTS to entries of one query and several KV splits, until all places are used.
+
+    None where KV heads are equal shares of the ranks: a rank then computes its heads of a query itself, split by split.
+    """
+    if param(params, pb.N_KV_HEADS) % param(params, pb.RANKS) == 0:
+        return
     used = 0
     heads = param(params, pb.N_HEADS)
     for i in range(kept):

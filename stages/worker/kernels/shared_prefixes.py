@@ -144,6 +144,8 @@ def _attend_prefix(params, layer, leader, first, n, kv_head, head_at):
             0,
             -1,
             0,
+            1,
+            0,
         ),
     )
     state, acc = attention.state_at(scratch, dim), attention.combined_at(scratch, dim)
