@@ -30,7 +30,6 @@ import errno
 import fcntl
 import glob
 import math
-import mmap
 import os
 import struct
 import threading
@@ -42,6 +41,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shm import huge_pages
 from shm.decoding import DECODE_ERRORS
 
 MAGIC = b"STARLING"
@@ -116,7 +116,7 @@ class Arena:
     Use `create` or `attach`; `close` unmaps once no view is left, `unlink` removes the file.
     """
 
-    def __init__(self, path: Path, fd: int, map_: mmap.mmap, fields: tuple[Any, ...]) -> None:
+    def __init__(self, path: Path, fd: int, map_: memoryview, fields: tuple[Any, ...]) -> None:
         self.path = path
         self._fd = fd
         self._map = map_
@@ -134,7 +134,7 @@ class Arena:
         ) = fields
         self.kind = kind.rstrip(b"\0").decode()
         try:
-            packed = map_[_FIXED.size : _FIXED.size + meta_bytes]
+            packed = bytes(map_[_FIXED.size : _FIXED.size + meta_bytes])
             self.meta: dict[str, Any] = msgspec.msgpack.decode(packed, type=dict[str, Any])
         except DECODE_ERRORS as error:
             raise ArenaError(f"{path}: geometry in the header does not decode: {error}") from None
@@ -207,7 +207,7 @@ class Arena:
             os.pwrite(fd, _FIXED.pack(*fields) + packed, 0)
             if first < size:
                 os.pwrite(fd, _RESERVED.pack(first), _RESERVED_AT)
-            map_ = mmap.mmap(fd, size)
+            map_ = huge_pages.map_file(fd, size)
             os.rename(temporary, path)
         except BaseException:
             os.close(fd)
@@ -257,7 +257,7 @@ class Arena:
                 raise ArenaError(f"{path}: meta_bytes is {fields[9]}, at most {_META_BYTES_MAX}")
             if digest is not None and fields[8] != digest:
                 raise ArenaError(f"{path}: belongs to model {fields[8].hex()[:16]}")
-            map_ = mmap.mmap(fd, actual)
+            map_ = huge_pages.map_file(fd, actual)
             arena = cls(path, fd, map_, fields)
             if meta is not None and arena.meta != meta:
                 differing = sorted(k for k in arena.meta.keys() | meta.keys() if arena.meta.get(k) != meta.get(k))
@@ -289,14 +289,24 @@ class Arena:
         (end,) = _RESERVED.unpack_from(self._map, _RESERVED_AT)
         return (min(end, self.size) if end else self.size) - HEADER_BYTES
 
-    def reserve(self, nbytes: int) -> None:
-        """Reserve memory for the first `nbytes` of `buffer`; for the owner. Raises `OSError`: then nothing changed."""
+    def reserve(self, nbytes: int, huge: bool = False) -> None:
+        """Reserve memory for the first `nbytes` of `buffer`; for the owner. Raises `OSError`: then nothing changed.
+
+        `huge`: in huge pages where the kernel grants them and what is new spans whole ones.
+        """
         now, end = HEADER_BYTES + self.reserved, HEADER_BYTES + align(nbytes, 4096)
         if end > self.size:
             raise ArenaError(f"{self.path}: {nbytes} bytes cannot be reserved of {self.buffer.size}")
-        if end > now:
+        if end <= now:
+            return
+        try:
+            if huge:
+                huge_pages.collapse(self._fd, self.buffer.ctypes.data - HEADER_BYTES, now, end)
             os.posix_fallocate(self._fd, now, end - now)
-            _RESERVED.pack_into(self._map, _RESERVED_AT, end)
+        except OSError:
+            self._punch(now, end)
+            raise
+        _RESERVED.pack_into(self._map, _RESERVED_AT, end)
 
     def give_back(self, nbytes: int) -> None:
         """Free the memory behind the first `nbytes` of `buffer`, which nothing uses; for the owner.
@@ -307,8 +317,12 @@ class Arena:
         if end >= now:
             return
         _RESERVED.pack_into(self._map, _RESERVED_AT, end)  # first: a killed owner's successor reserves it again
+        self._punch(end, now)
+
+    def _punch(self, begin: int, end: int) -> None:
+        """Free the memory of these bytes of the file."""
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-        _libc.fallocate(self._fd, mode, ctypes.c_int64(end), ctypes.c_int64(now - end))
+        _libc.fallocate(self._fd, mode, ctypes.c_int64(begin), ctypes.c_int64(end - begin))
 
     def populate(self) -> None:
         """As `populate`, of this arena."""

@@ -115,7 +115,8 @@ class StepRunner:
         )
         digest = self.model.digest
         steps_arena, self.steps = sh.create_steps(directory / "runner.steps", steps_geometry, digest)
-        kv_arena, kv = create_kv(directory / "runner.kv", kv_geometry, n_pages, digest, 1)
+        kv_arena, kv = create_kv(directory / "runner.kv", kv_geometry, n_pages, digest, 1, grows=True)
+        kv_arena.reserve(kv_arena.buffer.nbytes, huge=True)
         activations = act.create_activations(directory / "runner.act", self.geometry, h, digest)
         self.activations = activations
         self._arenas = (steps_arena, kv_arena, activations)

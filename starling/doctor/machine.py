@@ -14,6 +14,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import capacity
 from shm import memory_nodes
+from shm.huge_pages import is_granted
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
 
 FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
@@ -35,7 +36,7 @@ def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
     yield cores(config, limits, len(os.sched_getaffinity(0)))
     yield memory(config, limits, machine)
     yield arenas(config)
-    yield huge_pages(config, machine)
+    yield huge_pages(config, machine, is_granted(_existing(paths.arena_dir(config))))
     yield from nodes(config, machine, sorted(os.sched_getaffinity(0)))
     yield file_limit(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
     yield clock(machine, time.time(), newest_file(config))
@@ -132,10 +133,7 @@ def arenas(config: Config) -> Finding:
     """Space of the file system of the arenas."""
     folder = paths.arena_dir(config)
     own = sum(path.stat().st_blocks * 512 for path in folder.glob("*")) if folder.is_dir() else 0
-    place = folder
-    while not place.is_dir():
-        place = place.parent
-    facts = os.statvfs(place)
+    facts = os.statvfs(_existing(folder))
     free, total = facts.f_bavail * facts.f_frsize + own, facts.f_blocks * facts.f_frsize
     need = sum(capacity.need(config, model) for model in config.preloaded)
     found = f"{folder.parent}: {megabytes(free)} of {megabytes(total)} free, arenas need {megabytes(need)}"
@@ -148,23 +146,37 @@ def arenas(config: Config) -> Finding:
     return warning("arenas", found, remedy)
 
 
-def huge_pages(config: Config, machine: Machine) -> Finding:
-    """Huge pages matter for weights that are read into memory."""
+def _existing(folder: Path) -> Path:
+    """A folder, or the nearest one above it that exists."""
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def huge_pages(config: Config, machine: Machine, for_arenas: bool) -> Finding:
+    """Huge pages matter for weights that are read into memory, and for the KV cache (`for_arenas`: it gets them)."""
     folder = machine.sys / "kernel" / "mm"
-    try:
-        text = (folder / "transparent_hugepage" / "enabled").read_text()
-        transparent = text.split("[")[1].split("]")[0]
-    except (OSError, IndexError):
-        transparent = "not available"
+    transparent = _chosen(folder / "transparent_hugepage" / "enabled")
     try:
         reserved = int((folder / "hugepages" / "hugepages-2048kB" / "nr_hugepages").read_text())
     except (OSError, ValueError):
         reserved = 0
-    found = f"transparent: {transparent}; reserved: {reserved} of 2 MB"
+    found = f"transparent: {transparent}; reserved: {reserved} of 2 MB; KV cache: {'yes' if for_arenas else 'no'}"
+    if not for_arenas and _chosen(folder / "transparent_hugepage" / "shmem_enabled") == "deny":
+        remedy = "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, which lets the KV cache ask for them"
+        return warning("huge pages", found, remedy)
     if config.performance.use_mmap or transparent in ("always", "madvise"):
         return ok("huge pages", found)
     remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, which use_mmap: false needs for its speed"
     return warning("huge pages", found, remedy)
+
+
+def _chosen(path: Path) -> str:
+    """The value in brackets in a file of the kernel."""
+    try:
+        return path.read_text().split("[")[1].split("]")[0]
+    except (OSError, IndexError):
+        return "not available"
 
 
 def nodes(config: Config, machine: Machine, allowed: list[int]) -> Iterator[Finding]:

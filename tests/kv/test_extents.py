@@ -14,11 +14,13 @@ import pytest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.models import capacity
+from shm import huge_pages
 from shm.arena import HEADER_BYTES, Arena, ArenaError, unreserved_bytes
 from shm.memory_nodes import TURN_BYTES
 from shm.pages import kv_arena_bytes, pages_offset
 from stages.kv.lease import Denial, Grant
 from stages.kv.manager import Manager
+from stages.kv.pool import extents
 from stages.kv.pool.arena import OpenedArena, open_arena
 from stages.kv.pool.extents import EXTENT_BYTES
 from stages.kv.pool.page_pool import PagePool
@@ -102,6 +104,8 @@ def test_without_memory_cached_pages_make_room_and_requests_wait(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT - 1), Grant)  # the rest of the extent
+    in_last_huge_page = (opened.arena.reserved - pages_offset(pages.pool.total)) // GEOMETRY.page_bytes
+    assert isinstance(take(pages, "e", in_last_huge_page - PAGES_OF_AN_EXTENT), Grant)
     for name in ("c", "d"):
         denied = take(pages, name, 1)
         assert isinstance(denied, Denial)
@@ -125,6 +129,26 @@ def test_room_for_less_than_an_extent_is_used(opened: OpenedArena, monkeypatch: 
     assert isinstance(take(pages, "a", 3), Grant)
     assert pages.pool.table.reserved == 3
     pages.check()
+
+
+def test_no_more_huge_pages_are_asked_for_once_they_took_long(
+    opened: OpenedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def collapse(fd: int, address: int, begin: int, end: int) -> bool:
+        asked.append((begin, end))
+        return False
+
+    monkeypatch.setattr(huge_pages, "collapse", collapse)
+    pages = manager_of(opened)
+    assert isinstance(take(pages, "a", 1), Grant)
+    monkeypatch.setattr(extents, "MAX_HUGE_S", -1.0)
+    assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT), Grant)
+    assert len(asked) == 2
+    assert all(end % huge_pages.HUGE_BYTES == 0 for _, end in asked)
+    assert isinstance(take(pages, "c", PAGES_OF_AN_EXTENT), Grant)
+    assert len(asked) == 2
 
 
 def test_what_arenas_have_yet_to_reserve_is_not_free(tmp_path: Path) -> None:

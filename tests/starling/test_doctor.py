@@ -124,13 +124,22 @@ def test_the_clock(tmp_path: Path, now: float, newest: float, source: str, state
 
 
 @pytest.mark.parametrize(
-    ("enabled", "use_mmap", "state"),
-    [("always [madvise] never", False, "ok"), ("always madvise [never]", False, "warning"), ("", True, "ok")],
+    ("enabled", "shmem", "use_mmap", "for_arenas", "state"),
+    [
+        ("always [madvise] never", "[never]", False, True, "ok"),
+        ("always madvise [never]", "[never]", False, True, "warning"),
+        ("always madvise [never]", "never [deny] force", True, False, "warning"),
+        ("always madvise [never]", "[never] deny force", True, False, "ok"),  # an older kernel
+        ("", "", True, False, "ok"),
+    ],
 )
-def test_huge_pages(tmp_path: Path, enabled: str, use_mmap: bool, state: str) -> None:
-    write(tmp_path, {"sys/kernel/mm/transparent_hugepage/enabled": enabled})
+def test_huge_pages(tmp_path: Path, enabled: str, shmem: str, use_mmap: bool, for_arenas: bool, state: str) -> None:
+    folder = "sys/kernel/mm/transparent_hugepage"
+    write(tmp_path, {f"{folder}/enabled": enabled, f"{folder}/shmem_enabled": shmem})
     config = Config(models=CONFIG.models, performance=PerformanceConfig(use_mmap=use_mmap))
-    assert machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys")).state == state
+    found = machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys"), for_arenas)
+    assert found.state == state
+    assert f"KV cache: {'yes' if for_arenas else 'no'}" in found.found
 
 
 def test_memory_nodes(tmp_path: Path) -> None:

@@ -4,22 +4,27 @@ The arena's file has its full size from the start, and the pages behind the last
 reserved before a page is given out, so that no process touches a hole: that could end in SIGBUS when the file system is
 full. The arena's header says how far the reservation goes; a successor continues there.
 
-Ranks on all memory nodes read any page: where the machine has several nodes, the memory is taken from them in turns.
+It is reserved in huge pages where the kernel grants them (shm/huge_pages.py), and extents then end at whole ones.
+
+Ranks on all memory nodes read any page: where the machine has several nodes, the memory is taken from them in turns, in
+ordinary pages.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from shm import memory_nodes
-from shm.arena import Arena
+from shm import huge_pages, memory_nodes
+from shm.arena import HEADER_BYTES, Arena
 from shm.pages import KvGeometry, pages_offset
 
 log = logging.getLogger("starling.kv")
 
 EXTENT_BYTES = 16 << 20  # reserved in about 4 ms, which the kv stage's frames wait for
+MAX_HUGE_S = 0.25  # of a reservation, before no more huge pages are asked for: the kernel moves other memory for them
 
 
 class PageMemory(Protocol):
@@ -54,17 +59,21 @@ class Extents:
         self._page_bytes = geometry.page_bytes
         self._pages_at = pages_offset(total)
         self._each = max(1, extent_bytes // geometry.page_bytes)
-        self._is_refused = False  # the last attempt to grow failed
-        self.n_pages = max(0, min(total, (arena.reserved - self._pages_at) // geometry.page_bytes))
+        self._is_refused = False  # the last attempt to reserve whole extents failed
+        self._takes_huge = True
+        n_pages = max(0, min(total, (arena.reserved - self._pages_at) // geometry.page_bytes))
+        extents = n_pages // self._each * self._each
+        # What lies behind the last extent in its last huge page is none of its pages.
+        self.n_pages = extents if self._end_of(extents, True) >= arena.reserved else n_pages
 
     def grow(self, n_pages: int) -> int:
         """See `PageMemory.grow`. Without room for whole extents it takes as many pages as were asked for."""
         wanted = min(self._total, -(-n_pages // self._each) * self._each)
-        for target in (wanted, min(self._total, n_pages)):
+        for target, whole in ((wanted, True), (min(self._total, n_pages), False)):
             if target <= self.n_pages:
                 break
             try:
-                self._reserve(self._end_of(target))
+                self._reserve(self._end_of(target, whole))
             except OSError as error:
                 if not self._is_refused:
                     log.warning(
@@ -78,7 +87,7 @@ class Extents:
                     )
                 self._is_refused = True
                 continue
-            self._is_refused = False
+            self._is_refused = not whole
             self.n_pages = target
             break
         return self.n_pages
@@ -88,16 +97,25 @@ class Extents:
         target = max(self._each, -(-n_pages // self._each) * self._each)
         if target < self.n_pages:
             self.n_pages = target
-            self._arena.give_back(self._end_of(target))
+            self._arena.give_back(self._end_of(target, True))
         return self.n_pages
 
     def _reserve(self, end: int) -> None:
         arena = self._arena
         if not self._node_cpus:
-            arena.reserve(end)
+            begun = time.monotonic()
+            arena.reserve(end, huge=self._takes_huge)
+            took_s = time.monotonic() - begun
+            if self._takes_huge and took_s > MAX_HUGE_S:
+                self._takes_huge = False
+                facts = {"path": str(arena.path), "seconds": round(took_s, 3)}
+                log.info("the kernel took long to make huge pages: more KV pages are in ordinary ones", extra=facts)
         elif end > arena.reserved:
             memory_nodes.reserve(arena, memory_nodes.in_turns(arena.reserved, end, self._node_cpus))
 
-    def _end_of(self, n_pages: int) -> int:
-        """Bytes of the arena's contents up to the end of the first `n_pages`."""
-        return self._pages_at + n_pages * self._page_bytes
+    def _end_of(self, n_pages: int, whole: bool) -> int:
+        """Bytes of the arena's contents up to the end of the first `n_pages`, or of their last huge page (`whole`)."""
+        end = self._pages_at + n_pages * self._page_bytes
+        if whole and len(self._node_cpus) < 2:
+            end = min(huge_pages.round_up(HEADER_BYTES + end) - HEADER_BYTES, self._arena.buffer.size)
+        return end
