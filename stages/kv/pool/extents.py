@@ -116,6 +116,6 @@ class Extents:
     def _end_of(self, n_pages: int, whole: bool) -> int:
         """Bytes of the arena's contents up to the end of the first `n_pages`, or of their last huge page (`whole`)."""
         end = self._pages_at + n_pages * self._page_bytes
-        if whole and len(self._node_cpus) < 2:
+        if whole and not self._node_cpus:
             end = min(huge_pages.round_up(HEADER_BYTES + end) - HEADER_BYTES, self._arena.buffer.size)
         return end
