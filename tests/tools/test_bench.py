@@ -20,7 +20,7 @@ from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
-from tools.bench.phases import attention, sampler, shared_prefix, steps
+from tools.bench.phases import attention, sampler, shared_prefix, static_cycles, steps
 from tools.tiny_gguf import SHAPES, write_model
 
 DECODE = Work("decode", batch=1, cached=16)
@@ -233,3 +233,32 @@ def test_shared_prefixes_are_timed_beside_their_bounds() -> None:
     lowest = {way: row[way][1] for way in shared_prefix.WAYS}
     assert 0 < lowest["block"] < lowest["apart"]
     assert lowest["shared"] < lowest["apart"]
+
+
+def test_tile_instructions_are_replaced_by_their_loads_and_stores() -> None:
+    loop = [
+        "tdpbsud\t%tmm4, %tmm2, %tmm0",
+        "tileloadd\t(%r8,%r15), %tmm3",
+        "tileloadd\t(%rdx,%r12), %tmm5",
+        "vpaddd\t(%rbx), %zmm17, %zmm3",
+        "tilestored\t%tmm1, (%rdx,%r12)",
+        "jne\t.LBB0_3",
+    ]
+    load, stored, kept = "prefetcht0 (%rax)", "movq %rax, (%rax)", loop[3]
+    assert static_cycles.without_tiles(loop, False) == [load] * 24 + [kept] + [stored] * 16
+    assert static_cycles.without_tiles(loop, True) == [load] * 20 + [kept] + [stored] * 16
+
+
+def test_assembly_is_cut_at_labels_and_jumps() -> None:
+    two = ["tilestored %tmm0, (%rax)", "tilestored %tmm1, (%rax)"]
+    lines = ["\t.text", "main:", "\tnop", "\tjne\t.L1 # back", "\tret", ".L1:", *two]
+    text = "\n".join(lines)
+    assert [block for block in static_cycles.basic_blocks(text) if block] == [["nop", "jne\t.L1"], ["ret"], two]
+    assert static_cycles.main_loop(text) == two
+
+
+def test_without_llvm_mca_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    result = CliRunner().invoke(static_cycles.main, [])
+    assert result.exit_code == 2
+    assert "llvm-19" in result.output

@@ -18,14 +18,23 @@ from hypothesis import strategies as st
 from numba import njit
 
 from stages.worker.checkpoint.layout import groups_of
-from stages.worker.kernels import amx_tiles
-from stages.worker.kernels.buffer_sizes import CHUNKS_BYTES, MATMUL_BYTES, PRODUCT, SPILL_BYTES
+from stages.worker.kernels import amx, amx_gemm, amx_tiles
+from stages.worker.kernels.buffer_sizes import (
+    CHUNK,
+    CHUNKS_BYTES,
+    CODE_BYTES,
+    MATMUL_BYTES,
+    PRODUCT,
+    SPILL_BYTES,
+    unpacked_bytes_of,
+)
 from stages.worker.kernels.build import COMPILER
 from stages.worker.kernels.features import ALL_FORMATS
-from stages.worker.kernels.formats import FORMATS, QUANTIZED
+from stages.worker.kernels.formats import FORMATS, QUANTIZED, QuantizedFormat
 from stages.worker.kernels.formats.description import RUNS
 from tests.worker.instruction_sets import available_isas
-from tests.worker.matrices import aligned, awkward, digest_of_products, multiply, random_matrix
+from tests.worker.matrices import activations, aligned, awkward, digest_of_products, multiply, pack, random_matrix
+from tools.bench.phases import static_cycles
 
 
 @pytest.mark.parametrize(("halves", "runs"), [(False, 8), (True, 4)])
@@ -43,50 +52,16 @@ def test_the_configuration_is_as_the_cpu_reads_it(halves: bool, runs: int) -> No
 
 # ------------------------------------------------------------------ instructions
 
-KERNELS = ("_whole_of_starts", "_whole_of_minimums", "_half_of_starts", "_half_of_minimums")
-STREAMING = ("Q4_0", "Q4_K", "Q6_K", "Q2_K", "Q8_0")  # each mix, whole units, and codes that are only copied
-
-
-# The kernels' assembly for a CPU with AMX, by name, as JSON: in a process of its own, which cannot run them. The first
-# import settles on the host's CPU; numba reads the environment when it is imported after that.
-ASSEMBLY = f"""
-import json, os
-import stages.worker
-os.environ |= {{"NUMBA_CPU_NAME": "sapphirerapids", "NUMBA_CPU_FEATURES": "+amx-tile,+amx-int8"}}
-from numba import types
-from stages.worker.kernels import amx
-from stages.worker.kernels.formats import FORMATS
-found = {{}}
-for name in {KERNELS}:
-    kernel = getattr(amx, name)
-    kernel.compile((*(types.int64,) * 6, types.boolean, *(types.int64,) * 3))
-    found[name] = kernel.inspect_asm(kernel.signatures[0])
-for name in {STREAMING}:
-    kernel = amx._streaming(FORMATS[name])
-    kernel.compile((types.int64,) * 10)
-    found[name] = kernel.inspect_asm(kernel.signatures[0])
-print(json.dumps(found))
-"""
-
 
 @pytest.fixture(scope="module")
 def assembly() -> dict[str, str]:
-    found: dict[str, str] = json.loads(run_with({"STARLING_ISA": "vnni"}, ASSEMBLY))
-    return found
+    """For a CPU with AMX, by a process that cannot run it."""
+    return static_cycles.tile_assembly()
 
 
 def basic_blocks(assembly: str) -> list[list[str]]:
-    """The instructions of each block without labels and jumps inside, blanks removed."""
-    blocks: list[list[str]] = [[]]
-    for line in assembly.splitlines():
-        instruction = "".join(line.split("#")[0].split())
-        if instruction.endswith(":"):
-            blocks.append([])
-        elif instruction and not instruction.startswith("."):
-            blocks[-1].append(instruction)
-            if instruction.startswith("j"):
-                blocks.append([])
-    return blocks
+    """The instructions of each block, blanks removed."""
+    return [["".join(line.split()) for line in block] for block in static_cycles.basic_blocks(assembly)]
 
 
 # Of a step of an even product i: i + 2 multiplied, i + 3 loaded, i + 1 stored in the middle of the scaling; then of an
@@ -111,15 +86,9 @@ def without_address(instruction: str) -> str:
     return instruction.split(",(")[0].split(",1024(")[0]
 
 
-def is_vector_store(instruction: str) -> bool:
-    """Whether it stores 16 lanes to memory that is not of the stack: the vectors that registers have no room for."""
-    _, _, to = instruction.rpartition(",")
-    return instruction.startswith("vmov") and "%zmm" in instruction and instruction.endswith(")") and "%rsp" not in to
-
-
 @pytest.mark.slow
 @pytest.mark.skipif("vnni" not in available_isas(), reason="compiles the kernels of VNNI and more")
-@pytest.mark.parametrize("name", KERNELS + STREAMING)
+@pytest.mark.parametrize("name", [*static_cycles.KERNELS, *static_cycles.STREAMING])
 def test_the_main_loop_is_one_block_in_the_order_of_the_pipeline(assembly: dict[str, str], name: str) -> None:
     loops = [block for block in basic_blocks(assembly[name]) if sum("tilestored" in line for line in block) == 2]
     assert len(loops) == 1
@@ -129,17 +98,24 @@ def test_the_main_loop_is_one_block_in_the_order_of_the_pipeline(assembly: dict[
     stores = [i for i, line in enumerate(loop) if "tilestored" in line]
     operations = [sum(line.startswith("vfmadd") for line in part) for part in (loop[: stores[0]], loop[stores[1] :])]
     operations.append(sum(line.startswith("vfmadd") for line in loop[stores[0] : stores[1]]))
-    has_minimums = FORMATS[name].scales.minimum if name in STREAMING else "minimums" in name
+    has_minimums = static_cycles.SCALES[name].minimum if name in static_cycles.STREAMING else "minimums" in name
     eight_tokens = 8 * (3 if has_minimums else 2)
-    moved = 8 if name == "Q2_K" else 0  # LLVM moves the minimums of 8 tokens behind the next store
-    assert operations == [eight_tokens - moved, eight_tokens + moved, 2 * eight_tokens]
-    if name in STREAMING:
+    assert operations == [eight_tokens, eight_tokens, 2 * eight_tokens]
+    # Near the end the operands are those of the next call: four addresses are chosen without a branch.
+    assert sum(line.startswith("cmov") for line in loop) == 4
+    # What tokens are scaled by comes from memory, and is not spread from a register for each.
+    assert not any(line.startswith(("vbroadcast", "vcvtsi2ss", "vpermps")) for line in loop)
+    if name in static_cycles.STREAMING:
         # The vectors of an unpacked block before the first tiles; those of a second one between the stores.
-        fmt = FORMATS[name]
-        vectors = RUNS + fmt.scales.parts * (1 + fmt.scales.minimum)
+        scales = static_cycles.SCALES[name]
+        vectors = RUNS + scales.parts * (1 + scales.minimum)
         first = next(i for i, line in enumerate(loop) if "tmm" in line)
-        unpacked = [sum(is_vector_store(line) for line in part) for part in (loop[:first], loop[stores[0] : stores[1]])]
-        assert unpacked == [vectors, 0 if fmt.scales.halves else vectors]
+        unpacked = [
+            sum(static_cycles.is_vector_store(line) for line in part)
+            for part in (loop[:first], loop[stores[0] : stores[1]])
+        ]
+        totals = int(scales.halves and scales.minimum)  # a vector in each step
+        assert unpacked == [vectors + totals, totals if scales.halves else vectors]
 
 
 # ------------------------------------------------------------------ emulation
@@ -196,6 +172,87 @@ def products_of_emulated_tiles() -> str:
 def test_emulated_tiles_keep_what_was_loaded_and_multiplied() -> None:
     code = "from tests.worker import test_amx as t; print(t.products_of_emulated_tiles())"
     assert run_with({"STARLING_ISA": "tiles"}, code) == "equal"
+
+
+def calls_that_begin_the_next_one() -> str:
+    """Of two calls the first begins three products of the second, which needs the codes of these no more."""
+
+    @njit
+    def call(kind, halves, u, blocks, x, out, spill, is_begun, next_u, next_x):
+        if not is_begun:
+            amx_tiles.configure(spill, halves)
+        amx.quantized_16(kind, u, blocks, x, out, 64, True, spill, u, 0, is_begun, next_u, next_x)
+
+    rng = np.random.default_rng(3)
+    for fmt in (fmt for fmt in QUANTIZED if fmt.name in ("Q4_0", "Q4_1", "Q6_K", "Q2_K")):
+        name, blocks, halves = fmt.name, 4, bool(fmt.scales.halves)
+        records, stride = activations(awkward(16, 32 * blocks, rng), fmt)
+        x, spill = pack(records, stride, 32 * blocks, 16), aligned(SPILL_BYTES)
+        chunks = [aligned(blocks * unpacked_bytes_of(fmt)) for _ in range(2)]
+        for chunk in chunks:
+            lines = chunk.reshape(blocks, -1)
+            lines[:, :CODE_BYTES] = rng.integers(0, fmt.codes.largest + 1, (blocks, CODE_BYTES))
+            scales = rng.standard_normal((blocks, (lines.shape[1] - CODE_BYTES) // 4)).astype(np.float32)
+            lines[:, CODE_BYTES:] = scales.view(np.uint8)
+
+        def product(
+            i: int,
+            is_begun: bool = False,
+            begins: bool = False,
+            fmt: QuantizedFormat = fmt,
+            blocks: int = blocks,
+            halves: bool = halves,
+            chunks: list[np.ndarray] = chunks,
+            x: np.ndarray = x,
+            spill: np.ndarray = spill,
+        ) -> bytes:
+            out, (u, v) = aligned(1024), (chunks[i].ctypes.data, chunks[1 - i].ctypes.data)
+            at = x.ctypes.data
+            next_x = at if begins else 0
+            call(fmt.id, halves, u, blocks, at, out.ctypes.data, spill.ctypes.data, is_begun, v, next_x)
+            return out.tobytes()
+
+        expected = [product(i) for i in range(2)]
+        assert product(0, begins=True) == expected[0], name
+        begun = chunks[1].reshape(blocks, -1)
+        for b, end in enumerate((CODE_BYTES, CODE_BYTES // 2) if halves else (CODE_BYTES,) * 3):
+            begun[b, :end] ^= 1
+        assert product(1, is_begun=True) == expected[1], name
+        assert product(1) != expected[1], name
+    return "equal"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("tiles" not in available_isas(), reason="the emulation multiplies with VNNI")
+def test_a_call_begins_the_products_of_the_next_one() -> None:
+    code = "from tests.worker import test_amx as t; print(t.calls_that_begin_the_next_one())"
+    assert run_with({"STARLING_ISA": "tiles"}, code) == "equal"
+
+
+@njit
+def _tiles_and_steps(tokens, gap, n, unit):
+    return amx_gemm._tiles(tokens, gap), amx_gemm._chunk_blocks(n, unit)
+
+
+def test_chunks_are_even_where_that_is_possible() -> None:
+    steps = [_tiles_and_steps(16, 0, n, 1)[1] for n in range(1, 200)]
+    assert all(0 < step <= min(n, CHUNK) for n, step in enumerate(steps, 1))
+    assert all(step % 2 == 0 for n, step in enumerate(steps, 1) if n > CHUNK)
+    assert _tiles_and_steps(16, 0, 64, 8)[1] == 16
+
+
+def test_few_last_tokens_have_no_tile() -> None:
+    assert [_tiles_and_steps(tokens, 64, 8, 1)[0] for tokens in (0, 1, 2, 8, 9, 16, 17, 18, 25)] == [
+        0,
+        1,
+        0,
+        0,
+        1,
+        1,
+        2,
+        1,
+        2,
+    ]
 
 
 # ------------------------------------------------------------------ products

@@ -17,6 +17,9 @@ scaled.  Step i, of product i:
 Even and odd products use one set of tiles each, and one slot each for the stored sums (amx_tiles.py).  The accumulators
 of all 16 tokens stay in registers.
 
+The last steps of a kernel begin the products of the call that follows it, where the caller names one and the number of
+products is even: else each call waits for its first product while nothing is scaled.
+
 For few tokens, unpacking a chunk takes about as long as multiplying it.  It needs none of what the steps wait for, so
 `streamed_16` unpacks a block of the next chunk before each step of a block, or before both steps of one with halves.
 """
@@ -30,8 +33,8 @@ from llvmlite import ir
 from numba import njit
 
 from stages.worker.kernels.amx_tiles import EMULATED, EVEN, ODD, apart
-from stages.worker.kernels.block_codegen import emit_half_sum, start_offset
-from stages.worker.kernels.buffer_sizes import CODE_BYTES, PACKED, PRODUCT, unpacked_bytes
+from stages.worker.kernels.block_codegen import emit_half_sums, start_offset
+from stages.worker.kernels.buffer_sizes import CODE_BYTES, PACKED, PRODUCT, TOTALS, unpacked_bytes
 from stages.worker.kernels.dots import BASE_BITS, emit_minus_base, emit_scaled
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.features import TILE_TOKENS, tile_thresholds
@@ -46,34 +49,45 @@ from stages.worker.kernels.simd import (
     i32x16,
     load_f32,
     prefetch,
+    store_f32,
     tile_load,
     tile_store,
 )
 from stages.worker.kernels.simd.arithmetic import math
 from stages.worker.kernels.simd.register_tiles import tile_operation
-from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, constant, load, operation, splat
+from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, constant, load, operation
 from stages.worker.kernels.tiles import spread
 from stages.worker.kernels.unpack import block_unpacker
 
 TOKENS = TILE_TOKENS
 STREAMED = 64  # tokens of a product up to which chunks are unpacked between its steps
+LEAST = 4  # products of a call that begins those of the next one, or whose own were begun: their operands all exist
 
 
 # ------------------------------------------------------------------ what is done with the sums
 
 _minus_base = operation("minus_base", f32x16, (f32x16,), emit_minus_base, "-BASE * d.")
-_SCALING = (ADDRESS, f32x16, f32x16, f32x16, ADDRESS, ADDRESS)
+_SCALING = (ADDRESS, f32x16, f32x16, f32x16, ADDRESS, ADDRESS, ADDRESS)
 
 
 def _at(builder: Builder, addr: Any, offset: int, lane: ir.Type) -> Any:
     return spread(builder, builder.add(addr, ir.Constant(I64, offset)), lane)
 
 
-def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
-    """An operation (tile, sums, d, -BASE d, m, x, start): scale the sums of tokens first .. end-1.
+def _half_sums(half: int) -> Any:
+    """An operation (x) -> the scaled sums of half 0 or 1 of a block, of all 16 tokens."""
+
+    def emit(builder: Builder, x: Any) -> Any:
+        return emit_half_sums(builder, x, half, TOKENS)
+
+    return operation(f"half_sums{half}", f32x16, (ADDRESS,), emit, "scale * (sum of the codes of half a block).")
+
+
+def _scaling(first: int, end: int, minimums: bool) -> Any:
+    """An operation (tile, sums, d, -BASE d, m, x, start, totals): scale the sums of tokens first .. end-1.
 
     `start`: from x to what the integer sums start at.
-    `half` is the half of the block, 0 or 1, whose scaled sum a minimum counts for; -1: it counts for the whole block.
+    `totals`: address of the f32 of each token that minimums are multiplied by.
     """
     fma = math("fma")
 
@@ -86,6 +100,7 @@ def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
         m: Any,
         x: Any,
         start: Any,
+        totals: Any,
     ) -> None:
         for t in range(first, end):
             record = builder.add(x, ir.Constant(I64, 4 * t))
@@ -95,11 +110,8 @@ def _scaling(first: int, end: int, minimums: bool, half: int) -> Any:
             dots = load(builder, builder.add(sums, ir.Constant(I64, 64 * t)), i32x16.ir)
             product = emit_scaled(builder, builder.add(dots, begin), d, minus_base)
             vectors[t] = fma(builder, product, _at(builder, record, TOKENS * SCALE, FLOAT), vectors[t])
-            if minimums and half < 0:
-                vectors[t] = fma(builder, m, _at(builder, record, TOKENS * SSUM, FLOAT), vectors[t])
-            elif minimums:
-                total = splat(builder, emit_half_sum(builder, record, half, TOKENS))
-                vectors[t] = fma(builder, m, total, vectors[t])
+            if minimums:
+                vectors[t] = fma(builder, m, _at(builder, totals, 4 * t, FLOAT), vectors[t])
 
     return tile_operation(f"scale{first}", _SCALING, emit, "fma(sum * d, token's scale, tile), then the minimums.")
 
@@ -118,14 +130,15 @@ def _part(function: Any) -> Any:
 def _step(parity: int, halves: bool, minimums: bool, last: bool) -> Any:
     """Step i of an even or an odd product, whose block begins at u and at x; `left` products are left with this one.
 
-    With `last` any number may be left, else four and more: then the step is without branches, between which LLVM would
-    move the scaling.
+    With `last` any number may be left, else as many follow, in this call or the next one, that all is done: then the
+    step is without branches, between which LLVM would move the scaling.
     """
     own, other = (EVEN, ODD) if parity == 0 else (ODD, EVEN)
     multiply, load_tiles, store_tile = own.multiply, other.load, other.store
-    half = parity if halves else -1
-    low, high = (_scaling(t, t + TOKENS // 2, minimums, half) for t in (0, TOKENS // 2))
-    slot = PRODUCT * parity
+    half_totals = halves and minimums
+    half_sums = _half_sums(parity)
+    low, high = (_scaling(t, t + TOKENS // 2, minimums) for t in (0, TOKENS // 2))
+    slot, totals_slot = PRODUCT * parity, TOTALS + 64 * parity
     factor = CODE_BYTES + (64 * parity if halves else 0)
     minimum = factor + (128 if halves else 64)
 
@@ -134,14 +147,18 @@ def _step(parity: int, halves: bool, minimums: bool, last: bool) -> Any:
         d = load_f32(u + factor)
         m = load_f32(u + minimum) if minimums else d
         minus_base = _minus_base(d)
+        totals = x + TOKENS * SSUM
+        if half_totals:  # computed for all tokens at once; LLVM takes them from memory, as tiles come in between
+            totals = spill + totals_slot
+            store_f32(totals, half_sums(x))
         if not last or left > 2:
             multiply(spill)
         if not last or left > 3:
             load_tiles(spill, next_x, next_u)
-        acc = low(acc, spill + slot, d, minus_base, m, x, start)
+        acc = low(acc, spill + slot, d, minus_base, m, x, start, totals)
         if not last or left > 1:
             store_tile(spill)
-        return high(acc, spill + slot, d, minus_base, m, x, start)
+        return high(acc, spill + slot, d, minus_base, m, x, start, totals)
 
     return _part(step)
 
@@ -195,21 +212,24 @@ def _group(halves: bool, minimums: bool) -> Any:
     u_odd, x_odd, u_pair, x_pair, block_u, block_x, start_odd = distances
 
     @njit(**INNER)
-    def group(u, blocks, x, start, out, out_stride, begin, spill, following, lines):
+    def group(u, blocks, x, start, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x):
         acc = f32_tile(TOKENS)
         if not begin:
             acc = tile_load(acc, out, out_stride, 0, 1)
         left = 2 * blocks if halves else blocks
-        begin_products(u, x, spill, left)
-        while left > 4:
+        if not is_begun:
+            begin_products(u, x, spill, left)
+        least = 4 if next_x == 0 else 0
+        while left > least:
             for _ in range(lines if halves else 2 * lines):
                 prefetch(following)
                 following += 64
-            after_u, after_x = u + u_pair, x + x_pair
+            after_u, after_x = (u + u_pair, x + x_pair) if left != 2 else (next_u, next_x)
             acc = even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
             odd_u, odd_x = u + block_u, x + block_x
-            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u + u_pair, after_x + x_pair, left)
-            u, x, left = after_u, after_x, left - 2
+            after_u, after_x = (after_u + u_pair, after_x + x_pair) if left != 4 else (next_u, next_x)
+            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u, after_x, left)
+            u, x, left = u + u_pair, x + x_pair, left - 2
         while left > 0:
             for _ in range(lines if halves or left == 1 else 2 * lines):
                 prefetch(following)
@@ -233,21 +253,36 @@ _half_of_minimums = _group(True, True)
 
 
 @njit(**INNER)
-def quantized_16(kind, u, blocks, x, out, out_stride, begin, spill, following, lines):
+def begins_next(kind, blocks):
+    """Whether a call for so many blocks can begin the products of the next one."""
+    products = 2 * blocks if trait(kind, HAS_HALVES) else blocks
+    return products % 2 == 0 and products >= LEAST
+
+
+@njit(**INNER)
+def quantized_16(kind, u, blocks, x, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x):
     """16 packed tokens at x times the unpacked chunk at u, to 16 f32 at out + token * out_stride; see gemm.py.
 
     With each block, `lines` cache lines at `following` are prefetched.  `configure(spill, HAS_HALVES)` comes before.
+    `next_u`, `next_x`: the chunk and the tokens of the next call, of LEAST products or more, which this one begins, so
+    that the next call `is_begun`.  `next_x` is 0 where none follows, or `begins_next` is false.
     """
     start = TOKENS * trait(kind, START)
     if trait(kind, HAS_HALVES):
         if trait(kind, HAS_MINIMUMS):
-            _half_of_minimums(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
+            _half_of_minimums(
+                u, blocks, x, start, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x
+            )
         else:
-            _half_of_starts(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
+            _half_of_starts(
+                u, blocks, x, start, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x
+            )
     elif trait(kind, HAS_MINIMUMS):
-        _whole_of_minimums(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
+        _whole_of_minimums(
+            u, blocks, x, start, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x
+        )
     else:
-        _whole_of_starts(u, blocks, x, start, out, out_stride, begin, spill, following, lines)
+        _whole_of_starts(u, blocks, x, start, out, out_stride, begin, spill, following, lines, is_begun, next_u, next_x)
 
 
 # ------------------------------------------------------------------ the same, unpacking the next chunk
@@ -264,22 +299,24 @@ def _streaming(fmt: QuantizedFormat) -> Any:
     pair_blocks, start = (1 if halves else 2), TOKENS * start_offset(fmt)
 
     @njit(**INNER)
-    def streaming(u, blocks, x, out, out_stride, begin, spill, following, ahead, to):
+    def streaming(u, blocks, x, out, out_stride, begin, spill, following, ahead, to, is_begun, next_u, next_x):
         acc = f32_tile(TOKENS)
         if not begin:
             acc = tile_load(acc, out, out_stride, 0, 1)
         left = 2 * blocks if halves else blocks
-        begin_products(u, x, spill, left)
+        if not is_begun:
+            begin_products(u, x, spill, left)
         done = 0
-        for _ in range(min((left - 3) // 2, ahead // pair_blocks)):
-            after_u, after_x = u + u_pair, x + x_pair
+        for _ in range(min((left - 3 if next_x == 0 else left) // 2, ahead // pair_blocks)):
             unpack_one(following, done, to)
+            after_u, after_x = (u + u_pair, x + x_pair) if left != 2 else (next_u, next_x)
             acc = even(acc, spill, u, x, start, after_u + u_odd, after_x + x_odd, left)
             if not halves:
                 unpack_one(following, done + 1, to)
             odd_u, odd_x = u + block_u, x + block_x
-            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u + u_pair, after_x + x_pair, left)
-            u, x, left, done = after_u, after_x, left - 2, done + pair_blocks
+            after_u, after_x = (after_u + u_pair, after_x + x_pair) if left != 4 else (next_u, next_x)
+            acc = odd(acc, spill, odd_u, odd_x, start + start_odd, after_u, after_x, left)
+            u, x, left, done = u + u_pair, x + x_pair, left - 2, done + pair_blocks
         while left > 0:
             after_u, after_x = u + u_pair, x + x_pair
             if done < ahead:
@@ -304,6 +341,7 @@ def _streaming(fmt: QuantizedFormat) -> Any:
 
 _STREAMING = {name for name, tokens in tile_thresholds() if tokens <= STREAMED}
 
-# (kind, u, blocks, x, out, out_stride, begin, spill, following, ahead, to): as `quantized_16`; the first `ahead` blocks
-# of the units at `following` are unpacked to `to`.
-streamed_16 = by_format({fmt.id: _streaming(fmt) for fmt in QUANTIZED if fmt.name in _STREAMING}, 10)
+# (kind, u, blocks, x, out, out_stride, begin, spill, following, ahead, to, is_begun, next_u, next_x): as
+# `quantized_16`; the first `ahead` blocks of the units at `following` are unpacked to `to`.  `next_x` is 0 where these
+# are fewer than `blocks`.
+streamed_16 = by_format({fmt.id: _streaming(fmt) for fmt in QUANTIZED if fmt.name in _STREAMING}, 13)

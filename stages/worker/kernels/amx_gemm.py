@@ -33,6 +33,20 @@ def _is_padded(tokens, gap):
     return tokens == 1 or tokens > (DOTTED if gap != 0 else DOTTED_ALONE)
 
 
+@njit(**MERGED)
+def _tiles(tokens, gap):
+    """Tiles of so many tokens: without dot products for the last ones, one for each 16 begun."""
+    whole, rest = tokens // 16, tokens % 16
+    return whole + 1 if rest > 0 and _is_padded(rest, gap) else whole
+
+
+@njit(**MERGED)
+def _chunk_blocks(n, unit):
+    """As `gemm.chunk_blocks`, but even where that is possible, so that each chunk can begin the next one's products."""
+    step = chunk_blocks(n, unit)
+    return min(step + step % 2, n) if unit == 1 else step
+
+
 @njit(**INNER)
 def _copy_rows(tokens, source, out, out_stride):
     for t in range(tokens):
@@ -59,33 +73,43 @@ def _tokens_by_tiles(
     next_u,
     next_v,
     next_bytes,
+    is_begun,
+    after_u,
+    after_x,
 ):
     """Every token with one unpacked chunk of n blocks of the row groups at u and v, as `gemm.all_tokens`.
 
     `packed`: the records at x packed for tiles, `packed_stride` bytes from 16 tokens to the next 16.  `is_last`: the
-    chunk ends the row groups; until then the sums of a tile with lanes of no token are in scratch.
+    chunk ends the row groups; until then the sums of a tile with lanes of no token are in scratch.  `is_begun`,
+    `after_u`, `after_x`: as of `amx.quantized_16`, for the first and the last of the tiles, of which there are some.
     """
     spill, padded = scratch + CHUNKS_BYTES, scratch + CHUNKS_BYTES + SPILL_BYTES
     passes = (tokens + 15) // 16
     lines = (next_bytes + 64 * n * passes - 1) // (64 * n * passes)
-    while tokens >= amx.TOKENS:
-        amx.quantized_16(kind, u, n, packed, out, out_stride, begin, spill, next_u, lines)
+    flows = amx.begins_next(kind, n)
+    if not flows:
+        after_x = 0
+    for tile in range(_tiles(tokens, gap) - 1, -1, -1):
+        is_whole = tokens >= amx.TOKENS
+        first, second, row = (out, out + gap, out_stride) if is_whole else (padded, padded + PRODUCT, 64)
+        then_u, then_x = (u, packed + packed_stride if flows else 0) if tile > 0 else (after_u, after_x)
         if gap != 0:
-            amx.quantized_16(kind, v, n, packed, out + gap, out_stride, begin, spill, next_v, lines)
+            between = packed if flows else 0
+            amx.quantized_16(kind, u, n, packed, first, row, begin, spill, next_u, lines, is_begun, v, between)
+            amx.quantized_16(kind, v, n, packed, second, row, begin, spill, next_v, lines, flows, then_u, then_x)
+        else:
+            amx.quantized_16(kind, u, n, packed, first, row, begin, spill, next_u, lines, is_begun, then_u, then_x)
+        is_begun = flows
+        if not is_whole and is_last:
+            _copy_rows(tokens, padded, out, out_stride)
+            if gap != 0:
+                _copy_rows(tokens, padded + PRODUCT, out + gap, out_stride)
         next_u, next_v, next_bytes = next_u + 64 * n * lines, next_v + 64 * n * lines, next_bytes - 64 * n * lines
         if next_bytes <= 0:
             next_bytes = lines = 0
         tokens, x, out = tokens - amx.TOKENS, x + amx.TOKENS * stride, out + amx.TOKENS * out_stride
         packed += packed_stride
-    if tokens > 0 and _is_padded(tokens, gap):
-        amx.quantized_16(kind, u, n, packed, padded, 64, begin, spill, next_u, lines)
-        if gap != 0:
-            amx.quantized_16(kind, v, n, packed, padded + PRODUCT, 64, begin, spill, next_v, lines)
-        if is_last:
-            _copy_rows(tokens, padded, out, out_stride)
-            if gap != 0:
-                _copy_rows(tokens, padded + PRODUCT, out + gap, out_stride)
-    elif tokens > 0:
+    if tokens > 0:
         all_tokens(kind, u, v, n, x, stride, tokens, out, out_stride, gap, begin, next_u, next_v, next_bytes)
 
 
@@ -93,20 +117,43 @@ def _tokens_by_tiles(
 def _streamed(kind, w, columns, first, end, x, stride, packed, tokens, out, out_stride, scratch):
     """16 to STREAMED tokens."""
     n, unit, size = columns // BLOCK, unit_blocks(kind), group_bytes(kind, columns)
-    step, packed_stride, spill = chunk_blocks(n, unit), n * PACKED, scratch + CHUNKS_BYTES
+    step, packed_stride, spill = _chunk_blocks(n, unit), n * PACKED, scratch + CHUNKS_BYTES
     here, there = scratch, scratch + CHUNK_BYTES
+    others = tokens - amx.TOKENS
     unpack(kind, w + first * size, 0, min(step, n), here)
+    is_begun = False
     for g in range(first, end):
         target = out + 64 * g
         for at in range(0, n, step):
             part = min(step, n - at)
             following = w + g * size + (at + part) // unit * trait(kind, UNIT_BYTES)
-            ahead = min(step, n - at - part)
+            ahead, begin, tile = min(step, n - at - part), at == 0, packed + at * PACKED
+            next_tile = tile + part * PACKED
             if ahead == 0 and g + 1 < end:  # the next row group follows
-                ahead = min(step, n)
-            begin, tile = at == 0, packed + at * PACKED
-            amx.streamed_16(kind, here, part, tile, target, out_stride, begin, spill, following, ahead, there)
-            if tokens > amx.TOKENS:
+                ahead, next_tile = min(step, n), packed
+            if ahead < amx.LEAST:
+                next_tile = 0
+            then_u, then_x = (here, tile + packed_stride) if _tiles(others, 0) > 0 else (there, next_tile)
+            if ahead < part or not amx.begins_next(kind, part):
+                then_x = 0
+            amx.streamed_16(
+                kind,
+                here,
+                part,
+                tile,
+                target,
+                out_stride,
+                begin,
+                spill,
+                following,
+                ahead,
+                there,
+                is_begun,
+                then_u,
+                then_x,
+            )
+            is_begun = then_x != 0
+            if others > 0:
                 _tokens_by_tiles(
                     kind,
                     here,
@@ -116,7 +163,7 @@ def _streamed(kind, w, columns, first, end, x, stride, packed, tokens, out, out_
                     stride,
                     tile + packed_stride,
                     packed_stride,
-                    tokens - amx.TOKENS,
+                    others,
                     target + amx.TOKENS * out_stride,
                     out_stride,
                     0,
@@ -126,7 +173,12 @@ def _streamed(kind, w, columns, first, end, x, stride, packed, tokens, out, out_
                     following,
                     following,
                     0,
+                    is_begun,
+                    there,
+                    next_tile,
                 )
+                if _tiles(others, 0) > 0:
+                    is_begun = next_tile != 0 and amx.begins_next(kind, part)
             here, there = there, here
 
 
@@ -134,7 +186,7 @@ def _streamed(kind, w, columns, first, end, x, stride, packed, tokens, out, out_
 def _in_pairs(kind, w, columns, first, end, x, stride, packed, tokens, out, out_stride, scratch):
     """More than STREAMED tokens: as `gemm.gemm`."""
     n, size = columns // BLOCK, group_bytes(kind, columns)
-    step, packed_stride = chunk_blocks(n, unit_blocks(kind)), n * PACKED
+    step, packed_stride = _chunk_blocks(n, unit_blocks(kind)), n * PACKED
     at_once = max(48, TOKENS_BYTES // stride // 48 * 48)
     for t in range(0, tokens, at_once):
         some = min(at_once, tokens - t)
@@ -167,6 +219,9 @@ def _in_pairs(kind, w, columns, first, end, x, stride, packed, tokens, out, out_
                     next_u,
                     next_v,
                     following,
+                    False,
+                    0,
+                    0,
                 )
 
 

@@ -9,7 +9,8 @@ is stored and the operands of the next one are loaded.
 
 `spill` is the address of SPILL_BYTES of the thread's own, 64-byte aligned:
 
-    two slots of PRODUCT bytes | the configuration, 64 bytes | under `STARLING_ISA=tiles` the tiles, PRODUCT bytes each
+    two slots of PRODUCT bytes | the configuration, 64 bytes | two vectors of amx.py's, 64 bytes each
+    | under `STARLING_ISA=tiles` the tiles, PRODUCT bytes each
 
 `STARLING_ISA=tiles` emulates the instructions, for tests of everything around them on a CPU without AMX.  An emulated
 tile is memory that keeps its content, of the shape that the configuration in memory gives it, so that an instruction
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 from numba import njit, types
 
-from stages.worker.kernels.buffer_sizes import PRODUCT
+from stages.worker.kernels.buffer_sizes import PRODUCT, TOTALS
 from stages.worker.kernels.dots import dot4_u8
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
@@ -44,7 +45,7 @@ from stages.worker.kernels.simd.vectors import ADDRESS, I8, I64, call, named_int
 EMULATED = ISA == "tiles"
 SUMS, A, B = (0, 1), (2, 3), (4, 5)  # tiles of the even and the odd set
 _CONFIGURATION = 2 * PRODUCT  # offsets in `spill`
-_TILES = _CONFIGURATION + 64
+_TILES = TOTALS + 128
 
 
 def configuration(halves: bool) -> tuple[int, ...]:

@@ -234,15 +234,22 @@ def _splat_at(builder: Builder, x: Any, at: int, lane: ir.Type) -> Any:
     return splat(builder, load(builder, _offset(builder, x, at), lane))
 
 
-def emit_half_sum(builder: Builder, x: Any, half: int, spacing: int = 1) -> Any:
-    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6.
+def emit_half_sum(builder: Builder, x: Any, half: int) -> Any:
+    """scale * (sum of the codes of half 0 or 1 of the record at x), f32: rounded once, from START6."""
+    return _emit_half_sums(builder, x, half, 1, I32, FLOAT)
 
-    `spacing`: times as far from x as in a record its fields are.
-    """
-    start = load(builder, _offset(builder, x, spacing * (START6 + 4 * half)), I32)
-    total = builder.sitofp(builder.sub(ir.Constant(I32, BASE_BITS), start), FLOAT)  # 32 * sum
-    exact = builder.fmul(total, ir.Constant(FLOAT, 1 / 32))
-    return builder.fmul(load(builder, _offset(builder, x, spacing * SCALE), FLOAT), exact)
+
+def emit_half_sums(builder: Builder, x: Any, half: int, tokens: int) -> Any:
+    """The same of the packed records of so many tokens (packed_activations.py), a lane each."""
+    return _emit_half_sums(builder, x, half, tokens, ir.VectorType(I32, tokens), ir.VectorType(FLOAT, tokens))
+
+
+def _emit_half_sums(builder: Builder, x: Any, half: int, spacing: int, integer: Any, number: Any) -> Any:
+    """`spacing`: times as far from x as in a record its fields are."""
+    start = load(builder, _offset(builder, x, spacing * (START6 + 4 * half)), integer)
+    total = builder.sitofp(builder.sub(_number(integer, BASE_BITS), start), number)  # 32 * sum
+    exact = builder.fmul(total, _number(number, 1 / 32))
+    return builder.fmul(load(builder, _offset(builder, x, spacing * SCALE), number), exact)
 
 
 def _add_block(fmt: QuantizedFormat) -> Any:

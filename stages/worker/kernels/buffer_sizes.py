@@ -53,7 +53,8 @@ CHUNK = 18  # bound of the blocks of a row group that are unpacked at a time: 11
 DENSE_CHUNK = 160  # K values of a dense row group unpacked at a time
 CODE_BYTES = RUNS * LINE  # of an unpacked block
 PRODUCT = 1024  # bytes of the stored sums of a tile product, and of an emulated tile
-SPILL_BYTES = 2 * PRODUCT + 64 + 6 * PRODUCT  # two stored products, the tile configuration, six emulated tiles
+TOTALS = 2 * PRODUCT + 64  # behind two stored products and the tile configuration: two vectors of 16 tokens' half sums
+SPILL_BYTES = TOTALS + 128 + 6 * PRODUCT  # and six emulated tiles
 
 
 def unpacked_bytes(parts: int, minimum: bool) -> int:
