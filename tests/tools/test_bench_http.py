@@ -161,13 +161,19 @@ def test_gaps_are_compared_with_their_targets() -> None:
                 "served_tokens_per_s": [930.0, 900.0, 940.0],
                 "kernels_tokens_per_s": [1000.0, 990.0, 1010.0],
                 "gap": [0.07, 0.06, 0.11],
+                "control": 0.084,
+                "client": 0.02,
+                "taken": 0.061,
+                "without_step": 0.012,
                 "target": 0.1,
                 "holds": True,
             }
         ]
     }
-    (line,) = gap_lines(report)
-    assert line == "16 streams: 930 of 1,000 tokens/s of the kernels alone, gap 7 % (6 to 11), target 10 %: met"
+    gap, parts = gap_lines(report)
+    assert gap == "16 streams: 930 of 1,000 tokens/s of the kernels alone, gap 7 % (6 to 11), target 10 %: met"
+    assert parts.startswith("  control plane 0.084 and client 0.020 of a core; ")
+    assert parts.endswith("; ranks waited for their cores 6.1 % of the time, without a step 1.2 %")
 
 
 @pytest.mark.slow

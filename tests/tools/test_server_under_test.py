@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tools.bench.http.server_under_test import ServerUnderTest
+from tools.bench.http.server_under_test import ServerUnderTest, core_wait_s, exact_cpu_s
+
+SPIN = """
+import os, time
+os.sched_setaffinity(0, {int(os.environ["CORE"])})
+while time.process_time() < float(os.environ["SECONDS"]):
+    pass
+print(flush=True)
+input()
+"""
+
+
+def test_a_process_waits_for_its_core_as_long_as_another_one_computes_there() -> None:
+    """Two processes share a core: the one that computes for longer has waited for all that the other has computed."""
+    core = str(min(os.sched_getaffinity(0)))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", SPIN],
+            env={**os.environ, "CORE": core, "SECONDS": seconds},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for seconds in ("0.2", "0.6")
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None and process.stdout.readline() == b"\n"
+        short, long = processes
+        assert exact_cpu_s(short.pid) > 0.19
+        assert core_wait_s(long.pid) > 0.5 * exact_cpu_s(short.pid)
+    finally:
+        for process in processes:
+            process.communicate(b"\n")
 
 
 @pytest.mark.slow

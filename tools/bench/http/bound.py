@@ -2,11 +2,14 @@
 
 The steps are read from the arena while the server computes them, and computed again right after it by the same number
 of ranks on the same cores.  Nothing runs between two of them.  The gap is the share of the throughput that is missing
-over HTTP: control plane, client, waits, and what these take from the ranks' cores.
+over HTTP: control plane, client, waits, and what these take from the ranks' cores.  Each gap is reported with what
+makes it: CPU time of the control plane and of this client, the time that ranks waited for their cores, and the time
+without a step.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -17,8 +20,8 @@ import click
 
 from shm import step_ring as sh
 from tools.bench.disturbance import Watch
-from tools.bench.http.scenarios import watched
-from tools.bench.http.server_under_test import ServerUnderTest
+from tools.bench.http.scenarios import CLIENT, watched
+from tools.bench.http.server_under_test import CONTROL_PLANE, ServerUnderTest
 from tools.bench.http.workload import OUTPUT, Prompts, Row, Spread, body
 from tools.bench.offline.candidate import Candidate
 from tools.step_runner import Entry
@@ -39,6 +42,7 @@ class Load(NamedTuple):
 
 
 CLIENTS = 16
+PARTS = ("control", "client", "taken", "without_step")  # fields of `Measured`
 LOADS = (
     Load("16 streams of 256 tokens", 16, 256, 1, 0.10),
     Load("16 clients, prompts of 100 tokens", 100, OUTPUT, 2, 0.25),
@@ -64,17 +68,42 @@ def replay_s(index: Path, cores: list[int], steps: Sequence[Sequence[Entry]]) ->
         return candidate.clock() - begun
 
 
-def gap(server: ServerUnderTest, prompts: Prompts, index: Path, cores: list[int], load: Load) -> tuple[float, float]:
-    """Tokens per second over HTTP and of the kernels alone. `RuntimeError` if requests fail or steps are missed."""
+class Measured(NamedTuple):
+    """One run of a workload over HTTP, and its steps once more without a server."""
+
+    served: float  # tokens/s over HTTP
+    kernels: float  # tokens/s of the kernels alone
+    control: float  # CPU time of the control plane, cores
+    client: float  # CPU time of this process meanwhile, cores
+    taken: float  # time in which a rank could run while another process had its core; share, mean of the ranks
+    without_step: float  # time before the first step, between two and after the last; share
+
+    @property
+    def gap(self) -> float:
+        """The share of the throughput that is missing over HTTP."""
+        return 1 - self.served / self.kernels
+
+
+def measure(server: ServerUnderTest, prompts: Prompts, index: Path, cores: list[int], load: Load) -> Measured:
+    """A workload once. `RuntimeError` if requests fail or steps are missed."""
     texts = [[prompts.text(load.prompt) for _ in range(load.requests)] for _ in range(CLIENTS)]
     requests = [[server.request(body(server.model, text, load.output)) for text in own] for own in texts]
-    run, watch, _ = watched(server, requests)
+    before = server.rank_waits_s()
+    run, watch, used = watched(server, requests)
+    waits = [after - first for after, first in zip(server.rank_waits_s(), before, strict=True)]
     failed = [response for response in run.responses if not response.is_good]
     if failed or watch.missed:
         raise RuntimeError(f"{load.title}: {len(failed)} requests failed, {watch.missed} steps were not seen")
     tokens = sum(response.tokens for response in run.responses)
     seconds = max(response.times[-1] for response in run.responses) - run.began
-    return tokens / seconds, tokens / replay_s(index, cores, watch.entries)
+    return Measured(
+        tokens / seconds,
+        tokens / replay_s(index, cores, watch.entries),
+        sum(used.get(stage, 0.0) for stage in CONTROL_PLANE),
+        used[CLIENT],
+        statistics.fmean(waits) / seconds,
+        max(0.0, 1 - sum(us for _, _, us in watch.steps) / 1e6 / seconds),
+    )
 
 
 def gaps(
@@ -82,24 +111,26 @@ def gaps(
 ) -> dict[str, Any]:
     """The gap of each workload over the rounds, beside its target."""
     watch = Watch(server.pids, cores)
-    found: dict[str, list[tuple[float, float]]] = {load.title: [] for load in loads}
+    found: dict[str, list[Measured]] = {load.title: [] for load in loads}
     for number in range(rounds):
         for load in loads:
-            served, kernels = watch.undisturbed(partial(gap, server, prompts, index, cores, load))
-            found[load.title].append((served, kernels))
+            one = watch.undisturbed(partial(measure, server, prompts, index, cores, load))
+            found[load.title].append(one)
             click.echo(
-                f"gaps, round {number + 1} of {rounds}: {load.title}: {served:,.0f} over HTTP, {kernels:,.0f} tokens/s "
-                f"of the kernels alone"
+                f"gaps, round {number + 1} of {rounds}: {load.title}: {one.served:,.0f} over HTTP, {one.kernels:,.0f} "
+                f"tokens/s of the kernels alone"
             )
     rows = []
     for load in loads:
-        shares = Spread.of([round(1 - served / bound, 3) for served, bound in found[load.title]])
+        runs = found[load.title]
+        shares = Spread.of([round(one.gap, 3) for one in runs])
         rows.append(
             {
                 "work": load.title,
-                "served_tokens_per_s": _plain(Spread.of([round(served, 1) for served, _ in found[load.title]])),
-                "kernels_tokens_per_s": _plain(Spread.of([round(bound, 1) for _, bound in found[load.title]])),
+                "served_tokens_per_s": _plain(Spread.of([round(one.served, 1) for one in runs])),
+                "kernels_tokens_per_s": _plain(Spread.of([round(one.kernels, 1) for one in runs])),
                 "gap": _plain(shares),
+                **{name: round(statistics.median(getattr(one, name) for one in runs), 3) for name in PARTS},
                 "target": load.target,
                 "holds": shares.median <= load.target,
             }
@@ -121,6 +152,10 @@ def gap_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"{row['work']}: {served[0]:,.0f} of {kernels[0]:,.0f} tokens/s of the kernels alone, gap {median:.0f} % "
             f"({low:.0f} to {high:.0f}), {verdict}"
+        )
+        lines.append(
+            f"  control plane {row['control']:.3f} and client {row['client']:.3f} of a core; ranks waited for their "
+            f"cores {100 * row['taken']:.1f} % of the time, without a step {100 * row['without_step']:.1f} %"
         )
     return lines
 

@@ -29,6 +29,8 @@ FLAT = 0.02  # share by which a process's memory may grow
 PASSAGES = 24  # passages that are tried until the model repeats one
 REPEATS = 0.9  # share of a response that must stand in its prompt to count as repeating it
 SETTLE_S = 30.0  # traffic before memory is measured for the first time
+CLIENT = "client"  # this process, beside the stages
+LOOK_S = 0.005  # between two looks at the steps; fewer than eight short steps
 
 
 class StepWatch:
@@ -39,6 +41,7 @@ class StepWatch:
         path = paths.arena_dir(config) / f"{config.models[0].slug}.steps"
         self._arena, self._steps, _ = attach_steps(Path(path))
         self._last = int(self._steps.control[sh.DONE])
+        self._looked_at = 0.0
         self._before = (0, 0, 0)  # step, entries, end
         self.pauses: list[tuple[int, float]] = []  # entries of a step, us between its predecessor's end and its begin
         self.steps: list[tuple[int, int, float]] = []  # tokens, attention positions, us
@@ -46,7 +49,16 @@ class StepWatch:
         self.entries: list[list[tuple[int, int, int, int]]] = []  # of the steps: row, start, count, samples
         self.missed = 0
 
-    def look(self, _now: float = 0.0) -> None:
+    def look_sometimes(self, now: float) -> None:
+        """`look`, if the last one was `LOOK_S` ago: data for many clients arrives at once, and looking takes CPU time.
+
+        `now`: seconds.
+        """
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self.look()
+
+    def look(self) -> None:
         """Take in the steps that have finished since the last call."""
         steps = self._steps
         done = int(steps.control[sh.DONE])
@@ -90,13 +102,21 @@ class StepWatch:
 
 
 def watched(server: ServerUnderTest, clients: list[list[ClientRequest]]) -> tuple[Run, StepWatch, dict[str, float]]:
-    """Run the clients; returns also the times of the steps and the share of one core that each stage used."""
+    """Run the clients; returns also the times of the steps, and the share of a core of each stage and of `CLIENT`."""
     watch = StepWatch(server)
+    begun_s = client_s = time.process_time()
+
+    def look(now: float) -> None:
+        nonlocal client_s
+        watch.look_sometimes(now)
+        client_s = time.process_time()  # not after the run: then the responses are parsed
+
     try:
-        before, began = server.cpu_s(), time.perf_counter()
-        run = drive(server.address, clients, meanwhile=watch.look)
-        seconds = time.perf_counter() - began
-        used = {stage: round((cpu - before[stage]) / seconds, 4) for stage, cpu in server.cpu_s().items()}
+        before = server.cpu_s()
+        run = drive(server.address, clients, meanwhile=look)
+        watch.look()
+        spent = {stage: cpu - before[stage] for stage, cpu in server.cpu_s().items()} | {CLIENT: client_s - begun_s}
+        used = {stage: round(cpu / run.seconds, 4) for stage, cpu in spent.items()}
     finally:
         watch.close()
     return run, watch, used

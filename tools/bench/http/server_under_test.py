@@ -148,6 +148,10 @@ class ServerUnderTest:
         used["supervisors"] = everything - sum(used.values())
         return used
 
+    def rank_waits_s(self) -> list[float]:
+        """For each rank, the time in which it could run while another process had its core, so far."""
+        return [core_wait_s(pid) for stage, pids in self.stages().items() if stage.startswith("worker") for pid in pids]
+
     def metric(self, name: str) -> float:
         """A metric's sum over its labels; 0.0 when there is none."""
         total = 0.0
@@ -214,6 +218,11 @@ def exact_cpu_s(pid: int) -> float:
         with contextlib.suppress(OSError):
             total += int(task.read_text().split()[0])
     return total / 1e9
+
+
+def core_wait_s(pid: int) -> float:
+    """Time in which the main thread of a process could run and waited for a core, as the scheduler counts it."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
 def http_get(address: tuple[str, int], path: str) -> tuple[int, str]:
