@@ -72,7 +72,7 @@ log = logging.getLogger("starling.worker")
 PREPARE_S = 3600.0  # longest preparation: a large download, during which heartbeats and progress go on
 SPIN_NS = 60_000  # polling of the head counter before sleeping
 ARRIVAL_POLL_S = 0.002  # between two looks at the weights that a step waits for; a frame ends it
-POLL_EVERY_NS = 50_000_000  # between reads of the control socket under load; published steps need no Python between
+POLL_EVERY_NS = 120_000_000  # between reads of the control socket under load, during which all ranks wait: one tick
 
 
 class WorkerStage:

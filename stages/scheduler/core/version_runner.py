@@ -247,8 +247,14 @@ class VersionRunner:
 
     def complete(self, now: float) -> None:
         """Process the acknowledged steps of each group."""
+        self.engine.outbox.now = now
         for group in self.engine.groups:
             group.steps.complete(now)
+
+    @property
+    def has_step_everywhere(self) -> bool:
+        """Each group that has sequences has a step to compute: the next one is not urgent."""
+        return all(group.steps.unacknowledged or not group.members for group in self.engine.groups)
 
     def run_round(self, now: float) -> None:
         """Complete and publish steps of each group."""

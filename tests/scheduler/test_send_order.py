@@ -1,0 +1,62 @@
+"""Tokens go to the gateway before the next step is composed, unless the worker waits for that step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from pipeline.config.load import resolve
+from pipeline.protocol.messages import Frame, Tokens
+from stages.scheduler.stage import SchedulerStage
+
+from .peers import submission
+from .world import World
+
+MODEL = {"name": "m", "path": "/model.gguf"}
+
+
+@pytest.fixture
+def stage() -> Iterator[SchedulerStage]:
+    with tempfile.TemporaryDirectory() as folder:  # the paths of sockets are short
+        server = {name: f"{folder}/{name}" for name in ("run_dir", "arena_dir", "state_dir")}
+        stage = SchedulerStage(resolve({"models": [MODEL], "server": server}, {}))
+        yield stage
+        stage.loop.quit(0)
+        stage.run()
+
+
+@pytest.mark.parametrize("computed", [1, 2])
+def test_tokens_are_sent_before_the_next_step_is_composed(
+    stage: SchedulerStage, monkeypatch: pytest.MonkeyPatch, computed: int
+) -> None:
+    """`computed`: how many of two published steps; after both the worker waits, and the next step goes first."""
+    world = World()
+    world.set_cost(4_000.0, 1.0, 0.001)
+    world.submit(submission("a", [1, 2, 3], 20))
+    world.run_round()
+    world.exchange_with_kv()
+    assert world.run_round() == 2
+    (runner,) = stage.runners.values()
+    (group,) = runner.groups
+    own = runner.engine, group.engine_group
+    runner.engine, (group.engine_group,) = world.engine, world.engine.groups
+    ring = world.engine.worker.ring
+    assert ring is not None
+    heads: list[int] = []  # number of the last published step, when tokens are sent
+
+    def send(_gateway: bytes, frame: Frame) -> None:
+        assert isinstance(frame, Tokens)
+        heads.append(ring.head)
+
+    monkeypatch.setattr(stage, "_send_gateway", send)
+    for _ in range(computed):
+        world.compute_step()
+    head = ring.head
+    stage._run_round(world.now)
+    assert ring.head > head, "the next step is published"
+    assert heads == ([head] if computed == 1 else [])
+    stage._send_output(runner)
+    assert len(heads) == 1
+    runner.engine, group.engine_group = own
