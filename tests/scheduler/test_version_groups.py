@@ -8,21 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pipeline.protocol.messages import (
-    Acquire,
-    Attach,
-    Denied,
-    Detach,
-    Extend,
-    Frame,
-    Granted,
-    KvAttach,
-    KvReady,
-    WorkerReady,
-)
+from pipeline.protocol.messages import Attach, Detach, Frame, KvAttach, KvReady, WorkerReady
 from shm import step_ring as sh
 from shm import words
-from stages.scheduler.core.group_runner import BLOCKING_S
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
 from stages.scheduler.core.version_runner import VersionRunner
@@ -226,56 +214,6 @@ def test_another_kv_arena_waits_for_the_steps_of_all_groups(tmp_path: Path, grou
     assert len(sent) == 2, "the second group may still write with the old page tables"
     runner.worker_ready(b"1", second.hello, of_group(second, 1), 5.2)
     assert sorted(peer for peer, frame in sent if isinstance(frame, Attach)) == [b"0", b"1"]
-    runner.close()
-
-
-@pytest.mark.parametrize("output", [200, 5])
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_a_group_that_stands_still_is_killed_early_if_another_one_needs_its_pages(
-    tmp_path: Path, groups: list[Group], stuck: int, output: int
-) -> None:
-    """Another sequence, older or younger, needs more than its page for 200 tokens; for 5 it does not."""
-    runner = two_groups(tmp_path, [], [])
-    runner.worker_ready(b"0", groups[0].hello, of_group(groups[0], 0), 0.0)
-    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
-    runner.worker_ready(b"1", groups[1].hello, of_group(groups[1], 1), 0.0)
-    rings = [group.link.ring for group in runner.engine.groups if group.link.ring is not None]
-    for ring in rings:
-        words.store(ring._control, sh.WORKER_GENERATION, ring.generation)
-    healthy, leases, pages, granted = rings[1 - stuck], runner.engine.leases, runner.engine.pages, set[str]()
-    for number in range(2):  # the first one is computed by the first group
-        length = 300 if number == stuck else output
-        runner.engine.submissions.submit(GATEWAY, submission(f"s{number}", [number + 1] * 3, length), 0.0)
-
-    def run_round(now: float) -> None:
-        """And kv's answers: it has two pages."""
-        runner.run_round(now)
-        frames = list(leases.frames)
-        leases.frames.clear()
-        for frame in frames:
-            if isinstance(frame, Acquire) and len(granted) < 2:
-                granted.add(frame.sequence)
-                pages.granted(Granted(frame.id, frame.sequence, (len(granted),), 0, "m"))
-            elif isinstance(frame, Acquire | Extend):
-                pages.denied(Denied(frame.id, frame.sequence, True, 1, 0, 64, "m"))
-
-    for i in range(60):
-        run_round(0.001 * i)
-        healthy._steps.out_token[:, :] = 42
-        words.store(healthy._control, sh.DONE, healthy.head)
-    assert set(runner.engine.table.live) == ({"s0", "s1"} if output == 200 else {f"s{stuck}"})
-    for tenth in range(1, 95):
-        runner.tick(0.1 * tenth)
-        run_round(0.1 * tenth)
-        if not runner.groups[stuck].is_attached:
-            break
-    if output == 5:
-        assert groups[stuck].process.poll() is None, "nothing waits for its pages"
-    else:
-        assert not runner.groups[stuck].is_attached
-        assert groups[stuck].process.wait(60) == -9
-        assert BLOCKING_S < 0.1 * tenth < BLOCKING_S + 1.0
-        assert groups[1 - stuck].process.poll() is None
     runner.close()
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.procfs import is_runnable, is_stopped
+from pipeline.procfs import is_stopped
 from pipeline.protocol import messages as m
 from shm.layer_groups import LayerGroups
 from stages.scheduler.core.engine import Engine
@@ -33,7 +33,6 @@ log = logging.getLogger("starling.scheduler")
 REATTACH_S = 0.5  # between two attachments of one worker group
 MAX_LOGGED = 16  # ids of requests in one log line
 STALLED_S = 0.5  # a worker with a step and without signs of computing for so long makes the model not ready
-BLOCKING_S = 2.0  # likewise, if it holds pages without which no sequence of another group can continue: it is killed
 FENCE_WAIT_S = 0.2  # after killing a group; if it has not exited by then, the next tick checks again
 
 
@@ -320,20 +319,6 @@ class GroupRunner:
             self._starvation.progressed()
         elif not self._starvation.excuses(still_s := now - self._last_progress[1], self.pids):
             self.kill(now, f"a step made no progress for {still_s:.3g} s", STALL)
-        elif self._is_in_the_way:
-            self.kill(now, f"a step made no progress for {still_s:.3g} s, and other sequences need its pages", STALL)
-
-    @property
-    def _is_in_the_way(self) -> bool:
-        """Another group could compute if it had its pages, and none of its ranks would run if it had a core."""
-        engine, mine = self._engine, self.engine_group
-        if self.stalled_s <= BLOCKING_S:
-            return False
-        others = [group.link for group in engine.groups if group is not mine]
-        if not any(link.is_attached and not link.is_stalled for link in others):
-            return False
-        is_blocked = engine.pages.is_blocked_by(mine.members, engine.queues.depth)
-        return is_blocked and not any(is_runnable(pid) for pid, _ in self.pids)
 
     @property
     def _has_ended(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from pipeline.protocol.messages import Denied, Granted, KvReady, KvState
 from stages.scheduler.core.leases import BadTableError, Leases
 from stages.scheduler.core.sequence import SequenceState
@@ -138,37 +136,14 @@ class PageSupply:
 
         One that is in a step of a group that does not respond releases no pages by that: it is left out.
         """
-        if not self._is_starved:
+        scheduled, responds = self._table.scheduled, self._table.responds
+        if not any(s.run.is_starved and s.run.planned >= s.run.leased and responds(s) for s in scheduled):
             return
-        holders = self._holders
+        holders = [s for s in scheduled if s.run.pages and (responds(s) or not s.run.inflight)]
         if any(s.is_preempting or s.is_done for s in holders) or len(holders) < 2:
             return  # pages will be released soon, or the last holder waits until kv finds some
         self._stats.preemptions += 1
         self._table.preempt(holders[-1])
-
-    def is_blocked_by(self, members: Iterable[SequenceState], n_queued: int) -> bool:
-        """Whether none but these, in steps of a group that is stuck, can release what others wait for.
-
-        n_queued: sequences in the queue; they wait for it if no group that responds has any.
-        """
-        if not any(s.run.pages and s.run.inflight for s in members):
-            return False
-        holders = self._holders
-        if any(s.is_preempting or s.is_done for s in holders):
-            return False
-        return (n_queued > 0 and not holders) or (self._is_starved and len(holders) < 2)
-
-    @property
-    def _is_starved(self) -> bool:
-        """A sequence of a group that responds cannot continue, because it has no pages."""
-        scheduled, responds = self._table.scheduled, self._table.responds
-        return any(s.run.is_starved and s.run.planned >= s.run.leased and responds(s) for s in scheduled)
-
-    @property
-    def _holders(self) -> list[SequenceState]:
-        """The sequences that release their pages when they are preempted, oldest first."""
-        responds = self._table.responds
-        return [s for s in self._table.scheduled if s.run.pages and (responds(s) or not s.run.inflight)]
 
     # -------------------------------------------------------------- kv's life
 
