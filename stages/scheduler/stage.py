@@ -59,8 +59,8 @@ class SchedulerStage:
         self._unsent: dict[bytes, deque[m.Frame]] = {}  # by gateway
         self._next_push = 0.0
         self.runners: dict[str, VersionRunner] = {}  # by version
-        # (version, digest, problem, those of its groups) as gateways have them
-        self._pushed: list[tuple[str, str, str, tuple[str, ...]]] = []
+        # (version, digest, problem, those of its groups, their attachments) as gateways have them
+        self._pushed: list[tuple[str, str, str, tuple[str, ...], tuple[int, ...]]] = []
         self._serving: set[str] = set()  # versions that must be ready for this stage to be ready
         self._doorbells: dict[str, Doorbell] = {}  # by version
         self._core_shares = CoreShares()
@@ -363,7 +363,8 @@ class SchedulerStage:
         serving = [runner for name, runner in self.runners.items() if name in self._serving]
         self.loop.reason = "; ".join([*waiting, *(group for runner in serving for group in runner.waiting_groups)])
         current = [
-            (name, runner.digest, problems[name], runner.group_problems) for name, runner in self.runners.items()
+            (name, runner.digest, problems[name], runner.group_problems, runner.attachments)
+            for name, runner in self.runners.items()
         ]
         if now >= self._next_push or current != self._pushed:
             intervals = IDLE_INTERVALS if self.loop.is_idle else 1

@@ -7,8 +7,11 @@ import tempfile
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.protocol.messages import Hello
+from pipeline.protocol.messages import Hello, KvReady
+from stages.scheduler.core.group_runner import REATTACH_S
 from stages.scheduler.stage import SchedulerStage
+
+from .worker_processes import DIGEST, Group
 
 MODEL = {"name": "m", "path": "/model.gguf"}
 
@@ -18,6 +21,33 @@ def test_a_lost_peer_ends_the_readiness_at_once(lost: str) -> None:
     with tempfile.TemporaryDirectory() as folder:  # the paths of sockets are short
         server = {name: f"{folder}/{name}" for name in ("run_dir", "arena_dir", "state_dir")}
         check(SchedulerStage(resolve({"models": [MODEL], "server": server}, {})), lost)
+
+
+def test_a_group_that_is_attached_anew_between_two_looks_is_pushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A self-test counts only for the attachment that answered it: gateways must learn of the next one at once."""
+    group = Group(1)
+    with tempfile.TemporaryDirectory() as folder:
+        server = {name: f"{folder}/{name}" for name in ("run_dir", "arena_dir", "state_dir")}
+        stage = SchedulerStage(resolve({"models": [MODEL], "server": server}, {}))
+        pushed: list[tuple[int, ...]] = []
+        (runner,) = stage.runners.values()
+        monkeypatch.setattr(runner.groups[0], "_to_worker", lambda peer, frame: True)
+        monkeypatch.setattr(stage, "_push_state", lambda peers: pushed.append(runner.state().attachments))
+        try:
+            runner.worker_ready(b"w", group.hello, group.ready, 0.0)
+            runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+            for _ in range(2):
+                stage._update_readiness(0.0)
+            (first,) = pushed
+            runner.worker_ready(b"w", group.hello, group.ready, 2 * REATTACH_S)
+            stage._update_readiness(0.0)  # before the next push is due
+            assert len(first) == 1
+            assert pushed == [first, runner.state().attachments]
+            assert runner.state().attachments > first
+        finally:
+            group.end()
+            stage.loop.quit(0)
+            stage.run()
 
 
 def check(stage: SchedulerStage, lost: str) -> None:

@@ -344,6 +344,11 @@ class VersionRunner:
             return []
         return [f"{stage}: {problem}" for stage, problem in zip(self.group_stages, problems, strict=True) if problem]
 
+    @property
+    def attachments(self) -> tuple[int, ...]:
+        """Of each worker group that is attached: the generation of its ring."""
+        return tuple(group.attachment for group in self.groups if group.is_attached)
+
     def _problem_of(self, group: GroupRunner) -> str:
         if group.attach_failure.error:
             return group.attach_failure.error
@@ -359,13 +364,12 @@ class VersionRunner:
         state = self.engine.state(self.digest, self.problem, kv.free + kv.cached if kv else 0)
         places = [self.places[number] for number in sorted(self.places)]
         ranks, nodes = sum(ranks for ranks, _ in places), tuple(n for _, nodes in places for n in nodes)
-        attachments = tuple(group.attachment for group in self.groups if group.is_attached)
         return msgspec.structs.replace(
             state,
             kernels=self.kernels,
             ranks=ranks,
             nodes=nodes,
-            attachments=attachments,
+            attachments=self.attachments,
             groups=self.group_problems,
         )
 
