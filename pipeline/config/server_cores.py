@@ -1,16 +1,19 @@
 """The cores that a server may run on, as the first of its processes found them, for the number of its worker groups.
 
-    RUN_DIR/server-cores   their numbers; only with `performance.worker_groups` other than 1
+    RUN_DIR/server-cores   their numbers
 
 All processes of a server divide its cores among the same worker groups, although each may be allowed others: a command
 that runs under `taskset`, or a stage that starts again after the server's control group has got more of them.  An
-orderly stop removes the file, as `starling up` does with that of a server that was killed.
+orderly stop removes the file, and `starling up` that of a server that was killed.  With one worker group the file only
+tells commands what another number would mean for the server.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,8 +23,9 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from shm.decoding import DECODE_ERRORS
 
-FILE = "server-cores"
+log = logging.getLogger("starling.stage")
 
+FILE = "server-cores"
 
 _before: list[int] = []  # the cores of this process, before it kept to some of them
 
@@ -45,12 +49,12 @@ def of(config: Config) -> list[int]:
         return own()
 
 
-def check(config: Config) -> None:
-    """Raise `ConfigError` if the server that starts here has too few cores for its worker groups or control plane.
+def check(config: Config, cores: Sequence[int]) -> None:
+    """Raise `ConfigError` if a server with these cores has too few for its worker groups or control plane.
 
     Of models with `cpus` the configuration's rules check it.  Commands that start nothing may run on fewer cores.
     """
-    n_cores = len(of(config))
+    n_cores = len(cores)
     control, groups = config.performance.control_cores, config.performance.worker_groups
     if control != "auto" and control >= max(1, n_cores):
         reason = f"ranks need a core, and the server has {n_cores}: give at most {n_cores - 1}, or auto"
@@ -71,11 +75,24 @@ def too_many_groups(model: str, n_cores: int) -> str:
 
 
 def store(config: Config) -> None:
-    """Store the cores of this process for all others, unless another one has. Raises `OSError`, and as `check`."""
+    """Store the cores of this process for all others, unless another one has.
+
+    With several worker groups it raises `OSError`, and as `check`.  One group divides no cores, and needs no file.
+    """
     path = _path(config)
-    if config.performance.worker_groups == 1 or path.exists():
+    if path.exists():
         return
-    check(config)
+    if config.performance.worker_groups != 1:
+        check(config, own())
+        _write(path)
+        return
+    try:
+        _write(path)
+    except OSError as error:
+        log.warning("the cores of the server are not stored", extra={"path": str(path), "error": error.strerror})
+
+
+def _write(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{FILE}.{os.getpid()}.new")
     try:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from pipeline.config import server_cores
+
 
 def sweep(
     run_dir: Path,
@@ -42,9 +44,18 @@ def sweep(
         pause(0.02)
 
 
+def remove_stored_cores(run_dir: Path, held: str) -> None:
+    """Remove the cores that a killed server has stored, unless a stage runs. `held`: the lock that the caller has."""
+    path = run_dir / server_cores.FILE
+    if path.exists():
+        with _all_locks(run_dir, held) as running:
+            if not running:
+                path.unlink(missing_ok=True)
+
+
 @contextmanager
-def _all_locks(run_dir: Path) -> Iterator[str]:
-    """Hold the locks of all stages; yields the first stage that holds its own, or ""."""
+def _all_locks(run_dir: Path, held: str = "") -> Iterator[str]:
+    """Hold the locks of all stages but `held`; yields the first stage that holds its own, or ""."""
     fds: list[int] = []
     try:
         # One sweep at a time: the last supervisor must not take the lock of a sweep that fails for that of a stage.
@@ -52,6 +63,8 @@ def _all_locks(run_dir: Path) -> Iterator[str]:
             fds.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             fcntl.flock(fds[-1], fcntl.LOCK_EX)
         for path in sorted(run_dir.glob("*.lock")):
+            if path.stem == held:
+                continue
             try:
                 fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             except FileNotFoundError:  # the worker pool has removed it: that version is over
@@ -78,7 +91,7 @@ def _records(run_dir: Path) -> Iterator[Path]:
     yield from run_dir.glob("*.start")
     yield from run_dir.glob("*.copies")  # pipeline/models/weight_copies.py
     yield from run_dir.glob("weight-copies")
-    yield from run_dir.glob("server-cores")  # pipeline/config/server_cores.py
+    yield from run_dir.glob(server_cores.FILE)
     yield from run_dir.glob("versions.json")
     yield from run_dir.glob("versions.bell")
     yield from run_dir.glob("log-levels.json")

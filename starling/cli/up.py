@@ -84,7 +84,8 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         end_when_unused(run_dir)
     held: ServerLocks | None = None
     try:
-        server_cores.check(config)
+        cleanup.remove_stored_cores(run_dir, "up")
+        server_cores.check(config, server_cores.of(config))
         check_port(config)
         check_certificate(config)
         moved = choose_arena_dir(config)  # before a long download

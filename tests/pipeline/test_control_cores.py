@@ -101,7 +101,6 @@ def test_cores_that_are_gone_leave_a_stage_where_it_is(cores: list[int], caplog:
 
 
 @pytest.mark.parametrize(("setting", "reason"), [(64, "give at most"), (65, "65"), (-1, "")])
-def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch, setting: int, reason: str) -> None:
-    monkeypatch.setattr(server_cores, "of", lambda config: [0, 1, 2])
+def test_settings_that_are_refused(setting: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"performance\.control_cores.*{reason}"):
-        server_cores.check(configured(control=setting))
+        server_cores.check(configured(control=setting), [0, 1, 2])

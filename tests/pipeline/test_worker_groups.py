@@ -108,10 +108,29 @@ def test_all_processes_of_a_server_count_the_same_groups(
     assert [path.name for path in many.iterdir()] == [server_cores.FILE]
 
 
-def test_with_one_group_no_cores_are_stored(tmp_path: Path) -> None:
+def test_with_one_group_the_cores_are_stored_for_other_commands(tmp_path: Path) -> None:
+    """`starling reload` then counts what another number of groups would mean for the server, not for its own cores."""
     models = [{"name": "m", "path": "/m.gguf"}]
-    server_cores.store(resolve({"models": models, "server": {"run_dir": str(tmp_path)}}, {}))
-    assert not list(tmp_path.iterdir())
+    server = {"run_dir": str(tmp_path)}
+    one = resolve({"models": models, "server": server}, {})
+    server_cores.store(one)
+    cpus = server_cores.own()
+    try:
+        os.sched_setaffinity(0, {cpus[0]})
+        assert server_cores.of(one) == cpus
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def test_one_group_needs_no_file(tmp_path: Path) -> None:
+    """A disk that fails must not end a stage that divides no cores."""
+    (tmp_path / "file").touch()
+    server = {"run_dir": str(tmp_path / "file" / "run")}
+    models = [{"name": "m", "path": "/m.gguf"}]
+    server_cores.store(resolve({"models": models, "server": server}, {}))
+    several = resolve({"models": models, "server": server, "performance": {"worker_groups": "auto"}}, {})
+    with pytest.raises(OSError, match="Not a directory"):
+        server_cores.store(several)
 
 
 @pytest.mark.parametrize(
@@ -140,14 +159,14 @@ def test_only_a_start_is_refused_for_want_of_cores(tmp_path: Path) -> None:
     config = resolve(raw, {})
     cpus = server_cores.own()
     if len(cpus) < 64:
-        for start in (server_cores.check, server_cores.store):
+        for start in (lambda config: server_cores.check(config, cpus), server_cores.store):
             with pytest.raises(
                 ConfigError, match=f"worker_groups = 64: .* 'm' has {len(cpus)}: give at most {len(cpus)}"
             ):
                 start(config)
         assert not list(tmp_path.iterdir())
     (tmp_path / server_cores.FILE).write_text(str(list(range(64))))
-    server_cores.check(config)  # of a running server, which another process has started
+    server_cores.check(config, server_cores.of(config))  # of a running server, which another process has started
     server_cores.store(config)
     assert len(worker_groups.cpus_of_groups(config, config.models[0], "m")) == 64
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import server_cores
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,6 +232,27 @@ def test_a_plan_of_faults_that_means_nothing_is_refused_before_anything_starts(
     assert up.end() == 78
     assert len(up.seen) == 1
     assert "worker has no point 'stepp'" in up.seen[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2, 64])
+def test_the_cores_of_a_killed_server_decide_no_start(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: int
+) -> None:
+    n_cores = len(os.sched_getaffinity(0))
+    stored = tmp_path / "home" / "run" / server_cores.FILE
+    stored.parent.mkdir(parents=True, mode=0o700)
+    stored.write_text("[0]" if groups <= n_cores else str(list(range(64))))
+    monkeypatch.setenv("STARLING_PERFORMANCE__WORKER_GROUPS", str(groups))
+    up = start(READY)
+    if groups > n_cores:
+        up.wait_for(rf"worker_groups = {groups}: .* give at most {n_cores}")
+        assert up.end() == 78
+        return
+    up.wait_for("ready at")
+    assert not stored.exists(), "the first stage that divides cores stores its own"
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0, "".join(up.seen)
 
 
 @pytest.mark.slow
