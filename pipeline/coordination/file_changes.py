@@ -26,6 +26,17 @@ class FileChanges:
         """Whether changes from now on are seen. Examines the disk."""
         return self._watch.arm()
 
+    @property
+    def has_descriptor(self) -> bool:
+        """False: the kernel has none to give, or it is closed, and `arm` is never true."""
+        return self._watch.fd >= 0
+
+    def close(self) -> None:
+        """Give the descriptor back. Idempotent. Whoever waits is not woken any more."""
+        if self._waiting and self.has_descriptor:
+            asyncio.get_running_loop().remove_reader(self._watch.fd)
+        self._watch.close()
+
     async def wait(self, serial: int, timeout_s: float) -> bool:
         """Wait until the file has changed since `serial`. False: it has not, for so long."""
         loop = asyncio.get_running_loop()
@@ -42,7 +53,7 @@ class FileChanges:
             return False
         finally:
             self._waiting.discard(changed)
-            if not self._waiting:
+            if not self._waiting and self.has_descriptor:
                 loop.remove_reader(self._watch.fd)
         return True
 

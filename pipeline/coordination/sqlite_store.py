@@ -5,21 +5,27 @@
     leases    id, ttl_s, ends        on the monotonic clock, which all processes of a boot share
     events    the last changes, for watchers
 
-Every call is one transaction (`BEGIN IMMEDIATE`), which first ends the leases that are over.  SQLite's lock orders the
-processes; a killed one leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  If
-the file is removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers
-get a new snapshot.
+Every call is one transaction, which first ends the leases that are over.  SQLite's lock orders those that write, and
+the reads of watchers (`BEGIN IMMEDIATE`).  `get` and `scan` wait for none of them unless a lease is over.  A killed
+process leaves no half transaction.  After a reboot the clock starts anew, so that all leases end.  If the file is
+removed or replaced, every process goes on with the one that has its name: it knows no leases, and watchers get a new
+snapshot.
 
 A watcher sleeps until the kernel reports a change of the file (file_changes.py), or the next lease ends, and reads the
 events.  It reads at most every `READ_S`, and looks at `PRAGMA data_version`, which costs microseconds, every `LOOK_S`
 without a report.  Where the kernel has no descriptor for reports, or the file is a link, it looks every `POLL_S`.
+
+A commit is reported to the watchers of all processes while its writer still holds the lock.  Each waits up to `READ_S`
+more, at random, before it reads: else all would queue for the lock at once, in the threads that also renew leases.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import random
 import secrets
 import sqlite3
 import time
@@ -40,6 +46,8 @@ from pipeline.coordination.interface import (
     check_ttl,
 )
 from pipeline.errors import ConfigError, StorageUnavailable
+
+log = logging.getLogger("starling.coordination")
 
 VERSION = 1  # of the schema: `PRAGMA user_version`
 KEPT_EVENTS = 10_000
@@ -89,13 +97,19 @@ class SqliteStore(CoordinationStore):
         boot: Callable[[], str] = boot_id,
         kept_events: int = KEPT_EVENTS,
         look_s: float = LOOK_S,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
-        """`clock`: the same for all processes of a boot. Raises `ConfigError`, `StorageUnavailable`."""
+        """`clock`: the same for all processes of a boot. `jitter`: a share of `READ_S`, for each read of a watcher.
+
+        Raises `ConfigError`, `StorageUnavailable`.
+        """
         self.path = path
         self._clock = clock
         self._boot = boot()
         self._kept_events = kept_events
         self._look_s = look_s
+        self._jitter = jitter
+        self._has_said_that_it_polls = False
         self._changes = FileChanges(path)
         self._file: tuple[int, int] | None = None  # device and inode of the open file
         self._n_opened = 0
@@ -104,6 +118,7 @@ class SqliteStore(CoordinationStore):
             self._database = self._thread.submit(self._connect).result()
         except BaseException:
             self._thread.shutdown()
+            self._changes.close()
             raise
         self._is_closed = False
 
@@ -148,6 +163,7 @@ class SqliteStore(CoordinationStore):
             self._is_closed = True
             await self._call(self._database.close)
             self._thread.shutdown()
+            self._changes.close()
 
     # ------------------------------------------------------------------ values
 
@@ -158,11 +174,11 @@ class SqliteStore(CoordinationStore):
             row = db.execute("SELECT key, value, revision FROM items WHERE key = ?", (key,)).fetchone()
             return Item(*row) if row else None
 
-        return await self._transaction(read)
+        return await self._read(read)
 
     async def scan(self, prefix: str) -> tuple[list[Item], int]:
         """All values below a prefix, and the revision."""
-        return await self._transaction(lambda db: (self._below(db, prefix), self._revision(db)))
+        return await self._read(lambda db: (self._below(db, prefix), self._revision(db)))
 
     async def transact(self, conditions: Sequence[Condition], changes: Sequence[Change]) -> int | None:
         """Apply all changes or none."""
@@ -211,6 +227,10 @@ class SqliteStore(CoordinationStore):
         seen = after or None
         n_opened = self._n_opened
         loop = asyncio.get_running_loop()
+        if not self._changes.has_descriptor and not self._has_said_that_it_polls:
+            self._has_said_that_it_polls = True
+            facts = {"path": str(self.path), "every_s": POLL_S, "limit": "fs.inotify.max_user_instances"}
+            log.info("the kernel has no descriptor for changes of the store, which is polled", extra=facts)
         while True:
             serial, read_at = self._changes.serial, loop.time()  # a change from now on is a reason to read again
             is_armed = await self._call(self._changes.arm)
@@ -230,7 +250,7 @@ class SqliteStore(CoordinationStore):
                     await asyncio.sleep(min(POLL_S, left_s))
                 elif await self._changes.wait(serial, min(self._look_s, left_s)):
                     break
-            await asyncio.sleep(max(0.0, read_at + READ_S - loop.time()))
+            await asyncio.sleep(max(0.0, read_at + READ_S - loop.time()) + self._jitter() * READ_S)
 
     def _glance(self) -> tuple[int, float | None]:
         """A number that changes with the file, and when the next lease ends. Reads only."""
@@ -323,6 +343,24 @@ class SqliteStore(CoordinationStore):
                 return result
 
         return await self._call(run)
+
+    async def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run `work`, which only reads, on what is committed. It waits for no writer unless a lease is over."""
+
+        def run() -> list[T] | None:
+            with self._errors():
+                self._reopen_if_replaced()
+                db = self._database
+                db.execute("BEGIN")
+                try:
+                    over = db.execute("SELECT 1 FROM leases WHERE ends <= ?", (self._clock(),)).fetchone()
+                    return None if over else [work(db)]
+                finally:
+                    if db.in_transaction:
+                        db.execute("ROLLBACK")
+
+        found = await self._call(run)
+        return await self._transaction(work) if found is None else found[0]
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

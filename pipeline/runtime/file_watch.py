@@ -43,10 +43,11 @@ class FileWatch:
         self._names: frozenset[bytes] = frozenset()  # in the watched directory: files, or the next directory to them
         self._fd = _libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
         self._watch = -1
+        self._is_exchanged = False  # the directory has been, since the last question
         self._poll = select.poll()
         if self._fd >= 0:  # at the user's limit of instances there is none, and `arm` is never true
             self._poll.register(self._fd, select.POLLIN)
-            weakref.finalize(self, os.close, self._fd)
+            self._close = weakref.finalize(self, os.close, self._fd)
 
     @property
     def fd(self) -> int:
@@ -65,6 +66,9 @@ class FileWatch:
             if watch < 0 and below.parent != below:
                 continue
             if watch != self._watch and self._watch >= 0:
+                # Events of the old directory are no reason for `has_changed` from the next line on: this flag is.
+                # Whoever waits for `fd` is woken by them, or by the one that the removal queues.
+                self._is_exchanged = True
                 _libc.inotify_rm_watch(self._fd, self._watch)
             self._watch = watch
             suffixes = self._suffixes if below == self._path else ("",)
@@ -76,17 +80,28 @@ class FileWatch:
                 return False
         return False
 
+    def close(self) -> None:
+        """Give the descriptor back, which no event loop may wait for any more. Idempotent; then as without one."""
+        if self._fd >= 0:
+            self._fd = -1
+            self._close()
+
     def _add(self, directory: Path) -> int:
         mask = _WATCHED | _DELETE_SELF | _MOVE_SELF | _ONLY_DIRECTORY
         return int(_libc.inotify_add_watch(self._fd, os.fsencode(directory), mask))
 
     def has_changed(self) -> bool:
-        """Whether the file may have changed since the last call, or `arm` must be called again."""
+        """Whether the file may have changed since the last call, or `arm` must be called again.
+
+        True once also after `arm` has exchanged the directory that is watched: others may have waited for the old one.
+        """
         if self._fd < 0:
             return True
-        if not self._poll.poll(0):  # takes less time than a read that fails
-            return False
         found = False
+        if self._is_exchanged:  # another exchange before the next line is reported by this call, too
+            self._is_exchanged, found = False, True
+        if not self._poll.poll(0):  # takes less time than a read that fails
+            return found
         while True:
             try:
                 raw = os.read(self._fd, _READ_BYTES)

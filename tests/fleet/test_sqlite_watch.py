@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import sqlite3
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from pipeline.coordination.file_changes import FileChanges
 from pipeline.coordination.sqlite_store import READ_S, SqliteStore
 from pipeline.runtime import file_watch
 
@@ -112,3 +116,94 @@ async def test_a_watcher_looks_often_where_nothing_is_reported(
         await other.put("a", b"1")
         await until(lambda: watcher.values == {"a": b"1"})
         await watcher.stop()
+
+
+async def test_reads_wait_for_no_writer(tmp_path: Path) -> None:
+    path = tmp_path / "c.db"
+    async with SqliteStore(path) as store:
+        revision = await store.put("a", b"1")
+        writer = sqlite3.connect(path, isolation_level=None)
+        writer.execute("BEGIN IMMEDIATE")
+        try:
+            item = await store.get("a")
+            assert item is not None and item.value == b"1"
+            assert await store.scan("") == ([item], revision)
+        finally:
+            writer.close()
+
+
+async def test_watchers_read_at_different_times(tmp_path: Path) -> None:
+    shares = iter([0.0, 1e6])  # of the pause after a report: the second watcher waits for hours
+    path = tmp_path / "c.db"
+    async with SqliteStore(path, look_s=NEVER_S, jitter=lambda: next(shares)) as store, SqliteStore(path) as other:
+        watchers = [Watcher(store, ""), Watcher(store, "")]
+        await until(lambda: all(watcher.updates for watcher in watchers))
+        await other.put("a", b"1")
+        await until(lambda: any(watcher.values for watcher in watchers))
+        assert sorted(len(watcher.values) for watcher in watchers) == [0, 1]
+        for watcher in watchers:
+            await watcher.stop()
+
+
+async def test_a_watcher_learns_of_another_directory_from_the_arming_of_another_one(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    changes = FileChanges(folder / "c.db")
+    assert changes.arm()
+    first = asyncio.create_task(changes.wait(changes.serial, NEVER_S))
+    await asyncio.sleep(0)  # it waits
+    folder.rename(tmp_path / "old")
+    folder.mkdir()
+    # As in the thread of the store, while the loop has not read yet what the kernel has reported.
+    assert changes.arm()
+    assert await asyncio.wait_for(first, LIMIT_S)
+    changes.close()
+
+
+def test_an_exchanged_directory_is_reported_once(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    watch = file_watch.FileWatch(folder / "c.db")
+    assert watch.arm()
+    assert not watch.has_changed()
+    folder.rename(tmp_path / "old")
+    folder.mkdir()
+    assert watch.arm()
+    assert [watch.has_changed() for _ in range(2)] == [True, False]
+    watch.close()
+
+
+async def test_a_closed_store_gives_its_descriptor_back(tmp_path: Path) -> None:
+    def instances() -> int:
+        links = (os.readlink(f"/proc/self/fd/{fd}") for fd in fds())
+        return sum("inotify" in link for link in links)
+
+    def fds() -> list[str]:
+        with os.scandir("/proc/self/fd") as entries:
+            found = [entry.name for entry in entries]
+        return [fd for fd in found if os.path.islink(f"/proc/self/fd/{fd}")]  # without that of the listing
+
+    before = instances()
+    store = SqliteStore(tmp_path / "c.db")
+    watcher = Watcher(store, "")
+    await until(lambda: bool(watcher.updates))
+    assert instances() == before + 1
+    await store.close()
+    assert instances() == before
+    await store.close()
+    await watcher.stop()
+
+
+@pytest.mark.parametrize("has_descriptor", [True, False])
+async def test_a_store_says_once_that_it_polls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_descriptor: bool
+) -> None:
+    caplog.set_level(logging.INFO, "starling.coordination")
+    if not has_descriptor:
+        monkeypatch.setattr(file_watch._libc, "inotify_init1", lambda flags: -1)
+    async with SqliteStore(tmp_path / "c.db") as store:
+        watchers = [Watcher(store, ""), Watcher(store, "k")]
+        await until(lambda: all(watcher.updates for watcher in watchers))
+        for watcher in watchers:
+            await watcher.stop()
+    assert len(caplog.records) == (0 if has_descriptor else 1)

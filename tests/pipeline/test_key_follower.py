@@ -175,9 +175,10 @@ def test_directories_on_the_way_to_the_file_may_be_made_later(tmp_path: Path) ->
     file = Gated(path)
     follower = KeyFollower(file, lambda: 0.0, FileWatch(path))
     assert [look_count(file, follower) for _ in range(3)] == [1, 0, 0]
-    for make in (path.parent.parent.mkdir, path.parent.mkdir, path.touch):
+    # Another directory is watched then, which is a reason for one more look.
+    for make, more in ((path.parent.parent.mkdir, 1), (path.parent.mkdir, 1), (path.touch, 0)):
         make()
-        assert [look_count(file, follower) for _ in range(3)] == [1, 0, 0]
+        assert [look_count(file, follower) for _ in range(3)] == [1, more, 0]
 
 
 def test_each_request_looks_where_the_file_is_a_link(tmp_path: Path) -> None:
