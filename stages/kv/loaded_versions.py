@@ -81,7 +81,7 @@ class LoadedVersion:
         self.is_opening = version.state == "loading"
         self.peer: bytes | None = None  # the scheduler
         self.frame: m.KvAttach | None = None
-        self.is_answered = False  # this incarnation of the scheduler has received its KvReady
+        self.is_answered = False  # the scheduler has received the KvReady for its step arena
         self.last_state: m.KvState | None = None
 
     @property

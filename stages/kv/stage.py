@@ -208,16 +208,15 @@ class KvStage:
             loaded.is_answered = False
             if loaded.manager is not None:
                 loaded.manager.is_reconciled = False
-        elif loaded.is_answered and loaded.frame != frame:
-            # The same scheduler with a new step arena: its rows have moved, its leases are unchanged.
-            error = self._attach_rows(loaded, frame)
-            if error:
-                log.error("rows of the scheduler cannot be read", extra={"model": loaded.name, "reason": str(error)})
+        elif loaded.frame != frame:
+            # The same scheduler with a new step arena: its rows have moved, its leases are unchanged.  It waits for
+            # another answer before it attaches a worker.
+            loaded.is_answered = False
         loaded.peer, loaded.frame = peer, frame
         self._answer_attach(loaded)
 
     def _answer_attach(self, loaded: LoadedVersion) -> None:
-        """Send `KvReady` once for each incarnation of the scheduler; with the reason if there is no arena."""
+        """Send `KvReady` once for each step arena; with the reason if there is no KV arena."""
         peer, frame, manager = loaded.peer, loaded.frame, loaded.manager
         if peer is None or frame is None or loaded.is_answered or (manager is None and loaded.is_opening):
             return
@@ -225,7 +224,7 @@ class KvStage:
         if manager is None or error:
             self.hub.send(peer, m.KvReady(frame.model, frame.digest, "", 0, 0, 0, False, error))
         else:
-            loaded.is_answered = self.hub.send(peer, self._ready(loaded, manager, reconciled=False))
+            loaded.is_answered = self.hub.send(peer, self._ready(loaded, manager, manager.is_reconciled))
 
     def _attach_rows(self, loaded: LoadedVersion, frame: m.KvAttach) -> str:
         """Map the scheduler's rows; returns the reason if that fails, or ""."""

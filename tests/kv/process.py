@@ -141,8 +141,8 @@ class Scheduler:
         config = load_config(home)
         self.digest = digest
         self.steps_path = paths.arena_dir(config) / f"{MODEL}.steps"
-        geometry = StepsGeometry(ROWS, 4, 4, max_tokens, max_tokens // PAGE_TOKENS)
-        self.steps_arena, self.steps = create_steps(self.steps_path, geometry, bytes.fromhex(digest))
+        self.geometry = StepsGeometry(ROWS, 4, 4, max_tokens, max_tokens // PAGE_TOKENS)
+        self.steps_arena, self.steps = create_steps(self.steps_path, self.geometry, bytes.fromhex(digest))
         env = {"STARLING_HOME": str(home)}
         self.link = Link(
             EDGES["scheduler-kv"],
@@ -172,6 +172,13 @@ class Scheduler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def replace_steps(self, generation: int) -> None:
+        """Create another step arena, and let kv attach to it."""
+        self.steps_arena.close()
+        digest = bytes.fromhex(self.digest)
+        self.steps_arena, self.steps = create_steps(self.steps_path, self.geometry, digest, generation)
+        self.link.send(m.KvAttach(MODEL, self.digest, str(self.steps_path), generation))
 
     # -------------------------------------------------------------- the link
 

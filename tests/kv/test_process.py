@@ -102,6 +102,20 @@ def test_a_scheduler_that_attaches_before_the_arena_of_a_load_is_open_is_not_ref
             assert s.take(m.KvReady, model=loading.id).error == ""
 
 
+def test_a_scheduler_that_replaces_its_step_arena_gets_an_answer_for_the_new_one(home: Path) -> None:
+    """It waits for that before it attaches a worker. The leases stay; tokens are read from the new rows."""
+    digest = write_model(home)
+    with KvProcess(home), Scheduler(home, digest) as s:
+        s.wait_ready()
+        held = s.acquire("held", words(1, 2))
+        s.frames.clear()
+        s.replace_steps(generation=2)
+        assert s.take(m.KvReady).reconciled
+        s.run("old", words(5, 6))
+        assert s.acquire("next", words(5, 6, 7)).cached_tokens == 2 * PAGE_TOKENS
+        assert set(held.pages).isdisjoint(s.sequences["next"]["pages"])
+
+
 def test_only_the_table_of_versions_wakes_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other stages replace their records in the same directory twice a second."""
     write_model(home)

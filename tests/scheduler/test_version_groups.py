@@ -17,7 +17,7 @@ from stages.scheduler.core.version_runner import VersionRunner
 from stages.scheduler.recovery.attach_failure import LASTING_S
 
 from .peers import submission
-from .worker_processes import DIGEST, GATEWAY, LATE, Group, cannot_attach, other_arena
+from .worker_processes import DIGEST, GATEWAY, LATE, Group, cannot_attach, index_of, other_arena
 
 
 @pytest.fixture
@@ -87,6 +87,28 @@ def test_a_new_scheduler_reconciles_when_no_group_may_compute_a_step_of_the_old_
 
     for runner in (old, new, third):
         runner.close()
+
+
+def test_no_arena_is_made_ahead_while_a_group_may_compute_a_step_of_the_old_scheduler(
+    tmp_path: Path, groups: list[Group]
+) -> None:
+    """It has removed its arenas at its end; kv and what detects a stuck step must wait for the groups."""
+    first, second = groups
+    to_kv: list[Frame] = []
+    old = two_groups(tmp_path, to_kv, [])
+    old.worker_ready(b"0", first.hello, of_group(first, 0), 0.0)
+    old.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
+    old.worker_ready(b"1", second.hello, of_group(second, 1), 0.0)
+    new = two_groups(tmp_path, to_kv, [])
+    old.close()
+    to_kv.clear()
+    new.create_ahead(index_of(first.ready))
+    assert not to_kv
+    assert all(group._worker_counter() >= 0 for group in new.groups), "the ring of the old step is still read"
+    new.worker_ready(b"0", first.hello, of_group(first, 0), 1.0)
+    new.worker_ready(b"1", second.hello, of_group(second, 1), 1.0)
+    assert [type(frame) for frame in to_kv] == [KvAttach]
+    new.close()
 
 
 def test_with_fewer_groups_than_before_the_others_are_killed_at_once(tmp_path: Path, groups: list[Group]) -> None:

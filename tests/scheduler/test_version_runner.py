@@ -6,16 +6,22 @@ import os
 import select
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from pipeline.protocol.messages import Acquire, Attach, Detach, Frame, Granted, KvAttach, KvReady, WorkerReady
+from pipeline.protocol.messages import (
+    Acquire,
+    Attach,
+    Detach,
+    Frame,
+    Granted,
+    KvAttach,
+    KvReady,
+    Reconcile,
+)
 from shm import step_ring as sh
 from shm import words
 from shm.arena import process_ticks
-from shm.layer_groups import LayerGroups
 from stages.scheduler.core.group_runner import REATTACH_S
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
@@ -23,7 +29,7 @@ from stages.scheduler.core.version_runner import KV_RETRY_S, VersionRunner
 from stages.scheduler.recovery.attach_failure import LASTING_S
 
 from .peers import submission
-from .worker_processes import DIGEST, GATEWAY, LATE, Group, cannot_attach, other_arena
+from .worker_processes import DIGEST, GATEWAY, LATE, Group, cannot_attach, index_of, other_arena
 
 FULL = b"full"  # a peer whose queue takes no frame
 
@@ -338,13 +344,6 @@ class Prepared:
         )
 
 
-def index_of(ready: WorkerReady, **fields: int) -> Any:
-    """The index of the file that a group reports."""
-    groups = LayerGroups(*ready.page_groups)
-    hyper = {"context_length": ready.context_length, "vocab_size": ready.vocab_size, "width": ready.width}
-    return SimpleNamespace(digest=ready.digest, hyper=SimpleNamespace(**{**hyper, **fields}, page_groups=groups))
-
-
 @pytest.mark.parametrize("fields", [{}, {"vocab_size": 7}])
 def test_the_arena_of_a_new_version_is_there_before_its_worker(
     tmp_path: Path, groups: list[Group], sent: list[Frame], fields: dict[str, int]
@@ -354,12 +353,74 @@ def test_the_arena_of_a_new_version_is_there_before_its_worker(
     runner, group = made.runner, groups[0]
     runner.create_ahead(index_of(group.ready, **fields))
     (ahead,) = runner._arenas
-    assert made.to_kv == [KvAttach("m", DIGEST, str(tmp_path / "m.steps"))]
+    assert made.to_kv == [KvAttach("m", DIGEST, str(tmp_path / "m.steps"), ahead.generation)]
     runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
     runner.worker_ready(b"w", group.hello, group.ready, 0.0)
     assert [type(frame) for frame in sent] == ([] if fields else [Attach])
     assert (runner._arenas == [ahead]) == (not fields)
-    assert len(made.to_kv) == (2 if fields else 1)
+    # kv must answer for another arena, so its frame differs.
+    assert len(made.to_kv) == len(set(made.to_kv)) == (2 if fields else 1)
     runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.0)
     assert [type(frame) for frame in sent] == [Attach]
+    runner.close()
+
+
+def test_kv_reconciles_an_arena_made_ahead_when_the_worker_computes_no_step(
+    tmp_path: Path, groups: list[Group], sent: list[Frame]
+) -> None:
+    """A worker that an earlier scheduler has attached may still write to pages: kv must not give them to others."""
+    made = Prepared(tmp_path, sent)
+    runner, group = made.runner, groups[0]
+    runner.create_ahead(index_of(group.ready))
+    for _ in range(2):  # kv restarts meanwhile
+        runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, reconciled=False, generation=1), 0.0)
+        runner.tick(0.1)
+        assert not runner.engine.leases.frames
+        runner.kv_down()
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, reconciled=False, generation=1), 0.0)
+    runner.worker_ready(b"w", group.hello, group.ready, 0.2)
+    assert [type(frame) for frame in runner.engine.leases.frames] == [Reconcile]
+    assert [type(frame) for frame in sent] == [Attach]
+    runner.close()
+
+
+def kv_error() -> KvReady:
+    return KvReady("m", DIGEST, "", 0, 0, 0, False, "m.kv: needs 9 bytes but /dev/shm has 1 free")
+
+
+def test_kv_may_have_no_room_until_an_older_version_is_gone(
+    tmp_path: Path, groups: list[Group], sent: list[Frame]
+) -> None:
+    """It is asked before the worker is ready, and finds room at its next attempt: no request fails."""
+    made = Prepared(tmp_path, sent)
+    runner, group = made.runner, groups[0]
+    runner.create_ahead(index_of(group.ready))
+    runner.kv_ready(kv_error(), 0.0)
+    assert "m.kv: needs 9 bytes" in runner.problem
+    runner.kv_ready(KvReady("m", DIGEST, "/none", 64, 16, 1024, generation=1), 0.2)
+    assert "m.kv: needs 9 bytes" not in runner.problem
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 0.3)
+    runner.tick(0.2 + 2 * LASTING_S)
+    assert "s" in runner.engine.table.live
+    attach(runner, group, 0.3 + 2 * LASTING_S)
+    assert "s" in runner.engine.table.live
+    runner.close()
+
+
+def test_requests_fail_when_kv_has_no_room_for_seconds_after_the_worker_was_ready(
+    tmp_path: Path, groups: list[Group], sent: list[Frame]
+) -> None:
+    made = Prepared(tmp_path, sent)
+    runner, group = made.runner, groups[0]
+    runner.create_ahead(index_of(group.ready))
+    runner.kv_ready(kv_error(), 0.0)
+    runner.engine.submissions.submit(GATEWAY, submission("s", [1, 2, 3], 8), 0.3)
+    runner.tick(2 * LASTING_S)
+    runner.worker_ready(b"w", group.hello, group.ready, 2 * LASTING_S)
+    runner.tick(2.9 * LASTING_S)
+    assert "s" in runner.engine.table.live
+    runner.tick(3.1 * LASTING_S)
+    ((_, (ended,)),) = runner.engine.outbox.tokens.items()
+    assert (ended.sequence, ended.error) == ("s", "MODEL_UNAVAILABLE")
+    assert "m.kv: needs 9 bytes" in ended.message
     runner.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
 from pipeline.protocol.messages import Hello, KvReady, WorkerReady
 from shm.arena import process_ticks
+from shm.layer_groups import LayerGroups
 from stages.scheduler.core.submission_queue import UNAVAILABLE_S
 
 from .peers import VOCAB
@@ -37,3 +40,10 @@ def cannot_attach(group: Group) -> WorkerReady:
 
 def other_arena(*, reconciled: bool = False) -> KvReady:
     return KvReady("m", DIGEST, "/other", 128, 16, 1024, generation=2, reconciled=reconciled)
+
+
+def index_of(ready: WorkerReady, **fields: int) -> Any:
+    """The index of the file that a group reports."""
+    groups = LayerGroups(*ready.page_groups)
+    hyper = {"context_length": ready.context_length, "vocab_size": ready.vocab_size, "width": ready.width}
+    return SimpleNamespace(digest=ready.digest, hyper=SimpleNamespace(**{**hyper, **fields}, page_groups=groups))

@@ -109,11 +109,12 @@ class KvState(Frame, tag="K"):
 
 
 class KvAttach(Frame, tag="t"):
-    """The step arena from which `kv` reads a model's tokens."""
+    """The step arena from which `kv` reads a model's tokens. kv answers with `KvReady`, once for each arena."""
 
     model: str
     digest: str
     steps_path: str
+    generation: int = 0  # of the step arena: another one may have the same path
 
 
 class KvReady(Frame, tag="k"):

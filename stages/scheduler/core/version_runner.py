@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ from stages.scheduler.core.ring import Ring
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import Claim
+from stages.scheduler.recovery.attach_failure import AttachFailure
 from stages.scheduler.recovery.fencing import Fence
 
 log = logging.getLogger("starling.scheduler")
@@ -69,7 +71,11 @@ class VersionRunner:
         self.vocabulary = ""  # digest of what its token ids mean; "": not known
         self.kernels = ""  # names those of its workers
         self.kv: m.KvReady | None = None
+        self._kv_failure = AttachFailure()  # why kv has no arena
         self._ask_kv_at = 0.0  # s: if it has reported an error
+        self._first_ready_at = math.inf  # s: the first group was ready
+        # The arenas were created before any group has said that it computes no step: kv must not reconcile yet.
+        self._is_ahead = False
         self.kv_state: m.KvState | None = None
         self.cores: frozenset[int] = frozenset()  # that its ranks are pinned to; empty: any
         self.places: dict[int, tuple[int, tuple[int, ...]]] = {}  # by group: its ranks, and those of each memory node
@@ -82,6 +88,7 @@ class VersionRunner:
         self._max_context = max_context
         self._to_kv = to_kv
         self._arenas: list[Arena] = []  # of the rows and each ring
+        self._arena_generation = 0
         self._geometry: StepsGeometry | None = None
         self._adapters: tuple[tuple[str, str], ...] = ()  # of the attached groups
         # Differs from all generations of earlier processes of this stage, whose doorbells and slots are void.
@@ -106,6 +113,7 @@ class VersionRunner:
             facts = {"model": self.name, "group": frame.group, "groups": len(self.groups)}
             log.error("a worker group that the configuration does not have: restart the worker pool", extra=facts)
             return
+        self._first_ready_at = min(self._first_ready_at, now)
         self.vocabulary, self.kernels = frame.vocabulary, frame.kernels
         self.places[frame.group] = frame.ranks, frame.nodes
         self.groups[frame.group].worker_ready(peer, hello, frame, now)
@@ -135,6 +143,10 @@ class VersionRunner:
         if not self._ensure_arena(group, ready, now):
             return ""
         kv = self.kv
+        if self._is_ahead:
+            self._is_ahead = False
+            if kv is not None and not kv.error:
+                self.engine.kv_ready(kv)
         if kv is None or kv.error:
             return f"waiting for its KV arena{': ' + kv.error if kv else ''}"
         if kv.digest != ready.digest:
@@ -145,12 +157,18 @@ class VersionRunner:
     def create_ahead(self, index: Index) -> None:
         """Create the step arena of a file before its worker is ready, and let kv map it meanwhile.
 
-        Only for a version of which no process of this stage has had an arena: then no group computes a step, and
-        nothing that `worker_ready` decides is decided here.  What it cannot do now, it tries again then.
+        Nothing that `worker_ready` decides is decided here: a group that an earlier process of this stage has attached
+        may still compute a step, even if there is no arena (that process may have removed it at its end).  So the
+        leases are reconciled when a group is ready, and nothing is done for several groups that are not settled.  What
+        it cannot do now, it tries again then.
         """
+        is_settled = self._strays.is_closed and all(group.is_settled for group in self.groups)
+        if self._arenas or self._first_ready_at < math.inf or not is_settled:
+            return
         h = index.hyper
         context = min(h.context_length, self._max_context or h.context_length)
         geometry = self._steps_geometry(context, h.vocab_size, h.width, h.page_groups)
+        self._is_ahead = True
         with contextlib.suppress(ArenaError):
             self._create_arena(index.digest, geometry)
 
@@ -173,10 +191,11 @@ class VersionRunner:
 
     def _create_arena(self, digest: str, geometry: StepsGeometry) -> None:
         self.close()
+        generation = self.next_generation()
         self._arenas, steps = create_rings(
-            self.steps_path, geometry, bytes.fromhex(digest), len(self.groups), self._generation
+            self.steps_path, geometry, bytes.fromhex(digest), len(self.groups), generation
         )
-        self._geometry, self.digest = geometry, digest
+        self._geometry, self.digest, self._arena_generation = geometry, digest, generation
         self.engine.constraints.set_rows(str(self.steps_path))
         for number, views in enumerate(steps):
             self.engine.set_ring(number, Ring(views, geometry, time.time_ns()))
@@ -221,7 +240,7 @@ class VersionRunner:
     def attach_kv(self) -> None:
         """Send kv the path of the step arena: kv or the arena is new."""
         if self._arenas:
-            self._to_kv(m.KvAttach(self.name, self.digest, str(self.steps_path)))
+            self._to_kv(m.KvAttach(self.name, self.digest, str(self.steps_path), self._arena_generation))
 
     def kv_down(self) -> None:
         """kv is disconnected."""
@@ -233,9 +252,11 @@ class VersionRunner:
         self.kv = frame
         if frame.error:
             self._ask_kv_at = now + KV_RETRY_S
-            news = [group.attach_failure.record(f"KV arena: {frame.error}", now) for group in self.groups]
-            if any(news):
+            if self._kv_failure.record(f"KV arena: {frame.error}", now):
                 log.error("KV arena is not available", extra={"model": self.name, "reason": frame.error})
+            return
+        self._kv_failure.clear()
+        if self._is_ahead:
             return
         if self.engine.kv_ready(frame):
             for group in self.groups:
@@ -312,8 +333,9 @@ class VersionRunner:
     def _report_attach_failure(self, now: float) -> None:
         """End the model's requests if a worker has not been able to attach for seconds, and no other one has served."""
         served_at = max(group.served_at for group in self.groups)
-        failures = [group.attach_failure for group in self.groups if group.attach_failure.since >= served_at]
-        lasting = [error for failure in failures if (error := failure.lasting(now))]
+        failures = [self._kv_failure, *(group.attach_failure for group in self.groups)]
+        failures = [failure for failure in failures if failure.since >= served_at]
+        lasting = [error for failure in failures if (error := failure.lasting(now, self._first_ready_at))]
         failure = self.engine.worker.failure = lasting[0] if lasting else ""
         if failure:
             self.engine.fail_all("MODEL_UNAVAILABLE", f"model {self.name} cannot run: {failure}")
@@ -350,8 +372,8 @@ class VersionRunner:
         return tuple(group.attachment for group in self.groups if group.is_attached)
 
     def _problem_of(self, group: GroupRunner) -> str:
-        if group.attach_failure.error:
-            return group.attach_failure.error
+        if failure := group.attach_failure.error or self._kv_failure.error:
+            return failure
         if not (group.is_attached and self.engine.leases.is_up):
             return group.reason or "waiting for kv"
         if group.stalled_s > STALLED_S:

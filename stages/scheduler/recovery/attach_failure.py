@@ -1,4 +1,4 @@
-"""Attach failure: why a worker cannot attach to its arenas, and whether that lasts. Pure.
+"""Attach failure: why a worker cannot attach to its arenas, or kv has none, and whether that lasts. Pure.
 
 Memory for the arenas may become free within a moment, for instance when another version is unloaded.  A failure that
 lasts `LASTING_S` is reported to the model's requests, which would otherwise wait until their time is over.
@@ -6,11 +6,13 @@ lasts `LASTING_S` is reported to the model's requests, which would otherwise wai
 
 from __future__ import annotations
 
+import math
+
 LASTING_S = 5.0
 
 
 class AttachFailure:
-    """The failure of one worker group. Times in s of one monotonic clock."""
+    """The failure of one worker group, or of kv. Times in s of one monotonic clock."""
 
     def __init__(self) -> None:
         self.error = ""  # "": the last attempt has not failed
@@ -28,6 +30,6 @@ class AttachFailure:
         """A worker has attached, or the group is a new one."""
         self.error = ""
 
-    def lasting(self, now: float) -> str:
-        """The error, if attempts have failed for `LASTING_S`; otherwise ""."""
-        return self.error if now - self.since >= LASTING_S else ""
+    def lasting(self, now: float, begun: float = -math.inf) -> str:
+        """The error, if attempts have failed for `LASTING_S` since `begun`; otherwise ""."""
+        return self.error if now - max(self.since, begun) >= LASTING_S else ""
