@@ -14,6 +14,8 @@ import os
 import time
 from collections import deque
 
+import msgspec
+
 from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.ipc.doorbell import Doorbell
@@ -25,12 +27,13 @@ from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from pipeline.runtime import process
 from shm.arena import remove_stale_arenas
-from shm.checkpoint import CheckpointError, load_index
+from shm.checkpoint import Index
 from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import GROUPS_SUFFIX, VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
+from stages.scheduler.index_reader import IndexReader
 from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, TenantMetrics
 from stages.scheduler.policy.admission import Refusal
 from stages.scheduler.policy.core_sharing import CoreShares, allowed_depth
@@ -73,6 +76,7 @@ class SchedulerStage:
         )
         server_cores.store(config)  # before anything is decided by the number of worker groups
         self.follower = versions.VersionFollower(config)
+        self._indexes = IndexReader(paths.models_dir(), self.loop.wake)
         self._changes = -1  # readable when the record of versions has changed
         with contextlib.suppress(OSError):  # the number of watches per user is limited: ticks find the change
             self._changes = process.open_touch_watch(versions.bell_path(config))
@@ -109,8 +113,9 @@ class SchedulerStage:
 
     def _add(self, version: ModelVersion) -> None:
         runner = self._make_runner(version, self._clock())
-        if version.state == "loading" and not runner.steps_path.exists():
-            self._create_ahead(runner, version)
+        # A version of a prepared model is loaded: its arenas need not wait for its worker.
+        if version.state == "loading" and version.digest and not runner.steps_path.exists():
+            self._indexes.begin(version)
         bell = Doorbell(paths.run_dir(self.config) / f"bell-{version.slug}.sock")
         runner.doorbell = bell.path
         if bell.fd >= 0:
@@ -120,15 +125,12 @@ class SchedulerStage:
         metrics = self._metrics.setdefault(version.name, ModelMetrics(version.name))
         metrics.engines[version.id] = runner.engine
 
-    @staticmethod
-    def _create_ahead(runner: VersionRunner, version: ModelVersion) -> None:
-        """A version of a prepared model is loaded: its arenas need not wait for its worker."""
-        index_path = versions.find_index(version, paths.models_dir()) if version.digest else None
-        if index_path is not None:
-            try:
-                runner.create_ahead(load_index(index_path))
-            except (CheckpointError, OSError) as error:  # the worker reports it
-                log.info("no step arena ahead", extra={"version": version.id, "reason": str(error)})
+    def _create_ahead(self) -> None:
+        """An index has been read: create the arena of its version."""
+        read = self._indexes.take()
+        runner = self.runners.get(read[0]) if read is not None else None
+        if read is not None and runner is not None:
+            runner.create_ahead(read[1])
 
     def _remove(self, name: str) -> None:
         """The gateway has unloaded the version. Its supervisor ends the worker group."""
@@ -210,6 +212,7 @@ class SchedulerStage:
 
     def work(self) -> float | None:
         """One round; returns the seconds until the next one is due without an event (None: never)."""
+        self._create_ahead()
         runners = self.runners.values()
         for runner in runners:
             runner.cancel_sleep()
@@ -463,13 +466,9 @@ class SchedulerStage:
 
 
 def preload(config: Config) -> None:
-    """Read the index of a prepared model before the stage is forked: decoding the next one then takes less time."""
-    for version in versions.read(config).versions:
-        index_path = versions.find_index(version, paths.models_dir())
-        if index_path is not None:
-            with contextlib.suppress(CheckpointError, OSError):
-                load_index(index_path)
-                return
+    """Make what decodes an index before the stage is forked. Reads no model: its disk may hang."""
+    versions.read(config)
+    msgspec.msgpack.Decoder(Index)
 
 
 def main(config: Config) -> int:
