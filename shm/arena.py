@@ -34,6 +34,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -351,29 +352,35 @@ def populate(arenas: Sequence[Arena]) -> None:
     Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process keeps
     growing until every page has been accessed once.  The thread has the process's priority: one of the lowest could end
     only after everything else on a busy machine, and a killed process ends with its last thread.  It begins after
-    `_POPULATE_AFTER_S`.
+    `_POPULATE_AFTER_S`, and refers to no arena while it waits: the memory of one that was closed must be free when its
+    successor is created.
     """
-    threading.Thread(target=_populate, args=(arenas,), name="populate", daemon=True).start()
+    found = [weakref.ref(arena) for arena in arenas]
+    threading.Thread(target=_populate, args=(found,), name="populate", daemon=True).start()
 
 
-def _populate(arenas: Sequence[Arena]) -> None:
+def _populate(arenas: Sequence[weakref.ref[Arena]]) -> None:
     """Run by the thread of `populate`."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
     time.sleep(_POPULATE_AFTER_S)
     for arena in arenas:
-        _populate_one(arena)
-
-
-def _populate_one(arena: Arena) -> None:
-    buffer = arena.buffer  # keeps the map alive until the last slice
-    start, size = buffer.ctypes.data & -4096, arena.reserved
-    for offset in range(0, size, _POPULATE_SLICE_BYTES):
-        length = min(_POPULATE_SLICE_BYTES, size - offset)
-        if arena.is_closed:
-            return
+        offset = 0
         begun = time.monotonic()
-        place = ctypes.c_void_p(start + offset), ctypes.c_size_t(length)
-        if _libc.madvise(*place, _MADV_POPULATE_READ):  # ctypes releases the GIL during the call
-            return
-        time.sleep(min(_MAX_POPULATE_PAUSE_S, _POPULATE_PAUSE * (time.monotonic() - begun)))
+        while _populate_slice(arena, offset):
+            time.sleep(min(_MAX_POPULATE_PAUSE_S, _POPULATE_PAUSE * (time.monotonic() - begun)))
+            offset += _POPULATE_SLICE_BYTES
+            begun = time.monotonic()
+
+
+def _populate_slice(reference: weakref.ref[Arena], offset: int) -> bool:
+    """Map a slice; False: it lies behind the last one, or the arena is closed."""
+    arena = reference()
+    if arena is None:
+        return False
+    buffer = arena.buffer  # keeps the map alive
+    if arena.is_closed or offset >= arena.reserved:
+        return False
+    length = min(_POPULATE_SLICE_BYTES, arena.reserved - offset)
+    place = ctypes.c_void_p((buffer.ctypes.data & -4096) + offset), ctypes.c_size_t(length)
+    return not _libc.madvise(*place, _MADV_POPULATE_READ)  # ctypes releases the GIL during the call

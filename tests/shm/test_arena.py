@@ -55,6 +55,17 @@ def test_a_populated_arena_is_mapped_whole_before_it_is_touched() -> None:
         arena.unlink()
 
 
+def test_the_memory_of_a_closed_arena_is_free_at_once(tmp_path: Path) -> None:
+    """Its successor may need it, so the thread that will map it must not keep it."""
+    path = tmp_path / "m.kv"
+    Arena.create(path, "test", 1, 1 << 20, {}).close()
+    arena = Arena.attach(path, "test", 1)
+    arena.populate()
+    arena.close()
+    del arena
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
 def test_stale_and_partial_arenas_are_removed(tmp_path: Path) -> None:
     names = ["a.kv", "b.kv", ".b.kv.123", "b.steps", "notes.txt"]
     for name in names:
