@@ -13,26 +13,35 @@ import msgspec
 
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import StarlingError
 from pipeline.faults import points
 from pipeline.models import store, versions, worker_groups
 from pipeline.protocol.messages import FRAMES
-from shm.checkpoint import VERSION, Checkpoint, CheckpointError, load_index
+from shm.checkpoint import VERSION, Checkpoint, load_index
 from stages.worker import activations_arena as act
 from stages.worker.checkpoint.usable import usable_version
 from stages.worker.kernels import compiled, stored_code
-from stages.worker.mapped_weights import are_in_memory
+from stages.worker.mapped_weights import SAMPLE_BYTES, are_in_memory
 from stages.worker.model import Model
 from stages.worker.rank_places import place_ranks
 
 log = logging.getLogger("starling.worker")
 
 
+_has_read = False  # this process has read a model, or tried
+
+
 def preload(config: Config) -> None:
-    """Load kernels, if they are in the cache, and read the first model that is prepared. Starts no thread."""
+    """Load kernels, if they are in the cache, and read the first model that is prepared. Starts no thread.
+
+    It is called before each fork. A model is read once: a disk that hangs must not stop the groups of others.
+    """
+    global _has_read
     for kv_type in {model.kv_type for model in config.models}:
         if stored_code.is_compiled(kv_type):
             compiled.addresses(kv_type)
+    if _has_read:
+        return
+    _has_read = True
     try:
         versions.read(config)
         points.DiskPoints("locks")
@@ -44,7 +53,7 @@ def preload(config: Config) -> None:
             if index_path is not None and usable_version(index_path) == VERSION:
                 _read(index_path, model)
                 return
-    except (StarlingError, CheckpointError, OSError, RuntimeError) as error:  # a worker that needs it reports it
+    except Exception as error:  # whatever a file holds: the worker that needs it reports it, and others are forked
         log.debug("no model is read ahead", extra={"reason": str(error)})
 
 
@@ -54,4 +63,4 @@ def _read(index_path: Path, model: ModelConfig) -> None:
     if stored_code.is_compiled(model.kv_type, stored_code.extra_entries(hyper)):
         checkpoint = Checkpoint(index_path)
         Model(checkpoint).load_kernels(model.kv_type)
-        are_in_memory(checkpoint.data)
+        are_in_memory(checkpoint.data[:SAMPLE_BYTES])
