@@ -120,8 +120,10 @@ def use_short_time_slice(slice_ns: int = SLICE_NS) -> bool:
 
     Ranks spin on every core.  With the default slice a woken stage may wait for milliseconds until a rank has
     used up its slice; with a short one it preempts the rank (Linux 6.12 and later; older kernels ignore it).  Its
-    share of CPU time stays the same.  False where the kernel refuses.
+    share of CPU time stays the same.  False where the kernel refuses, and under another policy (`chrt`), which stays.
     """
+    if os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK != os.SCHED_OTHER:
+        return False
     # struct sched_attr: size, policy (SCHED_OTHER), flags, nice, priority, runtime, deadline, period, clamps
     fields = struct.pack("=IIQiIQQQII", _SCHED_ATTR_BYTES, 0, 0, os.nice(0), 0, slice_ns, 0, 0, 0, 0)
     return int(_libc.syscall(_SYS_SCHED_SETATTR, 0, ctypes.create_string_buffer(fields, len(fields)), 0)) == 0

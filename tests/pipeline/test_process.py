@@ -197,6 +197,21 @@ def test_a_short_time_slice_keeps_policy_and_priority() -> None:
         assert done and runtime == 200_000
 
 
+def test_a_time_slice_replaces_no_policy_of_an_operator() -> None:
+    import threading
+
+    found: list[tuple[bool, int]] = []
+
+    def look() -> None:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread, as by `chrt --batch`
+        found.append((process.use_short_time_slice(), os.sched_getscheduler(0)))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert found == [(False, os.SCHED_BATCH)]
+
+
 def test_renames_into_a_directory_are_signalled(tmp_path: Path) -> None:
     fd = process.open_rename_watch(tmp_path)
     (tmp_path / "new").write_text("written, not moved")

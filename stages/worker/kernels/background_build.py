@@ -14,6 +14,7 @@ import threading
 import time
 from typing import Self
 
+from pipeline.runtime.process import use_default_time_slice
 from stages.worker.kernels import build, stored_code
 
 REPORT_S = 0.2  # between two calls of `progress`
@@ -49,6 +50,7 @@ class BackgroundBuild:
 
     def _run(self) -> None:
         begun = time.monotonic()
+        use_default_time_slice()  # of the compiler's processes, too: a worker prepares itself with a short one
         try:
             build.build(self._kv_type, self._jobs, self._on_entry, self._cancel, self._extra)
         except Exception as error:
