@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -43,6 +43,9 @@ from pipeline.supervise.supervisor import (
 MESSAGE_BYTES = 64 << 10  # most of a version as a message
 
 RunVersion = Callable[[ModelVersion], Callable[[], int]]  # a version -> the body of its stage's process
+# Called in the stage's process before it waits.  It may fork processes, in which it calls its argument, which closes
+# what is not theirs.  Returns descriptors: when one of them is readable, the process is of no use any more, and ends.
+Prepare = Callable[[Callable[[], object]], Sequence[int]]
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -83,12 +86,9 @@ class SpareGroup:
 
 
 def fork_spare(
-    stage: str, config: Config, run: RunVersion, now: float, prepare: Callable[[], object] = lambda: None
+    stage: str, config: Config, run: RunVersion, now: float, prepare: Prepare = lambda in_child: ()
 ) -> SpareGroup:
-    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none.
-
-    prepare: called in the stage's process before it waits; it may fork processes.
-    """
+    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def body() -> int:
@@ -119,9 +119,7 @@ def run_version(run: RunVersion, version: ModelVersion) -> int:
     return body()
 
 
-def _supervise(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Callable[[], object]
-) -> int:
+def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare) -> int:
     """The supervisor of a spare; the exit code.
 
     Until it supervises a version it ends by SIGKILL alone.  The pool may have given it a version meanwhile, and gives
@@ -140,7 +138,7 @@ def _supervise(
 
 
 def _wait_for_version(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Callable[[], object]
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare
 ) -> Callable[[], int] | None:
     """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
@@ -150,8 +148,8 @@ def _wait_for_version(
     def wait_and_run() -> int:
         channel.close()
         ours.close()
-        prepare()
-        return _wait_and_run(stage, config, run, theirs)
+        setup_logs(stage, config)  # first: what `prepare` forks must not write the supervisor's log
+        return _wait_and_run(run, theirs, prepare(theirs.close))
 
     pid = base.fork(wait_and_run)
     theirs.close()
@@ -191,9 +189,13 @@ def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion) -> S
     return start
 
 
-def _wait_and_run(stage: str, config: Config, run: RunVersion, channel: socket.socket) -> int:
+def _wait_and_run(run: RunVersion, channel: socket.socket, watched: Sequence[int]) -> int:
     """The process of the stage; the exit code."""
-    setup_logs(stage, config)
+    poll = select.poll()
+    for fd in (channel.fileno(), *watched):
+        poll.register(fd, select.POLLIN)
+    if channel.fileno() not in dict(poll.poll()):
+        return process.EXIT_FATAL  # the supervisor ends with this process, and the pool forks another spare
     raw, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES + 1024, 1)
     channel.close()
     if not raw:

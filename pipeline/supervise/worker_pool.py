@@ -40,7 +40,7 @@ from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_count import path_of
 from pipeline.supervise.restart_policy import RestartPolicy
-from pipeline.supervise.spare_group import SpareGroup, fork_spare, run_version
+from pipeline.supervise.spare_group import Prepare, SpareGroup, fork_spare, run_version
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.worker_pool")
@@ -403,7 +403,7 @@ def run_worker_pool(
     command: Callable[[ModelVersion], list[str]],
     preload: Callable[[], object],
     only: str = "",
-    prepare_spare: Callable[[], object] = lambda: None,
+    prepare_spare: Prepare = lambda in_child: (),
 ) -> int:
     """Run the pool in this process; the exit code.
 

@@ -100,9 +100,15 @@ class Channel(NamedTuple):
 
 
 def channel_pair() -> tuple[Channel, Channel]:
-    """The two ends of a new channel."""
+    """The two ends of a new channel. Raises `OSError`: then nothing is open."""
     flags = os.O_CLOEXEC | os.O_DIRECT  # a read returns one message
-    (a, b), (c, d) = os.pipe2(flags), os.pipe2(flags)
+    a, b = os.pipe2(flags)
+    try:
+        c, d = os.pipe2(flags)
+    except OSError:
+        os.close(a)
+        os.close(b)
+        raise
     return Channel(a, d), Channel(c, b)
 
 
@@ -130,7 +136,10 @@ def spawn(model: Model, rank: int, ranks: int, cpus: list[int], maps_weights: bo
 
 
 def fork_rank(body: Callable[[Channel], int]) -> Rank:
-    """Fork a process that ends with the code that `body` returns, or with this process. Raises `OSError`."""
+    """Fork a process that ends with the code that `body` returns, or with this process.
+
+    Raises `OSError`: then there is none.
+    """
     leader_end, rank_end = channel_pair()
     parent = os.getpid()
     sys.stdout.flush()
@@ -143,7 +152,13 @@ def fork_rank(body: Callable[[Channel], int]) -> Rank:
         raise
     if pid:
         rank_end.close()
-        return Rank(pid, process_ticks(pid), os.pidfd_open(pid), leader_end)
+        try:
+            return Rank(pid, process_ticks(pid), os.pidfd_open(pid), leader_end)
+        except BaseException:  # no descriptor is left
+            leader_end.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise
     code = process.EXIT_FATAL
     try:
         process.die_with_parent(parent)
@@ -228,11 +243,11 @@ def watch(ranks: list[Rank]) -> None:
         poll = select.poll()
         for fd in (children, *(rank.pidfd for rank in ranks)):
             poll.register(fd, select.POLLIN)
-        while not (ended := [rank.pid for rank in ranks if _state(rank) == "ended"]):
+        while not (ended := [rank.pid for rank in ranks if state(rank) == "ended"]):
             ready = [fd for fd, _ in poll.poll()]
             if children in ready:
                 os.read(children, 4096)
-            if any(_state(rank) == "stopped" for rank in ranks):
+            if any(state(rank) == "stopped" for rank in ranks):
                 os.kill(os.getppid(), signal.SIGCHLD)
         for pid in ended:
             os.write(2, f"rank process {pid} has ended; the worker group ends with it\n".encode())
@@ -242,7 +257,7 @@ def watch(ranks: list[Rank]) -> None:
     threading.Thread(target=wait, name="ranks", daemon=True).start()
 
 
-def _state(rank: Rank) -> str:
+def state(rank: Rank) -> str:
     """The rank's state: "ended", "stopped", or "" while it runs. A traced process (a debugger, a profiler) runs."""
     found = os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     if found is None:

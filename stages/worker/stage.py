@@ -109,6 +109,7 @@ class WorkerStage:
         adapters: AdapterMemory | None = None
         self.adapters: dict[str, str] = {}  # digest by name
         if model_config.adapters:
+            use_default_time_slice()  # they may have to be ingested
             with self.loop.allow_stall(PREPARE_S):
                 adapters, self.adapters = load_adapters(version, checkpoint.index)
         copies = self._copy_weights(checkpoint)
@@ -138,12 +139,14 @@ class WorkerStage:
         if self._is_awaited:
             self._read_weights(are_there)
             self._begin_ahead(self.model.weights if is_small else self.model.weights[:0])
-            self.loop.poll(0.0)  # if the scheduler has greeted, it waits for `WorkerReady`
+
+    def _finish_start(self) -> None:
+        """What the scheduler's greeting need not wait for."""
         logs.start_writing()
-        pin(cpus, 0, self.n_ranks)
+        pin(self._places.cpus, 0, self.n_ranks)
         self._warm_up()
         self._phases.end()
-        for phase, seconds in self._phases.seconds.items() if version.group == 0 else ():  # groups would add up
+        for phase, seconds in self._phases.seconds.items() if self.version.group == 0 else ():  # groups would add up
             self.loop.metrics.set("starling_model_load_seconds", seconds, self.version.name, phase)
 
     def _begin_ahead(self, weights: np.ndarray) -> None:
@@ -163,6 +166,8 @@ class WorkerStage:
         with self.loop.allow_stall(PREPARE_S):
             allowed, folder = self.config.registry.sources, paths.models_dir()
             planned = is_planned(self.version, folder)
+            if versions.find_index(self.version, folder) is None:  # what ingests it begins with the slice of this one
+                use_default_time_slice()
             index_path = prepare(self.model_config, folder, progress, self.version.digest, allowed)
             if not planned:
                 check_memory(self.config, self.version)
@@ -193,6 +198,7 @@ class WorkerStage:
     def _report_preparation(self, phase: str, done: int, total: int) -> None:
         self.loop.tick()
         if self._phases.enter(phase):
+            use_default_time_slice()  # others need not wait for what takes so long
             self.loop.reason = f"preparing {self.name}: {phase}"
             log.info("preparing", extra={"model": self.name, "phase": phase})
 
@@ -200,6 +206,7 @@ class WorkerStage:
         """Before the group is ready: a step that waits for a slow disk would count as stuck."""
         if not are_there:
             self._phases.enter("read weights")
+            use_default_time_slice()
             self.loop.reason = f"reading the weights of {self.name}"
             with self.loop.allow_stall(PREPARE_S):
                 map_weights(self.model.weights, self._go_on)
@@ -217,9 +224,11 @@ class WorkerStage:
         if self._arriving is not None or self._is_awaited:
             return  # without all weights they would end when the last ones have arrived
         self._phases.enter("warm up")
+        use_default_time_slice()
         self.loop.reason = f"warming up {self.name}"
         settings, path = self.model_config, self._activations_path
         with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
+            waiting_ranks.await_ready()
             try:
                 refused = warm_up(self.model, self.ranks, self._places, settings.kv_type, settings.page_tokens, path)
             except (ArenaError, OSError, ValueError) as error:
@@ -249,28 +258,11 @@ class WorkerStage:
     def _send_ready(self, error: str = "") -> None:
         h = self.model.hyper
         pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
-        self.link.send(
-            m.WorkerReady(
-                self.name,
-                self.model.index.digest,
-                self.link.epoch,
-                self.n_ranks,
-                tuple(pids),
-                h.vocab_size,
-                h.context_length,
-                features.isa(),
-                self._vocabulary,
-                error,
-                h.width,
-                h.is_causal,
-                tuple(self.adapters.items()),
-                h.kv_window,
-                h.page_groups,
-                self._kernels,
-                self._places.nodes,
-                self.version.group,
-            )
-        )
+        ids = self.name, self.model.index.digest, self.link.epoch, self.n_ranks, tuple(pids)
+        common = h.vocab_size, h.context_length, features.isa(), self._vocabulary, error
+        of_model = h.width, h.is_causal, tuple(self.adapters.items()), h.kv_window, h.page_groups
+        of_group = self._kernels, self._places.nodes, self.version.group
+        self.link.send(m.WorkerReady(*(ids + common + of_model + of_group)))
 
     def _on_frame(self, frame: m.Frame) -> None:
         if isinstance(frame, m.Attach):
@@ -308,6 +300,8 @@ class WorkerStage:
         try:
             self._attachment = Attachment(self.model, arena_paths, 0)
         finally:
+            with self.loop.allow_stall(PREPARE_S):  # they may have to read kernels or the index from a slow disk
+                waiting_ranks.await_ready()
             finish_attach(self.ranks)
             if self._attachment is None:
                 act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
@@ -336,11 +330,14 @@ class WorkerStage:
     def run(self) -> int:
         """Compute steps until the stage is stopped; returns the exit code."""
         loop = self.loop
-        if self._is_awaited:
-            loop.poll(0.0)  # as above, before a tick
-        use_default_time_slice()
-        loop.ready, loop.reason = True, ""
         try:
+            if self._is_awaited:
+                loop.poll(0.0)  # if the scheduler has greeted, it waits for `WorkerReady`
+            self._finish_start()
+            if self._is_awaited:
+                loop.poll(0.0)  # likewise for the answer to `Attach`, before a tick
+            use_default_time_slice()
+            loop.ready, loop.reason = True, ""
             while not (loop.ended or self._is_drained()):
                 if not self._compute():
                     self._sleep()

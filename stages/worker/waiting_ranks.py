@@ -11,7 +11,9 @@ more with rank 0 than files, forks its own; then, as when one of them has ended,
 from __future__ import annotations
 
 import os
+import select
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,11 +24,13 @@ from pipeline.runtime.process import EXIT_OK
 from shm.checkpoint import Checkpoint
 from stages.worker.kernels import compiled, stored_code
 from stages.worker.model import Model
-from stages.worker.ranks import Channel, Rank, follow, fork_rank
+from stages.worker.ranks import Channel, GroupError, Rank, follow, fork_rank, pin, state
 
 MAX_WAITING = 7  # each takes 1 MB: on larger machines loads fork their ranks
+READY = b"ready"  # a rank has loaded its kernels
 
 _waiting: list[Rank] = []  # of this process
+_beginning: list[Rank] = []  # that were taken, and have not been ready
 
 
 class Begin(msgspec.Struct, frozen=True):
@@ -42,17 +46,27 @@ class Begin(msgspec.Struct, frozen=True):
     maps_weights: bool  # as for `ranks.spawn`
 
 
-def fork_waiting(config: Config) -> None:
-    """Fork the ranks; none if there is no room for them. Call it before this process has threads or sockets."""
+def fork_waiting(config: Config, in_child: Callable[[], object] = lambda: None) -> list[int]:
+    """Fork the ranks; none if there is no room for them. Call it before this process has threads or sockets.
+
+    `in_child` is called in each, to close what is not its own.  Returns descriptors, of which one is readable when a
+    rank has ended: then those that are left are of no use.
+    """
     model = config.models[0]
     n = (model.ranks or len(worker_groups.cpus_of_groups(config, model, model.name)[0])) - 1
     if n > MAX_WAITING:
-        return
+        return []
+
+    def body(channel: Channel) -> int:
+        in_child()
+        return _wait(channel)
+
     try:
         for _ in range(n):
-            _waiting.append(fork_rank(_wait))
+            _waiting.append(fork_rank(body))
     except OSError:  # too many processes, or too little memory
         dismiss()
+    return [rank.pidfd for rank in _waiting]
 
 
 def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: int, maps_weights: bool) -> list[Rank]:
@@ -60,34 +74,48 @@ def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: in
 
     checkpoint: a file that they map; None: the ranks share more than that.  The others as for `ranks.spawn`.
     """
-    if checkpoint is None or len(_waiting) != ranks - 1 or any(map(_has_ended, _waiting)):
+    if checkpoint is None or len(_waiting) != ranks - 1 or any(map(state, _waiting)):
         dismiss()
         return []
     index, inode = checkpoint.index_path, checkpoint.info.st_ino
     kernels = compiled.identity(kv_type, stored_code.extra_entries(checkpoint.index.hyper, False))
+    messages = [
+        msgspec.msgpack.encode(Begin(number, ranks, cpus, str(index), inode, kv_type, kernels, maps_weights))
+        for number in range(1, ranks)
+    ]
+    if any(len(message) > select.PIPE_BUF for message in messages):  # a long path: they would arrive in parts
+        dismiss()
     try:
-        for number, rank in enumerate(_waiting, 1):
-            begin = Begin(number, ranks, cpus, str(index), inode, kv_type, kernels, maps_weights)
-            rank.channel.send(msgspec.msgpack.encode(begin))
+        for rank, message in zip(_waiting, messages, strict=False):
+            rank.channel.send(message)
     except OSError:  # one has just ended
         dismiss()
     taken = _waiting[:]
     _waiting.clear()
+    _beginning[:] = taken
     return taken
+
+
+def await_ready() -> None:
+    """Wait until those that were taken have loaded their kernels, however long that takes. Idempotent.
+
+    Raises `GroupError`.
+    """
+    while _beginning:
+        rank = _beginning.pop()
+        if rank.channel.receive() != READY:
+            raise GroupError(f"rank process {rank.pid} has ended")
 
 
 def dismiss() -> None:
     """Kill those that wait, and wait for their end. Idempotent."""
-    while _waiting:
-        rank = _waiting.pop()
+    for rank in _waiting:
         rank.channel.close()
         signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+    for rank in _waiting:
         os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED)
         os.close(rank.pidfd)
-
-
-def _has_ended(rank: Rank) -> bool:
-    return os.waitid(os.P_PIDFD, rank.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    _waiting.clear()
 
 
 def _wait(channel: Channel) -> int:
@@ -96,9 +124,11 @@ def _wait(channel: Channel) -> int:
     if not raw:
         return EXIT_OK
     begin = msgspec.msgpack.decode(raw, type=Begin)
+    pin(begin.cpus, begin.rank, begin.ranks)
     checkpoint = Checkpoint(Path(begin.index_path))
     model = Model(checkpoint)
     kernels = model.load_kernels(begin.kv_type)
     if (checkpoint.info.st_ino, kernels) != (begin.inode, begin.kernels):
         raise RuntimeError(f"{checkpoint.path} or the kernels were replaced while the worker group began")
+    channel.send(READY)
     return follow(model, begin.rank, begin.ranks, begin.cpus, channel, begin.maps_weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import procfs
+from pipeline.config import paths
 from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
@@ -198,11 +200,12 @@ def test_a_spare_that_cannot_be_forked_leaves_nothing_open(world: World, monkeyp
 def test_what_its_process_has_prepared_ends_with_it(world: World) -> None:
     """Such as ranks that wait: they are forked before the process waits for a version."""
 
-    def prepare() -> None:
+    def prepare(in_child: Callable[[], object]) -> list[int]:
         parent = os.getpid()
         if not os.fork():
             process.die_with_parent(parent)
             signal.pause()
+        return []
 
     group = fork_spare("worker", world.config, lambda version: lambda: 0, 0.0, prepare)
     deadline = time.monotonic() + WAIT_S
@@ -214,6 +217,39 @@ def test_what_its_process_has_prepared_ends_with_it(world: World) -> None:
     os.close(group.pidfd)
     assert wait_gone(waiting)
     assert wait_gone(prepared[0])
+
+
+def test_it_ends_when_what_its_process_has_prepared_has_ended(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool then forks another one.  What was forked holds no socket of the spare, and does not write the
+    supervisor's log."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
+    reader, writer = os.pipe()
+
+    def prepare(in_child: Callable[[], object]) -> list[int]:
+        parent = os.getpid()
+        pid = os.fork()
+        if not pid:
+            process.die_with_parent(parent)
+            in_child()
+            links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > reader]
+            logging.getLogger("starling").error("of a rank")
+            os.write(writer, f"{sum('socket:' in link for link in links)}".encode())
+            signal.pause()
+        return [os.pidfd_open(pid)]
+
+    group = fork_spare("worker", world.config, lambda version: lambda: 0, 0.0, prepare)
+    assert os.read(reader, 100) == b"0"
+    (waiting,) = procfs.children(group.pid)
+    (prepared,) = procfs.children(waiting)
+    os.kill(prepared, signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(group.pid, 0)[1]) == -signal.SIGKILL
+    assert wait_gone(waiting)
+    assert not any("of a rank" in path.read_text() for path in paths.logs_dir().glob("worker-supervisor.log*"))
+    for fd in (reader, writer, group.pidfd):
+        os.close(fd)
+    group.channel.close()
 
 
 def test_without_processes_for_it_the_spare_comes_later(world: World) -> None:

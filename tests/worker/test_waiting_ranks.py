@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from pipeline.runtime.process import EXIT_FATAL
-from stages.worker.ranks import channel_pair
+from stages.worker.ranks import Channel, channel_pair, fork_rank
 from tests.e2e.server import wait_gone
 from tests.worker.conftest import Ingested, TinyGguf
 
 LONG_S = 60.0
+MANY_CPUS = -1  # a number of ranks: three, on so many CPUs that the message does not fit
 
 # Forks two ranks, and takes them after a line of input: the number of ranks that the version needs.
 LEADER = """
@@ -33,13 +36,16 @@ from stages.worker.ranks import watch
 from stages.worker.warm_up import warm_up
 
 compiled.addresses("f16")
-waiting_ranks.fork_waiting(resolve({"models": [{"name": "m", "path": "/m.gguf", "ranks": 3}]}, {}))
+watched = waiting_ranks.fork_waiting(resolve({"models": [{"name": "m", "path": "/m.gguf", "ranks": 3}]}, {}))
 print(*(rank.pid for rank in waiting_ranks._waiting), flush=True)
 n_ranks, maps = int(input()), True
 checkpoint, cpus = Checkpoint(Path(sys.argv[1])), sorted(os.sched_getaffinity(0))
+if n_ranks < 0:
+    n_ranks, cpus = 3, cpus * 5000
 ranks = waiting_ranks.take(checkpoint if n_ranks else None, "f16", cpus, n_ranks or 3, maps)
 print(len(ranks), flush=True)
 if ranks:
+    waiting_ranks.await_ready()
     watch(ranks)
     base = Path(sys.argv[2]) / "m.act"
     print(warm_up(Model(checkpoint), ranks, RankPlaces(cpus), "f16", 32, base), flush=True)
@@ -102,13 +108,16 @@ def test_ranks_that_do_not_fit_are_killed(
 
 
 @pytest.mark.slow
-def test_none_is_taken_if_one_has_ended(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_none_is_taken_if_one_has_ended_or_is_stopped(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, number: signal.Signals
+) -> None:
     with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
-        os.kill(pids[0], signal.SIGKILL)
-        while (Path("/proc") / str(pids[0]) / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        os.kill(pids[0], number)
+        while (Path("/proc") / str(pids[0]) / "stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZT":
             pass
         assert ask(process, 3) == 0
-        assert wait_gone(pids[1])
+        assert all(wait_gone(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -116,6 +125,58 @@ def test_ranks_that_wait_end_with_their_process(tiny_gguf: TinyGguf, ingested: I
     with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
         process.kill()
         assert all(wait_gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_none_is_taken_if_the_message_to_a_rank_is_too_long_for_one_write(
+    tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path
+) -> None:
+    """It would arrive in parts."""
+    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+        assert ask(process, MANY_CPUS) == 0
+        assert all(wait_gone(pid) for pid in pids)
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 3])
+def test_a_channel_that_cannot_be_made_leaves_nothing_open(free: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(free):
+            os.close(held.pop())
+        with pytest.raises(OSError, match="Too many open files"):
+            channel_pair()
+        for _ in range(free):
+            held.append(os.dup(0))
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_of_which_nothing_can_be_known_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    def body(channel: Channel) -> int:
+        signal.pause()
+        return 0
+
+    before = descriptors()
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        fork_rank(body)
+    assert descriptors() == before
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
 
 
 def test_messages_that_are_not_read_yet_stay_apart() -> None:
