@@ -61,10 +61,8 @@ class Extents:
         self._each = max(1, extent_bytes // geometry.page_bytes)
         self._is_refused = False  # the last attempt to reserve whole extents failed
         self._takes_huge = True
-        n_pages = max(0, min(total, (arena.reserved - self._pages_at) // geometry.page_bytes))
-        extents = n_pages // self._each * self._each
-        # What lies behind the last extent in its last huge page is none of its pages.
-        self.n_pages = extents if self._end_of(extents, True) >= arena.reserved else n_pages
+        # With the pages in the last huge page, which a predecessor may have given out: none of these is a hole.
+        self.n_pages = max(0, min(total, (arena.reserved - self._pages_at) // geometry.page_bytes))
 
     def grow(self, n_pages: int) -> int:
         """See `PageMemory.grow`. Without room for whole extents it takes as many pages as were asked for."""
