@@ -290,24 +290,27 @@ class Arena:
         (end,) = _RESERVED.unpack_from(self._map, _RESERVED_AT)
         return (min(end, self.size) if end else self.size) - HEADER_BYTES
 
-    def reserve(self, nbytes: int, huge: bool = False) -> None:
+    def reserve(self, nbytes: int, huge: bool = False) -> bool:
         """Reserve memory for the first `nbytes` of `buffer`; for the owner. Raises `OSError`: then nothing changed.
 
-        `huge`: in huge pages where the kernel grants them and what is new spans whole ones.
+        `huge`: in huge pages where the kernel grants them and what is new spans whole ones.  Returns whether it granted
+        all that were asked for.
         """
         now, end = HEADER_BYTES + self.reserved, HEADER_BYTES + align(nbytes, 4096)
         if end > self.size:
             raise ArenaError(f"{self.path}: {nbytes} bytes cannot be reserved of {self.buffer.size}")
         if end <= now:
-            return
+            return True
+        is_granted = True
         try:
             if huge:
-                huge_pages.collapse(self._fd, self.buffer.ctypes.data - HEADER_BYTES, now, end)
+                is_granted = huge_pages.collapse(self._fd, self.buffer.ctypes.data - HEADER_BYTES, now, end)
             os.posix_fallocate(self._fd, now, end - now)
         except OSError:
             self._punch(now, end)
             raise
         _RESERVED.pack_into(self._map, _RESERVED_AT, end)
+        return is_granted
 
     def give_back(self, nbytes: int) -> None:
         """Free the memory behind the first `nbytes` of `buffer`, which nothing uses; for the owner.

@@ -66,12 +66,12 @@ def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int)
 def collapse(fd: int, address: int, begin: int, end: int) -> bool:
     """Put the whole huge pages of bytes `begin` .. `end` - 1 of a file, which are holes, into huge pages.
 
-    address: of a map of the file by `map_file`.  Returns whether the kernel granted all of them.  Raises `OSError` when
-    the file system is full; the caller frees what was taken.
+    address: of a map of the file by `map_file`.  Returns whether the kernel granted all of them, if there are any.
+    Raises `OSError` when the file system is full; the caller frees what was taken.
     """
     first, last = round_up(begin), end // HUGE_BYTES * HUGE_BYTES
     if last <= first:
-        return False
+        return True
     for at in range(first, last, HUGE_BYTES):
         os.posix_fallocate(fd, at, mmap.PAGESIZE)  # a huge page without any page of the file is refused
     # One call: each of them waits for all processors once.

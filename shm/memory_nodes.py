@@ -65,21 +65,23 @@ def in_turns(begin: int, end: int, nodes: Sequence[Sequence[int]], turn_bytes: i
     return [(at, nodes[(at - 1) // turn_bytes % len(nodes)]) for at in ends]
 
 
-def reserve(arena: Arena, parts: Sequence[Part]) -> None:
+def reserve(arena: Arena, parts: Sequence[Part], huge: bool = False) -> bool:
     """Reserve the memory of an arena, each part beside the CPUs that it names; for the owner.
 
-    Raises `OSError`: then nothing changed.
+    `huge`, and what is returned: as of `Arena.reserve`.  Raises `OSError`: then nothing changed.
     """
     before = arena.reserved
     try:
         with ThreadPoolExecutor(1, "place") as pool:  # a thread of its own, because it moves from node to node
-            pool.submit(_reserve, arena, parts).result()
+            return pool.submit(_reserve, arena, parts, huge).result()
     except OSError:
         arena.give_back(before)
         raise
 
 
-def _reserve(arena: Arena, parts: Sequence[Part]) -> None:
+def _reserve(arena: Arena, parts: Sequence[Part], huge: bool) -> bool:
+    is_granted = True
     for end, cpus in parts:
         stay_on(cpus)
-        arena.reserve(end)
+        is_granted &= arena.reserve(end, huge)
+    return is_granted

@@ -65,7 +65,7 @@ class ModelPages:
         wake: Callable[[], object] = lambda: None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """`on_moved` is called after each page that was copied from another arena, `wake` by threads that use disks.
+        """`on_moved` is called after each page that was copied and each extent of memory, `wake` by threads of disks.
 
         `name`: of the model that this is a version of; "" when it has only one version.  `clock_ns`: ns since 1970, the
         same clock after a restart.

@@ -98,7 +98,7 @@ def test_a_successor_continues_with_the_same_memory(tmp_path: Path) -> None:
 def test_a_successor_has_the_pages_behind_the_last_extent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
 ) -> None:
-    """Few pages behind a whole extent lie in its last huge page: all of the arena's, or what a full file system left."""
+    """Few pages behind a whole extent lie in its last huge page: the arena's, or what a full file system left."""
     total = (2 if is_full else 1) * PAGES_OF_AN_EXTENT + 50
     budget = total * (GEOMETRY.page_bytes + PAGE_HEADER) + 8192
 
@@ -165,24 +165,50 @@ def test_room_for_less_than_an_extent_is_used(opened: OpenedArena, monkeypatch: 
     pages.check()
 
 
-def test_no_more_huge_pages_are_asked_for_once_they_took_long(
-    opened: OpenedArena, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("is_granted", "took_s"), [(False, 0.0), (True, 2 * extents.MAX_HUGE_S)])
+def test_no_huge_pages_are_asked_for_until_a_while_after_a_refusal_or_a_slow_one(
+    opened: OpenedArena, monkeypatch: pytest.MonkeyPatch, is_granted: bool, took_s: float
 ) -> None:
     asked: list[tuple[int, int]] = []
+    now = 0.0
 
     def collapse(fd: int, address: int, begin: int, end: int) -> bool:
+        nonlocal now
+        now += took_s
         asked.append((begin, end))
-        return False
+        return is_granted
 
     monkeypatch.setattr(huge_pages, "collapse", collapse)
-    pages = manager_of(opened)
-    assert isinstance(take(pages, "a", 1), Grant)
-    monkeypatch.setattr(extents, "MAX_HUGE_S", -1.0)
-    assert isinstance(take(pages, "b", PAGES_OF_AN_EXTENT), Grant)
+    memory = extents.Extents(opened.arena, GEOMETRY, len(opened.views.pages), EXTENT_BYTES // 4, clock=lambda: now)
+    each = PAGES_OF_AN_EXTENT // 4
+    memory.grow(3 * each)
+    assert len(asked) == 1  # of three extents
+    now += extents.HUGE_RETRY_S - 0.1
+    memory.grow(4 * each)
+    assert len(asked) == 1
+    now += 0.2
+    memory.grow(6 * each)
     assert len(asked) == 2
     assert all(end % huge_pages.HUGE_BYTES == 0 for _, end in asked)
-    assert isinstance(take(pages, "c", PAGES_OF_AN_EXTENT), Grant)
-    assert len(asked) == 2
+
+
+def test_a_large_growth_is_in_huge_pages_and_reports_each_extent(
+    opened: OpenedArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long all of it takes: the time of each extent counts."""
+    now, grown = 0.0, []
+    asked: list[int] = []
+
+    def collapse(fd: int, address: int, begin: int, end: int) -> bool:
+        nonlocal now
+        now += 0.9 * extents.MAX_HUGE_S
+        asked.append(end)
+        return True
+
+    monkeypatch.setattr(huge_pages, "collapse", collapse)
+    memory = extents.Extents(opened.arena, GEOMETRY, len(opened.views.pages), EXTENT_BYTES // 4, clock=lambda: now)
+    memory.grow(2 * PAGES_OF_AN_EXTENT, lambda: grown.append(len(asked)))
+    assert grown == list(range(1, 9))
 
 
 def test_what_arenas_have_yet_to_reserve_is_not_free(tmp_path: Path) -> None:
@@ -229,9 +255,10 @@ def test_memory_is_taken_from_memory_nodes_in_turns(tmp_path: Path, monkeypatch:
     seen: list[tuple[int, set[int]]] = []
     real = Arena.reserve
 
-    def reserve(self: Arena, nbytes: int) -> None:
-        real(self, nbytes)
+    def reserve(self: Arena, nbytes: int, huge: bool = False) -> bool:
+        is_granted = real(self, nbytes, huge)
         seen.append((nbytes, os.sched_getaffinity(0)))
+        return is_granted
 
     monkeypatch.setattr(Arena, "reserve", reserve)
     opened = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1)
@@ -263,11 +290,14 @@ def test_pages_are_placed_on_the_nodes_of_the_models_cores(
     lists = {0: str(cpus[0]), 1: ",".join(map(str, cpus[1:]))}
     monkeypatch.setenv("STARLING_NODES", str(memory_nodes(tmp_path / "nodes", lists)))
     seen: set[frozenset[int]] = set()
+    asked: set[bool] = set()
     real = Arena.reserve
 
-    def reserve(self: Arena, nbytes: int) -> None:
-        real(self, nbytes)
+    def reserve(self: Arena, nbytes: int, huge: bool = False) -> bool:
+        is_granted = real(self, nbytes, huge)
         seen.add(frozenset(os.sched_getaffinity(0)))
+        asked.add(huge)
+        return is_granted
 
     opened = open_arena(tmp_path / "m.kv", GEOMETRY, DIGEST, BUDGET, 1, [cpus[1]] if is_pinned else cpus)
     pages = manager_of(opened)
@@ -275,5 +305,6 @@ def test_pages_are_placed_on_the_nodes_of_the_models_cores(
     assert isinstance(take(pages, "a", 1), Grant)
     expected = [{cpus[1]}] if is_pinned else [{cpus[0]}, set(cpus[1:])]
     assert seen == {frozenset(some) for some in expected}
+    assert asked == {is_pinned}  # huge pages where one node has all
     assert sorted(os.sched_getaffinity(0)) == cpus
     opened.arena.close()

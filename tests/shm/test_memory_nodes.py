@@ -82,9 +82,9 @@ def test_each_part_is_reserved_beside_its_node(arena: Arena, monkeypatch: pytest
     seen: list[tuple[int, set[int], int]] = []
     real = Arena.reserve
 
-    def reserve(self: Arena, nbytes: int) -> None:
-        real(self, nbytes)
+    def reserve(self: Arena, nbytes: int, huge: bool = False) -> bool:
         seen.append((nbytes, os.sched_getaffinity(0), threading.get_ident()))
+        return real(self, nbytes, huge)
 
     monkeypatch.setattr(Arena, "reserve", reserve)
     memory_nodes.reserve(arena, memory_nodes.in_turns(0, 3 * MIB, nodes, MIB))
@@ -108,10 +108,10 @@ def test_a_reservation_that_fails_returns_what_it_had(arena: Arena, monkeypatch:
     arena.reserve(64 * KIB)
     real = Arena.reserve
 
-    def reserve(self: Arena, nbytes: int) -> None:
+    def reserve(self: Arena, nbytes: int, huge: bool = False) -> bool:
         if nbytes > 2 * MIB:
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, nbytes)
+        return real(self, nbytes, huge)
 
     monkeypatch.setattr(Arena, "reserve", reserve)
     parts = memory_nodes.in_turns(64 * KIB, 3 * MIB, [sorted(os.sched_getaffinity(0))], MIB)

@@ -91,7 +91,7 @@ class PagePool:
     clock_ns: Callable[[], int] = time.time_ns
     memory: PageMemory | None = None  # of the pages; None: all have some
     fault: FaultPoint | None = None  # struck with the number of pages that have become full
-    on_moved: Callable[[], object] = lambda: None  # called after each page that was copied
+    on_moved: Callable[[], object] = lambda: None  # called after each page that was copied, and each extent of memory
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.arena, self.policy, None if self.memory is None else self.memory.n_pages)
@@ -308,7 +308,7 @@ class PagePool:
         """Reserve memory for `count` more pages, or as many as possible. Returns their number, which may be higher."""
         table, before = self.table, self.table.reserved
         if self.memory is not None and before < table.total:
-            table.grow(self.memory.grow(min(table.total, before + count)))
+            table.grow(self.memory.grow(min(table.total, before + count), self.on_moved))
         return table.reserved - before
 
     def _save_copy(self, page: int) -> None:
