@@ -23,6 +23,9 @@ from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_f32, get_i32, put_f32, put_i64
 
 LEAST_MEMBERS = 3  # of a prefix group: with two, an own pass over the prefix gains less than it costs
+# Groups of the same first page whose tables are compared with that of an entry; clients choose the prompts.  So
+# grouping reads at most so many times as much as the copy of the page tables.
+MOST_COMPARED = 8
 CONVERSION_ROWS = 12  # rows of a block that take about as long as the conversion of K and V for it
 
 
@@ -38,33 +41,56 @@ def _equal_splits(params, entry, other, most):
 
 
 @njit(**INNER)
+def _first_page(params, entry):
+    return get_i32(param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE))
+
+
+@njit(**INNER)
 def _join(params, entry, number):
-    """Add an entry of one query to the first group with which it shares enough; else it leads a group of its own."""
+    """Add an entry of one query to the group with which it shares most; else it leads a group of its own.
+
+    A group shrinks to what all of its members share, if the passes that this saves become more.
+    """
     splits = param(entry, p.P_START) // KV_SPLIT  # that are full, and hold nothing that this step writes
-    put_i64(entry + 8 * p.P_PREFIX, splits)
-    put_i64(entry + 8 * p.P_MEMBERS, 1)
+    best, longest, compared = -1, 0, 0
     for i in range(number):
         leader = p.entry_at(params, i)
         members, shared = param(leader, p.P_MEMBERS), param(leader, p.P_PREFIX)
-        if members == 0:
+        if members == 0 or _first_page(params, leader) != _first_page(params, entry):
             continue
         n = _equal_splits(params, leader, entry, min(shared, splits))
         # Each member but the first saves a pass over what all of them share.
-        if n > 0 and members * n >= (members - 1) * shared:
-            put_i64(entry + 8 * p.P_NEXT, param(leader, p.P_NEXT))
-            put_i64(entry + 8 * p.P_MEMBERS, 0)
-            put_i64(leader + 8 * p.P_NEXT, number)
-            put_i64(leader + 8 * p.P_MEMBERS, members + 1)
-            put_i64(leader + 8 * p.P_PREFIX, n)
-            return
+        if n > longest and members * n > (members - 1) * shared:
+            best, longest = i, n
+        compared += 1
+        if compared == MOST_COMPARED or longest == splits:
+            break
+    put_i64(entry + 8 * p.P_PREFIX, splits)
+    put_i64(entry + 8 * p.P_MEMBERS, 1)
+    if best >= 0:
+        leader = p.entry_at(params, best)
+        put_i64(entry + 8 * p.P_NEXT, param(leader, p.P_NEXT))
+        put_i64(entry + 8 * p.P_MEMBERS, 0)
+        put_i64(leader + 8 * p.P_NEXT, number)
+        put_i64(leader + 8 * p.P_MEMBERS, param(leader, p.P_MEMBERS) + 1)
+        put_i64(leader + 8 * p.P_PREFIX, longest)
+
+
+@njit(**INNER)
+def _attends_to_prefixes(params):
+    """Whether any layer attends to all positions before a query."""
+    for index in range(param(params, pb.N_LAYERS)):
+        if param(param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index, pb.WINDOW) == 0:
+            return True
+    return False
 
 
 @njit(**INNER)
 def group_prefixes(params):
     """Only rank 0: find the prefix groups of the plan of `params`; SHARED of the plan is the number of their entries.
 
-    None where a page belongs to some layers only, where queries attend to what is behind them, and where there are so
-    few queries that their KV splits are units of their own.
+    None where a page belongs to some layers only, where every layer has a window, where queries attend to what is
+    behind them, and where there are so few queries that their KV splits are units of their own.
     """
     plan = param(params, pb.PLAN)
     kept, heads = param(plan, p.ENTRIES_KEPT), param(params, pb.N_HEADS)
@@ -73,6 +99,7 @@ def group_prefixes(params):
         kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS
         or param(params, pb.PAGE_GROUPS) > 1
         or param(params, pb.ATTENDS_ALL)
+        or not _attends_to_prefixes(params)
     ):
         return
     for i in range(kept):
