@@ -349,7 +349,7 @@ class Arena:
         self.path.unlink(missing_ok=True)
 
 
-def populate(arenas: Sequence[Arena]) -> None:
+def populate(arenas: Sequence[Arena], cores: Collection[int] = ()) -> None:
     """Map the memory that is reserved into this process, in a background thread that takes a tenth of a core.
 
     Otherwise the first access maps a page, which costs time within a step, and the resident memory of the process keeps
@@ -357,15 +357,18 @@ def populate(arenas: Sequence[Arena]) -> None:
     only after everything else on a busy machine, and a killed process ends with its last thread.  It begins after
     `_POPULATE_AFTER_S`, and refers to no arena while it waits: the memory of one that was closed must be free when its
     successor is created.
+
+    cores: those that the thread may run on; default: this thread's. A rank, which is pinned to one, gives more.
     """
     found = [weakref.ref(arena) for arena in arenas]
-    threading.Thread(target=_populate, args=(found,), name="populate", daemon=True).start()
+    threading.Thread(target=_populate, args=(found, cores), name="populate", daemon=True).start()
 
 
-def _populate(arenas: Sequence[weakref.ref[Arena]]) -> None:
+def _populate(arenas: Sequence[weakref.ref[Arena]], cores: Collection[int]) -> None:
     """Run by the thread of `populate`."""
-    with contextlib.suppress(OSError):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # of this thread; a rank's main thread is pinned
+    if cores:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
     time.sleep(_POPULATE_AFTER_S)
     for arena in arenas:
         offset = 0

@@ -33,6 +33,7 @@ from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
 ACK_S = 30.0  # for a rank to attach, which takes milliseconds
+_unpinned: list[int] = []  # the cores of this process before `pin`; empty: it is not pinned
 
 
 class GroupError(RuntimeError):
@@ -63,7 +64,7 @@ class Attachment:
             self._arenas.append(activations)
             self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
             self.table = RankTable(model, self.arenas, rank)
-            populate(self._arenas)
+            populate(self._arenas, _unpinned)
         except BaseException:
             self.close()
             raise
@@ -124,6 +125,7 @@ class Rank(NamedTuple):
 def pin(cpus: list[int], rank: int, ranks: int) -> None:
     """Pin this thread to its rank's CPU, unless there are more ranks than CPUs."""
     if ranks <= len(cpus):
+        _unpinned[:] = _unpinned or sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cpus[rank]})
 
 

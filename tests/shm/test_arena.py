@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from shm import arena as arena_module
 from shm import pages, step_ring
 from shm.arena import Arena, ArenaError, remove_stale_arenas
 from shm.pages import KvGeometry
@@ -138,3 +142,29 @@ def test_an_arena_that_cannot_be_created_names_file_and_reason(tmp_path: Path) -
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ArenaError, match=r"file/a\.act cannot be created: File exists"):
         Arena.create(tmp_path / "file" / "a.act", "test", 1, 4096, {})
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_a_thread_that_populates_stays_on_its_cores_unless_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores, seen, ended = sorted(os.sched_getaffinity(0)), [], threading.Event()
+
+    def look(_arena: weakref.ref[Arena], _offset: int) -> bool:
+        seen.append(sorted(os.sched_getaffinity(0)))
+        ended.set()
+        return False
+
+    monkeypatch.setattr(arena_module, "_populate_slice", look)
+    monkeypatch.setattr(arena_module, "_POPULATE_AFTER_S", 0.0)
+    path = Path("/dev/shm") / f"starling-test-arena-cores-{os.getpid()}"
+    arena = Arena.create(path, "test", 1, 1 << 20, {})
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        for given in ((), cores):
+            ended.clear()
+            arena_module.populate([arena], given)
+            assert ended.wait(60.0)
+    finally:
+        os.sched_setaffinity(0, cores)
+        arena.close()
+        arena.unlink()
+    assert seen == [cores[:1], cores]
