@@ -223,7 +223,7 @@ class PerformanceConfig(Section, frozen=True, kw_only=True):
     use_mmap: bool = True  # map the weights' files; false: read them into memory of huge pages
     weight_copies: Literal["never", "auto", "always"] = "never"  # one on each memory node; auto: if memory allows it
     worker_groups: Annotated[int, Meta(ge=1, le=64)] | Literal["auto"] = 1  # of each model; auto: one a memory node
-    control_cores: Annotated[int, Meta(ge=0, le=64)] | Literal["auto"] = "auto"  # without ranks; auto: 1 of more than 2
+    control_cores: Annotated[int, Meta(ge=0, le=64)] | Literal["auto"] = "auto"  # without ranks; auto: 0 of 2, 1 of 16
 
 
 class LoggingConfig(Section, frozen=True, kw_only=True):

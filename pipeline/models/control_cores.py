@@ -1,8 +1,8 @@
 """Cores for the control plane: gateway, tokenizer, scheduler and kv compute on them, and ranks on the others.
 
 Ranks wait for each other in every layer, so that all of them wait while another process takes the core of one.  On a
-server with more than two cores the first one is the control plane's therefore (`performance.control_cores`).  A model
-whose `cpus` name such cores, or whose `ranks` need them, computes there all the same.
+server with more than two cores the first ones are the control plane's therefore (`performance.control_cores`), unless
+a configured model has `cpus` or needs all cores.
 """
 
 from __future__ import annotations
@@ -12,44 +12,66 @@ from collections.abc import Sequence
 
 from pipeline.config import server_cores
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.models import core_groups
 
 log = logging.getLogger("starling.stage")
 
 FEW = 2  # cores of a server that has none to spare
+CORES_FOR_ONE = 16  # of a server, for each core of its control plane; an estimate
 
 
 def count(config: Config, n_cores: int) -> int:
-    """Number of cores of the control plane alone, if the server has so many. One at least is left for ranks."""
+    """Number of cores of the control plane alone, if models leave it any. One at least is left for ranks."""
     setting = config.performance.control_cores
     if setting == "auto":
-        return int(n_cores > FEW)
+        setting = 1 + (n_cores - 1) // CORES_FOR_ONE if n_cores > FEW else 0
     return min(setting, max(0, n_cores - 1))
 
 
-def computing(config: Config, model: ModelConfig, cores: Sequence[int]) -> list[int]:
-    """Those of a server's cores that a model's ranks are divided among.
+def reserved(config: Config, cores: Sequence[int]) -> list[int]:
+    """Those of a server's cores that its control plane has for itself: the same ones for all models and stages.
 
-    All of them where the others are too few for the ranks or worker groups that the configuration asks for.
+    [] if a model has `cpus`, which may be beside other engines, or if the others are too few for one.
     """
-    groups = config.performance.worker_groups
-    needed = max(1, model.ranks) * (1 if groups == "auto" else groups)
-    left = list(cores[count(config, len(cores)) :])
-    return left if len(left) >= needed else list(cores)
+    n = count(config, len(cores))
+    models = config.models
+    if any(model.cpus for model in models) or not all(_suffice(config, model, cores, cores[n:]) for model in models):
+        return []
+    return list(cores[:n])
+
+
+def computing(config: Config, cores: Sequence[int]) -> list[int]:
+    """Those of a server's cores that the ranks of a model without `cpus` are divided among."""
+    return list(cores[len(reserved(config, cores)) :])
+
+
+def _suffice(config: Config, model: ModelConfig, cores: Sequence[int], left: Sequence[int]) -> bool:
+    """Whether a model has its worker groups and ranks on what is left of the cores, too, without smaller groups.
+
+    Without `ranks` each of a given number of groups must have equally many cores.
+    """
+    groups = 1 if config.drafts(model.name) else config.performance.worker_groups
+    now = core_groups.of(left, groups, model.ranks)
+    sizes = [len(cpus) for cpus in now]
+    if len(now) != len(core_groups.of(cores, groups, model.ranks)) or sum(sizes) > len(left):
+        return False
+    if model.ranks:
+        return min(sizes) >= model.ranks
+    return groups == "auto" or len(set(sizes)) == 1
 
 
 def keep(config: Config) -> list[int]:
     """Keep this process, a stage of the control plane without threads yet, to its cores; they are returned.
 
-    [] and no change where there are none, or where a configured model computes on them.
+    [] and no change where there are none.
     """
-    cores = server_cores.own()
-    reserved = cores[: count(config, len(cores))]
-    used = {cpu for model in config.models for cpu in model.cpus or computing(config, model, cores)}
-    if not reserved or used & set(reserved):
+    one_group = config.performance.worker_groups == 1
+    cores = reserved(config, server_cores.own() if one_group else server_cores.of(config))
+    if not cores:
         return []
     try:
-        server_cores.keep_to(reserved)
+        server_cores.keep_to(cores)
     except OSError as error:  # the control group has lost them meanwhile: the stage runs where it may
-        log.warning("the stage runs on any core", extra={"cores": reserved, "error": error.strerror})
+        log.warning("the stage runs on any core", extra={"cores": cores, "error": error.strerror})
         return []
-    return reserved
+    return cores

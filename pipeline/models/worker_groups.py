@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 from pipeline.config import server_cores
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.models import control_cores
+from pipeline.models import control_cores, core_groups
 from pipeline.models.versions import ModelVersion
-from shm import memory_nodes
 
 
 def count(config: Config, model: ModelConfig, name: str) -> int:
@@ -33,16 +32,14 @@ def cpus_of_groups(config: Config, model: ModelConfig, name: str) -> list[list[i
     With one group those that this process may run on.  With several all processes of a server find the same ones, of
     which each uses those that it may run on (`allowed`).
     """
-    setting = config.performance.worker_groups
-    is_one = setting == 1 or config.drafts(name)
-    cores = server_cores.own() if is_one else server_cores.of(config)
-    cpus = [cpu for cpu in model.cpus if cpu in cores] or control_cores.computing(config, model, cores)
-    if is_one:
-        return [cpus]
-    by_node = memory_nodes.of(cpus)
-    if setting == "auto":
-        return by_node if min(map(len, by_node)) >= model.ranks else [cpus]
-    return divide(by_node, setting)
+    is_one = config.performance.worker_groups == 1 or config.drafts(name)
+    return among(server_cores.own() if is_one else server_cores.of(config), config, model, name)
+
+
+def among(cores: Sequence[int], config: Config, model: ModelConfig, name: str) -> list[list[int]]:
+    """`cpus_of_groups` of a server that may run on `cores`."""
+    cpus = [cpu for cpu in model.cpus if cpu in cores] or control_cores.computing(config, cores)
+    return core_groups.of(cpus, 1 if config.drafts(name) else config.performance.worker_groups, model.ranks)
 
 
 def cores_of_ranks(config: Config, model: ModelConfig, name: str) -> list[int]:
@@ -57,22 +54,3 @@ def allowed(cpus: Sequence[int]) -> list[int]:
     """The cores of a group that this process may run on; all that it may run on if those are none of them."""
     own = server_cores.own()
     return [cpu for cpu in cpus if cpu in own] or own
-
-
-def divide(by_node: Sequence[Sequence[int]], groups: int) -> list[list[int]]:
-    """Cores, given by memory node, divided among so many groups.
-
-    A group has cores of one node if each node can have equally many groups.  With fewer cores than groups, which
-    happens where the server may run on fewer cores than the configuration was checked with, all groups have all.
-    """
-    flat = [cpu for node in by_node for cpu in node]
-    if len(flat) < groups:
-        return [list(flat) for _ in range(groups)]
-    each, rest = divmod(groups, len(by_node))
-    if rest or min(map(len, by_node)) < each:
-        return _parts(flat, groups)
-    return [part for node in by_node for part in _parts(node, each)]
-
-
-def _parts(cpus: Sequence[int], n: int) -> list[list[int]]:
-    return [list(cpus[i * len(cpus) // n : (i + 1) * len(cpus) // n]) for i in range(n)]

@@ -273,6 +273,14 @@ def test_an_engine_gets_the_agents_settings_and_no_secrets_of_others() -> None:
     assert [model.name for model in engine.models] == ["m"]
 
 
+@pytest.mark.parametrize(("setting", "expected"), [("auto", 0), (2, 2)])
+def test_an_engine_takes_no_core_from_ranks_unless_told_to(setting: int | str, expected: int) -> None:
+    """The first core of the host may be another engine's."""
+    config = resolve({"performance": {"control_cores": setting}}, {})
+    engine = engine_config(config, ModelConfig(name="m", path="/x/y.idx"), Path("/run/e"), 4711, "sk-engine")
+    assert engine.performance.control_cores == expected
+
+
 def test_the_page_cache_is_asked_about_a_file(tmp_path: Path) -> None:
     path = tmp_path / "m.bin"
     path.write_bytes(b"x" * (9 << 20))

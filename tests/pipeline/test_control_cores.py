@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models import control_cores, worker_groups
+from tests.emulated_machine import memory_nodes
 
 
 def configured(control: int | str = "auto", groups: int | str = 1, **model: Any) -> Config:
@@ -31,14 +33,14 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     os.sched_setaffinity(0, allowed)
 
 
-@pytest.mark.parametrize(("n", "expected"), [(1, 0), (2, 0), (3, 1), (4, 1), (128, 1)])
-def test_a_server_with_more_than_two_cores_spares_one(n: int, expected: int) -> None:
+@pytest.mark.parametrize(("n", "expected"), [(1, 0), (2, 0), (3, 1), (16, 1), (17, 2), (32, 2), (64, 4), (65, 5)])
+def test_a_server_with_more_than_two_cores_spares_one_of_sixteen(n: int, expected: int) -> None:
     assert control_cores.count(configured(), n) == expected
 
 
 def test_one_core_is_left_for_ranks_wherever_a_stage_may_run() -> None:
     """A stage may start again in a control group that has got smaller."""
-    assert [control_cores.count(configured(control=1), n) for n in (1, 2, 3)] == [0, 1, 1]
+    assert [control_cores.count(configured(control=2), n) for n in (1, 2, 3, 4)] == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,8 @@ def test_the_cores_of_ranks(cores: list[int], settings: dict[str, Any], expected
 
 
 @pytest.mark.parametrize(
-    ("groups", "ranks", "expected"), [(3, 1, [1, 1, 1]), (4, 0, [1, 1, 1, 1]), (2, 2, [2, 2]), (2, 1, [1, 2])]
+    ("groups", "ranks", "expected"),
+    [(3, 1, [1, 1, 1]), (4, 0, [1, 1, 1, 1]), (2, 2, [2, 2]), (2, 0, [2, 2]), (2, 1, [1, 2])],
 )
 def test_groups_that_need_all_cores_have_them(
     cores: list[int], monkeypatch: pytest.MonkeyPatch, groups: int, ranks: int, expected: list[int]
@@ -82,6 +85,63 @@ def test_a_stage_keeps_to_its_cores_and_counts_those_of_the_server(cores: list[i
     assert found == [{allowed[0]}] == [os.sched_getaffinity(0)]
     assert server_cores.own() == allowed
     assert worker_groups.cpus_of_groups(config, config.models[0], "m") == [allowed[1:]]
+
+
+@pytest.mark.parametrize(
+    ("control", "groups", "ranks", "first", "sizes"),
+    [
+        ("auto", "auto", 0, 1, [7, 8]),
+        ("auto", "auto", 7, 1, [7, 8]),
+        ("auto", "auto", 8, 0, [8, 8]),  # two groups of 8 ranks, not one in all
+        ("auto", "auto", 9, 1, [15]),  # one in all has 9 ranks wherever
+        (8, "auto", 0, 0, [8, 8]),  # a node without cores would have no group
+        ("auto", 2, 0, 0, [8, 8]),
+        ("auto", 4, 0, 0, [4, 4, 4, 4]),
+        (4, 4, 0, 0, [4, 4, 4, 4]),  # twelve would be 2, 2, 4, 4 on two nodes
+        (4, 4, 2, 4, [2, 2, 4, 4]),
+        (4, 4, 3, 0, [4, 4, 4, 4]),
+    ],
+)
+def test_groups_on_two_memory_nodes(
+    cores: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    control: int | str,
+    groups: int | str,
+    ranks: int,
+    first: int,
+    sizes: list[int],
+) -> None:
+    cores += range(16)
+    monkeypatch.setattr(server_cores, "of", lambda config: cores)
+    folder = memory_nodes(tmp_path / "nodes", {0: "0-7", 1: "8-15"})
+    monkeypatch.setenv("STARLING_NODES", str(folder))
+    config = configured(control, groups, ranks=ranks)
+    divided = worker_groups.cpus_of_groups(config, config.models[0], "m")
+    assert (divided[0][0], [len(some) for some in divided]) == (first, sizes)
+
+
+@pytest.mark.parametrize(("n", "control", "first"), [(32, 1, 0), (33, 1, 1), (32, 4, 4)])
+def test_cores_are_taken_if_the_others_divide_evenly(
+    cores: list[int], monkeypatch: pytest.MonkeyPatch, n: int, control: int, first: int
+) -> None:
+    cores += range(n)
+    monkeypatch.setattr(server_cores, "of", lambda config: cores)
+    config = configured(control, 4)
+    divided = worker_groups.cpus_of_groups(config, config.models[0], "m")
+    assert divided[0][0] == first
+    assert len({len(some) for some in divided}) == 1
+
+
+@pytest.mark.parametrize("other", [{"cpus": [0, 1]}, {"cpus": [2, 3]}, {"cpus": [8, 9]}, {"ranks": 4}])
+def test_one_model_that_leaves_no_core_decides_for_all(cores: list[int], other: dict[str, Any]) -> None:
+    allowed = os.sched_getaffinity(0)
+    cores += [0, 1, 2, 3]
+    models = [{"name": "m", "path": "/m.gguf"}, {"name": "o", "path": "/o.gguf", **other}]
+    config = resolve({"models": models}, {})
+    assert worker_groups.cpus_of_groups(config, config.models[0], "m") == [cores]
+    assert control_cores.keep(config) == []
+    assert os.sched_getaffinity(0) == allowed
 
 
 @pytest.mark.parametrize("settings", [{"control": 0}, {"cpus": [0]}])

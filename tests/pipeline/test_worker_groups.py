@@ -12,7 +12,7 @@ from pipeline.config import server_cores
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.models import arena_sizes, worker_groups
+from pipeline.models import arena_sizes, core_groups, worker_groups
 from pipeline.models.versions import ModelVersion, initial
 from shm.arena import HEADER_BYTES, align
 from shm.checkpoint import Hyper
@@ -43,7 +43,7 @@ def configured(groups: int | str, *, draft: bool = False, **model: Any) -> Confi
 def test_cores_are_divided_within_nodes_where_that_is_possible(
     by_node: list[list[int]], groups: int, expected: list[list[int]]
 ) -> None:
-    assert worker_groups.divide(by_node, groups) == expected
+    assert core_groups.divide(by_node, groups) == expected
 
 
 def test_the_groups_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

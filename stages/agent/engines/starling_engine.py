@@ -368,6 +368,8 @@ def engine_config(config: Config, model: ModelConfig, run_dir: Path, port: int, 
     plain["auth"] = {"api_keys": [{"key": key, "tenant": "fleet", "admin": True}]}
     plain["scheduler"] |= {"tenant_weights": {}}
     plain["metrics"] |= {"enabled": True}
+    if config.performance.control_cores == "auto":  # all engines of the host would keep to the same core
+        plain["performance"]["control_cores"] = 0
     plain["models"] = [msgspec.to_builtins(model)]
     return msgspec.convert(plain, Config)
 
