@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from pipeline import cgroup, procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.models import capacity
+from pipeline.models import capacity, control_cores, worker_groups
 from shm import memory_nodes
 from shm.huge_pages import is_granted
 from starling.doctor.finding import Finding, megabytes, ok, problem, warning
@@ -33,7 +33,7 @@ def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
     """Every finding about the machine."""
     limits = cgroup.read(machine.proc, machine.sys / "fs" / "cgroup")
     yield cpu()
-    yield cores(config, limits, len(os.sched_getaffinity(0)))
+    yield cores(config, limits, sorted(os.sched_getaffinity(0)))
     yield memory(config, limits, machine)
     yield arenas(config)
     yield huge_pages(config, machine, is_granted(_existing(paths.arena_dir(config))))
@@ -85,18 +85,29 @@ def _cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "this CPU")
 
 
-def cores(config: Config, limits: cgroup.Limits, allowed: int) -> Finding:
+def cores(config: Config, limits: cgroup.Limits, allowed: Sequence[int]) -> Finding:
     """Cores that the ranks get. Ranks that wait for each other stall when a quota stops one of them."""
-    found = f"{allowed} core{'s' if allowed > 1 else ''}"
-    most = max(model.ranks or len(model.cpus) or allowed for model in config.models)
+    n_cores, control = len(allowed), control_cores.reserved(config, allowed)
+    found = f"{n_cores} core{'s' if n_cores > 1 else ''}"
+    if control:
+        names = ", ".join(map(str, control))
+        found += f", core{'s' if len(control) > 1 else ''} {names} {'are' if len(control) > 1 else 'is'}"
+        found += " the control plane's"
+    most, n_groups = 0, 1
+    for model in config.models:
+        groups = worker_groups.among(allowed, config, model, model.name)
+        ranks = sum(model.ranks or len(cpus) for cpus in groups)
+        if ranks > most:
+            most, n_groups = ranks, len(groups)
+    has = f"a model has {most} ranks" + (f" in {n_groups} groups" if n_groups > 1 else "")
     if limits.cpus is not None:
         found += f", the control group allows the time of {limits.cpus:g}"
         if limits.cpus < most:
-            fits = max(1, int(limits.cpus))
+            fits = max(1, int(limits.cpus) // n_groups)
             remedy = f"set models[].ranks: {fits}, or raise the quota (docker run --cpus, cpu.max) to {most}"
-            return warning("cores", f"{found}, and a model has {most} ranks, which a quota stops in turn", remedy)
-    if most > allowed:
-        return warning("cores", f"{found}, and a model has {most} ranks", f"set models[].ranks: {allowed}")
+            return warning("cores", f"{found}, and {has}, which a quota stops in turn", remedy)
+    if most > n_cores:
+        return warning("cores", f"{found}, and {has}", f"set models[].ranks: {max(1, n_cores // n_groups)}")
     return ok("cores", found)
 
 

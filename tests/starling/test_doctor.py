@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -89,13 +90,26 @@ def test_a_machine_without_control_groups(tmp_path: Path) -> None:
 
 
 def test_cores() -> None:
-    none = cgroup.Limits(None, None, None)
-    assert machine.cores(CONFIG, none, 8).state == "ok"
-    found = machine.cores(CONFIG, cgroup.Limits(1.5, None, None), 8)
+    none, eight = cgroup.Limits(None, None, None), list(range(8))
+    assert machine.cores(CONFIG, none, eight).state == "ok"
+    found = machine.cores(CONFIG, cgroup.Limits(1.5, None, None), eight)
     assert (found.state, found.remedy.partition(",")[0]) == ("warning", "set models[].ranks: 1")
     ranks = Config(models=(ModelConfig(name=DEMO_MODEL, ranks=4),))
-    assert machine.cores(ranks, none, 2).state == "warning"
-    assert machine.cores(ranks, cgroup.Limits(4.0, None, None), 8).state == "ok"
+    assert machine.cores(ranks, none, [0, 1]).state == "warning"
+    assert machine.cores(ranks, cgroup.Limits(4.0, None, None), eight).state == "ok"
+
+
+def test_ranks_are_those_of_all_groups_beside_the_cores_of_the_control_plane() -> None:
+    quota, model = cgroup.Limits(6.0, None, None), ModelConfig(name=DEMO_MODEL)
+    assert "core 3 is the control plane's" in machine.cores(CONFIG, quota, [3, 4, 5]).found
+    assert "cores 0, 1 are the control plane's" in machine.cores(CONFIG, quota, list(range(17))).found
+    assert "control plane" not in machine.cores(CONFIG, quota, [3, 4]).found
+    assert "a model has 7 ranks" in machine.cores(CONFIG, quota, list(range(8))).found
+    assert machine.cores(CONFIG, quota, list(range(7))).state == "ok"
+    groups = Config(models=(msgspec.structs.replace(model, ranks=4),), performance=PerformanceConfig(worker_groups=2))
+    found = machine.cores(groups, quota, list(range(9)))
+    assert "a model has 8 ranks in 2 groups" in found.found
+    assert found.remedy.startswith("set models[].ranks: 3,")
 
 
 def test_memory(tmp_path: Path, home: Path) -> None:
