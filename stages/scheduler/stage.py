@@ -255,7 +255,7 @@ class SchedulerStage:
                 runner.complete(now)
                 if runner.has_step_everywhere:
                     # The gateway writes the tokens to clients while the next steps are composed on another core.
-                    self._send_output(runner)
+                    self._send_outbox(runner)
                 runner.run_round(now)
             return
         others = [name for name in self.runners if name not in claims]
@@ -275,7 +275,11 @@ class SchedulerStage:
             for frame in engine.leases.frames:
                 self.kv.send(frame)
             engine.leases.frames.clear()
-        outbox = engine.outbox
+        self._send_outbox(runner)
+
+    def _send_outbox(self, runner: VersionRunner) -> None:
+        """Send the engine's frames to the gateways; those to kv wait for the end of the round, which wakes it once."""
+        outbox = runner.engine.outbox
         if outbox.tokens or outbox.started or outbox.flush_events or (outbox.pooled and outbox.events):
             self._send_tokens(runner)
         if outbox.rejected:

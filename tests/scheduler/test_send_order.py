@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.protocol.messages import Frame, Tokens
+from pipeline.protocol.messages import Commit, Frame, Tokens
 from stages.scheduler.stage import SchedulerStage
 
 from .peers import submission
@@ -51,12 +51,17 @@ def test_tokens_are_sent_before_the_next_step_is_composed(
         heads.append(ring.head)
 
     monkeypatch.setattr(stage, "_send_gateway", send)
+    to_kv: list[Frame] = []
+    monkeypatch.setattr(stage.kv, "send", to_kv.append)
     for _ in range(computed):
         world.compute_step()
     head = ring.head
+    world.engine.leases.frames.append(Commit("m", "another", 16))
     stage._run_round(world.now)
     assert ring.head > head, "the next step is published"
     assert heads == ([head] if computed == 1 else [])
+    assert not to_kv, "kv is woken once, at the end of the round"
     stage._send_output(runner)
     assert len(heads) == 1
+    assert to_kv
     runner.engine, group.engine_group = own
