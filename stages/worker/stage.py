@@ -49,6 +49,7 @@ from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import open_verified, prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
+from stages.worker.control_polls import POLL_EVERY_NS, next_poll_ns
 from stages.worker.kernels import compiled, features
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
@@ -72,7 +73,6 @@ log = logging.getLogger("starling.worker")
 PREPARE_S = 3600.0  # longest preparation: a large download, during which heartbeats and progress go on
 SPIN_NS = 60_000  # polling of the head counter before sleeping
 ARRIVAL_POLL_S = 0.002  # between two looks at the weights that a step waits for; a frame ends it
-POLL_EVERY_NS = 120_000_000  # between reads of the control socket under load, during which all ranks wait: one tick
 
 
 class WorkerStage:
@@ -93,7 +93,6 @@ class WorkerStage:
         self._steps = 0  # number of steps, for the fault plan
         self._next_poll = 0
         self._bell = Ringer()
-
         self._activations_path = paths.arena_dir(config) / f"{version.group_slug}.act"
         self._arena_labels = self.version.name, "activations", "reserved"
         self._phases = PhaseTimes()
@@ -369,7 +368,8 @@ class WorkerStage:
         self.loop.busy = True
         if self.loop.is_idle:
             self.loop.mark_active()
-        limit_ns = max(0, self._next_poll - time.monotonic_ns())
+        self._next_poll = next_poll_ns(now := time.monotonic_ns(), self._next_poll, self.loop.stopping)
+        limit_ns = max(0, self._next_poll - now)
         if self._fault.trigger is not None:
             limit_ns = 0  # return to Python after each step
             self._steps += 1
