@@ -88,11 +88,12 @@ def taken(pids: Iterable[int]) -> Counter[str]:
 
 def measure(model: dict[str, object], models_dir: Path, cores: list[int]) -> Measured:
     """Predict, serve, fill the KV arena, and measure one model."""
-    config = resolve({"models": [{**model, "cpus": cores}]}, {})
+    settings = {"performance": {"control_cores": 0}}  # one rank on each core, as planned
+    config = resolve({"models": [{**model, "cpus": cores}], **settings}, {})
     prepare_checkpoint(config.models[0], models_dir)
     predicted, index_path = plan(config, config.models[0], models_dir), find_index(config.models[0], models_dir)
     assert predicted is not None and index_path is not None  # it has just been prepared
-    with ServerUnderTest(model, cores, {}, {}) as server:
+    with ServerUnderTest(model, cores, settings, {}) as server:
         fill(server, predicted)
         sizes = taken(server.pids)
         data = Checkpoint(index_path).data[:MEASURED_BYTES]

@@ -1,10 +1,10 @@
 """What the kernels alone would give: the steps that a server has computed, once more in this process, without a server.
 
 The steps are read from the arena while the server computes them, and computed again right after it by the same number
-of ranks on the same cores.  Nothing runs between two of them.  The gap is the share of the throughput that is missing
-over HTTP: control plane, client, waits, and what these take from the ranks' cores.  Each gap is reported with what
-makes it: CPU time of the control plane and of this client, the time that ranks waited for their cores, and the time
-without a step.
+of ranks on the cores that these had.  Nothing runs between two of them.  The gap is the share of the throughput that is
+missing over HTTP: control plane, client, waits, and what these take from the ranks' cores, but not the cores that the
+control plane has alone.  Each gap is reported with what makes it: CPU time of the control plane and of this client, the
+time that ranks waited for their cores, and the time without a step.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ class Measured(NamedTuple):
         return 1 - self.served / self.kernels
 
 
-def measure(server: ServerUnderTest, prompts: Prompts, index: Path, cores: list[int], load: Load) -> Measured:
+def measure(server: ServerUnderTest, prompts: Prompts, index: Path, load: Load) -> Measured:
     """A workload once. `RuntimeError` if requests fail or steps are missed."""
     texts = [[prompts.text(load.prompt) for _ in range(load.requests)] for _ in range(CLIENTS)]
     requests = [[server.request(body(server.model, text, load.output)) for text in own] for own in texts]
-    before = server.rank_waits_s()
+    before, cores = server.rank_waits_s(), server.rank_cores()
     run, watch, used = watched(server, requests)
     waits = [after - first for after, first in zip(server.rank_waits_s(), before, strict=True)]
     failed = [response for response in run.responses if not response.is_good]
@@ -114,7 +114,7 @@ def gaps(
     found: dict[str, list[Measured]] = {load.title: [] for load in loads}
     for number in range(rounds):
         for load in loads:
-            one = watch.undisturbed(partial(measure, server, prompts, index, cores, load))
+            one = watch.undisturbed(partial(measure, server, prompts, index, load))
             found[load.title].append(one)
             click.echo(
                 f"gaps, round {number + 1} of {rounds}: {load.title}: {one.served:,.0f} over HTTP, {one.kernels:,.0f} "

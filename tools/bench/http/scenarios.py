@@ -30,7 +30,8 @@ PASSAGES = 24  # passages that are tried until the model repeats one
 REPEATS = 0.9  # share of a response that must stand in its prompt to count as repeating it
 SETTLE_S = 30.0  # traffic before memory is measured for the first time
 CLIENT = "client"  # this process, beside the stages
-LOOK_S = 0.005  # between two looks at the steps; fewer than eight short steps
+LOOK_S = 0.005  # between two looks at the steps, unless so many have finished meanwhile:
+LOOK_STEPS = sh.SLOTS // 4  # with up to SLOTS / 2 published steps, and some that finish before the next look
 
 
 class StepWatch:
@@ -50,11 +51,11 @@ class StepWatch:
         self.missed = 0
 
     def look_sometimes(self, now: float) -> None:
-        """`look`, if the last one was `LOOK_S` ago: data for many clients arrives at once, and looking takes CPU time.
+        """`look`, if the last one was `LOOK_S` or `LOOK_STEPS` ago: data for many clients arrives at once.
 
-        `now`: seconds.
+        Looking takes CPU time.  `now`: seconds.
         """
-        if now - self._looked_at >= LOOK_S:
+        if now - self._looked_at >= LOOK_S or int(self._steps.control[sh.DONE]) - self._last >= LOOK_STEPS:
             self._looked_at = now
             self.look()
 

@@ -51,11 +51,12 @@ class ServerUnderTest:
         """Start the server and wait until it is ready.
 
         model: its entry in the configuration's `models`, without `cpus`.
+        cores: the only ones that its processes may run on; it divides them among control plane and ranks itself.
         settings: further sections of the configuration.
         keys: API key by tenant; `request` uses the first tenant.
         spill: whether evicted pages go to a file.
         """
-        self.keys = dict(keys)
+        self.keys, self._cores = dict(keys), list(cores)
         self.port = free_port()
         self.address = ("127.0.0.1", self.port)
         self.model = str(model["name"])
@@ -65,7 +66,7 @@ class ServerUnderTest:
             folder.mkdir(parents=True, exist_ok=True)
             (home / folder.name).symlink_to(folder)
         config = {
-            "models": [{**model, "cpus": cores, **({"spill_path": str(home / "spill")} if spill else {})}],
+            "models": [{**model, **({"spill_path": str(home / "spill")} if spill else {})}],
             "cache": {"persist_mb": 0},
             "auth": {"api_keys": [{"key": key, "tenant": tenant} for tenant, key in keys.items()]},
             **settings,
@@ -90,7 +91,7 @@ class ServerUnderTest:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             process_group=0,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            preexec_fn=functools.partial(_begin_child, os.getpid(), self._cores),
         )
 
     def _prepare(self) -> None:
@@ -148,9 +149,16 @@ class ServerUnderTest:
         used["supervisors"] = everything - sum(used.values())
         return used
 
+    def _rank_pids(self) -> list[int]:
+        return [pid for stage, pids in self.stages().items() if stage.startswith("worker") for pid in pids]
+
+    def rank_cores(self) -> list[int]:
+        """The cores that ranks run on; fewer than those of the server if the control plane has some alone."""
+        return sorted({core for pid in self._rank_pids() for core in os.sched_getaffinity(pid)})
+
     def rank_waits_s(self) -> list[float]:
         """For each rank, the time in which it could run while another process had its core, so far."""
-        return [core_wait_s(pid) for stage, pids in self.stages().items() if stage.startswith("worker") for pid in pids]
+        return [core_wait_s(pid) for pid in self._rank_pids()]
 
     def metric(self, name: str) -> float:
         """A metric's sum over its labels; 0.0 when there is none."""
@@ -202,6 +210,11 @@ class ServerUnderTest:
         if not self._log.closed:
             self._log.close()
             self._home.cleanup()
+
+
+def _begin_child(parent: int, cores: list[int]) -> None:
+    die_with_parent(parent)
+    os.sched_setaffinity(0, cores)
 
 
 def drop_from_cache(path: Path) -> None:
