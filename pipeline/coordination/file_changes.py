@@ -32,7 +32,7 @@ class FileChanges:
         return self._watch.fd >= 0
 
     def close(self) -> None:
-        """Give the descriptor back. Idempotent. Whoever waits is not woken any more."""
+        """Give the descriptor back. Idempotent. Waiting tasks are not woken any more."""
         if self._waiting and self.has_descriptor:
             asyncio.get_running_loop().remove_reader(self._watch.fd)
         self._watch.close()

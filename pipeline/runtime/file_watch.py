@@ -67,7 +67,7 @@ class FileWatch:
                 continue
             if watch != self._watch and self._watch >= 0:
                 # Events of the old directory are no reason for `has_changed` from the next line on: this flag is.
-                # Whoever waits for `fd` is woken by them, or by the one that the removal queues.
+                # A loop that waits for `fd` is woken by them, or by the one that the removal queues.
                 self._is_exchanged = True
                 _libc.inotify_rm_watch(self._fd, self._watch)
             self._watch = watch
