@@ -174,7 +174,7 @@ def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adap
         4 * tokens * h.shared_ffn_width,
         tokens * _row_bytes(h.shared_ffn_width),
     )
-    plan = 8 * (11 + 15 * steps.max_entries + 4 * tokens + 3 * samples)
+    plan = 8 * (12 + 19 * steps.max_entries + 4 * tokens + 3 * samples)
     by_tiles = cpu.may_use_tiles()
     normed = (4 * tokens * h.width, tokens * _row_bytes(h.width), *((_packed_bytes(tokens, h.width),) * by_tiles))
     packed = (
