@@ -219,6 +219,12 @@ def test_what_its_process_has_prepared_ends_with_it(world: World) -> None:
     assert wait_gone(prepared[0])
 
 
+def sockets() -> set[str]:
+    """The sockets of this process, by their inodes."""
+    links = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return {Path(link).name for link in links if "socket:" in link}
+
+
 def test_it_ends_when_what_its_process_has_prepared_has_ended(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,6 +232,7 @@ def test_it_ends_when_what_its_process_has_prepared_has_ended(
     supervisor's log."""
     monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
     reader, writer = os.pipe()
+    inherited = sockets()
 
     def prepare(in_child: Callable[[], object]) -> list[int]:
         parent = os.getpid()
@@ -233,9 +240,8 @@ def test_it_ends_when_what_its_process_has_prepared_has_ended(
         if not pid:
             process.die_with_parent(parent)
             in_child()
-            links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > reader]
             logging.getLogger("starling").error("of a rank")
-            os.write(writer, f"{sum('socket:' in link for link in links)}".encode())
+            os.write(writer, f"{len(sockets() - inherited)}".encode())
             signal.pause()
         return [os.pidfd_open(pid)]
 

@@ -185,9 +185,10 @@ def test_the_arena_is_reserved_beside_the_ranks_of_each_node(tmp_path: Path, mon
     seen: list[tuple[int, set[int]]] = []
     real = Arena.reserve
 
-    def reserve(self: Arena, nbytes: int) -> None:
-        real(self, nbytes)
+    def reserve(self: Arena, nbytes: int, huge: bool = False) -> bool:
+        is_granted = real(self, nbytes, huge)
         seen.append((nbytes, os.sched_getaffinity(0)))
+        return is_granted
 
     monkeypatch.setattr(Arena, "reserve", reserve)
     arena = act.create_activations(tmp_path / "m.act", g, h, bytes(32), nodes)
