@@ -164,6 +164,33 @@ def set_next_unit(params, layer, entry, head, split):
     )
 
 
+@njit(**INNER)
+def run_attention(params, layer, entry, head_at, first, queries, group, out, out_stride, only, heads, head_step):
+    """Run the entry of attention (attention.attend) for the queries in this rank's scratch, over an entry's pages."""
+    run_entry(
+        param(params, pb.ATTEND),
+        (
+            param(params, pb.ATTENTION),
+            param(params, pb.PAGES),
+            head_at,
+            param(params, pb.PAGE_BYTES),
+            page_table(params, layer, entry),
+            first,
+            queries,
+            group,
+            param(params, pb.HEAD_DIM),
+            param(params, pb.PAGE_TOKENS),
+            params + 8 * pb.SCORE_SCALE,
+            out,
+            out_stride,
+            only,
+            param(layer, pb.WINDOW),
+            heads,
+            head_step,
+        ),
+    )
+
+
 @njit(**MERGED)
 def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, splits, splits_done):
     """One split of a single query; the rank that finishes the last of its splits combines them."""
@@ -171,28 +198,7 @@ def attend_split(params, layer, entry, token, kv_head, head_at, index, lowest, s
     group = heads // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
     pack_queries(params, layer, token, 1, kv_head, scratch)
-    run_entry(
-        param(params, pb.ATTEND),
-        (
-            scratch,
-            param(params, pb.PAGES),
-            head_at,
-            param(params, pb.PAGE_BYTES),
-            page_table(params, layer, entry),
-            param(entry, p.P_START),
-            1,
-            group,
-            dim,
-            param(params, pb.PAGE_TOKENS),
-            params + 8 * pb.SCORE_SCALE,
-            0,
-            0,
-            index,
-            param(layer, pb.WINDOW),
-            1,
-            0,
-        ),
-    )
+    run_attention(params, layer, entry, head_at, param(entry, p.P_START), 1, group, 0, 0, index, 1, 0)
     o, state = attention.output_at(scratch, dim), attention.state_at(scratch, dim)
     for g in range(group):
         at = param(entry, p.P_SPLIT) + index * heads + kv_head * group + g
@@ -284,28 +290,7 @@ def _attend_all_splits(
     """
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     out = param(params, pb.ATTN_OUT) + token * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
-    run_entry(
-        param(params, pb.ATTEND),
-        (
-            param(params, pb.ATTENTION),
-            param(params, pb.PAGES),
-            head_at,
-            param(params, pb.PAGE_BYTES),
-            page_table(params, layer, entry),
-            first,
-            queries,
-            group,
-            dim,
-            param(params, pb.PAGE_TOKENS),
-            params + 8 * pb.SCORE_SCALE,
-            out,
-            out_stride,
-            -1 - prefix,
-            param(layer, pb.WINDOW),
-            heads,
-            head_step,
-        ),
-    )
+    run_attention(params, layer, entry, head_at, first, queries, group, out, out_stride, -1 - prefix, heads, head_step)
 
 
 @njit(**INNER)
@@ -317,28 +302,8 @@ def attend_all(params, layer, entry, token, last, queries, kv_head, head_at):
     dim, group = param(params, pb.HEAD_DIM), param(params, pb.N_HEADS) // param(params, pb.N_KV_HEADS)
     scratch = param(params, pb.ATTENTION)
     pack_queries(params, layer, token, queries, kv_head, scratch)
-    run_entry(
-        param(params, pb.ATTEND),
-        (
-            scratch,
-            param(params, pb.PAGES),
-            head_at,
-            param(params, pb.PAGE_BYTES),
-            page_table(params, layer, entry),
-            last,
-            1,
-            queries * group,
-            dim,
-            param(params, pb.PAGE_TOKENS),
-            params + 8 * pb.SCORE_SCALE,
-            scratch,  # the place of the queries, which have been read
-            0,
-            -1,
-            param(layer, pb.WINDOW),
-            1,
-            0,
-        ),
-    )
+    # To the place of the queries, which have been read.
+    run_attention(params, layer, entry, head_at, last, 1, queries * group, scratch, 0, -1, 1, 0)
     for i in range(queries):
         out = param(params, pb.ATTN_OUT) + (token + i) * param(params, pb.ATTN_OUT_STRIDE) + 4 * kv_head * group * dim
         split_combine.copy(scratch + 4 * i * group * dim, out, group * dim)

@@ -16,9 +16,9 @@ from shm.pages import KV_SPLIT
 from stages.worker.kernels import attention, split_combine
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.attention_units import pack_queries, page_table, prefix_result_at, set_next_unit
+from stages.worker.kernels.attention_units import pack_queries, prefix_result_at, run_attention, set_next_unit
 from stages.worker.kernels.buffer_sizes import SPLIT_UNITS
-from stages.worker.kernels.entries import INNER, MERGED, run_entry
+from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_f32, get_i32, put_f32, put_i64
 
@@ -153,28 +153,9 @@ def _attend_prefix(params, layer, leader, first, n, kv_head, head_at):
         pack_queries(params, layer, param(entry, p.P_TOKEN), 1, kv_head, scratch + 4 * i * group * dim)
         at = param(entry, p.P_NEXT)
     set_next_unit(params, layer, leader, kv_head, -1)
-    run_entry(
-        param(params, pb.ATTEND),
-        (
-            scratch,
-            param(params, pb.PAGES),
-            head_at,
-            param(params, pb.PAGE_BYTES),
-            page_table(params, layer, leader),
-            param(leader, p.P_PREFIX) * KV_SPLIT - 1,
-            1,
-            n * group,  # to the entry of attention they are heads of one query
-            dim,
-            param(params, pb.PAGE_TOKENS),
-            params + 8 * pb.SCORE_SCALE,
-            0,
-            0,
-            -1,
-            0,
-            1,
-            0,
-        ),
-    )
+    last = param(leader, p.P_PREFIX) * KV_SPLIT - 1
+    # To the entry of attention they are heads of one query. The layer has no window (forward.py).
+    run_attention(params, layer, leader, head_at, last, 1, n * group, 0, 0, -1, 1, 0)
     state, acc = attention.state_at(scratch, dim), attention.combined_at(scratch, dim)
     at = first
     for i in range(n):
