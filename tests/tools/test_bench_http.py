@@ -245,6 +245,23 @@ def test_prompts_have_their_number_of_tokens(demo_gguf: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "has_words"), [(2000, True), (300, False)])
+def test_prompts_of_a_random_model_consist_of_its_words(tmp_path: Path, size: int, has_words: bool) -> None:
+    from stages.tokenizer.opened_models import ModelSource, open_model
+
+    gguf = write_model(tmp_path / "m.gguf", SHAPES["small"]._replace(vocab_size=size), "Q8_0")
+    index = prepare_checkpoint(ModelConfig(name="m", path=str(gguf)), tmp_path)
+    if not has_words:
+        with pytest.raises(RuntimeError, match="words that are one token, at least 32 are needed"):
+            Prompts(index, 1)
+        return
+    vocabulary = open_model(ModelSource(index)).vocabulary
+    texts = [Prompts(index, seed).text(1000) for seed in range(3)]
+    assert len(set(texts)) == 3
+    assert {len(vocabulary.encode(text, False)) for text in texts} == {1000}
+
+
+@pytest.mark.slow
 def test_it_runs_on_a_real_server_when_the_baseline_fails(
     demo_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,6 +39,7 @@ from tools.bench.offline.results import machine
 SLOTS = 16
 SLOT_TOKENS = 1024  # of context for each of the baseline's slots
 SECTIONS = ("table", "gaps", "steps", "long", "speculation", "prediction", "constrained", "idle")
+LONG_STREAMS = (1, 8, 16)  # beside a long prompt
 BATCHES = (1, 16, 32)  # streams of the runs that measure pauses between steps
 
 
@@ -132,6 +133,7 @@ def measure(
     slots: int = SLOTS,
     flat_s: float = 0.0,
     long_prompt: int = scenarios.LONG_PROMPT,
+    long_streams: Sequence[int] = LONG_STREAMS,
 ) -> dict[str, Any]:
     """Run the sections and print their figures; returns all of them."""
     works = tuple(work for work in WORKS if not (quick and work.clients * work.prompt > 2000))
@@ -155,7 +157,7 @@ def measure(
         if "gaps" in report:
             click.echo("\n".join(gap_lines(report["gaps"])))
         section("steps", lambda: [scenarios.pauses(server, prompts, batch) for batch in BATCHES])
-        section("long", lambda: [scenarios.long_prompt(server, prompts, batch, long_prompt) for batch in (1, 8, 16)])
+        section("long", lambda: [scenarios.long_prompt(server, prompts, n, long_prompt) for n in long_streams])
         section("speculation", lambda: scenarios.speculation(server, prompts, max(3, rounds)))
         section("prediction", lambda: predictions(server, prompts, max(3, rounds)))
         section("constrained", lambda: constrained(server, prompts, max(3, rounds)))
@@ -178,6 +180,12 @@ def measure(
 @click.option(
     "--long-prompt", default=scenarios.LONG_PROMPT, show_default=True, help="Tokens of the prompt of the section long."
 )
+@click.option(
+    "--long-streams",
+    default=",".join(map(str, LONG_STREAMS)),
+    show_default=True,
+    help="Streams beside that prompt, comma separated.",
+)
 @click.option("--flat", "flat_s", default=0.0, help="Seconds of traffic during which memory must stay flat: 180.")
 def main(
     gguf: Path | None,
@@ -188,13 +196,15 @@ def main(
     quick: bool,
     sections: tuple[str, ...],
     long_prompt: int,
+    long_streams: str,
     flat_s: float,
 ) -> None:
     """Figures of speed over HTTP, compared with llama-server in the same run."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     model = ModelConfig(name=gguf.stem, path=str(gguf)) if gguf else ModelConfig(name=DEMO_MODEL)
+    streams = [int(n) for n in long_streams.split(",")]
     chosen = sections or (() if flat_s else SECTIONS)
-    report = measure(model, numbers, rounds, baseline, quick, chosen, slots, flat_s, long_prompt)
+    report = measure(model, numbers, rounds, baseline, quick, chosen, slots, flat_s, long_prompt, streams)
     click.echo(json.dumps({"machine": machine(numbers), "http": report}))
 
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from stages.tokenizer.opened_models import ModelSource, open_model
+from stages.tokenizer.vocabulary import Vocabulary
 from starling.bench.figures import percentile
 from starling.bench.load import Run
 from starling.bench.response import ClientRequest, Response
 from starling.bench.words import WORDS
 
 OUTPUT = 64  # tokens of every response
+MIN_WORDS = 32  # of prompts, so that no two are alike
+WORD = re.compile(rb" [a-z]+")  # a token that is the same whatever words surround it
 TENANTS = ("a", "b", "c", "d")  # of the workload that queues; the first one sends as much as the others together
 
 
@@ -46,14 +50,25 @@ WORKS = (
 )
 
 
+def whole_words(vocabulary: Vocabulary, words: Iterable[str]) -> list[str]:
+    """Those of `words` that are one token behind a space."""
+    return [word for word in words if len(vocabulary.encode(" " + word, False)) == 1]
+
+
 class Prompts:
     """Distinct texts with an exact number of tokens: each word is one token."""
 
     def __init__(self, index_path: Path, seed: int) -> None:
         vocabulary = open_model(ModelSource(index_path)).vocabulary
-        self.words = [word for word in WORDS if len(vocabulary.encode(" " + word, False)) == 1]
-        if len(self.words) < 32:
-            raise RuntimeError("the model's vocabulary has too few whole words: measure another model over HTTP")
+        self.words = whole_words(vocabulary, WORDS)
+        if len(self.words) < MIN_WORDS:  # of a random model: its tokens that are words
+            tokens = (vocabulary.token_bytes(token) for token in range(vocabulary.size))
+            self.words = whole_words(vocabulary, [one[1:].decode() for one in tokens if WORD.fullmatch(one)])
+        if len(self.words) < MIN_WORDS:
+            raise RuntimeError(
+                f"the model's vocabulary has {len(self.words)} words that are one token, at least {MIN_WORDS} are "
+                "needed for distinct prompts: measure another model over HTTP"
+            )
         with_bos = vocabulary.encode("", False, add_bos=True)
         self._extra = len(with_bos)
         self._rng = random.Random(seed)
