@@ -5,16 +5,21 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from pipeline.config.schema import ModelConfig
+from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.offline import depths
 from tools.bench.offline.baseline import LLAMA_CPP, Baseline, available
+from tools.bench.offline.candidate import STEP_TOKENS, Candidate
 from tools.bench.offline.filled_cache import SequenceState
 from tools.reference.peer_context import ContextParameters, check_layout
+from tools.step_runner import Entry, StepRunner
 from tools.tiny_gguf import SHAPES, write_model
 
 needs_llama_cpp = pytest.mark.skipif(not available(), reason="`make peers` installs llama.cpp")
@@ -67,17 +72,65 @@ def test_restored_positions_give_the_logits_of_computed_ones(tmp_path: Path, fla
 
 
 @pytest.mark.slow
-def test_long_contexts_take_more_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_engines_are_timed_at_each_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that are timed begin behind as many positions as the report names."""
     monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
     monkeypatch.setattr("pipeline.config.paths.cache_dir", lambda: tmp_path)
-    arguments = ["--shape", "wide", "--format", "Q4_0", "--depths", "16,7000", "--rounds", "2"]
+    compute, timed = StepRunner.run, list[Entry]()
+
+    def run(runner: StepRunner, entries: Sequence[Entry]) -> list[int]:
+        timed.extend(entries)
+        return compute(runner, entries)
+
+    monkeypatch.setattr(StepRunner, "run", run)
+    arguments = ["--shape", "wide", "--format", "Q4_0", "--depths", "16,7000", "--rounds", "2", "--flash", "on"]
     result = CliRunner().invoke(depths.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = json.loads(result.output.splitlines()[-1])
+    rounds = [
+        (0, depth + first, count, 1)
+        for depth in (16, 7000)
+        for _ in range(2)
+        for first, count in [(0, STEP_TOKENS), *((at, 1) for at in range(depths.N_TOKENS))]
+    ]
+    warmed = [[(0, 0, STEP_TOKENS, 1), (0, depth, 1, 1), (0, depth + 1, 1, 1)] for depth in (16, 7000)]
+    half = len(rounds) // 2
+    assert timed == warmed[0] + rounds[:half] + warmed[1] + rounds[half:]
     short, long = report["depths"]
-    assert short["chunk"][2] > long["chunk"][2] > 0
-    assert long["kv_mb"] > short["kv_mb"]
+    assert min(*short["chunk"], *short["decode"], *long["chunk"], *long["decode"]) > 0
+    token_bytes = 4 * SHAPES["wide"].n_layers * SHAPES["wide"].n_kv_heads * SHAPES["wide"].head_dim
+    assert long["kv_mb"] - short["kv_mb"] == pytest.approx((7000 - 16) * token_bytes / 1e6, abs=2)
     assert "worst" in report
     if available():
-        assert set(long[LLAMA_CPP]) == set(depths.NAMES.values())
+        assert list(long[LLAMA_CPP]) == [depths.NAMES[1]]
         assert long["ratio"]["decode"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("work", ["chunk", "token"])
+def test_what_is_timed_reads_all_positions_before_it_and_none_behind(tmp_path: Path, work: str) -> None:
+    """A page with NaN makes the logits of a step NaN if and only if the step reads the page."""
+    depth, tokens = 4000, 8192
+    gguf = write_model(tmp_path / "m.gguf", SHAPES["yarn"], "Q4_0")
+    index = prepare_checkpoint(ModelConfig(name="m", path=str(gguf)), tmp_path)
+    with Candidate(index, tmp_path, sorted(os.sched_getaffinity(0))[:2], 1, tokens) as candidate:
+        candidate.fill_cache()
+        runner = candidate.runner
+        table = runner.steps.tables[0]
+        page_tokens = tokens // len(table)
+
+        def is_read(position: int) -> bool:
+            page = runner.pages[table[position // page_tokens]]
+            kept = page.copy()
+            page.view(np.uint16)[:] = 0x7E00  # NaN in f16
+            if work == "chunk":
+                assert candidate.chunk_at(depth) > 0
+            else:
+                assert candidate.decode_at(depth, 1) > 0
+            page[:] = kept
+            return not np.isfinite(runner.logits(0)).all()
+
+        before = [0, page_tokens, depth // 2, depth - page_tokens]
+        assert [is_read(position) for position in before] == [True] * len(before)
+        behind = [depth + STEP_TOKENS + page_tokens, tokens - 1]
+        assert [is_read(position) for position in behind] == [False] * len(behind)

@@ -90,7 +90,8 @@ class Bench:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             candidate = stack.enter_context(Candidate(index, directory, self.cores, 1, tokens))
             candidate.fill_cache()
-            candidate.decode_at(depth, 2)  # compile and map
+            candidate.chunk_at(0)  # maps the activations, whatever the depth: else the first round's chunk does
+            candidate.decode_at(depth, 2)
             nbytes = candidate.step_bytes(1, depth + N_TOKENS // 2)
             row["kv_mb"] = round(candidate.runner.pages.nbytes / 1e6)
             row["resident_mb"] = round(resident_mb())
