@@ -14,11 +14,12 @@ import pytest
 
 from stages.gateway.requests.journal import FILE, UNREADABLE_FILE, RequestEnd, parse
 from tests import live_faults
+from tests.e2e.core_waits import run_queue_delay_s
 from tests.gateway.http_client import Stream
 from tests.gateway.server import MakeServer, Server
 
 DELAY_S = 2.5  # of each access
-GAP_S = 2.0  # less than one access: between two events of a stream in flight, on a loaded machine
+GAP_S = 2.0  # less than one access: between two events of a stream in flight
 BODY = {"prompt": "abc", "max_tokens": 3000, "seed": 1, "ignore_eos": True}
 LONG = "x" * 4000  # a record of 16 KB
 
@@ -38,10 +39,11 @@ def faults(server: Server, plan: str) -> Iterator[None]:
 
 
 class Follower(threading.Thread):
-    """Reads a stream; `longest_s` between two of its events."""
+    """Reads a stream; `longest_s` between two of its events, without waits for a core."""
 
-    def __init__(self, stream: Stream) -> None:
+    def __init__(self, server: Server, stream: Stream) -> None:
         super().__init__()
+        self.server = server
         self.stream = stream
         self.longest_s = 0.0
         self.n_events = 0
@@ -49,14 +51,19 @@ class Follower(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        last = time.monotonic()
+        last = self._now()
         for _ in self.stream.events():
-            now = time.monotonic()
+            now = self._now()
             self.longest_s, last = max(self.longest_s, now - last), now
             self.n_events += 1
             if self.is_done:
                 break
         self.stream.close()
+
+    def _now(self) -> float:
+        """Time of the clock, in s, but for what this thread and the gateway have waited for a core."""
+        own_s = run_queue_delay_s(os.getpid(), threading.get_native_id())
+        return time.monotonic() - own_s - run_queue_delay_s(self.server.process.pid)
 
     def end(self) -> float:
         self.is_done = True
@@ -66,7 +73,7 @@ class Follower(threading.Thread):
 
 def begin_stream(server: Server) -> Follower:
     server.peers.do(lambda: setattr(server.peers, "step_interval_s", 0.02))
-    return Follower(server.stream("/v1/generate", BODY))
+    return Follower(server, server.stream("/v1/generate", BODY))
 
 
 @pytest.mark.parametrize("point", ["journal", "journal_sync", "quotas", "quotas_sync", "logs", "keys_open"])

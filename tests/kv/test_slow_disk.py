@@ -11,13 +11,14 @@ import pytest
 from pipeline.observe.metrics import Snapshot
 from pipeline.protocol import messages as m
 from stages.kv.page_ins import WAIT_S
+from tests.e2e.core_waits import own_run_queue_delay_s, run_queue_delay_s
 from tests.kv.process import PAGE_TOKENS, KvProcess, configure, write_model
 from tests.kv.process_peers import Peers, words
 
 pytestmark = pytest.mark.slow
 
 DELAY_MS = 3000  # of each access
-ANSWER_S = 2.5  # less than one access: an answer that needs no disk, on a loaded machine
+ANSWER_S = 2.5  # less than one access: an answer that needs no disk
 
 
 @pytest.fixture
@@ -41,11 +42,17 @@ def open_files(peers: Peers) -> set[str]:
     return {series.labels[-1] for series in families.get("starling_kv_cache_fragmentation_ratio", [])}
 
 
-def slowest_extend(peers: Peers, seconds: float, answers: list[m.Frame] | None = None) -> float:
-    """Extend a running sequence again and again; the longest time to an answer, in s.
+def slowest_extend(kv: KvProcess, peers: Peers, seconds: float, answers: list[m.Frame] | None = None) -> float:
+    """Extend a running sequence again and again; the longest time to an answer, in s, without waits for a core.
 
     `answers` gets the frames for the gateway; when it has one, this function ends early.
     """
+    assert kv.process is not None
+    pid = kv.process.pid
+
+    def now() -> float:
+        return time.monotonic() - own_run_queue_delay_s() - run_queue_delay_s(pid)
+
     scheduler, slowest = peers.scheduler, 0.0
     end = time.monotonic() + seconds
     ready = scheduler.wait_ready()
@@ -54,17 +61,17 @@ def slowest_extend(peers: Peers, seconds: float, answers: list[m.Frame] | None =
         number += 1
         if answers is not None:
             answers += peers.gateway.turn()
-        begin = time.monotonic()
+        begin = now()
         scheduler.link.send(m.Extend(number, ready.model, "running", 2 * PAGE_TOKENS))
         scheduler.take(m.Granted, id=number)
-        slowest = max(slowest, time.monotonic() - begin)
+        slowest = max(slowest, now() - begin)
     return slowest
 
 
 @pytest.mark.parametrize("points", [("spill_read", "saved_read"), ("spill", "saved")])
 def test_running_sequences_do_not_wait_for_pages_of_others(home: Path, points: tuple[str, ...]) -> None:
     digest = write_model(home)
-    with KvProcess(home), Peers(home, digest) as peers:
+    with KvProcess(home) as kv, Peers(home, digest) as peers:
         scheduler = peers.scheduler
         peers.wait_up()
         scheduler.run("first", words(1, 2, 3))
@@ -74,7 +81,7 @@ def test_running_sequences_do_not_wait_for_pages_of_others(home: Path, points: t
         assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
         # A sequence whose pages are on the disk, or that evicts pages to it.
         scheduler.ask("waits", words(1, 2, 3))
-        assert slowest_extend(peers, 4.0) < ANSWER_S
+        assert slowest_extend(kv, peers, 4.0) < ANSWER_S
         answered = scheduler.answer("waits")
         assert isinstance(answered, m.Granted)
         scheduler.check("waits", answered.cached_tokens)
@@ -92,10 +99,9 @@ def test_a_grant_waits_for_the_disk_for_a_bounded_time(home: Path) -> None:
         peers.begin("disk:slow@spill_read=5000")
         begin = time.monotonic()
         granted = scheduler.acquire("a", words(1, 2, 3))
-        duration = time.monotonic() - begin
+        assert time.monotonic() - begin > WAIT_S * 0.9
         assert isinstance(granted, m.Granted)
-        assert granted.cached_tokens == 0
-        assert WAIT_S * 0.9 < duration < 4.5  # not until the disk has answered
+        assert granted.cached_tokens == 0  # the disk had not answered
         scheduler.release("a")
         peers.end()
 
@@ -146,7 +152,7 @@ def test_a_turn_is_acknowledged_before_it_is_synchronized(home: Path) -> None:
             assert isinstance(peers.gateway.ask(m.SessionBegin(1, "tiny", "t", f"s{i}", create=True)), m.SessionHeld)
             done = peers.gateway.ask(m.SessionCommit(2, "tiny", "t", f"s{i}", 1, 0, bytes(64)))
             assert isinstance(done, m.SessionDone)
-        assert time.monotonic() - begin < DELAY_MS / 1000
+        assert time.monotonic() - begin < 4 * DELAY_MS / 1000  # of the 8 that as many synchronizations take
         kv.kill()
         peers.wait_down()
         kv.start()
@@ -160,7 +166,7 @@ def test_a_turn_is_acknowledged_before_it_is_synchronized(home: Path) -> None:
 @pytest.mark.parametrize("point", ["sessions", "sessions_open", "sessions_sync"])
 def test_a_turn_on_a_slow_disk_delays_no_lease(home: Path, point: str) -> None:
     digest = write_model(home)
-    with KvProcess(home), Peers(home, digest) as peers:
+    with KvProcess(home) as kv, Peers(home, digest) as peers:
         scheduler, gateway = peers.scheduler, peers.gateway
         peers.wait_up()
         assert isinstance(gateway.ask(m.SessionBegin(1, "tiny", "t", "a", create=True)), m.SessionHeld)
@@ -169,7 +175,7 @@ def test_a_turn_on_a_slow_disk_delays_no_lease(home: Path, point: str) -> None:
         answers: list[m.Frame] = []
         begin = time.monotonic()
         gateway.link.send(m.SessionCommit(2, "tiny", "t", "a", 1, 0, bytes(64)))
-        assert slowest_extend(peers, 10.0, answers) < ANSWER_S
+        assert slowest_extend(kv, peers, 10.0, answers) < ANSWER_S
         assert answers == [m.SessionDone(2, "a", 16)]
         is_late = time.monotonic() - begin >= DELAY_MS / 1000
         assert is_late == (point != "sessions_sync")  # acknowledged after its record is written
@@ -177,7 +183,7 @@ def test_a_turn_on_a_slow_disk_delays_no_lease(home: Path, point: str) -> None:
         peers.begin(f"disk:slow@sessions_unlink={DELAY_MS}")
         answers.clear()
         gateway.link.send(m.SessionClose(3, "tiny", "t", "a"))
-        assert slowest_extend(peers, 10.0, answers) < ANSWER_S
+        assert slowest_extend(kv, peers, 10.0, answers) < ANSWER_S
         assert answers == [m.SessionDone(3, "a", 0)]
         peers.end()
 
@@ -197,13 +203,13 @@ def test_a_stage_starts_while_its_files_open_slowly(home: Path) -> None:
             peers.wait_down()
         peers.begin(", ".join(f"disk:slow@{name}=8000" for name in ("spill_open", "saved_open", "sessions_open")))
         begin = time.monotonic()
-        with KvProcess(home):
+        with KvProcess(home) as kv:
             peers.wait_up()
             peers.idle(0.5)  # greetings that were sent meanwhile
             assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)
             answers: list[m.Frame] = []
             gateway.link.send(m.SessionBegin(2, "tiny", "t", "a"))
-            assert slowest_extend(peers, 30.0, answers) < ANSWER_S
+            assert slowest_extend(kv, peers, 30.0, answers) < ANSWER_S
             assert time.monotonic() - begin > 8
             assert isinstance(answers[0], m.SessionHeld)
             scheduler.release("running")

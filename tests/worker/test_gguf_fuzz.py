@@ -24,7 +24,7 @@ from tools.tiny_gguf import SHAPES, write_model
 
 DIGEST = "ab" * 32
 MOST_BYTES = 24 << 20  # of Python and NumPy objects at once, for files of under 1 MB
-MOST_S = 20.0  # of one file, on a machine with other work
+MOST_S = 20.0  # of a processor, for one file
 EXTREMES = (
     0,
     1,
@@ -86,7 +86,7 @@ def convert(path: Path) -> None:
     before, reason = {one.name for one in path.parent.iterdir()}, str(path)
     index_path = path.with_suffix(".idx")
     tracemalloc.start()
-    begun = time.monotonic()
+    begun = time.process_time()
     try:
         ingest(path, index_path, DIGEST)
     except SourceChanged:
@@ -99,7 +99,7 @@ def convert(path: Path) -> None:
     assert str(path) in reason
     assert len(reason) < 2000
     assert peak < MOST_BYTES, peak
-    assert time.monotonic() - begun < MOST_S
+    assert time.process_time() - begun < MOST_S
     assert {one.name for one in path.parent.iterdir()} == before
 
 
