@@ -76,35 +76,67 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check --no-input)
 # --no-deps: the lock file is complete, and leaves out what no import needs ([tool.uv] in pyproject.toml).
 locked=(--no-deps --require-hashes --only-binary :all: -r)
 
-# The pip of the Python that makes environments, at work on this one.
-base_pip() {
-    "$python" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" "$@"
+# The entry of one package in the lock file of what installs the others.
+setup_entry() { awk -v wanted="^$1==" '/^[a-z]/ { found = $0 ~ wanted } found' locks/setup.lock; }
+
+# One package, by the pip of the Python that makes environments, at work on this one.
+fetch_with_base_pip() { # NAME
+    setup_entry "$1" |
+        "$python" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" \
+            install --retries 0 --no-compile "${locked[@]}" /dev/stdin >>"$log" 2>&1 && [ -e "$venv/bin/$1" ]
 }
 
-# uv does not read pip's configuration: where that names another index, or none, pip is used.
-has_own_index() {
-    [ -n "${settings+known}" ] || settings=$("$@" config list 2>/dev/null) || unset settings
-    [[ ${settings:-} =~ \.(index-url|no-index)= ]]
-}
-
-# pip, and uv where it is needed and not here; where Python has no pip that can do it, Python's own copy of pip.
-install_pip() {
-    local wanted='pip|uv'
-    python=${python:-$(find_python)}
-    if has_own_index base_pip || command -v uv >/dev/null; then wanted=pip; fi
-    awk -v wanted="^($wanted)==" '/^[a-z]/ { found = $0 ~ wanted } found' locks/setup.lock |
-        base_pip install --retries 0 --no-compile "${locked[@]}" /dev/stdin >>"$log" 2>&1 && [ -e "$venv/bin/pip" ] ||
+# Where Python has no pip that can fetch the locked one, Python's own copy.
+ensure_pip() {
+    [ -e "$venv/bin/pip" ] || fetch_with_base_pip pip ||
         "$venv/bin/python" -m ensurepip --default-pip >>"$log" 2>&1 || cannot_create
 }
 
-# What no server imports before it pulls a model of a hub: more than half of all sources.
-unused='/site-packages/(.+/(tests|cuda)|pip|setuptools|numpy/(distutils|f2py)'
-unused+='|huggingface_hub|fsspec|anyio|httpx2|httpcore2|filelock)/|/pygments/lexers/[a-z]'
+# pip's configuration. A new environment has none of its own: its Python's pip knows it.
+read_settings() {
+    if [ ! -e "$venv/bin/pip" ]; then
+        settings=$("$python" -m pip --disable-pip-version-check config list 2>/dev/null) && return
+        ensure_pip
+    fi
+    settings=$("${pip[@]}" config list 2>/dev/null) || settings=
+}
 
-# Bytecode of the other modules, meanwhile and on all cores: in containers Python often writes none by itself.
-compile_modules() { # FOLDER...
-    local processes
-    processes=$(nproc)
+setting() { # NAME; what the environment says goes before what is in files
+    local section
+    for section in :env: install global; do
+        if [[ $'\n'$settings =~ $'\n'$section"."$1"='"([^\']*)"'" ]]; then
+            echo "${BASH_REMATCH[1]}"
+            return
+        fi
+    done
+}
+
+# uv does not read pip's configuration: where that names another index, or none, pip is used.
+has_own_index() { [[ $settings =~ \.(index-url|no-index)= ]]; }
+
+# uv with pip's proxy and certificates, or with the machine's: uv has only those of public authorities.
+run_uv() {
+    local file proxy
+    proxy=$(setting proxy)
+    for file in "${SSL_CERT_FILE:-}" "$(setting cert)" "${REQUESTS_CA_BUNDLE:-}" "${CURL_CA_BUNDLE:-}" \
+        /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt /etc/ssl/ca-bundle.pem; do
+        [ ! -f "$file" ] || break
+    done
+    [ ! -f "$file" ] || local -x SSL_CERT_FILE=$file
+    [ -z "$proxy" ] || local -x HTTP_PROXY=$proxy HTTPS_PROXY=$proxy
+    "$uv" "$@"
+}
+
+# What no server imports before it pulls a model of a hub: more than half of all sources.
+unused='/site-packages/(.+/(tests|cuda)|pip|setuptools|wheel|numpy/(distutils|f2py)|numba/(pycc|testing)'
+unused+='|huggingface_hub|fsspec|anyio|httpx2|httpcore2|h11|filelock|packaging|tqdm|pygments|markdown_it'
+unused+='|rich/_unicode_data)/|/idna/uts46data'
+
+# Bytecode of the other modules, meanwhile: in containers Python often writes none by itself.
+compile_modules() { # PROCESSES FOLDER...
+    local processes=$1
+    shift
+    [ "$processes" -ge 1 ] || processes=1
     [ "$processes" -le 8 ] || processes=8 # a container may have a share of many cores, and each process takes memory
     set -m # a process group of its own, for the processes that it starts
     "$venv/bin/python" -m compileall -q -j "$processes" -x "$unused" "$@" >>"$log" 2>&1 </dev/null &
@@ -119,28 +151,30 @@ end_jobs() {
 # uv needs a tenth of pip's time.
 find_uv() {
     local version
-    if has_own_index "${pip[@]}"; then
+    if has_own_index; then
         return 1
-    elif command -v uv; then
+    elif uv=$(command -v uv); then
         return
     fi
-    version=$("$venv/bin/uv" --version 2>/dev/null | cut -d ' ' -f 2) || version=
+    uv=$venv/bin/uv
+    version=$("$uv" --version 2>/dev/null | cut -d ' ' -f 2) || version=
     if grep -q "^uv==$version " locks/setup.lock; then
-        echo "$venv/bin/uv"
         return
     fi
-    "${pip[@]}" install --retries 0 --no-compile "${locked[@]}" locks/setup.lock >>"$log" 2>&1 && echo "$venv/bin/uv"
+    [ -e "$venv/bin/pip" ] || ! fetch_with_base_pip uv || return 0
+    ensure_pip
+    "${pip[@]}" install --retries 0 --no-compile "${locked[@]}" locks/setup.lock >>"$log" 2>&1
 }
 
 # uv draws its own progress on a terminal. Otherwise its output goes into the log.
 install_with_uv() {
-    local output=/dev/stderr settings=()
-    [ "$mode" != alone ] || settings=(--no-config) # [tool.uv] leaves out what only the project does without
+    local output=/dev/stderr options=(--python "$venv/bin/python")
+    [ "$mode" != alone ] || options+=(--no-config) # [tool.uv] leaves out what only the project does without
     [ -t 2 ] || output=$log
-    "$1" pip install "${settings[@]}" --python "$venv/bin/python" "${locked[@]}" "$lock" 2>>"$output" &&
-        compile_modules "$venv"/lib/python*/site-packages &&
-        { [ "$mode" = alone ] || "$1" pip install --quiet --python "$venv/bin/python" --no-deps --no-build-isolation \
-            --editable . >>"$log" 2>&1; }
+    setup_entry pip | run_uv pip install "${options[@]}" "${locked[@]}" "$lock" -r - 2>>"$output" &&
+        compile_modules "$cores" "$venv"/lib/python*/site-packages &&
+        { [ "$mode" = alone ] ||
+            run_uv pip install --quiet "${options[@]}" --no-deps --no-build-isolation --editable . >>"$log" 2>&1; }
 }
 
 # On a terminal one line that is overwritten, elsewhere a line for each package; all output goes into the log.
@@ -161,6 +195,7 @@ show() {
 }
 
 install_with_pip() {
+    ensure_pip
     if ! "${pip[@]}" install --no-compile "${locked[@]}" "$lock" 2>&1 | tee -a "$log" | show; then
         tail -n 8 "$log" >&2
         if grep -q 'DO NOT MATCH THE HASHES' "$log"; then
@@ -170,7 +205,7 @@ install_with_pip() {
         fail "Packages could not be fetched (full log: $log)." \
             "Is there a network and a package index? PIP_INDEX_URL names an index, HTTPS_PROXY a proxy."
     fi
-    compile_modules "$venv"/lib/python*/site-packages
+    compile_modules "$cores" "$venv"/lib/python*/site-packages
     [ "$mode" = alone ] || "${pip[@]}" install --no-deps --no-build-isolation --editable . >>"$log" 2>&1 || {
         tail -n 8 "$log" >&2
         fail "The project itself could not be installed (full log: $log)."
@@ -180,9 +215,11 @@ install_with_pip() {
 echo "Setting up $venv from $lock ($total packages)"
 : >"$log"
 trap end_jobs EXIT # Ctrl-C does not reach them
-[ "$mode" = alone ] || compile_modules shm pipeline stages starling
-[ -e "$venv/bin/pip" ] || install_pip
-if ! { uv=$(find_uv) && install_with_uv "$uv"; }; then
+cores=$(nproc)
+[ "$mode" = alone ] || compile_modules $((cores - 1)) shm pipeline stages starling # one core fetches
+[ -e "$venv/bin/pip" ] || python=${python:-$(find_python)}
+read_settings
+if ! { find_uv && install_with_uv; }; then
     install_with_pip
 fi
 wait

@@ -170,52 +170,106 @@ def test_pip_comes_from_the_python_that_makes_the_environment_or_from_its_copy(
     tmp_path: Path, pip: str, asked: list[str]
 ) -> None:
     calls = tmp_path / "calls"
-    (tmp_path / "uv").write_text("#!/bin/bash\n")
-    (tmp_path / "uv").chmod(0o755)
     (tmp_path / "venv_python").write_text(f'#!/bin/bash\n[ "$2" != ensurepip ] || echo ensurepip >>{calls}\n')
     (tmp_path / "venv_python").chmod(0o755)
     result = setup(
         tmp_path,
-        f'case "$2" in venv) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;; '
-        f'pip) case "$*" in *" install "*) echo base >>{calls}; {pip} ;; esac ;; esac',
-        PATH=f"{tmp_path}:{os.environ['PATH']}",
+        f"""case "$*" in
+            "-m venv "*) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;;
+            *" config list") echo "global.no-index='1'" ;; # uv is not used
+            *" install "*) echo base >>{calls}; {pip} ;;
+        esac""",
     )
     assert result.returncode == 0, result.stderr
     assert calls.read_text().split() == asked
 
 
-@pytest.mark.parametrize(
-    ("configuration", "has_uv", "fetched"),
-    [
-        ("", False, ["pip", "uv"]),
-        ("", True, ["pip"]),
-        ("global.index-url='https://packages.example.org'", False, ["pip"]),
-    ],
-)
-def test_uv_is_fetched_only_where_it_is_used_and_missing(
-    tmp_path: Path, configuration: str, has_uv: bool, fetched: list[str]
-) -> None:
+def own_tools(tmp_path: Path) -> Path:
+    """A folder for PATH with the programs that the set-up calls, and without uv."""
     tools = tmp_path / "tools"
     tools.mkdir()
     for tool in ("awk", "bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "nproc", "rm", "tail", "tee", "touch"):
         (tools / tool).symlink_to(shutil.which(tool) or tool)
-    for program, script in (("venv_python", "exit 0"), *([("tools/uv", "exit 0")] if has_uv else [])):
-        (tmp_path / program).write_text(f"#!/bin/bash\n{script}\n")
+    return tools
+
+
+def locked(text: str) -> list[str]:
+    """The packages of a lock file, each of which must have hashes, and be in the lock file of the set-up."""
+    entries = re.findall(r"^([a-z]+)==.*((?:\n    --hash=sha256:.*)+)", text, re.M)
+    assert "".join(text.split()) in "".join((ROOT / ALONE).read_text().split())
+    return [name for name, _ in entries]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "has_uv", "base", "uv"),
+    [
+        ("", False, ["uv"], ["pip"]),
+        ("", True, [], ["pip"]),
+        ("global.index-url='https://packages.example.org'", False, ["pip"], []),
+    ],
+)
+def test_uv_is_fetched_only_where_it_is_used_and_missing_and_fetches_pip(
+    tmp_path: Path, configuration: str, has_uv: bool, base: list[str], uv: list[str]
+) -> None:
+    tools, by_base, by_uv = own_tools(tmp_path), tmp_path / "by base", tmp_path / "by uv"
+    by_base.touch()
+    by_uv.touch()
+    (tmp_path / "venv_python").write_text("#!/bin/bash\n")
+    (tmp_path / "uv").write_text(f"#!/bin/bash\n[[ $* != *' -r -' ]] || cat >'{by_uv}'\n")
+    for program in ("venv_python", "uv"):
         (tmp_path / program).chmod(0o755)
-    lock = tmp_path / "lock"
+    if has_uv:
+        (tools / "uv").symlink_to(tmp_path / "uv")
     result = setup(
         tmp_path,
         f"""case "$*" in
             "-m venv "*) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;;
             *" config list") echo "{configuration}" ;;
-            *" install "*) cat >{lock}; touch "${{6%python}}pip" ;;
+            *" install "*) cat >'{by_base}'; cp {tmp_path}/uv "${{6%python}}"; touch "${{6%python}}pip" ;;
         esac""",
         PATH=str(tools),
     )
     assert result.returncode == 0, result.stderr
-    entries = re.findall(r"^([a-z]+)==.*((?:\n    --hash=sha256:.*)+)", lock.read_text(), re.M)
-    assert [name for name, _ in entries] == fetched
-    assert "".join(lock.read_text().split()) in "".join((ROOT / ALONE).read_text().split())
+    assert (locked(by_base.read_text()), locked(by_uv.read_text())) == (base, uv)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "environment", "trusted", "proxy"),
+    [
+        ("global.cert='{here}/a'", {}, "a", ""),
+        (
+            "global.cert='{here}/a'\nglobal.proxy='http://proxy:1'",
+            {"REQUESTS_CA_BUNDLE": "{here}/b"},
+            "a",
+            "http://proxy:1",
+        ),
+        (":env:.cert='{here}/b'\nglobal.cert='{here}/a'\ninstall.cert='{here}/a'", {}, "b", ""),
+        ("global.cert='{here}/a'\ninstall.cert='{here}/b'", {"HTTPS_PROXY": "http://other:2"}, "b", "http://other:2"),
+        ("global.cert='{here}/a'", {"SSL_CERT_FILE": "{here}/b"}, "b", ""),
+        ("", {"REQUESTS_CA_BUNDLE": "{here}/a", "CURL_CA_BUNDLE": "{here}/b"}, "a", ""),
+        ("global.cert='{here}/missing'", {"CURL_CA_BUNDLE": "{here}/b"}, "b", ""),
+    ],
+)
+def test_uv_trusts_the_certificates_of_pip_and_takes_its_proxy(
+    tmp_path: Path, configuration: str, environment: dict[str, str], trusted: str, proxy: str
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+    calls = tmp_path / "calls"
+    (tmp_path / "uv").write_text(f'#!/bin/bash\necho "$SSL_CERT_FILE,$HTTPS_PROXY" >>{calls}\n')
+    (tmp_path / "uv").chmod(0o755)
+    cleared = dict.fromkeys(("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "HTTPS_PROXY"), "")
+    result = setup(
+        tmp_path,
+        f"""case "$*" in
+            "-m venv "*) mkdir -p "$3/bin"; printf '#!/bin/bash\\n' >"$3/bin/python"; chmod +x "$3/bin/python" ;;
+            *" config list") echo "{configuration.format(here=tmp_path)}" ;;
+        esac""",
+        **cleared | {name: value.format(here=tmp_path) for name, value in environment.items()},
+        PATH=f"{tmp_path}:{os.environ['PATH']}",
+    )
+    assert result.returncode == 0, result.stderr
+    assert calls.read_text().split() == [f"{tmp_path}/{trusted},{proxy}"] * 2  # the packages, and the project
 
 
 def test_an_environment_that_was_there_stays_when_it_gets_no_pip(tmp_path: Path) -> None:
