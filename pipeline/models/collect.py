@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from pipeline.catalog import pulled, pulled_adapters
 from pipeline.models import digests, registry
-from pipeline.models.locks import is_locked, lock
+from pipeline.models.locks import is_locked, lock, remove_unheld
 
 _FILE = re.compile(r"([0-9a-f]{64})\.(gguf|idx|bin|verified|used)")
 
@@ -65,6 +65,8 @@ def collect(
         are_pulled = {entry.digest for entry, _ in pulled_adapters.read_all(models_dir)}
         removed += _adapters(models_dir, {*adapters_in_use, *are_pulled}, is_dry)
         removed += _downloads(models_dir, is_dry)
+        if not is_dry:
+            remove_unheld(models_dir)
     return removed
 
 

@@ -24,6 +24,7 @@ from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, DiskFailed, NotFound, StarlingError, StorageUnavailable
 from pipeline.files import replace_file
+from pipeline.models import locks
 from pipeline.threads import uninterrupted
 from shm.checkpoint import PIECE_BYTES, CheckpointError, Index, load_index, piece_checksum
 from stages.agent.cache.model_cache import ModelCache, lock_path
@@ -258,18 +259,18 @@ def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> I
 @contextlib.asynccontextmanager
 async def locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[None]:
     """Hold the lock of a download. Another process that downloads the same file is waited for."""
-    try:
-        models_dir.mkdir(parents=True, exist_ok=True)
-        fd = os.open(lock_path(models_dir, digest), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"models directory {models_dir}: {error.strerror}; STARLING_HOME moves it") from None
-    try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    path = lock_path(models_dir, digest)
+    while True:
+        fd = locks.open_file(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locks.holds(fd, path):
                 break
-            except BlockingIOError:
-                await sleep(LOCK_POLL_S)
+            os.close(fd)
+        except BlockingIOError:
+            os.close(fd)
+            await sleep(LOCK_POLL_S)
+    try:
         yield
     finally:
-        os.close(fd)
+        locks.release(fd, path)
