@@ -63,10 +63,13 @@ def _suffice(config: Config, model: ModelConfig, cores: Sequence[int], left: Seq
 def keep(config: Config) -> list[int]:
     """Keep this process, a stage of the control plane without threads yet, to its cores; they are returned.
 
-    [] and no change where there are none.
+    [] and no change where there are none.  With several worker groups it raises as `server_cores.store`.
     """
-    one_group = config.performance.worker_groups == 1
-    cores = reserved(config, server_cores.own() if one_group else server_cores.of(config))
+    if config.performance.worker_groups == 1:
+        cores = reserved(config, server_cores.own())
+    else:
+        server_cores.store(config)
+        cores = reserved(config, server_cores.of(config))
     if not cores:
         return []
     try:

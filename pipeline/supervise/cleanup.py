@@ -44,18 +44,9 @@ def sweep(
         pause(0.02)
 
 
-def remove_stored_cores(run_dir: Path, held: str) -> None:
-    """Remove the cores that a killed server has stored, unless a stage runs. `held`: the lock that the caller has."""
-    path = run_dir / server_cores.FILE
-    if path.exists():
-        with _all_locks(run_dir, held) as running:
-            if not running:
-                path.unlink(missing_ok=True)
-
-
 @contextmanager
-def _all_locks(run_dir: Path, held: str = "") -> Iterator[str]:
-    """Hold the locks of all stages but `held`; yields the first stage that holds its own, or ""."""
+def _all_locks(run_dir: Path) -> Iterator[str]:
+    """Hold the locks of all stages; yields the first stage that holds its own, or ""."""
     fds: list[int] = []
     try:
         # One sweep at a time: the last supervisor must not take the lock of a sweep that fails for that of a stage.
@@ -63,8 +54,6 @@ def _all_locks(run_dir: Path, held: str = "") -> Iterator[str]:
             fds.append(os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             fcntl.flock(fds[-1], fcntl.LOCK_EX)
         for path in sorted(run_dir.glob("*.lock")):
-            if path.stem == held:
-                continue
             try:
                 fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
             except FileNotFoundError:  # the worker pool has removed it: that version is over

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import click
 import msgspec
 
-from pipeline.config import paths, server_cores
+from pipeline.config import server_cores
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.observe.status import read_all
 from pipeline.runtime.process import EXIT_CONFIG
 from starling.cli.options import exit_codes, json_option
 from starling.cli.terminal import width
@@ -66,8 +65,7 @@ def examine() -> Iterator[Finding]:
 
 def check_cores(config: Config) -> None:
     """Raise `ConfigError` if the server that runs, or would start here, has too few cores."""
-    runs = any(record.alive for record in read_all(paths.run_dir(config)))
-    server_cores.check(config, server_cores.of(config) if runs else server_cores.own())
+    server_cores.check(config, server_cores.of(config))
 
 
 def lines(finding: Finding) -> Iterator[str]:

@@ -84,7 +84,6 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         end_when_unused(run_dir)
     held: ServerLocks | None = None
     try:
-        cleanup.remove_stored_cores(run_dir, "up")
         server_cores.check(config, server_cores.of(config))
         check_port(config)
         check_certificate(config)

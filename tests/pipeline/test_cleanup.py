@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.config import server_cores
 from pipeline.runtime.run_dir import StageLock
-from pipeline.supervise.cleanup import remove_stored_cores, sweep
+from pipeline.supervise.cleanup import sweep
 
 
 @pytest.fixture
@@ -165,17 +164,3 @@ def test_the_last_of_concurrent_sweeps_removes_everything(tmp_path: Path) -> Non
                 fcntl.flock(fd, fcntl.LOCK_EX)
             assert "" in list(threads.map(end, fds))
             assert not arenas.exists()
-
-
-def test_the_cores_of_a_killed_server_are_forgotten_and_those_of_a_running_one_kept(places: tuple[Path, Path]) -> None:
-    run, _ = places
-    up, kv = StageLock(run, "up"), StageLock(run, "kv")
-    stored = run / server_cores.FILE
-    stored.write_text("[0]")
-    remove_stored_cores(run, "up")
-    assert stored.exists(), "kv may have divided them"
-    kv.release()
-    remove_stored_cores(run, "up")
-    assert not stored.exists()
-    remove_stored_cores(run, "up")
-    up.release()

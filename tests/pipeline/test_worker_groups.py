@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import select
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from shm.checkpoint import Hyper
 from shm.step_rings import RING_FIELDS, attach_ring, create_rings, ring_path
 from stages.worker import activations_arena as act
 from tests.emulated_machine import memory_nodes
+from tests.stored_cores import stored_by_a_server
 
 
 def configured(groups: int | str, *, draft: bool = False, **model: Any) -> Config:
@@ -165,10 +171,83 @@ def test_only_a_start_is_refused_for_want_of_cores(tmp_path: Path) -> None:
             ):
                 start(config)
         assert not list(tmp_path.iterdir())
-    (tmp_path / server_cores.FILE).write_text(str(list(range(64))))
-    server_cores.check(config, server_cores.of(config))  # of a running server, which another process has started
+    with stored_by_a_server(tmp_path, range(64)):
+        server_cores.check(config, server_cores.of(config))
+        server_cores.store(config)
+        assert len(worker_groups.cpus_of_groups(config, config.models[0], "m")) == 64
+
+
+@pytest.mark.parametrize("groups", [1, 2, "auto"])
+def test_what_a_killed_server_has_stored_is_ignored_and_replaced(tmp_path: Path, groups: int | str) -> None:
+    models = [{"name": "m", "path": "/m.gguf"}]
+    server, performance = {"run_dir": str(tmp_path)}, {"worker_groups": groups}
+    config = resolve({"models": models, "server": server, "performance": performance}, {})
+    cpus, stored = server_cores.own(), tmp_path / server_cores.FILE
+    if groups == 2 and len(cpus) < 2:
+        pytest.skip("each group takes a core")
+    with stored_by_a_server(tmp_path, range(64)):
+        assert server_cores.of(config) == list(range(64))
+    assert server_cores.of(config) == cpus
+    assert json.loads(stored.read_bytes()) == list(range(64)), "a command changes nothing"
     server_cores.store(config)
-    assert len(worker_groups.cpus_of_groups(config, config.models[0], "m")) == 64
+    assert json.loads(stored.read_bytes()) == server_cores.of(config) == cpus
+
+
+def test_stages_that_start_at_once_have_the_cores_of_one_of_them(tmp_path: Path) -> None:
+    """Real processes, each allowed other cores, behind a killed server's file; forked ones keep the lock."""
+    server = {"run_dir": str(tmp_path)}
+    config = resolve({"models": [{"name": "m", "path": "/m.gguf"}], "server": server}, {})
+    cpus = server_cores.own()
+    program = f"""
+import os, sys
+from pipeline.config import server_cores
+from pipeline.config.load import resolve
+server = {{"run_dir": {str(tmp_path)!r}}}
+models = [{{"name": "m", "path": "/m.gguf"}}]
+config = resolve({{"models": models, "server": server, "performance": {{"worker_groups": "auto"}}}}, {{}})
+os.sched_setaffinity(0, {{int(sys.argv[1])}})
+print("ready", flush=True)
+sys.stdin.readline()
+server_cores.store(config)
+if os.fork():  # the lock is left to the child
+    for fd in server_cores._joined.values():
+        os.close(fd)
+    os.wait()
+    os._exit(0)
+print(server_cores.of(config), flush=True)
+sys.stdin.read()
+"""
+    with stored_by_a_server(tmp_path, range(64)):
+        pass
+    for _ in range(3):
+        with contextlib.ExitStack() as stack:
+            stages = []
+            for number in range(6):
+                command = [sys.executable, "-c", program, str(cpus[number % len(cpus)])]
+                stages.append(
+                    stack.enter_context(
+                        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+                    )
+                )
+            assert {_line(stage) for stage in stages} == {"ready"}
+            for stage in stages:
+                assert stage.stdin is not None
+                stage.stdin.write("\n")
+                stage.stdin.flush()
+            (found,) = {_line(stage) for stage in stages}
+            assert json.loads(found) in [[cpu] for cpu in cpus]
+            for stage in stages[1:]:
+                assert stage.stdin is not None
+                stage.stdin.close()
+                assert stage.wait(120) == 0
+            assert server_cores.of(config) == json.loads(found), "one process of the server is left"
+        assert server_cores.of(config) == cpus
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    assert select.select([process.stdout], [], [], 120)[0]
+    return process.stdout.readline().strip()
 
 
 def test_names_of_a_versions_groups() -> None:

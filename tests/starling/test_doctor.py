@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -26,14 +24,13 @@ from pipeline.models import digests, registry, sources
 from pipeline.models.pull import pull
 from pipeline.models.sources import FileSource
 from pipeline.models.store import no_progress
-from pipeline.observe.status import StatusFile
-from pipeline.protocol.messages import Heartbeat
 from starling.cli import cli
 from starling.cli.doctor import check_cores, lines
 from starling.doctor import machine
 from starling.doctor.finding import Finding
 from starling.doctor.home import certificate
 from tests.emulated_machine import memory_nodes
+from tests.stored_cores import stored_by_a_server
 from tests.tls_files import place
 
 CONFIG = Config(models=(ModelConfig(name=DEMO_MODEL),))
@@ -310,25 +307,14 @@ def test_a_wrong_configuration_is_a_problem(home: Path) -> None:
 def test_the_cores_of_a_server_count_only_while_it_runs(home: Path) -> None:
     run_dir = home / "run"
     run_dir.mkdir(mode=0o700, parents=True)
-    (run_dir / server_cores.FILE).write_text("[0]")
     settings = {"performance": {"control_cores": 1}, "server": {"run_dir": str(run_dir)}}
     config = resolve({"models": [{"name": "m", "path": "/m.gguf"}], **settings}, {})
     if len(server_cores.own()) < 2:
         pytest.skip("a rank and the control plane need a core each")
     check_cores(config)
-    with running(run_dir), pytest.raises(ConfigError, match="the server has 1"):
+    with stored_by_a_server(run_dir, [0]), pytest.raises(ConfigError, match="the server has 1"):
         check_cores(config)
     check_cores(config)
-
-
-@contextlib.contextmanager
-def running(run_dir: Path) -> Iterator[None]:
-    record = StatusFile(run_dir, "kv")
-    record.write(Heartbeat("kv", 0, 0, False, True))
-    try:
-        yield
-    finally:
-        record.remove()
 
 
 @pytest.mark.parametrize("length", [1, 60, 300])

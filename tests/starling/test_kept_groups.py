@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from pipeline.config import server_cores
 from pipeline.config.load import resolve
 from pipeline.models import versions
 from stages.gateway.service import Service
 from stages.gateway.versions.catalog import VersionCatalog
 from starling.cli.reload import kept_groups
+from tests.stored_cores import stored_by_a_server
 
 
 def configured(home: Path, groups: int | str) -> Any:
@@ -34,12 +34,12 @@ def reloaded(home: Path, groups: int | str) -> dict[str, Any]:
 async def test_another_number_is_named_with_the_way_to_it(tmp_path: Path, running: int, now: int) -> None:
     home = tmp_path / "run"
     home.mkdir(mode=0o700)
-    (home / server_cores.FILE).write_text("[0, 1]")
-    state = reloaded(home, running)
-    assert [one["worker_groups"] for one in state["instances"]] == [running]
-    note = kept_groups(configured(home, now), state)
-    assert f"worker_groups = {now}" in note and "starling down" in note
-    assert kept_groups(configured(home, running), state) == ""
+    with stored_by_a_server(home, [0, 1]):
+        state = reloaded(home, running)
+        assert [one["worker_groups"] for one in state["instances"]] == [running]
+        note = kept_groups(configured(home, now), state)
+        assert f"worker_groups = {now}" in note and "starling down" in note
+        assert kept_groups(configured(home, running), state) == ""
 
 
 async def test_a_gateway_that_does_not_report_the_number_is_left_alone(tmp_path: Path) -> None:
