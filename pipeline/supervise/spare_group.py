@@ -3,9 +3,9 @@
     worker pool --version--> supervisor of the spare --version, keepalive pipe--> process of the stage
 
 Until then both wait in a read, and so do the processes that the latter has forked (`prepare`).  They have imported and
-loaded what a fork of the pool has, hold no file, lock or port, and end with the pool.  With the version the supervisor
-becomes that of the version (supervisor.py), whose first run is the waiting process; later runs are forks, as of any
-supervisor.
+loaded what a fork of the pool has, hold no lock or port, and end with the pool.  When one of them ends or is stopped,
+all end, and the pool forks another spare.  With the version the supervisor becomes that of the version
+(supervisor.py), whose first run is the waiting process; later runs are forks, as of any supervisor.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ from pipeline.supervise.supervisor import (
 )
 
 MESSAGE_BYTES = 64 << 10  # most of a version as a message
+_ENDED_OR_STOPPED = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
 
 RunVersion = Callable[[ModelVersion], Callable[[], int]]  # a version -> the body of its stage's process
 # Called in the stage's process before it waits.  It may fork processes, in which it calls its argument, which closes
-# what is not theirs.  Returns descriptors: when one of them is readable, the process is of no use any more, and ends.
+# what is not theirs.  Returns descriptors: when one of them is readable, what it has prepared is of no use any more, as
+# when one of the processes has ended or is stopped: then the process of the stage ends.
 Prepare = Callable[[Callable[[], object]], Sequence[int]]
 
 
@@ -77,6 +79,12 @@ class SpareGroup:
             pass
         self.kill()
         return False
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its supervisor is stopped: it waits for no version then."""
+        found = os.waitid(os.P_PIDFD, self.pidfd, _ENDED_OR_STOPPED) if self.pid else None
+        return found is not None and found.si_code == os.CLD_STOPPED  # a traced process (a debugger) runs
 
     def kill(self) -> None:
         """Kill its supervisor, with which its other process dies. Idempotent."""
@@ -153,7 +161,7 @@ def _wait_for_version(
 
     pid = base.fork(wait_and_run)
     theirs.close()
-    message = _receive(channel, pid)
+    message = _receive(channel)
     channel.close()
     if not message:
         return None
@@ -164,16 +172,41 @@ def _wait_for_version(
     return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage, running=running)
 
 
-def _receive(channel: socket.socket, pid: int) -> bytes:
-    """The pool's message, even if the process `pid` has ended; b"" if it has without one, or the pool has ended."""
-    pidfd = os.pidfd_open(pid)
+def _receive(channel: socket.socket) -> bytes:
+    """The pool's message, even if the waiting process has ended; b"" if it has without one, or the pool has ended."""
+    _wait_for([channel.fileno()])
     try:
-        select.select([channel.fileno(), pidfd], [], [])
         return channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
     except BlockingIOError:
         return b""
+
+
+def _wait_for(descriptors: Sequence[int]) -> set[int]:
+    """Wait until one of them is readable, or a child has ended or is stopped; those that are readable."""
+    signals = process.open_child_signal_fd()
+    try:
+        poll = select.poll()
+        for fd in (signals, *descriptors):
+            poll.register(fd, select.POLLIN)
+        while True:
+            is_lost = _has_lost_child()
+            ready = {fd for fd, _ in poll.poll(0 if is_lost else None)}
+            if signals in ready:
+                os.read(signals, 4096)
+            if is_lost or ready != {signals}:
+                return ready - {signals}
     finally:
-        os.close(pidfd)
+        os.close(signals)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+
+
+def _has_lost_child() -> bool:
+    """Whether a child has ended or is stopped. A traced one (a debugger, a profiler) runs."""
+    try:
+        found = os.waitid(os.P_ALL, 0, _ENDED_OR_STOPPED)
+    except ChildProcessError:  # it has none
+        return False
+    return found is not None and found.si_code != os.CLD_TRAPPED
 
 
 def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion) -> Start:
@@ -191,10 +224,7 @@ def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion) -> S
 
 def _wait_and_run(run: RunVersion, channel: socket.socket, watched: Sequence[int]) -> int:
     """The process of the stage; the exit code."""
-    poll = select.poll()
-    for fd in (channel.fileno(), *watched):
-        poll.register(fd, select.POLLIN)
-    if channel.fileno() not in dict(poll.poll()):
+    if channel.fileno() not in _wait_for([channel.fileno(), *watched]):
         return process.EXIT_FATAL  # the supervisor ends with this process, and the pool forks another spare
     raw, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES + 1024, 1)
     channel.close()

@@ -241,10 +241,12 @@ class WorkerPool(SupervisorBase):
                 self.register(spare.pidfd)
 
     def _reap_spare(self) -> None:
-        """Collect a spare that has ended; another one follows, after growing pauses."""
+        """Collect a spare that has ended, and kill one that is stopped; another one follows, after growing pauses."""
         spare = self._spare
         if spare is None:
             return
+        if spare.is_stopped:
+            spare.kill()
         if spare.pid and os.waitid(os.P_PIDFD, spare.pidfd, os.WEXITED | os.WNOHANG) is not None:
             self.unregister(spare.pidfd)
             os.close(spare.pidfd)

@@ -49,8 +49,7 @@ class Begin(msgspec.Struct, frozen=True):
 def fork_waiting(config: Config, in_child: Callable[[], object] = lambda: None) -> list[int]:
     """Fork the ranks; none if there is no room for them. Call it before this process has threads or sockets.
 
-    `in_child` is called in each, to close what is not its own.  Returns descriptors, of which one is readable when a
-    rank has ended: then those that are left are of no use.
+    `in_child` is called in each, to close what is not its own.
     """
     model = config.models[0]
     n = (model.ranks or len(worker_groups.cpus_of_groups(config, model, model.name)[0])) - 1
@@ -66,7 +65,7 @@ def fork_waiting(config: Config, in_child: Callable[[], object] = lambda: None) 
             _waiting.append(fork_rank(body))
     except OSError:  # too many processes, or too little memory
         dismiss()
-    return [rank.pidfd for rank in _waiting]
+    return []
 
 
 def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: int, maps_weights: bool) -> list[Rank]:

@@ -99,12 +99,27 @@ def test_a_spare_that_is_killed_is_replaced(world: World) -> None:
     assert wait_gone(third)
 
 
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_spare_that_is_stopped_is_replaced_before_a_version_needs_it(world: World, which: int) -> None:
+    """Its supervisor, or the process that waits: a version would wait for that, or start without a spare."""
+    group = start(world)
+    os.kill(group[which], signal.SIGSTOP)
+    second = spare(world, group[0])
+    assert all(wait_gone(pid) for pid in group)
+    world.write(make("stay", 1), make("stay", 2, "loading"))
+    assert world.wait_begun("m@2")[0] == second[1]
+    stop(world)
+
+
 def test_a_version_waits_for_no_spare(world: World) -> None:
     """One that is stopped is killed, and the version starts without it; so does the next, which finds none."""
     supervisor, waiting = start(world)
+    assert world.pool is not None
+    world.pool.send_signal(signal.SIGSTOP)  # it sees both at once
     os.kill(supervisor, signal.SIGSTOP)
     world.wait(lambda: procfs.is_stopped(supervisor))
     world.write(make("stay", 1), make("stay", 2, "loading"), make("stay", 3, "loading"))
+    world.pool.send_signal(signal.SIGCONT)
     members = {world.wait_begun(name)[0] for name in ("m@2", "m@3")}
     assert waiting not in members
     assert wait_gone(supervisor)
@@ -225,8 +240,9 @@ def sockets() -> set[str]:
     return {Path(link).name for link in links if "socket:" in link}
 
 
-def test_it_ends_when_what_its_process_has_prepared_has_ended(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_it_ends_when_what_its_process_has_prepared_has_ended_or_is_stopped(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     """The pool then forks another one.  What was forked holds no socket of the spare, and does not write the
     supervisor's log."""
@@ -236,22 +252,22 @@ def test_it_ends_when_what_its_process_has_prepared_has_ended(
 
     def prepare(in_child: Callable[[], object]) -> list[int]:
         parent = os.getpid()
-        pid = os.fork()
-        if not pid:
+        if not os.fork():
             process.die_with_parent(parent)
             in_child()
             logging.getLogger("starling").error("of a rank")
             os.write(writer, f"{len(sockets() - inherited)}".encode())
             signal.pause()
-        return [os.pidfd_open(pid)]
+        return []
 
     group = fork_spare("worker", world.config, lambda version: lambda: 0, 0.0, prepare)
     assert os.read(reader, 100) == b"0"
     (waiting,) = procfs.children(group.pid)
     (prepared,) = procfs.children(waiting)
-    os.kill(prepared, signal.SIGKILL)
+    os.kill(prepared, number)
     assert os.waitstatus_to_exitcode(os.waitpid(group.pid, 0)[1]) == -signal.SIGKILL
     assert wait_gone(waiting)
+    assert wait_gone(prepared)
     assert not any("of a rank" in path.read_text() for path in paths.logs_dir().glob("worker-supervisor.log*"))
     for fd in (reader, writer, group.pidfd):
         os.close(fd)
