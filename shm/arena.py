@@ -333,6 +333,14 @@ class Arena:
         populate([self])
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the file at `path` is this one."""
+        try:
+            return self._fd >= 0 and os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except OSError:
+            return False
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._fd < 0

@@ -54,3 +54,10 @@ def map_weights(weights: np.ndarray, goes_on: Callable[[], bool] = lambda: True)
             return
         nbytes = min(SLICE_BYTES, weights.nbytes - offset)
         _libc.madvise(ctypes.c_void_p(weights.ctypes.data + offset), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)
+
+
+def map_memory(memory: np.ndarray) -> None:
+    """Map the pages of some memory of a file into this process, as `map_weights`, at once."""
+    begin = memory.ctypes.data & -mmap.PAGESIZE
+    nbytes = memory.ctypes.data + memory.nbytes - begin
+    _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _MADV_POPULATE_READ)

@@ -28,7 +28,7 @@ from shm.pages import attach_kv
 from shm.step_rings import attach_ring
 from stages.worker.activations_arena import attach_activations, control_words
 from stages.worker.kernels import compiled
-from stages.worker.mapped_weights import map_weights
+from stages.worker.mapped_weights import map_memory, map_weights
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
@@ -55,6 +55,7 @@ class Attachment:
     def __init__(self, model: Model, paths: ArenaPaths, rank: int) -> None:
         """Raises `FileNotFoundError`, `ArenaError`, or `ValueError` for arenas of another model."""
         self._arenas: list[Arena] = []
+        self.paths = paths
         try:
             steps_arenas, self.steps, steps_geometry = attach_ring(Path(paths.steps), paths.ring, model.digest)
             self._arenas += steps_arenas
@@ -64,6 +65,7 @@ class Attachment:
             self._arenas.append(activations)
             self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
             self.table = RankTable(model, self.arenas, rank)
+            map_memory(kv.pages[:1])  # which the first request has: its first step need not
             populate(self._arenas, _unpinned)
         except BaseException:
             self.close()
@@ -72,6 +74,11 @@ class Attachment:
         self.words = control_words(activations)
         self.ring = self.steps.control.ctypes.data
         self.timing = self.steps.timing.ctypes.data
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the files at its paths are those that are mapped."""
+        return all(arena.is_in_place for arena in self._arenas)
 
     def close(self) -> None:
         """Unmap the arenas. Idempotent."""

@@ -12,6 +12,7 @@ there are no dummy passes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -22,7 +23,7 @@ import numpy as np
 
 from pipeline.config import paths
 from pipeline.config.schema import Config
-from pipeline.errors import ConfigError, InternalError, ModelUnavailable, StarlingError
+from pipeline.errors import ConfigError
 from pipeline.faults import points
 from pipeline.ipc.doorbell import Ringer
 from pipeline.ipc.endpoint import Link
@@ -37,17 +38,17 @@ from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, use_default_t
 from shm import memory_nodes, words
 from shm import step_ring as sh
 from shm.arena import Arena, ArenaError, process_ticks
-from shm.checkpoint import Checkpoint, CheckpointError, Index
+from shm.checkpoint import Checkpoint, Index
 from shm.pages import attach_kv
 from shm.step_ring import StepsGeometry
 from shm.step_rings import attach_ring
 from stages.worker import activations_arena as act
-from stages.worker import preloading, waiting_ranks
+from stages.worker import expected_model, preloading, waiting_ranks
 from stages.worker.adapters.loading import load_adapters
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
-from stages.worker.checkpoint.prepare import open_verified, prepare
+from stages.worker.checkpoint.prepare import prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
 from stages.worker.control_polls import POLL_EVERY_NS, next_poll_ns
 from stages.worker.kernels import compiled, features
@@ -66,7 +67,8 @@ from stages.worker.ranks import (
     spawn,
     watch,
 )
-from stages.worker.warm_up import warm_up
+from stages.worker.stored_failure import stored_failure
+from stages.worker.warm_up import try_warm_up
 
 log = logging.getLogger("starling.worker")
 
@@ -84,6 +86,7 @@ class WorkerStage:
         self.name = version.id
         self.loop = PollLoop(version.stage, config)
         self._attachment: Attachment | None = None
+        self._mapped: Attachment | None = None  # before an `Attach`, which makes it the attachment
         self._activations: Arena | None = None
         self._ahead: Ahead | None = None
         self._generation = 0
@@ -124,8 +127,9 @@ class WorkerStage:
         if self.ranks or self.n_ranks == 1:  # nothing is forked any more
             link = self._connect()
             if maps and not copies:
-                self._begin_ahead(checkpoint.data)
-        models = [Model(checkpoint, adapters, copy) for copy in copies] or [Model(checkpoint, adapters)]
+                self._begin_ahead(checkpoint.data[:0] if expected_model.is_mapped(checkpoint) else checkpoint.data)
+        models = [Model(checkpoint, adapters, copy) for copy in copies]
+        models = models or [expected_model.model_of(checkpoint, adapters)]
         self.model = models[0]  # rank 0's
         self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
         self._kernels = self.model.load_kernels(kv_type)  # before the fork: all ranks have the same
@@ -175,7 +179,7 @@ class WorkerStage:
                 checkpoint, self._arriving = opened
                 log.info("weights are still downloaded", extra={"model": self.name})
             else:
-                checkpoint = open_verified(index_path, progress, self.config.performance.use_mmap)
+                checkpoint = expected_model.open_verified(index_path, progress, self.config)
             return checkpoint, checkpoint.index
 
     def _copy_weights(self, checkpoint: Checkpoint) -> list[np.ndarray]:
@@ -225,22 +229,16 @@ class WorkerStage:
         self._phases.enter("warm up")
         use_default_time_slice()
         self.loop.reason = f"warming up {self.name}"
-        settings, path = self.model_config, self._activations_path
         with self.loop.allow_stall(PREPARE_S):  # the weights may have to be read from a slow disk
             waiting_ranks.await_ready()
-            try:
-                refused = warm_up(self.model, self.ranks, self._places, settings.kv_type, settings.page_tokens, path)
-            except (ArenaError, OSError, ValueError) as error:
-                log.warning("not warmed up", extra={"model": self.name, "reason": str(error)})
-            else:
-                if refused:
-                    log.error("entries of a dummy pass were refused", extra={"model": self.name, "entries": refused})
+            try_warm_up(self.model, self.ranks, self._places, self.model_config, self._activations_path)
 
     # -------------------------------------------------------------- frames of the scheduler
 
     def _on_scheduler(self, hello: m.Hello) -> None:
         """A scheduler has connected, perhaps a new one: release the arenas of the previous one."""
-        self._detach()
+        if self._mapped is None:
+            self._detach()
         self._send_ready()
 
     def _geometry(self, steps: StepsGeometry) -> act.ActivationsGeometry:
@@ -255,9 +253,9 @@ class WorkerStage:
         return act.create_activations(path, geometry, self._index.hyper, digest, node_cpus)
 
     def _send_ready(self, error: str = "") -> None:
-        h = self.model.hyper
-        pids = [(os.getpid(), process_ticks(os.getpid()))] + [(r.pid, r.ticks) for r in self.ranks]
-        ids = self.name, self.model.index.digest, self.link.epoch, self.n_ranks, tuple(pids)
+        h, own = self.model.hyper, (os.getpid(), process_ticks(os.getpid()))
+        pids = own, *((rank.pid, rank.ticks) for rank in self.ranks)
+        ids = self.name, self.model.index.digest, self.link.epoch, self.n_ranks, pids
         common = h.vocab_size, h.context_length, features.isa(), self._vocabulary, error
         of_model = h.width, h.is_causal, tuple(self.adapters.items()), h.kv_window, h.page_groups
         of_group = self._kernels, self._places.nodes, self.version.group
@@ -265,7 +263,8 @@ class WorkerStage:
 
     def _on_frame(self, frame: m.Frame) -> None:
         if isinstance(frame, m.Attach):
-            self._detach()
+            if self._mapped is None:
+                self._detach()
             try:
                 self._attach(frame)
             except (ArenaError, OSError, ValueError) as error:
@@ -282,11 +281,34 @@ class WorkerStage:
             self._send_ready()
 
     def _attach(self, frame: m.Attach) -> None:
-        """Create the activations arena, attach every rank to the arenas, then acknowledge the generation."""
-        steps_arenas, _, s = attach_ring(Path(frame.steps_path), self.version.group, self.model.digest)
+        """Attach every rank to the arenas, unless they have mapped them, then acknowledge the generation."""
+        self._attachment = self._take_mapped(frame) or self._map_arenas(frame.steps_path, frame.kv_path)
+        self._generation = frame.generation
+        self._bell.connect(frame.doorbell)
+        words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
+        log.info("attached", extra={"model": self.name, "generation": frame.generation})
+
+    def _map_ahead(self) -> None:
+        """Map the arenas that scheduler and kv have made: `Attach` names them, unless they are replaced."""
+        if self._attachment is None and self._mapped is None:
+            base = f"{paths.arena_dir(self.config)}/{self.version.slug}"
+            with contextlib.suppress(ArenaError, OSError, ValueError):  # `Attach` reports it
+                self._mapped = self._map_arenas(f"{base}.steps", f"{base}.kv")
+
+    def _take_mapped(self, frame: m.Attach) -> Attachment | None:
+        """What `_map_ahead` has mapped, if that is what the frame names; else it is released."""
+        mapped, named = self._mapped, (frame.steps_path, frame.kv_path)
+        if mapped is not None and (named != (mapped.paths.steps, mapped.paths.kv) or not mapped.is_current):
+            self._detach()
+        mapped, self._mapped = self._mapped, None
+        return mapped
+
+    def _map_arenas(self, steps_path: str, kv_path: str) -> Attachment:
+        """Create the activations arena, and attach every rank to the arenas."""
+        steps_arenas, _, s = attach_ring(Path(steps_path), self.version.group, self.model.digest)
         for arena in steps_arenas:
             arena.close()
-        kv_arena, _, _ = attach_kv(Path(frame.kv_path), self.model.digest)
+        kv_arena, _, _ = attach_kv(Path(kv_path), self.model.digest)
         kv_arena.close()
         geometry = self._geometry(s)
         made = self._ahead.take(geometry) if self._ahead is not None else None
@@ -294,25 +316,26 @@ class WorkerStage:
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
         act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
         self._announced = 0
-        arena_paths = ArenaPaths(frame.steps_path, frame.kv_path, str(self._activations_path), self.version.group)
+        arena_paths = ArenaPaths(steps_path, kv_path, str(self._activations_path), self.version.group)
         begin_attach(self.ranks, arena_paths)
         try:
-            self._attachment = Attachment(self.model, arena_paths, 0)
-        finally:
-            with self.loop.allow_stall(PREPARE_S):  # they may have to read kernels or the index from a slow disk
-                waiting_ranks.await_ready()
-            finish_attach(self.ranks)
-            if self._attachment is None:
-                act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
-                attach_ranks(self.ranks, ArenaPaths())
-        self._generation = frame.generation
-        self._bell.connect(frame.doorbell)
-        words.store(self._attachment.steps.control, sh.WORKER_GENERATION, frame.generation)
-        log.info("attached", extra={"model": self.name, "generation": frame.generation})
+            attachment = Attachment(self.model, arena_paths, 0)
+        except BaseException:
+            self._finish_attach()
+            act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
+            attach_ranks(self.ranks, ArenaPaths())
+            raise
+        self._finish_attach()
+        return attachment
+
+    def _finish_attach(self) -> None:
+        with self.loop.allow_stall(PREPARE_S):  # they may have to read kernels or the index from a slow disk
+            waiting_ranks.await_ready()
+        finish_attach(self.ranks)
 
     def _detach(self) -> None:
         """Release the arenas in all ranks. Idempotent."""
-        attachment, self._attachment = self._attachment, None
+        attachment, self._attachment, self._mapped = self._attachment or self._mapped, None, None
         if attachment is not None:
             act.announce(attachment.words, self._announced + 1, self.n_ranks)
             attach_ranks(self.ranks, ArenaPaths())
@@ -334,6 +357,7 @@ class WorkerStage:
                 loop.poll(0.0)  # if the scheduler has greeted, it waits for `WorkerReady`
             self._finish_start()
             if self._is_awaited:
+                self._map_ahead()  # while the scheduler answers
                 loop.poll(0.0)  # likewise for the answer to `Attach`, before a tick
             use_default_time_slice()
             loop.ready, loop.reason = True, ""
@@ -360,9 +384,8 @@ class WorkerStage:
         attachment = self._attachment
         if attachment is None:
             return False
-        control = attachment.steps.control
+        control, base = attachment.steps.control, attachment.ring
         step = int(control[sh.DONE]) + 1
-        base = attachment.ring
         if not compiled.wait_for_head(base, step, 0 if self.loop.is_idle else SPIN_NS):
             return False
         self.loop.busy = True
@@ -380,16 +403,8 @@ class WorkerStage:
             limit_ns = 0  # the last part is computed alone
         self._announced += 2
         began = time.monotonic_ns()
-        refused = compiled.run_steps(
-            attachment.table.address,
-            attachment.control,
-            self._announced,
-            step,
-            attachment.timing,
-            limit_ns,
-            base,
-            self._bell.connected_fd,
-        )
+        of_step = attachment.table.address, attachment.control, self._announced, step, attachment.timing
+        refused = compiled.run_steps(*of_step, limit_ns, base, self._bell.connected_fd)
         attachment.table.table[pb.FIRST_LAYER] = 0
         done = int(control[sh.DONE])
         self._announced += 2 * (done - step)
@@ -450,9 +465,8 @@ class WorkerStage:
 
     def _sleep(self) -> None:
         """Sleep until a doorbell, a frame or the next tick."""
-        loop = self.loop
+        loop, attachment = self.loop, self._attachment
         loop.busy = False
-        attachment = self._attachment
         if attachment is None:
             loop.poll(MAX_WAIT_S)
             return
@@ -467,7 +481,7 @@ class WorkerStage:
 
 
 preload = preloading.preload  # before the stage is forked
-prepare_spare = waiting_ranks.fork_waiting  # in the process of a spare worker group, before it waits
+prepare_spare = waiting_ranks.prepare_spare  # in the process of a spare worker group, before it waits
 
 
 def main(config: Config, version_id: str = "") -> int:
@@ -476,22 +490,11 @@ def main(config: Config, version_id: str = "") -> int:
     chosen = table.find_group(version_id) if version_id else next(iter(table.versions), None)
     if chosen is None:
         raise ConfigError(f"no model {version_id!r} is configured", param="models")
-    run_dir = paths.run_dir(config)
     try:
-        stage = WorkerStage(config, chosen)
-        versions.failure_path(run_dir, chosen.stage).unlink(missing_ok=True)
-        return stage.run()
-    except CheckpointError as error:
-        refused = ModelUnavailable(str(error), param="model")
-        versions.write_failure(run_dir, chosen.stage, refused)
-        raise refused from None
-    except StarlingError as error:
-        versions.write_failure(run_dir, chosen.stage, error)
-        raise
+        with stored_failure(paths.run_dir(config), chosen.stage) as forget_failure:
+            stage = WorkerStage(config, chosen)
+            forget_failure()
+            return stage.run()
     except RuntimeError:
         log.exception("the worker group ends")
         return EXIT_FATAL
-    except Exception as error:  # perhaps an unforeseen model file: the command that loads it must get the reason
-        problem = f"{type(error).__name__}: {error}; the worker's log has more (starling logs worker)"
-        versions.write_failure(run_dir, chosen.stage, InternalError(problem))
-        raise

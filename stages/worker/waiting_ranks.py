@@ -3,13 +3,15 @@
     the spare's process --fork--> ranks that wait in a read
       a version is given to it --Begin--> each maps the checkpoint, and is a rank as any other (ranks.py)
 
-So that rank 0 of a version that is loaded forks nothing, and the others map the model while it greets the scheduler.
+So that rank 0 of a version that is loaded forks nothing, and the others map the model while it greets the scheduler;
+the one that is expected next (expected_model.py) is mapped in all of them while they wait.
 There are as many as a model with the default settings has.  A version that needs another number, or whose ranks share
 more with rank 0 than files, forks its own; then, as when one of them has ended, these are killed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -22,9 +24,12 @@ from pipeline.config.schema import Config
 from pipeline.models import worker_groups
 from pipeline.runtime.process import EXIT_OK
 from shm.checkpoint import Checkpoint
+from stages.worker import expected_model
+from stages.worker.expected_model import Expected
 from stages.worker.kernels import compiled, stored_code
-from stages.worker.model import Model
 from stages.worker.ranks import Channel, GroupError, Rank, follow, fork_rank, pin, state
+
+log = logging.getLogger("starling.worker")
 
 MAX_WAITING = 7  # each takes 1 MB: on larger machines loads fork their ranks
 READY = b"ready"  # a rank has loaded its kernels
@@ -46,18 +51,38 @@ class Begin(msgspec.Struct, frozen=True):
     maps_weights: bool  # as for `ranks.spawn`
 
 
-def fork_waiting(config: Config, in_child: Callable[[], object] = lambda: None) -> list[int]:
+def prepare_spare(config: Config, in_child: Callable[[], object] = lambda: None) -> list[int]:
+    """Fork the ranks, and open the model that is expected, in each of them and here.
+
+    Call it before this process has threads or sockets.  `in_child` is called in each rank, to close what is not its
+    own.  Returns a descriptor that is readable when the model's file is removed, if one is open.
+    """
+    try:
+        expected = expected_model.choose(config)
+        watched = [] if expected is None else [expected_model.watch_file(expected)]
+    except Exception as error:  # whatever a file holds: the worker that needs it reports it
+        log.debug("no model is opened ahead", extra={"reason": str(error)})
+        expected, watched = None, []
+    fork_waiting(config, in_child, expected)
+    _open(expected)
+    return watched
+
+
+def fork_waiting(
+    config: Config, in_child: Callable[[], object] = lambda: None, expected: Expected | None = None
+) -> None:
     """Fork the ranks; none if there is no room for them. Call it before this process has threads or sockets.
 
-    `in_child` is called in each, to close what is not its own.
+    `in_child` is called in each, to close what is not its own, before it opens the model that is `expected`.
     """
     model = config.models[0]
     n = (model.ranks or len(worker_groups.cpus_of_groups(config, model, model.name)[0])) - 1
     if n > MAX_WAITING:
-        return []
+        return
 
     def body(channel: Channel) -> int:
         in_child()
+        _open(expected)
         return _wait(channel)
 
     try:
@@ -65,7 +90,14 @@ def fork_waiting(config: Config, in_child: Callable[[], object] = lambda: None) 
             _waiting.append(fork_rank(body))
     except OSError:  # too many processes, or too little memory
         dismiss()
-    return []
+
+
+def _open(expected: Expected | None) -> None:
+    try:
+        if expected is not None:
+            expected_model.open_expected(expected)
+    except Exception as error:  # as in `prepare_spare`
+        log.debug("the expected model is not opened", extra={"reason": str(error)})
 
 
 def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: int, maps_weights: bool) -> list[Rank]:
@@ -124,10 +156,11 @@ def _wait(channel: Channel) -> int:
         return EXIT_OK
     begin = msgspec.msgpack.decode(raw, type=Begin)
     pin(begin.cpus, begin.rank, begin.ranks)
-    checkpoint = Checkpoint(Path(begin.index_path))
-    model = Model(checkpoint)
+    checkpoint = expected_model.open_checkpoint(Path(begin.index_path))
+    model = expected_model.model_of(checkpoint)
     kernels = model.load_kernels(begin.kv_type)
     if (checkpoint.info.st_ino, kernels) != (begin.inode, begin.kernels):
         raise RuntimeError(f"{checkpoint.path} or the kernels were replaced while the worker group began")
     channel.send(READY)
-    return follow(model, begin.rank, begin.ranks, begin.cpus, channel, begin.maps_weights)
+    maps_weights = begin.maps_weights and not expected_model.is_mapped(checkpoint)
+    return follow(model, begin.rank, begin.ranks, begin.cpus, channel, maps_weights)

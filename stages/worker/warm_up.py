@@ -7,13 +7,15 @@ or a row of them.  Meanwhile the other stages prepare their parts of the model.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import numpy as np
 
+from pipeline.config.schema import ModelConfig
 from shm import step_ring as sh
 from shm import words
-from shm.arena import Arena
+from shm.arena import Arena, ArenaError
 from shm.checkpoint import Hyper
 from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
@@ -23,7 +25,21 @@ from stages.worker.model import Model
 from stages.worker.rank_places import RankPlaces
 from stages.worker.ranks import ArenaPaths, Attachment, Rank, attach_ranks
 
+log = logging.getLogger("starling.worker")
+
 PROMPT_TOKENS = 2 * FEW  # more than `FEW`: the kernels of prompts, which multiply many rows at once
+
+
+def try_warm_up(model: Model, ranks: list[Rank], places: RankPlaces, settings: ModelConfig, base: Path) -> None:
+    """As `warm_up`, of a model with these settings; what keeps it from computing is logged. Raises `GroupError`."""
+    facts = {"model": settings.name}
+    try:
+        refused = warm_up(model, ranks, places, settings.kv_type, settings.page_tokens, base)
+    except (ArenaError, OSError, ValueError) as error:
+        log.warning("not warmed up", extra={**facts, "reason": str(error)})
+        return
+    if refused:
+        log.error("entries of a dummy pass were refused", extra={**facts, "entries": refused})
 
 
 def warm_up(model: Model, ranks: list[Rank], places: RankPlaces, kv_type: str, page_tokens: int, base: Path) -> int:

@@ -70,6 +70,20 @@ def test_the_memory_of_a_closed_arena_is_free_at_once(tmp_path: Path) -> None:
     assert str(path) not in Path("/proc/self/maps").read_text()
 
 
+def test_an_arena_whose_file_was_replaced_or_removed_is_not_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    first = Arena.create(path, "test", 1, 4096, {})
+    attached = Arena.attach(path, "test", 1)
+    assert [arena.is_in_place for arena in (first, attached)] == [True, True]
+    second = Arena.create(path, "test", 1, 4096, {})
+    assert [arena.is_in_place for arena in (first, attached, second)] == [False, False, True]
+    attached.close()
+    second.unlink()
+    assert [arena.is_in_place for arena in (first, attached, second)] == [False, False, False]
+    first.close()
+    second.close()
+
+
 def test_stale_and_partial_arenas_are_removed(tmp_path: Path) -> None:
     names = ["a.kv", "b.kv", ".b.kv.123", "b.steps", "notes.txt"]
     for name in names:

@@ -147,15 +147,21 @@ def _may_be_converted(source: Path, model: ModelConfig, models_dir: Path) -> boo
     return any(digest and is_usable(models_dir / f"{digest}.idx") for digest in likely)
 
 
-def open_verified(index_path: Path, progress: store.Progress = store.no_progress, use_mmap: bool = True) -> Checkpoint:
+def open_verified(
+    index_path: Path,
+    progress: store.Progress = store.no_progress,
+    use_mmap: bool = True,
+    open_checkpoint: Callable[[Path], Checkpoint] = Checkpoint,
+) -> Checkpoint:
     """Map a prepared checkpoint, verified now or earlier; without `use_mmap` read it into memory, and verify that.
 
+    open_checkpoint: maps it.
     Raises `ConfigError` when it is damaged (another attempt would not help), `ModelUnavailable` when it cannot be read,
     `ResourceError` when memory is too small to read it.
     """
     try:
         if use_mmap:
-            checkpoint = Checkpoint(index_path)
+            checkpoint = open_checkpoint(index_path)
             verify_once(checkpoint, progress)
         else:
             checkpoint = Checkpoint(index_path, partial(read_weights, progress=progress))

@@ -1,0 +1,159 @@
+"""A spare worker group opens the model that it expects, and uses that only while its files are the same."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+from pathlib import Path
+
+import pytest
+
+import shm.checkpoint
+from pipeline.config.load import resolve
+from pipeline.config.schema import Config
+from pipeline.models import store, versions
+from pipeline.models.versions import VersionTable
+from shm.checkpoint import Checkpoint
+from stages.worker import expected_model
+from stages.worker.expected_model import Expected, choose, open_checkpoint, open_expected, watch_file
+from stages.worker.kernels import compiled
+from stages.worker.model import Model
+from tests.worker.conftest import Ingested, TinyGguf
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def nothing_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_model, "_opened", None)
+    monkeypatch.setattr(shm.checkpoint, "SETTLED_NS", -1)  # an index that was just written is kept, too
+    compiled.addresses("f16")
+
+
+@pytest.fixture
+def expected(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> Expected:
+    """A copy, which a test may change."""
+    index_path = ingested(tiny_gguf("small", "Q8_0"))
+    for suffix in (".idx", ".bin"):
+        shutil.copy(index_path.with_suffix(suffix), tmp_path)
+    return Expected(tmp_path / index_path.name, "f16")
+
+
+def test_the_expected_model_is_open_and_mapped_when_it_comes(expected: Expected) -> None:
+    open_expected(expected)
+    checkpoint = open_checkpoint(expected.index_path)
+    assert expected_model.model_of(checkpoint) is expected_model.model_of(checkpoint)
+    assert expected_model.is_mapped(checkpoint)
+    assert expected_model.model_of(checkpoint).checkpoint is checkpoint
+
+
+def test_another_model_is_opened_as_any_other(expected: Expected, tiny_gguf: TinyGguf, ingested: Ingested) -> None:
+    open_expected(expected)
+    other = ingested(tiny_gguf("small", "Q4_0"))
+    checkpoint = open_checkpoint(other)
+    assert checkpoint.index_path == other
+    assert not expected_model.is_mapped(checkpoint)
+    assert expected_model.model_of(checkpoint).checkpoint is checkpoint
+
+
+@pytest.mark.parametrize("suffix", [".idx", ".bin"])
+def test_files_that_were_replaced_are_opened_again(expected: Expected, suffix: str) -> None:
+    open_expected(expected)
+    path = expected.index_path.with_suffix(suffix)
+    shutil.copy(path, path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
+    checkpoint = open_checkpoint(expected.index_path)
+    assert checkpoint.info.st_ino == expected.index_path.with_suffix(".bin").stat().st_ino
+    assert not expected_model.is_mapped(checkpoint)
+
+
+def test_a_copy_of_the_weights_is_another_model(expected: Expected) -> None:
+    open_expected(expected)
+    checkpoint = Checkpoint(expected.index_path)  # as without `use_mmap`
+    assert isinstance(expected_model.model_of(checkpoint), Model)
+    assert expected_model.model_of(checkpoint).checkpoint is checkpoint
+    assert not expected_model.is_mapped(checkpoint)
+
+
+def test_large_weights_are_opened_and_not_mapped(expected: Expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected_model, "MAX_BYTES", 0)
+    open_expected(expected)
+    checkpoint = open_checkpoint(expected.index_path)
+    assert expected_model.model_of(checkpoint).checkpoint is checkpoint
+    assert not expected_model.is_mapped(checkpoint)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_the_removal_of_the_file_is_noticed(expected: Expected, replace: bool) -> None:
+    """Else a process that waits would keep its space."""
+    watch = watch_file(expected)
+    try:
+        open_expected(expected)
+        store.mark_used(expected.index_path.stem, expected.index_path.parent)
+        assert not select.select([watch], [], [], 0)[0]
+        path = expected.index_path.with_suffix(".bin")
+        if replace:
+            shutil.copy(path, path.with_suffix(".new"))
+            os.replace(path.with_suffix(".new"), path)
+        else:
+            path.unlink()
+        assert select.select([watch], [], [], 60)[0]
+    finally:
+        os.close(watch)
+
+
+@pytest.fixture
+def home(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Models `a` and `b`, prepared; neither was used."""
+    models = tmp_path / "home" / "models"
+    models.mkdir(parents=True)
+    cache = Path(os.environ.get("STARLING_HOME", Path.home() / ".starling")) / "cache"
+    (tmp_path / "home" / "cache").symlink_to(cache)
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path / "home"))
+    found = []
+    for name, kind in (("a", "Q8_0"), ("b", "Q4_0")):
+        index_path = ingested(tiny_gguf("small", kind))
+        for suffix in (".idx", ".bin"):
+            shutil.copy(index_path.with_suffix(suffix), models)
+        found.append({"name": name, "path": str(models / index_path.name)})
+    (tmp_path / "run").mkdir(mode=0o700)
+    return resolve({"server": {"run_dir": str(tmp_path / "run")}, "models": found}, {})
+
+
+def digest_of(config: Config, name: str) -> str:
+    model = config.model(name)
+    assert model is not None
+    return Path(model.path).stem
+
+
+def load(config: Config, *names: str) -> None:
+    """As if these models were loaded, the last one last."""
+    table = versions.initial(config)
+    kept = tuple(one for one in table.versions if one.name in names)
+    versions.write(config, VersionTable(table.configured, 1, kept))
+    for at, name in enumerate(names, 1):
+        path = Path(config.model(name).path).with_suffix(".used")  # type: ignore[union-attr]
+        path.touch()
+        os.utime(path, (at, at))
+
+
+@pytest.mark.parametrize(("earlier", "loaded", "chosen"), [
+    ((), ("a",), "b"),  # it is not loaded
+    (("a", "b"), ("a", "b"), "b"),  # both are: the one that was loaded last may be loaded again
+    (("b", "a"), (), "a"),  # neither is: the one that was used last
+])  # fmt: skip
+def test_the_model_that_may_come_next_is_expected(
+    home: Config, earlier: tuple[str, ...], loaded: tuple[str, ...], chosen: str
+) -> None:
+    load(home, *earlier)
+    load(home, *loaded)
+    expected = choose(home)
+    assert expected is not None
+    assert expected.index_path.stem == digest_of(home, chosen)
+
+
+def test_none_is_expected_that_is_not_prepared(home: Config) -> None:
+    for model in home.models:
+        Path(model.path).unlink()
+    assert choose(home) is None
