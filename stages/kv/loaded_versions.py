@@ -243,7 +243,8 @@ class LoadedVersions:
                 if loaded.version.state == "serving":
                     loaded.pages.open_sessions()
         elif loaded.reserving is None:
-            loaded.reserving = self._thread.submit(loaded.pages.reserve, index_path)
+            # With memory for the first pages: the request or the self-test that the version is loaded for needs them.
+            loaded.reserving = self._thread.submit(loaded.pages.reserve, index_path, 1)
             loaded.reserving.add_done_callback(self._on_reserved)
             return f"the arena of model {loaded.name!r} is being created"
         elif not loaded.reserving.done():

@@ -100,9 +100,10 @@ class ModelPages:
 
     # -------------------------------------------------------------- opening
 
-    def reserve(self, index_path: Path) -> ReservedArena:
+    def reserve(self, index_path: Path, n_pages: int = 0) -> ReservedArena:
         """Create or adopt the arena. Changes nothing in this object, so that a thread may call it.
 
+        n_pages: that get memory now, of which there is as little as possible at first.
         Raises `ArenaError`, `CheckpointError`, `OSError`.
         """
         index = load_index(index_path)
@@ -113,6 +114,7 @@ class ModelPages:
         cpus = worker_groups.cores_of_ranks(self.config, model, self.name)
         budget, generation = self.config.kv_cache_bytes(model), time.time_ns()
         opened = open_arena(path, geometry, bytes.fromhex(index.digest), budget, generation, cpus)
+        opened.memory.grow(n_pages)
         return ReservedArena(index, geometry, opened)
 
     def open(self, index_path: Path, reserved: ReservedArena | None = None, is_alone: bool = True) -> Manager:

@@ -17,6 +17,7 @@ from pipeline.config import paths
 from pipeline.files import replace_file
 from pipeline.models import versions
 from pipeline.protocol import messages as m
+from shm.pages import attach_kv, pages_offset
 from stages.kv.stage import KvStage
 from stages.kv.storage.page_file import PageFile
 from tests.kv.process import PAGE_TOKENS, Gateway, KvProcess, Scheduler, configure, load_config, write_model
@@ -99,7 +100,12 @@ def test_a_scheduler_that_attaches_before_the_arena_of_a_load_is_open_is_not_ref
             loading = msgspec.structs.replace(serving, serial=serial, state="loading", digest=digest)
             versions.write(config, msgspec.structs.replace(table, serial=serial, versions=(serving, loading)))
             s.link.send(m.KvAttach(loading.id, digest, str(s.steps_path)))
-            assert s.take(m.KvReady, model=loading.id).error == ""
+            ready = s.take(m.KvReady, model=loading.id)
+            assert ready.error == ""
+            # The first pages have memory before the request comes that the version is loaded for.
+            arena, _, _ = attach_kv(Path(ready.arena_path), bytes.fromhex(digest))
+            assert arena.reserved >= pages_offset(ready.pages) + ready.page_bytes
+            arena.close()
 
 
 def test_a_scheduler_that_replaces_its_step_arena_gets_an_answer_for_the_new_one(home: Path) -> None:
