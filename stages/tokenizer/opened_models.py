@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -45,6 +46,10 @@ class ModelSource(NamedTuple):
         return self.index_path.stat().st_mtime_ns, path.stat().st_mtime_ns if path and path.exists() else 0
 
 
+MAX_TEMPLATES = 4  # that are kept compiled, of 256 Ki characters each at most
+
+_templates: dict[tuple[object, ...], ChatTemplate] = {}  # the one that was used last comes last
+_templates_lock = threading.Lock()
 _opened: dict[ModelSource, TokenizerModel] = {}
 _unusable: dict[ModelSource, tuple[tuple[int, ...], str]] = {}  # when the files were written, and what is wrong
 
@@ -127,7 +132,7 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
     text = _template_text(source, index, t)
     if text:
         bos, eos = (vocabulary.token_bytes(i).decode("utf-8", "replace") for i in (t.bos, t.eos))
-        template = ChatTemplate(text, bos, eos, control_names=vocabulary.control_names)
+        template = _compiled(text, bos, eos, vocabulary.control_names)
     described = m.Described(
         "",
         "",
@@ -154,6 +159,20 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         kv_windowed=index.hyper.n_windowed,
     )
     return TokenizerModel(vocabulary, template, described)
+
+
+def _compiled(text: str, bos: str, eos: str, control_names: dict[str, int]) -> ChatTemplate:
+    """The template, compiled, which takes 8 ms: models of one family share it, and one that is loaded again has it."""
+    key = text, bos, eos, tuple(sorted(control_names.items()))
+    with _templates_lock:  # several threads may build vocabularies
+        template = _templates.pop(key, None)
+    template = template or ChatTemplate(text, bos, eos, control_names=control_names)
+    with _templates_lock:
+        if not template.failure:  # that is logged for each model
+            _templates[key] = template
+        while len(_templates) > MAX_TEMPLATES:
+            del _templates[next(iter(_templates))]
+    return template
 
 
 def _pair_separator(t: TokenizerData | TokenizerHead) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.protocol import messages as m
+from stages.tokenizer import opened_models
+from stages.tokenizer.opened_models import MAX_TEMPLATES, ModelSource, build_model
 from tests.tokenizer.process import TokenizerProcess, configure, write_model
 
 pytestmark = pytest.mark.slow
@@ -64,6 +66,27 @@ def test_a_damaged_index_fails_only_its_model(tmp_path: Path) -> None:
         assert isinstance(tokenizer.request(m.Render("again", "noise", MESSAGES)), m.Encoded)
     finally:
         tokenizer.close()
+
+
+def test_models_with_one_template_share_its_compiled_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model that is loaded again need not compile it; a bounded number is kept, and none that fails."""
+    monkeypatch.setattr(opened_models, "_templates", {})
+    names = ("a", "b", "bad", *(f"other{number}" for number in range(2 * MAX_TEMPLATES)))
+    configure(tmp_path, names)
+    sources = (
+        dict.fromkeys(names, GOOD) | {name: GOOD + name for name in names[3:]} | {"bad": HOSTILE["not-a-template"]}
+    )
+    built = {name: build_model(ModelSource(write_model(tmp_path, name, text))) for name, text in sources.items()}
+    assert built["a"].template is built["b"].template
+    bad = built["bad"].template
+    assert bad is not None
+    assert bad.failure
+    kept = list(opened_models._templates.values())
+    assert kept == [built[name].template for name in names[-MAX_TEMPLATES:]]
+    again = build_model(ModelSource(write_model(tmp_path, "a", GOOD)))
+    assert again.template is not built["a"].template
+    assert again.template is not None
+    assert again.template.render(MESSAGES).text == "hello"
 
 
 def test_a_hostile_template_fails_only_its_model(tmp_path: Path) -> None:
