@@ -233,6 +233,31 @@ def test_uv_is_fetched_only_where_it_is_used_and_missing_and_fetches_pip(
     assert (locked(by_base.read_text()), locked(by_uv.read_text())) == (base, uv)
 
 
+def test_where_the_python_at_hand_has_no_pip_its_copy_fetches_pip_and_uv(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    (tmp_path / "uv").write_text(f"#!/bin/bash\necho uv >>{calls}\n")
+    (tmp_path / "venv_python").write_text(
+        f"""#!/bin/bash
+        case "$*" in
+            *" ensurepip "*) echo ensurepip >>{calls}; touch "${{0%python}}pip" ;;
+            *" install "*) echo "pip ${{!#}}" >>{calls}; cp {tmp_path}/uv "${{0%python}}uv" ;;
+        esac
+        """
+    )
+    for program in ("venv_python", "uv"):
+        (tmp_path / program).chmod(0o755)
+    result = setup(
+        tmp_path,
+        f"""case "$2" in
+            venv) mkdir -p "$3/bin"; cp {tmp_path}/venv_python "$3/bin/python" ;;
+            pip) exit 1 ;;
+        esac""",
+        PATH=str(own_tools(tmp_path)),
+    )
+    assert result.returncode == 0, result.stderr
+    assert calls.read_text().splitlines() == ["ensurepip", f"pip {ALONE}", "uv", "uv"]
+
+
 @pytest.mark.parametrize(
     ("configuration", "environment", "trusted", "proxy"),
     [
