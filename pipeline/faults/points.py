@@ -75,15 +75,13 @@ class LivePlanFollower:
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE
+        self._path_name = os.fspath(self._path)
 
     def poll(self) -> None:
         """Arm all points when the plan has changed."""
         global _installed, _installed_path
-        if not _installed:
-            try:
-                os.stat(self._path)
-            except OSError:
-                return
+        if not _installed and not os.access(self._path_name, os.F_OK):
+            return
         from pipeline.faults import plan as fault_plan
 
         plan = fault_plan.read_installed(self._path)

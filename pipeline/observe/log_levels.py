@@ -82,10 +82,11 @@ def _lock(run_dir: Path) -> Iterator[None]:
 
 
 class LogLevelFollower:
-    """Applies the levels to this process: call `poll` at every tick, which costs one `stat`."""
+    """Applies the levels to this process: call `poll` at every tick, which costs one system call."""
 
     def __init__(self, run_dir: Path, stage: str, configured: str) -> None:
         self._run_dir = run_dir
+        self._path = os.fspath(run_dir / FILE)
         self._stage = stage
         self._configured = configured
         self._seen: tuple[int, int] | None = None  # (inode, mtime in ns) of the file; None: there was none
@@ -93,11 +94,12 @@ class LogLevelFollower:
 
     def poll(self) -> None:
         """Read the file if it has changed."""
-        try:
-            found = os.stat(self._run_dir / FILE)
-            seen = (found.st_ino, found.st_mtime_ns)
-        except OSError:
-            seen = None
+        seen = None
+        # Usually there is no file, and an exception takes ten times as long: 116 us with cold caches.
+        if os.access(self._path, os.F_OK):
+            with contextlib.suppress(OSError):  # it has been removed since
+                found = os.stat(self._path)
+                seen = (found.st_ino, found.st_mtime_ns)
         if seen == self._seen:
             return
         self._seen = seen
