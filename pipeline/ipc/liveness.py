@@ -10,9 +10,9 @@ order, so it can tie soft state to the incarnation.
     Heartbeat.sent  counts the frames sent to this peer.  When fewer have arrived, some were lost: the peer is
                     discarded and greeted again, as after its death.
 
-Heartbeats go out every `heartbeat_ms`, and to a peer when it comes up.  Between idle stages they go out every 1.5 s,
-except where the receiver derives readiness from them (`Edge.is_readiness_source`): a process's death is seen by its
-pidfd anyway.
+Heartbeats go out every `heartbeat_ms`, and to a peer when it comes up.  A stage in steady work sends them every 0.5 s
+at most, an idle one every 1.5 s, except where the receiver derives readiness from them (`Edge.is_readiness_source`): a
+process's death is seen by its pidfd anyway.
 
 Knows no sockets: it sends and reports through the `Transport` that owns it.
 """
@@ -96,6 +96,7 @@ class Liveness:
         self.peers: dict[bytes, Peer] = {}
         self.lost: Counter[str] = Counter()  # peers that were up, by reason
         self.interval_s = interval_s
+        self.is_steady = False  # set by the stage: heartbeats have no news
         self.is_runnable: Callable[[int], bool] = procfs.is_runnable  # of a pid
         self._transport = transport
         self._edge = edge
@@ -246,13 +247,15 @@ class Liveness:
                 self._transport.transmit(key, msgspec.structs.replace(heartbeat, sent=peer.sent))
 
     def _is_due(self, heartbeat: Heartbeat, now: float) -> bool:
-        """At once after a change, and once per period while the stage is idle."""
+        """At once after a change, and once per period while the stage is idle or in steady work."""
         last, self._last_offered = self._last_offered, heartbeat
-        if not (heartbeat.idle and last.idle) or heartbeat.reason != last.reason:
+        is_idle = heartbeat.idle and last.idle
+        if not (is_idle or self.is_steady) or (heartbeat.ready, heartbeat.reason) != (last.ready, last.reason):
             return True
         if self._is_prompt or not self.peers or any(peer.hello is None for peer in self.peers.values()):
             return True
-        return timer_coalescing.has_period_elapsed(now, self._last_sent, self._idle_s)
+        period_s = self._idle_s if is_idle else timer_coalescing.ALIGN_S
+        return timer_coalescing.has_period_elapsed(now, self._last_sent, period_s)
 
     def _silence_limit_s(self, peer: Peer) -> float:
         is_idle = peer.last_heartbeat is not None and peer.last_heartbeat.idle

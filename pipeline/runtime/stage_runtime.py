@@ -34,7 +34,8 @@ from pipeline.runtime import process, timer_coalescing
 from pipeline.runtime import run_dir as rundir
 from pipeline.runtime.directory_lock import ServerLocks
 
-TICK_S = 0.1
+TICK_S = 0.1  # while a stage starts or stops, or something in it waits for a tick
+_STEADY_S = timer_coalescing.STEADY_ALIGN_S
 SLACK_S = 0.025  # a tick may be late by this much to share a wake-up with a frame
 IDLE_AFTER_S = 2.0  # without progress; then ticks are aligned, see timer_coalescing.py
 STOP_HEARTBEATS_S = 0.5  # after SIGTERM: time in which the peers' heartbeats report whether they stop, too
@@ -70,6 +71,7 @@ class StageRuntime:
         self.endpoints: list[Link | Hub] = []
         self.clock = clock
         self.is_idle = False  # ready and without work for a while: it ticks less often
+        self.is_steady = False  # set by the stage: nothing in it waits for a tick, so ticks may be rarer
         self._last_state = (0, False, "")
         self._active_at = clock()
         self._stopping_since = 0.0
@@ -144,10 +146,11 @@ class StageRuntime:
         return Heartbeat(self.stage, process.process_epoch(), self.progress, self.busy, ready, reason, self.is_idle)
 
     def tick(self) -> None:
-        """Every 100 ms, less often while idle."""
+        """Every 100 ms, less often in steady work and while idle."""
         self._update_idle()
-        heartbeat = self.heartbeat()
+        heartbeat, is_steady = self.heartbeat(), self._ticks_rarely
         for endpoint in self.endpoints:
+            endpoint.liveness.is_steady = is_steady
             endpoint.tick(heartbeat)
         if heartbeat.ready and not self._was_ready:
             self._was_ready = True
@@ -215,9 +218,17 @@ class StageRuntime:
         self.is_idle = False
 
     @property
+    def _ticks_rarely(self) -> bool:
+        """In steady work, unless peers expect more frequent heartbeats."""
+        is_rare = self.config.server.heartbeat_ms >= 1000 * _STEADY_S
+        return self.is_steady and is_rare and self.ready and not self.stopping
+
+    @property
     def tick_s(self) -> float:
         """Seconds from now to the next tick."""
         if not self.is_idle:
+            if self._ticks_rarely:
+                return timer_coalescing.until_aligned(self.clock(), _STEADY_S, _STEADY_S)
             return TICK_S
         is_readiness_source = any(endpoint.edge.is_readiness_source for endpoint in self.endpoints)
         wait_s = (

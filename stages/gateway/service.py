@@ -325,6 +325,19 @@ class Service:
         self.sample()
         self.readiness.describe_missing()
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether nothing waits for a tick but deadlines and expiry."""
+        return not (
+            self.relay.unsubmitted
+            or self.tokenizer.has_unsent
+            or self.embedder.is_busy
+            or self.sessions.has_unsent
+            or self.recovery.has_waiting
+            or self.readiness.drains.targets
+            or any(version.state != "serving" for version in self.catalog.all)
+        )
+
     def sample(self) -> None:
         """Update the metrics that are read from state."""
         journal = self.recovery.journal

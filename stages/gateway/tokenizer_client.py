@@ -79,6 +79,11 @@ class TokenizerClient:
         """Send every pending request to a new tokenizer process."""
         self._unsent = {key for key, (frame, _) in list(self._pending.items()) if not self._send(frame)}
 
+    @property
+    def has_unsent(self) -> bool:
+        """Requests wait for a tick to be sent."""
+        return bool(self._unsent)
+
     def tick(self) -> None:
         """Send the requests that could not be sent before."""
         self._unsent.intersection_update(self._pending)

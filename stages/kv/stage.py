@@ -47,6 +47,7 @@ from stages.kv.sessions.model_sessions import answer
 log = logging.getLogger("starling.kv")
 
 STOP_POLL_S = 0.05  # between two checks of the peers, after SIGTERM
+STEADY_FREE = 1 / 8  # of the pages free or evictable: then nothing waits for a tick
 CHORES_S = 1.0  # between two rounds of expiry, saving and compaction
 
 
@@ -418,10 +419,10 @@ class KvStage:
     # -------------------------------------------------------------- states and metrics
 
     def _tick(self) -> None:
-        """Send `KvState` to each scheduler when it has changed and with every heartbeat; update the metrics."""
+        """Send `KvState` to each scheduler when it has changed, and with its heartbeats; update the metrics."""
         now = time.monotonic()
         heartbeat_s = self.config.server.heartbeat_ms / 1000
-        is_due = now - self._pushed_at >= 0.9 * heartbeat_s
+        is_due = now - self._pushed_at >= 0.9 * heartbeat_s * (2 if self.loop.is_steady else 1)
         if self.loop.is_idle:
             is_due = timer_coalescing.has_period_elapsed(
                 now, self._pushed_at, max(timer_coalescing.IDLE_HEARTBEAT_S, IDLE_INTERVALS * heartbeat_s)
@@ -429,13 +430,18 @@ class KvStage:
         if is_due:
             self._pushed_at = now
             measure(self.versions.pages(), self.loop.metrics, self.versions.removed, self.versions.sessions)
+        is_steady = self.loop.ready
         for loaded in self.versions.by_id.values():
             if loaded.manager is None or loaded.peer is None or not loaded.is_answered:
+                is_steady = False
                 continue
             state = self._state(loaded, loaded.manager)
+            # Where pages are short, sequences wait for the state that says that some are free.
+            is_steady = is_steady and state.free + state.cached >= state.total * STEADY_FREE
             if is_due or state != loaded.last_state:
                 loaded.last_state = state
                 self.hub.send(loaded.peer, state)
+        self.loop.is_steady = is_steady
 
     @staticmethod
     def _state(loaded: LoadedVersion, manager: Manager) -> m.KvState:

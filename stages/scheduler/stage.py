@@ -362,7 +362,22 @@ class SchedulerStage:
             engines = [runner.engine for runner in self.runners.values()]
             self._tenant_metrics.export(self.loop.metrics, engines)
 
+    @property
+    def _is_steady(self) -> bool:
+        """No request waits, and nothing of the runners is under way that ticks continue."""
+        runners = self.runners.values()
+        return not self._unsent and not any(
+            runner.problem
+            or any(runner.group_problems)
+            or runner.engine.queues.depth
+            or runner.engine.constraints.is_used
+            for runner in runners
+        )
+
     def _update_readiness(self, now: float) -> None:
+        was_steady, self.loop.is_steady = self.loop.is_steady, self._is_steady
+        if was_steady and not self.loop.is_steady:
+            self.loop.mark_active()  # the next tick continues what has begun, such as a fence
         problems = {name: runner.problem for name, runner in self.runners.items()}
         waiting = [f"{name}: {problem}" for name, problem in problems.items() if problem and name in self._serving]
         # The stage is ready if any serving version is: the state of each version says which ones are not.
@@ -374,7 +389,7 @@ class SchedulerStage:
             for name, runner in self.runners.items()
         ]
         if now >= self._next_push or current != self._pushed:
-            intervals = IDLE_INTERVALS if self.loop.is_idle else 1
+            intervals = IDLE_INTERVALS if self.loop.is_idle else 2 if self.loop.is_steady else 1
             self._next_push = now + 0.9 * intervals * self.config.server.heartbeat_ms / 1000
             self._pushed = current
             self._push_state(list(self.gateways.peers))

@@ -212,6 +212,7 @@ class TokenizerStage:
 
     def _count_progress(self) -> None:
         """Update metrics and progress. One library call may take long, so the thread's CPU time counts as progress."""
+        self.loop.is_steady = not (self.loop.busy or self._opening or self._waiting)
         for direction, tokens in (("encoded", self.service.tokens_encoded), ("decoded", self.service.tokens_decoded)):
             self.loop.metrics.set("starling_tokenizer_tokens_total", tokens, direction)
         if self.loop.busy and self._thread.ident is not None and self._thread.is_alive():

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-POLL_EVERY_NS = 120_000_000  # between two reads under load: one tick
+SHORTEST_POLL_MS, LONGEST_POLL_MS = 120, 250  # between two reads under load, in which heartbeats are sent
 STOPPING_POLL_NS = 20_000_000  # the same while the stage is stopping, which frames end
+
+
+def poll_every_ns(heartbeat_ms: int) -> int:
+    """Time between two reads under load, for stages that expect a heartbeat every `heartbeat_ms`."""
+    return max(SHORTEST_POLL_MS, min(LONGEST_POLL_MS, heartbeat_ms)) * 1_000_000
 
 
 def next_poll_ns(now: int, planned: int, is_stopping: bool) -> int:

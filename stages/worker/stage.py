@@ -4,7 +4,7 @@
       -> Attach: map the arenas -> compute steps as the ring's head moves -> Detach -> WorkerReady ...
 
 Between steps it polls the head counter for `SPIN_NS`, then requests a doorbell and sleeps.  The control socket is read
-when no step is published, and under load every `POLL_EVERY_NS` or at the end of a step that takes longer.
+when no step is published, and under load every `poll_every_ns` or at the end of a step that takes longer.
 
 Of a checkpoint that is still downloaded (arriving_weights.py) the layers of a step are computed as they arrive; then
 there are no dummy passes.
@@ -50,7 +50,7 @@ from stages.worker.ahead import Ahead
 from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
-from stages.worker.control_polls import POLL_EVERY_NS, next_poll_ns
+from stages.worker.control_polls import next_poll_ns, poll_every_ns
 from stages.worker.kernels import compiled, features
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
@@ -94,7 +94,7 @@ class WorkerStage:
         self._announced = 0  # number announced to the ranks last: even for a step
         self._fault = points.fault_point("worker", "step")
         self._steps = 0  # number of steps, for the fault plan
-        self._next_poll = 0
+        self._next_poll, self._poll_every_ns = 0, poll_every_ns(config.server.heartbeat_ms)
         self._bell = Ringer()
         self._activations_path = paths.arena_dir(config) / f"{version.group_slug}.act"
         self._arena_labels = self.version.name, "activations", "reserved"
@@ -420,7 +420,7 @@ class WorkerStage:
             took_ms = (now - began) / 1e6
             log.debug("steps are computed", extra={"model": self.name, **steps, "duration_ms": took_ms})
         if now >= self._next_poll:
-            self._next_poll = now + POLL_EVERY_NS
+            self._next_poll = now + self._poll_every_ns
             self.loop.poll(0)
         return True
 

@@ -285,6 +285,31 @@ def test_an_idle_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
     pair.close()
 
 
+@pytest.mark.parametrize(("edge", "expected"), [("gateway-kv", 20), ("scheduler-kv", 4)])
+def test_a_steady_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
+    tmp_path: Path, edge: str, expected: int
+) -> None:
+    """Of 20 ticks in 2 s; a change of the state is sent at once in any case."""
+    pair = Pair(tmp_path, edge=EDGES[edge])
+    key = pair.meet()
+    steady = m.Heartbeat("kv", 1, 7, False, True)
+    sent: list[m.Heartbeat] = []
+    pair.hub.liveness.broadcast = sent.append  # type: ignore[method-assign]
+    pair.hub.liveness.is_steady = True
+    pair.clock.now += INTERVAL_S
+    pair.hub.tick(steady)
+    before = len(sent)
+    for _ in range(20):
+        pair.clock.now += INTERVAL_S
+        pair.hub.liveness.peers[key].last_seen = pair.clock.now
+        pair.hub.tick(steady)
+    assert len(sent) - before == expected
+    pair.clock.now += INTERVAL_S / 10
+    pair.hub.tick(m.Heartbeat("kv", 1, 7, False, False, "waiting"))
+    assert sent[-1].reason == "waiting"
+    pair.close()
+
+
 def test_a_stage_that_becomes_idle_reports_it_at_once(pair: Pair) -> None:
     """Its next tick may be so late that the gateway would count an active stage as silent."""
     pair.meet()

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pipeline.config import paths
@@ -296,6 +297,37 @@ def test_close_leaves_no_descriptor_open(config: Config) -> None:
         loop.poll(0)
         loop.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("heartbeat_ms", [100, 250])
+def test_a_stage_in_steady_work_ticks_at_common_moments(config: Config, heartbeat_ms: int) -> None:
+    """Unless its peers expect more heartbeats, something waits for a tick, or it starts or stops."""
+    now = 100.0
+    server = msgspec.structs.replace(config.server, heartbeat_ms=heartbeat_ms)
+    loop = PollLoop("kv", msgspec.structs.replace(config, server=server), clock=lambda: now)
+    try:
+        loop.busy = loop.is_steady = True
+        assert loop.tick_s == TICK_S, "it is not ready"
+        loop.ready, loop.reason = True, ""
+        steady_s = timer_coalescing.STEADY_ALIGN_S
+        is_rare = heartbeat_ms == 250
+        for _ in range(4):
+            now += 0.07
+            loop.tick()
+            expected_s = timer_coalescing.until_aligned(now, steady_s, steady_s) if is_rare else TICK_S
+            assert loop.tick_s == expected_s
+        hub = loop.bind("scheduler-kv", lambda peer, frame: None)
+        loop.tick()
+        assert hub.liveness.is_steady == is_rare
+        loop.is_steady = False
+        assert loop.tick_s == TICK_S
+        loop.is_steady = True
+        loop.stop()
+        loop.tick()
+        assert loop.tick_s == TICK_S
+        assert not hub.liveness.is_steady
+    finally:
+        loop.close()
 
 
 def test_a_stage_without_work_is_idle_until_it_progresses(config: Config) -> None:

@@ -32,6 +32,17 @@ def test_all_processes_wake_together_and_once(wait_s: float, early_s: float) -> 
     )
 
 
+def test_stages_in_steady_work_tick_together_and_once() -> None:
+    align_s = timer_coalescing.STEADY_ALIGN_S
+    for late_s in (0.0, 0.001, 0.025, -0.02):  # a tick may be early, or late by what it waits for a frame
+        now, times = 1234.321, []
+        for _ in range(20):
+            now += timer_coalescing.until_aligned(now, align_s, align_s) + late_s
+            times.append(now - late_s)
+        assert [b - a for a, b in pairwise(times)] == pytest.approx([align_s] * 19)
+        assert all(abs(time / align_s - round(time / align_s)) < 1e-6 for time in times)
+
+
 def test_a_wait_is_bounded() -> None:
     chance = random.Random(5)
     for _ in range(1000):

@@ -156,6 +156,11 @@ class Embedder:
 
     # ---------------------------------------------------------------- others
 
+    @property
+    def is_busy(self) -> bool:
+        """It has prompts, which may wait for a tick to be submitted again."""
+        return bool(self._prompts)
+
     def tick(self) -> None:
         """Every 100 ms: submit what could not be sent, or was refused for a while."""
         now = self._clock()

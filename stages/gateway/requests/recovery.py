@@ -189,6 +189,11 @@ class Recovery:
 
     # ---------------------------------------------------------------- time
 
+    @property
+    def has_waiting(self) -> bool:
+        """Requests of the journal wait for their version, for which ticks look."""
+        return bool(self._waiting)
+
     def tick(self, described: Mapping[str, Described], catalog: VersionCatalog) -> None:
         """Every 100 ms: open waiting requests, expire answers, sync the journal. `described`: by version."""
         for request in list(self._waiting.values()):

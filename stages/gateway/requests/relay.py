@@ -85,7 +85,7 @@ class Relay:
         self._on_text_complete = on_text_complete
         self._on_other_end = on_other_end
         self._open_filter = open_filter
-        self._unsubmitted: dict[str, SequenceState] = {}
+        self.unsubmitted: dict[str, SequenceState] = {}  # tried again at ticks
         self._described: set[str] = set()  # versions whose vocabularies the scheduler has, for constraints
         self._tokens = self._late = self._gaps = self._resubmitted = 0
         self._frames = 0
@@ -177,7 +177,7 @@ class Relay:
         del self.requests[request.id]
         for sequence in request.sequences:
             del self.sequences[sequence.id]
-            self._unsubmitted.pop(sequence.id, None)
+            self.unsubmitted.pop(sequence.id, None)
             sequence.decoder = None
             if sequence.filter is not None:
                 sequence.filter.close()
@@ -305,7 +305,7 @@ class Relay:
         if known is not None and known.retry and (sequence.n_resubmitted or sequence.tokens):
             sequence.is_submitted = False
             sequence.not_before = self._clock() + max(0.1, frame.retry_after_s)
-            self._unsubmitted[sequence.id] = sequence
+            self.unsubmitted[sequence.id] = sequence
             return
         sequence.is_submitted = False
         error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=frame.retry_after_s)
@@ -339,7 +339,7 @@ class Relay:
         if is_complete(sequence):
             # The finish reason was lost with the scheduler; the tokens determine it.
             sequence.finish_reason = "stop" if tokens[-1] in sequence.spec.stop_ids else "length"
-            self._unsubmitted.pop(sequence.id, None)
+            self.unsubmitted.pop(sequence.id, None)
             request = sequence.request
             self._emit_text(sequence)
             if request.sink is not None:
@@ -356,14 +356,14 @@ class Relay:
             is_ready = is_ready and bool(vocabulary)
         sequence.is_submitted = is_ready and self._send_scheduler(frame)
         if sequence.is_submitted:
-            self._unsubmitted.pop(sequence.id, None)
+            self.unsubmitted.pop(sequence.id, None)
             trace = sequence.request.trace
             if trace is not None and sequence.n_resubmitted:
                 facts: dict[str, Fact] = {"tokens": len(tokens)}
                 trace.add(now, "resubmitted", facts, choice=-1 if trace.is_single else sequence.index)
                 trace.advance(Phase.QUEUE, now)
         else:
-            self._unsubmitted[sequence.id] = sequence
+            self.unsubmitted[sequence.id] = sequence
 
     def _send_vocabulary(self, request: RequestState) -> bool:
         """Give the scheduler what it compiles constraints for. False: try again later."""
@@ -470,7 +470,7 @@ class Relay:
         """No more tokens are needed than the first `at`."""
         if sequence.is_submitted and not sequence.finish_reason:
             self._send_scheduler(Cancel(sequence.id, at=at))
-        self._unsubmitted.pop(sequence.id, None)
+        self.unsubmitted.pop(sequence.id, None)
         sequence.finish_reason = "stop"
         sequence.stop_string = stop_string
 
@@ -495,6 +495,6 @@ class Relay:
         now = self._clock()
         for request in [r for r in self.requests.values() if now >= r.deadline + OVERTIME_S]:
             self._end_late(request)
-        for sequence in [s for s in self._unsubmitted.values() if now >= s.not_before]:
+        for sequence in [s for s in self.unsubmitted.values() if now >= s.not_before]:
             if not sequence.is_over:
                 self._submit(sequence)

@@ -203,6 +203,11 @@ class Sessions:
         self._is_up = False
         self._outbox.clear()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Frames wait for a tick to be sent."""
+        return bool(self._outbox)
+
     def tick(self) -> None:
         """Every 100 ms: send frames that wait for the queue, pin the turns of recovered requests."""
         while self._outbox and self._send_frame(self._outbox[0]):
