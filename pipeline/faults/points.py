@@ -71,7 +71,7 @@ def fault_point(place: str, name: str) -> FaultPoint:
 
 
 class LivePlanFollower:
-    """Follows `RUN_DIR/faults` for this process: call `poll` every 100 ms."""
+    """Follows `RUN_DIR/faults` for this process: call `poll` at each tick."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / FILE

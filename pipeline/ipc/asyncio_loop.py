@@ -93,7 +93,7 @@ class AsyncioLoop(StageRuntime):
         return hub
 
     def start(self, signals: bool = True) -> None:
-        """In the running loop: read all edges, tick every 100 ms, handle SIGTERM and SIGINT."""
+        """In the running loop: read all edges, tick, handle SIGTERM and SIGINT."""
         loop = asyncio.get_running_loop()
         self._detach = [attach(endpoint, handler, self._after_frames) for endpoint, handler in self._handlers]
         if self.parent_fd >= 0:

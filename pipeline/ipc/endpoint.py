@@ -277,7 +277,7 @@ class _Endpoint(abc.ABC):
     # -------------------------------------------------------------- both
 
     def tick(self, heartbeat: Heartbeat) -> None:
-        """Call about every 100 ms: sends `Hello` or `heartbeat` when due, discards silent peers."""
+        """Call at each tick: sends `Hello` or `heartbeat` when due, discards silent peers."""
         if not self._is_closed:
             self.liveness.tick(heartbeat)
             if self._handshakes is not None:

@@ -309,7 +309,7 @@ class Service:
         scheduler: m.Heartbeat | None,
         kv: m.Heartbeat | None = None,
     ) -> None:
-        """Every 100 ms, with the last heartbeat of each stage."""
+        """At each tick, with the last heartbeat of each stage."""
         self.readiness.observe(tokenizer, scheduler, kv)
         self.tokenizer.tick()
         self.relay.tick()

@@ -246,7 +246,7 @@ class GatewayStage:
             self._taking_back = asyncio.get_running_loop().create_task(self._end_handover())
 
     def _tick(self) -> None:
-        """Every 100 ms: exit and handover, readiness, metrics."""
+        """At each tick: exit and handover, readiness, metrics."""
         if self._handover_until:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints

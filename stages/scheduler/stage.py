@@ -371,6 +371,7 @@ class SchedulerStage:
             or any(runner.group_problems)
             or runner.engine.queues.depth
             or runner.engine.constraints.is_used
+            or any(group.stalled_s for group in runner.groups)  # ticks decide whether it computes
             for runner in runners
         )
 

@@ -71,6 +71,10 @@ def test_ticks_are_rare_only_while_nothing_waits_for_them(lost: str) -> None:
             stage._update_readiness(0.0)
             assert not stage.loop.is_steady, "frames wait for a tick"
             stage._unsent.clear()
+            runner.groups[0].stalled_s = 0.3
+            stage._update_readiness(0.0)
+            assert not stage.loop.is_steady, "ticks observe whether the worker computes"
+            runner.groups[0].stalled_s = 0.0
             stage._update_readiness(0.0)
             stage.loop.ready = True
             stage.loop.tick()

@@ -162,7 +162,7 @@ class Embedder:
         return bool(self._prompts)
 
     def tick(self) -> None:
-        """Every 100 ms: submit what could not be sent, or was refused for a while."""
+        """At each tick: submit what could not be sent, or was refused for a while."""
         now = self._clock()
         for prompt in self._prompts.values():
             if not prompt.is_submitted and now >= prompt.not_before:

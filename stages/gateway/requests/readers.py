@@ -183,7 +183,7 @@ class Readers:
         self._unclaimed.pop(request_id, None)
 
     def tick(self) -> None:
-        """Every 100 ms: cancel requests that no reader has joined in time."""
+        """At each tick: cancel requests that no reader has joined in time."""
         now = self._clock()
         for request_id in [r for r, until in self._unclaimed.items() if now >= until]:
             del self._unclaimed[request_id]

@@ -195,7 +195,7 @@ class Recovery:
         return bool(self._waiting)
 
     def tick(self, described: Mapping[str, Described], catalog: VersionCatalog) -> None:
-        """Every 100 ms: open waiting requests, expire answers, sync the journal. `described`: by version."""
+        """At each tick: open waiting requests, expire answers, sync the journal. `described`: by version."""
         for request in list(self._waiting.values()):
             self._try_open(request, described, catalog)
         self.replay_buffer.expire()

@@ -491,7 +491,7 @@ class Relay:
     # ---------------------------------------------------------------- time
 
     def tick(self) -> None:
-        """Every 100 ms: end requests past their deadline, submit what could not be sent before."""
+        """At each tick: end requests past their deadline, submit what could not be sent before."""
         now = self._clock()
         for request in [r for r in self.requests.values() if now >= r.deadline + OVERTIME_S]:
             self._end_late(request)

@@ -209,7 +209,7 @@ class Sessions:
         return bool(self._outbox)
 
     def tick(self) -> None:
-        """Every 100 ms: send frames that wait for the queue, pin the turns of recovered requests."""
+        """At each tick: send frames that wait for the queue, pin the turns of recovered requests."""
         while self._outbox and self._send_frame(self._outbox[0]):
             self._outbox.popleft()
         for request in self._relay.requests.values():

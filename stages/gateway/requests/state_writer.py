@@ -156,7 +156,7 @@ class StateWriter:
     # ---------------------------------------------------------------- the disk
 
     def sync(self) -> None:
-        """Write what was stored to the disk, on another thread, unless it is busy with that. Every 100 ms."""
+        """Write what was stored to the disk, on another thread, unless it is busy with that. At each tick."""
         self._syncs = [sync for sync in self._syncs if not sync.done()]
         if self._has_written and not self._syncs and not self._is_sync_queued:
             self._has_written, self._is_sync_queued = False, True

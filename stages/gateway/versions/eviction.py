@@ -51,7 +51,7 @@ class Eviction:
         self._clock = clock
 
     def tick(self) -> None:
-        """Every 100 ms: unload the models whose time is over."""
+        """At each tick: unload the models whose time is over."""
         now = self._clock()
         for version in self._catalog.all:
             if version.state != "serving":

@@ -340,7 +340,7 @@ class Loader:
     # ---------------------------------------------------------------- periodic work
 
     def tick(self) -> None:
-        """Continue loads of an earlier gateway, pin files, drop retired versions. Every 100 ms, in the event loop."""
+        """Continue loads of an earlier gateway, pin files, drop retired versions. At each tick, in the event loop."""
         for version in self._catalog.loading():
             if version.change not in self._changes:
                 self._continue(version)

@@ -69,7 +69,7 @@ class ConstraintHelpers:
                 self._masks.send(f.packets(frames))
 
     def tick(self, now: float) -> None:
-        """Every 100 ms: helpers that hang, and those that have ended while there is something for them to do."""
+        """At each tick: helpers that hang, and those that have ended while there is something for them to do."""
         self._masks.flush()
         self._trial.flush()
         if self.vetting.is_busy and self.vetting.is_late(now, self._trial_cpu_s()):

@@ -205,7 +205,7 @@ class Engine:
     # -------------------------------------------------------------- time and state
 
     def tick(self, now: float) -> None:
-        """Call about every 100 ms."""
+        """Call at each tick."""
         self.table.expire(now)
         self.submissions.shed(now)
         self.queues.forget_idle()

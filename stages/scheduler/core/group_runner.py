@@ -61,7 +61,7 @@ class Version(Protocol):
 
 
 class GroupRunner:
-    """Runs one worker group. Its methods are called on frames, connection events and every 100 ms."""
+    """Runs one worker group. Its methods are called on frames, connection events and at each tick."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class GroupRunner:
     # -------------------------------------------------------------- time
 
     def tick(self, now: float) -> None:
-        """Every 100 ms: a stuck step, a fence that has not closed, a worker that does not reconnect."""
+        """At each tick: a stuck step, a fence that has not closed, a worker that does not reconnect."""
         self._stall_detector.observe(now, self._worker_counter(), self.pids)
         self.stalled_s = self._stall_detector.stalled_s(now)
         self.engine_group.link.is_stalled = self.stalled_s > STALLED_S

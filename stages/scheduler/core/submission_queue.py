@@ -142,7 +142,7 @@ class SubmissionQueue:
         return None
 
     def shed(self, now: float) -> None:
-        """Refuse waiting sequences that will miss their deadline. Call about every 100 ms.
+        """Refuse waiting sequences that will miss their deadline. Call at each tick.
 
         They were admitted before costs were known, or before it was known how long outputs become.  A request with a
         choice that computes is not refused, nor is one that only waits for a worker or for the batch to begin.

@@ -45,7 +45,7 @@ Pids = tuple[tuple[int, int], ...]
 
 
 class VersionRunner:
-    """Runs one model version. Its methods are called on frames, connection events and every 100 ms."""
+    """Runs one model version. Its methods are called on frames, connection events and at each tick."""
 
     def __init__(
         self,
@@ -317,7 +317,7 @@ class VersionRunner:
     # -------------------------------------------------------------- time
 
     def tick(self, now: float) -> None:
-        """Every 100 ms: deadlines, kv's arena, and the groups."""
+        """At each tick: deadlines, kv's arena, and the groups."""
         self.engine.tick(now)
         if self.kv is not None and self.kv.error and now >= self._ask_kv_at:
             self._ask_kv_at = now + KV_RETRY_S

@@ -24,7 +24,7 @@ class StallDetector:
         self._cpu_times: dict[int, tuple[float, float]] = {}  # pid: CPU time, and when it last grew
 
     def observe(self, now: float, counter: int, ranks: Iterable[tuple[int, int]]) -> None:
-        """Call every 100 ms with the counter (-1: the group has no step) and (pid, start_ticks) of all ranks."""
+        """Call at each tick with the counter (-1: the group has no step) and (pid, start_ticks) of all ranks."""
         if counter < 0 or counter != self._counter:
             self._counter, self._last_sign = counter, now
             self._cpu_times.clear()

@@ -37,7 +37,7 @@ class Starvation:
         self._used.clear()
 
     def excuses(self, still_s: float, ranks: Iterable[tuple[int, int]]) -> bool:
-        """Whether the group may go on. Call every 100 ms with the time for which the counter has not changed.
+        """Whether the group may go on. Call at each tick with the time for which the counter has not changed.
 
         `ranks`: (pid, start_ticks). Always true before `stuck_step_s`.
         """
