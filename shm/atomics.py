@@ -65,6 +65,17 @@ def exchange(typingctx, address, value):
 
 
 @intrinsic
+def compare_exchange(typingctx, address, expected, value):
+    """Store an i64 if the word at `address` is `expected`; returns the value before. Sequentially consistent."""
+
+    def codegen(context, builder, signature, args):
+        word = _pointer(builder, args[0], _I64)
+        return builder.extract_value(builder.cmpxchg(word, args[1], args[2], "seq_cst", "seq_cst"), 0)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
 def prefetch_line(typingctx, address):
     """Prefetch the cache line at an address (i64) into all levels; an invalid address is harmless."""
 

@@ -1,7 +1,7 @@
 """The activations arena: the buffers that the ranks of one group share while they compute a step.
 
 Rank 0 creates it when it attaches to the other arenas, the other ranks map it, and it has no use after the group's
-end.  It begins with `CONTROL_WORDS` control words; each cache line has one writer:
+end.  It begins with `CONTROL_WORDS` control words; but for claims, each cache line has one writer:
 
     word 0           rank 0: barrier epoch (shm/barrier.py)
     word 16          rank 0: STEP, the number announced last: even for a step, odd to return to Python
@@ -11,6 +11,7 @@ end.  It begins with `CONTROL_WORDS` control words; each cache line has one writ
     word 1216 + 8 r  rank r, the first of a memory node: barrier epoch of the node's ranks
     word 1728 + 8 r  rank r: its line in the barrier of its node
     word 2240 + 2 r  rank 0, before the others are attached: first rank and end of the node of rank r; end 0: no nodes
+    word 2368 + 8 r  what is unclaimed of the share of rank r: it and its neighbours (kernels/row_claims.py)
 
 The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
 writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
@@ -49,7 +50,7 @@ from stages.worker.kernels.buffer_sizes import (
 from stages.worker.kernels.features import TILE_TOKENS
 
 KIND = "activations"
-LAYOUT = 4
+LAYOUT = 5
 BARRIER, STEP, LINES = 0, 16, 64  # words
 CLUSTERS = LINES + 8 * MAX_RANKS
 _CLUSTER_TABLE = CLUSTERS + 8 * MAX_RANKS
@@ -57,7 +58,8 @@ SLEEPS = 2  # word of a rank's line: the rank sleeps on STEP
 NODE_EPOCHS = _CLUSTER_TABLE + 2 * MAX_RANKS
 NODE_LINES = NODE_EPOCHS + 8 * MAX_RANKS
 _NODE_TABLE = NODE_LINES + 8 * MAX_RANKS
-CONTROL_WORDS = _NODE_TABLE + 2 * MAX_RANKS
+CLAIMS = _NODE_TABLE + 2 * MAX_RANKS
+CONTROL_WORDS = CLAIMS + 8 * MAX_RANKS
 MIN_SPLIT_RESULTS = 2048
 TURN_BYTES = 64 << 10  # of the buffers of all ranks, taken from one node: so that each buffer lies on all nodes
 
@@ -286,6 +288,7 @@ def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = (),
             words.store(control, at, 0)
         for at in (_NODE_TABLE + 2 * rank, _NODE_TABLE + 2 * rank + 1):
             words.store(control, at, 0)
+        words.store(control, CLAIMS + 8 * rank, 0)
         words.store(control, LINES + 8 * rank, 0)
         words.store(control, LINES + 8 * rank + 1, 0)
         words.store(control, CLUSTERS + 8 * rank, 0)

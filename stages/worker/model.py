@@ -25,6 +25,11 @@ from stages.worker.kernels import parameter_block as c
 from stages.worker.kernels.formats import FORMATS
 from stages.worker.rank_clusters import MAX_CLUSTER
 
+# How ranks divide products (kernels/row_claims.py): bytes of weights that a rank claims at once, some 10 us of a core's
+# reads; and the most tokens of a step in which it does, as with more of them each piece reads activations again
+CLAIM_BYTES = 64 << 10
+CLAIM_TOKENS = 16
+
 _MATRICES = (
     ("attn_q", c.Q, c.Q_FORMAT),
     ("attn_k", c.K, c.K_FORMAT),
@@ -263,6 +268,9 @@ class RankTable:
             c.BARRIER: base + 8 * act.BARRIER,
             c.LINES: base + 8 * act.LINES,
             c.CLUSTERS: base + 8 * act.CLUSTERS if act.has_clusters(control) else 0,
+            c.CLAIMS: base + 8 * act.CLAIMS,
+            c.CLAIM_BYTES: CLAIM_BYTES,
+            c.CLAIM_TOKENS: CLAIM_TOKENS,
             c.NODE_RANK: rank - nearby.start,
             c.NODE_RANKS: len(nearby),
             c.PHASES: self.phases.ctypes.data if profile else 0,

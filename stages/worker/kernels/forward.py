@@ -2,9 +2,9 @@
 
     run_step(params)
 
-Ranks split matrices by groups of 16 rows, attention by units, norms by token, and samples by row.  A value is computed
-by one rank, in an order that does not depend on the split, so the rank count does not change a bit.  Ranks wait for
-each other where one reads what another has written:
+Ranks claim pieces of matrices, groups of 16 rows (row_claims.py), and split attention by units, norms by token, and
+samples by row.  A value is computed by one rank, in an order that does not depend on the split, so the rank count does
+not change a bit.  Ranks wait for each other where one reads what another has written:
 
     plan | embedding | per layer: q, k, v | [K, V of chunks] | [prefixes] | attn_out | x | gated | x | ... logits | done
 

@@ -207,7 +207,11 @@ NODE_RANK, NODE_RANKS, NODE_BARRIER, NODE_LINES, ATTN_OUT_COPY, HIDDEN_COPY = ra
 # The records at NORM_Q, ... packed for AMX tiles (packed_activations.py): addresses; 0: the CPU has none
 NORM_P, ATTN_OUT_P, HIDDEN_P, SHARED_HIDDEN_P, GATHERED_P = range(170, 175)
 
-WORDS = 175
+# How ranks divide products (row_claims.py): the address of the claims line of rank 0; bytes of weights that a rank
+# claims at once, and the most tokens of a step in which it does
+CLAIMS, CLAIM_BYTES, CLAIM_TOKENS = range(175, 178)
+
+WORDS = 178
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

@@ -1,6 +1,6 @@
 """The matrix products of a layer, and what belongs to them: norm before, bias, gate and residual after.
 
-Each function computes this rank's share of row groups for all tokens of the step.
+Each function computes this rank's row groups for all tokens of the step: the pieces that it claims (row_claims.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from stages.worker.kernels.adapter_table import DOWN, GATE, OUTPUT, UP, K, Q, V
 from stages.worker.kernels.buffer_sizes import COPIED_BYTES, GATED_BYTES, MIN_CHUNK
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.features import TILE_TOKENS
-from stages.worker.kernels.format_traits import IS_DENSE, trait
+from stages.worker.kernels.format_traits import IS_DENSE, group_bytes, trait
 from stages.worker.kernels.formats.description import BLOCK, GROUP
 from stages.worker.kernels.packed_activations import pack_row, packed, packed_row, uses_tiles
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import RECORD, quantize_row
-from stages.worker.kernels.rank_sync import hidden_share, node_share, share, wait_for_node, wait_for_ranks
+from stages.worker.kernels.rank_sync import node_share, share, wait_for_node, wait_for_ranks
+from stages.worker.kernels.row_claims import first_piece, next_piece, piece_end, piece_start, units_at_once
 from stages.worker.kernels.simd import get_f32, get_i64
 from stages.worker.kernels.split_combine import copy
 
@@ -102,34 +103,38 @@ def expand(params, layer, target, place, out, out_stride, first, end):
 
 @njit(**INNER)
 def _project_normed(params, layer, target, place, matrix, rows, tokens, out):
-    """This rank's groups of q, k or v with their bias, for all tokens, into QKV at `out`.
+    """This rank's pieces of q, k or v with their bias, for all tokens, into QKV at `out`.
 
     target  which of the three it is to adapters; `place`: of its sums (`shrink`)
     matrix  format, address and address of the bias
     """
     width = param(params, pb.WIDTH)
-    stride = param(params, pb.QKV_STRIDE)
-    first, end = share(params, rows // GROUP)
-    project(
-        params,
-        matrix[0],
-        matrix[1],
-        width,
-        rows,
-        normed(params, tokens),
-        normed_q(params, tokens),
-        param(params, pb.NORM_Q_STRIDE),
-        packed(params, pb.NORM_P, tokens),
-        tokens,
-        out,
-        stride,
-        first,
-        end,
-    )
-    expand(params, layer, target, place, out, stride, first, end)
-    if matrix[2]:
-        for t in range(tokens):
-            ew.add(out + t * stride + 64 * first, matrix[2] + 64 * first, GROUP * (end - first))
+    stride, groups, in_turn = param(params, pb.QKV_STRIDE), rows // GROUP, 1 + target - Q
+    at_once = units_at_once(params, group_bytes(matrix[0], width), tokens)
+    piece = first_piece(params, groups, in_turn, at_once)
+    while piece:
+        first, end = piece_start(piece), piece_end(piece)
+        project(
+            params,
+            matrix[0],
+            matrix[1],
+            width,
+            rows,
+            normed(params, tokens),
+            normed_q(params, tokens),
+            param(params, pb.NORM_Q_STRIDE),
+            packed(params, pb.NORM_P, tokens),
+            tokens,
+            out,
+            stride,
+            first,
+            end,
+        )
+        expand(params, layer, target, place, out, stride, first, end)
+        if matrix[2]:
+            for t in range(tokens):
+                ew.add(out + t * stride + 64 * first, matrix[2] + 64 * first, GROUP * (end - first))
+        piece = next_piece(params, groups, in_turn, at_once)
 
 
 @njit(**INNER)
@@ -254,36 +259,41 @@ def residual(
     With those of a `closing` norm: then X = norm(X).  `target`: which matrix of a layer W is to adapters.
     """
     width = param(params, pb.WIDTH)
-    first, end = share(params, width // GROUP)
     x, y = param(params, pb.X), param(params, pb.Y)
+    factor = get_f32(params + 8 * pb.RESIDUAL_SCALE)
     shrink(params, layer, target, 1, floats, columns)
-    project(
-        params,
-        kind,
-        w,
-        columns,
-        width,
-        floats,
-        records,
-        records_stride,
-        packed_records,
-        tokens,
-        y,
-        4 * width,
-        first,
-        end,
-    )
-    expand(params, layer, target, 0, y, 4 * width, first, end)
-    factor, n = get_f32(params + 8 * pb.RESIDUAL_SCALE), GROUP * (end - first)
-    for t in range(tokens):
-        at = 4 * t * width + 64 * first
-        if bias:
-            ew.add(y + at, bias + 64 * first, n)
-        if norm == 0:
-            if factor == np.float32(1.0):
-                ew.add(x + at, y + at, n)
-            else:
-                ew.add_scaled(x + at, y + at, factor, n)
+    at_once = units_at_once(params, group_bytes(kind, columns), tokens)
+    piece = first_piece(params, width // GROUP, 1, at_once)
+    while piece:
+        first, end = piece_start(piece), piece_end(piece)
+        project(
+            params,
+            kind,
+            w,
+            columns,
+            width,
+            floats,
+            records,
+            records_stride,
+            packed_records,
+            tokens,
+            y,
+            4 * width,
+            first,
+            end,
+        )
+        expand(params, layer, target, 0, y, 4 * width, first, end)
+        n = GROUP * (end - first)
+        for t in range(tokens):
+            at = 4 * t * width + 64 * first
+            if bias:
+                ew.add(y + at, bias + 64 * first, n)
+            if norm == 0:
+                if factor == np.float32(1.0):
+                    ew.add(x + at, y + at, n)
+                else:
+                    ew.add_scaled(x + at, y + at, factor, n)
+        piece = next_piece(params, width // GROUP, 1, at_once)
     if norm:
         wait_for_ranks(params)
         first, end = share(params, tokens)
@@ -343,23 +353,50 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
     """
     width = param(params, pb.WIDTH)
     floats, records, stride = x[0], x[1], param(params, pb.NORM_Q_STRIDE)
-    first, end = hidden_share(params, ffn)
     at_once = max(MIN_CHUNK, GATED_BYTES // (64 * tokens) // MIN_CHUNK * MIN_CHUNK)
     gate = param(params, pb.GATED)
     is_gated = gate_matrix[1] != 0
     adapts = layer != 0 and param(param(params, pb.PLAN), p.ADAPTED) != 0
     if adapts:
         shrink(params, layer, GATE, UP - GATE + 1, floats, width)
-    while first < end:
-        n = min(at_once, end - first)
-        up = gate + 64 * tokens * n
-        at = skipped + first
-        # matmul writes group g at 64 * g: let the first one land at the start.
+    units, claimed = ffn // (MIN_CHUNK * GROUP), 0
+    if layer != 0:
+        unit_bytes = MIN_CHUNK * group_bytes(up_matrix[0], width)
         if is_gated:
+            unit_bytes += MIN_CHUNK * group_bytes(gate_matrix[0], width)
+        claimed = units_at_once(params, unit_bytes, tokens)
+    piece = first_piece(params, units, 1, claimed)
+    while piece:
+        first, end = MIN_CHUNK * piece_start(piece), MIN_CHUNK * piece_end(piece)
+        while first < end:
+            n = min(at_once, end - first)
+            up = gate + 64 * tokens * n
+            at = skipped + first
+            # matmul writes group g at 64 * g: let the first one land at the start.
+            if is_gated:
+                project(
+                    params,
+                    gate_matrix[0],
+                    gate_matrix[1],
+                    width,
+                    ffn,
+                    floats,
+                    records,
+                    stride,
+                    x[2],
+                    tokens,
+                    gate - 64 * at,
+                    64 * n,
+                    at,
+                    at + n,
+                )
+                if adapts:
+                    expand(params, layer, GATE, 0, gate - 64 * at, 64 * n, at, at + n)
+                _add_bias(gate, 64 * n, gate_matrix[2], first, n, tokens)
             project(
                 params,
-                gate_matrix[0],
-                gate_matrix[1],
+                up_matrix[0],
+                up_matrix[1],
                 width,
                 ffn,
                 floats,
@@ -367,50 +404,32 @@ def gate_up(params, layer, gate_matrix, up_matrix, skipped, ffn, x, tokens, keep
                 stride,
                 x[2],
                 tokens,
-                gate - 64 * at,
+                up - 64 * at,
                 64 * n,
                 at,
                 at + n,
             )
             if adapts:
-                expand(params, layer, GATE, 0, gate - 64 * at, 64 * n, at, at + n)
-            _add_bias(gate, 64 * n, gate_matrix[2], first, n, tokens)
-        project(
-            params,
-            up_matrix[0],
-            up_matrix[1],
-            width,
-            ffn,
-            floats,
-            records,
-            stride,
-            x[2],
-            tokens,
-            up - 64 * at,
-            64 * n,
-            at,
-            at + n,
-        )
-        if adapts:
-            expand(params, layer, UP, UP - GATE, up - 64 * at, 64 * n, at, at + n)
-        _add_bias(up, 64 * n, up_matrix[2], first, n, tokens)
-        for t in range(tokens):
-            y = up + t * 64 * n
-            if keep or adapts:  # adapters of the next matrix read f32
-                y = hidden[0] + 4 * t * ffn + 64 * first
-            if not is_gated:
-                ew.gelu(up + t * 64 * n, y, GROUP * n)
-            elif param(params, pb.GELU):
-                ew.gelu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
-            else:
-                ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
-            if not keep:
-                block, blocks = GROUP * first // BLOCK, (GROUP * n + BLOCK - 1) // BLOCK
-                row = hidden[1] + t * hidden[2]
-                quantize_row(y, GROUP * n, row + block * RECORD)
-                if hidden[3] != 0:
-                    pack_row(row, block, block + blocks, ffn, hidden[3], t)
-        first += n
+                expand(params, layer, UP, UP - GATE, up - 64 * at, 64 * n, at, at + n)
+            _add_bias(up, 64 * n, up_matrix[2], first, n, tokens)
+            for t in range(tokens):
+                y = up + t * 64 * n
+                if keep or adapts:  # adapters of the next matrix read f32
+                    y = hidden[0] + 4 * t * ffn + 64 * first
+                if not is_gated:
+                    ew.gelu(up + t * 64 * n, y, GROUP * n)
+                elif param(params, pb.GELU):
+                    ew.gelu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
+                else:
+                    ew.silu_times(gate + t * 64 * n, up + t * 64 * n, y, GROUP * n)
+                if not keep:
+                    block, blocks = GROUP * first // BLOCK, (GROUP * n + BLOCK - 1) // BLOCK
+                    row = hidden[1] + t * hidden[2]
+                    quantize_row(y, GROUP * n, row + block * RECORD)
+                    if hidden[3] != 0:
+                        pack_row(row, block, block + blocks, ffn, hidden[3], t)
+            first += n
+        piece = next_piece(params, units, 1, claimed)
 
 
 @njit(**MERGED)
@@ -450,27 +469,32 @@ def project_down(params, layer, tokens):
 def project_head(params, samples):
     """LOGITS of this rank's rows of the vocabulary, for all samples."""
     vocab, width = param(params, pb.VOCAB), param(params, pb.WIDTH)
-    first, end = share(params, (vocab + GROUP - 1) // GROUP)
-    project(
-        params,
-        param(params, pb.HEAD_FORMAT),
-        param(params, pb.HEAD),
-        width,
-        vocab,
-        normed(params, samples),
-        normed_q(params, samples),
-        param(params, pb.NORM_Q_STRIDE),
-        packed(params, pb.NORM_P, samples),
-        samples,
-        param(params, pb.LOGITS),
-        param(params, pb.LOGITS_STRIDE),
-        first,
-        end,
-    )
+    groups = (vocab + GROUP - 1) // GROUP
     factor, cap = get_f32(params + 8 * pb.LOGIT_SCALE), get_f32(params + 8 * pb.LOGIT_CAP)
-    for i in range(samples):
-        logits = param(params, pb.LOGITS) + i * param(params, pb.LOGITS_STRIDE) + 64 * first
-        if factor != np.float32(1.0):
-            ew.scale(logits, factor, GROUP * (end - first))
-        if cap != np.float32(0.0):
-            ew.soft_cap(logits, cap, GROUP * (end - first))
+    at_once = units_at_once(params, group_bytes(param(params, pb.HEAD_FORMAT), width), samples)
+    piece = first_piece(params, groups, 1, at_once)
+    while piece:
+        first, end = piece_start(piece), piece_end(piece)
+        project(
+            params,
+            param(params, pb.HEAD_FORMAT),
+            param(params, pb.HEAD),
+            width,
+            vocab,
+            normed(params, samples),
+            normed_q(params, samples),
+            param(params, pb.NORM_Q_STRIDE),
+            packed(params, pb.NORM_P, samples),
+            samples,
+            param(params, pb.LOGITS),
+            param(params, pb.LOGITS_STRIDE),
+            first,
+            end,
+        )
+        for i in range(samples):
+            logits = param(params, pb.LOGITS) + i * param(params, pb.LOGITS_STRIDE) + 64 * first
+            if factor != np.float32(1.0):
+                ew.scale(logits, factor, GROUP * (end - first))
+            if cap != np.float32(0.0):
+                ew.soft_cap(logits, cap, GROUP * (end - first))
+        piece = next_piece(params, groups, 1, at_once)
