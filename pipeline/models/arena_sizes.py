@@ -167,14 +167,14 @@ def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adap
     tokens = max(max_step_tokens, steps.max_entries, steps.max_samples)
     samples, heads = steps.max_samples, h.n_heads * h.head_dim
     positions = min(steps.max_tokens, h.context_length)
-    splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads)
+    splits = max(2048, -(-positions // KV_SPLIT) * h.n_heads, steps.max_entries * h.n_heads)
     pairs = tokens * max(1, h.n_experts_used)  # of a token and an expert
     experts = (
         tokens * 4 * (2 * h.n_experts_used + 1),
         4 * tokens * h.shared_ffn_width,
         tokens * _row_bytes(h.shared_ffn_width),
     )
-    plan = 8 * (12 + 19 * steps.max_entries + 4 * tokens + 3 * samples)
+    plan = 8 * (12 + 23 * steps.max_entries + 4 * tokens + 3 * samples)
     by_tiles = cpu.may_use_tiles()
     normed = (4 * tokens * h.width, tokens * _row_bytes(h.width), *((_packed_bytes(tokens, h.width),) * by_tiles))
     packed = (

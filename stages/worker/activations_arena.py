@@ -119,8 +119,11 @@ def check_size(g: ActivationsGeometry, h: Hyper, bound_mb: int, model: str) -> N
 
 
 def n_split_results(g: ActivationsGeometry, h: Hyper) -> int:
-    """Places for partial results of attention: one sequence of any length always has room."""
-    return max(MIN_SPLIT_RESULTS, -(-g.max_positions // KV_SPLIT) * h.n_heads)
+    """Places for partial results of attention.
+
+    One sequence of any length always has room, and so have the shared prefixes of all entries.
+    """
+    return max(MIN_SPLIT_RESULTS, -(-g.max_positions // KV_SPLIT) * h.n_heads, g.max_entries * h.n_heads)
 
 
 def strides(h: Hyper) -> dict[int, int]:

@@ -17,7 +17,8 @@ from stages.worker import activations_arena as act
 from stages.worker.adapters.prepared import prepare_adapter
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.shared_prefixes import CONVERSION_ROWS, LEAST_MEMBERS, block_members
+from stages.worker.kernels.prefix_groups import LEAST_MEMBERS
+from stages.worker.kernels.shared_prefixes import CONVERSION_ROWS, block_members
 from tests.worker.conftest import Ingested, TinyGguf
 from tests.worker.instruction_sets import available_isas
 from tools.step_runner import Entry, StepRunner

@@ -13,7 +13,7 @@ from stages.worker.kernels.formats.description import LINE, RUNS
 # ------------------------------------------------------------------ plan.py
 
 PLAN_HEAD = 12  # i64 words
-ENTRY_PLAN = 17  # i64 words of an entry
+ENTRY_PLAN = 21  # i64 words of an entry
 TOKEN_PLAN = 3  # of a token
 SAMPLE_PLAN = 3  # of a sample
 ADAPTED_PLAN = 2  # of the tokens of one adapter, besides one for each token

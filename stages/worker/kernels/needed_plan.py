@@ -20,7 +20,7 @@ from stages.worker.kernels import plan as p
 from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, SPLIT_UNITS
 from stages.worker.kernels.entries import INNER, run_entry
 from stages.worker.kernels.parameter_access import param
-from stages.worker.kernels.shared_prefixes import group_prefixes
+from stages.worker.kernels.prefix_groups import group_prefixes
 from stages.worker.kernels.simd import get_i64, put_i64
 
 

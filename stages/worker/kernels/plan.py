@@ -11,13 +11,14 @@ In i64 words at PLAN:
     5   whether any sample needs a token mask        6  whether any entry is pooled      7  tokens with an adapter
     8   first layer of the part that is computed now     9  end of its layers
     10  tokens that the last layer computes behind K and V (needed_plan.py)
-    11  entries whose attention begins with a shared prefix (shared_prefixes.py)
+    11  entries whose attention begins with a shared prefix (prefix_groups.py)
     12  entries: ENTRY_PLAN words each: row, start, count, samples, sample_base, first token, first place at
         SPLIT_RESULTS (-1: KV splits are not computed apart), byte of its page table at PLAN_TABLES, epoch of its masks,
         first pooled position (counted from the start) and number of them, 1 + slot of its adapter (0: none),
         in the plan of the last layer the number of its first token in the step's own plan,
         first place at SPLIT_RESULTS of a shared prefix (-1: none), KV splits of that prefix, next entry of its group
-        (-1: none), entries of the group that it leads (0: it leads none); valid where word 11 is not 0
+        (behind the last one the first), entries of the group that it leads (0: it leads none); valid where word 11 is
+        not 0; then four words for the search of groups
     then tokens: position, id, entry (3 words each), then samples: token, place in the outputs, entry
     then the tokens with an adapter, by slot (1 word each), then for each of these slots: slot, end of its tokens
     (written by adapters.py).
@@ -70,7 +71,11 @@ BAD_ENTRY = -2
     P_PREFIX,
     P_NEXT,
     P_MEMBERS,
-) = range(17)
+    P_EQUAL,
+    P_SAVED,
+    P_DEPTH,
+    P_BELOW,
+) = range(21)
 
 _SLOTS, _SLOT_WORDS, _ENTRY_WORDS = step_ring.SLOTS, step_ring.SLOT_WORDS, step_ring.ENTRY_WORDS
 _N_ENTRIES, _STEP = step_ring.SLOT_ENTRIES, step_ring.SLOT_STEP

@@ -1,11 +1,12 @@
 """Sequences of a step that share the pages of a prefix: single queries attend to it together, as one block.
 
 The plan of a step (plan.py) names them: entries of one query whose page tables begin with the same pages, for one or
-more whole KV splits.  Each such *prefix group* has a leader, its first entry, through which the others are linked.
-Before the step's units of attention (attention_units.py), `attend_prefixes` computes the splits of the prefix for all
-queries of a group and stores what they leave for each head: M, L and the combined values, in 4 * (head_dim + 16) bytes
-at SPLIT_RESULTS, like a split.  The entry's own unit begins with these, at the first split that is not shared.  A row's
-arithmetic does not depend on the block that it is in, so the bytes are those of a sequence that shares nothing.
+more whole KV splits.  Each such *prefix group* (prefix_groups.py) has a leader, one of its entries, through which the
+others are linked.  Before the step's units of attention (attention_units.py), `attend_prefixes` computes the splits of
+the prefix for all queries of a group and stores what they leave for each head: M, L and the combined values, in
+4 * (head_dim + 16) bytes at SPLIT_RESULTS, like a split.  The entry's own unit begins with these, at the first split
+that is not shared.  A row's arithmetic does not depend on the block that it is in, so the bytes are those of a sequence
+that shares nothing.
 """
 
 from __future__ import annotations
@@ -17,113 +18,11 @@ from stages.worker.kernels import attention, split_combine
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.attention_units import pack_queries, prefix_result_at, run_attention, set_next_unit
-from stages.worker.kernels.buffer_sizes import SPLIT_UNITS
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.parameter_access import param
-from stages.worker.kernels.simd import get_f32, get_i32, put_f32, put_i64
+from stages.worker.kernels.simd import get_f32, put_f32
 
-LEAST_MEMBERS = 3  # of a prefix group: with two, an own pass over the prefix gains less than it costs
-# Groups of the same first page whose tables are compared with that of an entry; clients choose the prompts.  So
-# grouping reads at most so many times as much as the copy of the page tables.
-MOST_COMPARED = 8
 CONVERSION_ROWS = 12  # rows of a block that take about as long as the conversion of K and V for it
-
-
-@njit(**INNER)
-def _equal_splits(params, entry, other, most):
-    """Leading KV splits, at most `most`, whose pages are the same in the page tables of two entries."""
-    tables, each = param(params, pb.PLAN_TABLES), KV_SPLIT // param(params, pb.PAGE_TOKENS)
-    a, b = tables + param(entry, p.P_TABLE), tables + param(other, p.P_TABLE)
-    n = 0
-    while n < most * each and get_i32(a + 4 * n) == get_i32(b + 4 * n):
-        n += 1
-    return n // each
-
-
-@njit(**INNER)
-def _first_page(params, entry):
-    return get_i32(param(params, pb.PLAN_TABLES) + param(entry, p.P_TABLE))
-
-
-@njit(**INNER)
-def _join(params, entry, number):
-    """Add an entry of one query to the group with which it shares most; else it leads a group of its own.
-
-    A group shrinks to what all of its members share, if the passes that this saves become more.
-    """
-    splits = param(entry, p.P_START) // KV_SPLIT  # that are full, and hold nothing that this step writes
-    best, longest, compared = -1, 0, 0
-    for i in range(number):
-        leader = p.entry_at(params, i)
-        members, shared = param(leader, p.P_MEMBERS), param(leader, p.P_PREFIX)
-        if members == 0 or _first_page(params, leader) != _first_page(params, entry):
-            continue
-        n = _equal_splits(params, leader, entry, min(shared, splits))
-        # Each member but the first saves a pass over what all of them share.
-        if n > longest and members * n > (members - 1) * shared:
-            best, longest = i, n
-        compared += 1
-        if compared == MOST_COMPARED or longest == splits:
-            break
-    put_i64(entry + 8 * p.P_PREFIX, splits)
-    put_i64(entry + 8 * p.P_MEMBERS, 1)
-    if best >= 0:
-        leader = p.entry_at(params, best)
-        put_i64(entry + 8 * p.P_NEXT, param(leader, p.P_NEXT))
-        put_i64(entry + 8 * p.P_MEMBERS, 0)
-        put_i64(leader + 8 * p.P_NEXT, number)
-        put_i64(leader + 8 * p.P_MEMBERS, param(leader, p.P_MEMBERS) + 1)
-        put_i64(leader + 8 * p.P_PREFIX, longest)
-
-
-@njit(**INNER)
-def _attends_to_prefixes(params):
-    """Whether any layer attends to all positions before a query."""
-    for index in range(param(params, pb.N_LAYERS)):
-        if param(param(params, pb.LAYERS) + 8 * pb.LAYER_WORDS * index, pb.WINDOW) == 0:
-            return True
-    return False
-
-
-@njit(**INNER)
-def group_prefixes(params):
-    """Only rank 0: find the prefix groups of the plan of `params`; SHARED of the plan is the number of their entries.
-
-    None where a page belongs to some layers only, where every layer has a window, where queries attend to what is
-    behind them, and where there are so few queries that their KV splits are units of their own.
-    """
-    plan = param(params, pb.PLAN)
-    kept, heads = param(plan, p.ENTRIES_KEPT), param(params, pb.N_HEADS)
-    put_i64(plan + 8 * p.SHARED, 0)
-    if (
-        kept * param(params, pb.N_KV_HEADS) < SPLIT_UNITS
-        or param(params, pb.PAGE_GROUPS) > 1
-        or param(params, pb.ATTENDS_ALL)
-        or not _attends_to_prefixes(params)
-    ):
-        return
-    for i in range(kept):
-        entry = p.entry_at(params, i)
-        put_i64(entry + 8 * p.P_SHARED, -1)
-        put_i64(entry + 8 * p.P_NEXT, -1)
-        put_i64(entry + 8 * p.P_MEMBERS, 0)
-        if param(entry, p.P_COUNT) == 1 and param(entry, p.P_START) >= KV_SPLIT:
-            _join(params, entry, i)
-    used = 0
-    for i in range(kept):
-        leader = p.entry_at(params, i)
-        members = param(leader, p.P_MEMBERS)
-        if members < LEAST_MEMBERS or (used + members) * heads > param(params, pb.N_SPLIT_RESULTS):
-            put_i64(leader + 8 * p.P_MEMBERS, 0)
-            continue
-        at = i
-        while at >= 0:
-            entry = p.entry_at(params, at)
-            put_i64(entry + 8 * p.P_SHARED, used * heads)
-            put_i64(entry + 8 * p.P_PREFIX, param(leader, p.P_PREFIX))
-            at = param(entry, p.P_NEXT)
-            used += 1
-    put_i64(plan + 8 * p.SHARED, used)
 
 
 @njit(**INNER)
