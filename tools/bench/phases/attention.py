@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 import click
 import numba
@@ -28,6 +29,7 @@ from tools.tiny_gguf import Shape
 LANES = 16
 CHUNK = 512
 KV_HEADS = 2
+BYTES = {"f16": 2.0, "f32": 4.0, "int8": 1 + 2 / 32}  # of a value of K or V; int8 has a scale for 32 of them
 LAYERS = 2  # the last one attends for the one token of a chunk that is sampled
 
 
@@ -83,8 +85,9 @@ def _speeds(
 @click.option("--contexts", default="110,512,2048,4096", show_default=True)
 @click.option("--heads", "sizes", default="64,128", show_default=True, help="Head sizes.")
 @click.option("--groups", default="1,3,4,8", show_default=True, help="Query heads that share K and V.")
+@click.option("--cache", "kv_type", default="f16", show_default=True, type=click.Choice(list(BYTES)), help="Its type.")
 @click.option("--repeats", default=15, show_default=True)
-def main(contexts: str, sizes: str, groups: str, repeats: int) -> None:
+def main(contexts: str, sizes: str, groups: str, kv_type: Literal["f16", "f32", "int8"], repeats: int) -> None:
     """Speed of attention on one core."""
     cores = sorted(os.sched_getaffinity(0))[:1]
     peak, rows = peak_gmac_s(), []
@@ -96,13 +99,14 @@ def main(contexts: str, sizes: str, groups: str, repeats: int) -> None:
             shape = Shape(LAYERS, heads * size, heads, KV_HEADS, size, 96, 300, context_length=2 * CHUNK + max(lengths))
             with (
                 tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
-                candidate_of(shape, Path(folder), cores, 1, CHUNK + max(lengths) + 1) as candidate,
+                candidate_of(shape, Path(folder), cores, 1, CHUNK + max(lengths) + 1, kv_type) as candidate,
             ):
                 candidate.fill_cache()
+                position_bytes = round(2 * BYTES[kv_type] * KV_HEADS * size)
                 for length in lengths:
                     row: dict[str, float] = {"head": size, "group": group, "context": length}
-                    row |= _speeds(candidate, length, repeats, heads * size, 4 * KV_HEADS * size, peak)
-                    nbytes = 4 * KV_HEADS * size * length * LAYERS
+                    row |= _speeds(candidate, length, repeats, heads * size, position_bytes, peak)
+                    nbytes = position_bytes * length * LAYERS
                     row["read_gb_s"] = round(read_bandwidth(nbytes, cores, 0.05, 3) / 1e9, 1)
                     click.echo(", ".join(f"{name} {value}" for name, value in row.items()))
                     rows.append(row)

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 from pipeline.config.schema import ModelConfig
 from stages.worker.checkpoint.prepare import prepare_checkpoint
@@ -17,10 +18,17 @@ ALL = "all"  # of a step
 LONG_NS = 2_000_000  # of a step; what Python adds to it is small then
 
 
-def candidate_of(shape: Shape, directory: Path, cores: list[int], rows: int, tokens: int) -> Candidate:
+def candidate_of(
+    shape: Shape,
+    directory: Path,
+    cores: list[int],
+    rows: int,
+    tokens: int,
+    kv_type: Literal["f16", "f32", "int8"] = "f16",
+) -> Candidate:
     """A worker group of a random model, whose phases are counted. `directory`: for its files, on tmpfs."""
     path = write_model(directory / "model.gguf", shape, "Q4_0")
-    index = prepare_checkpoint(ModelConfig(name="random", path=str(path)), directory / "models")
+    index = prepare_checkpoint(ModelConfig(name="random", path=str(path), kv_type=kv_type), directory / "models")
     return Candidate(index, directory, cores, rows, tokens, profile=True)
 
 
