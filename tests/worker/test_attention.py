@@ -176,6 +176,8 @@ class Cache:
         (64, 5, 128, 257, 3),
         (160, 1, 16, 17, 3),
         (256, 4, 32, 530, 12),
+        (160, 3, 32, 300, 16),  # three parts of the dims
+        (64, 1, 32, 400, 130),  # the first rows of a block see fewer positions than the last ones
     ],
 )
 def test_attention_equals_the_twin(
@@ -193,7 +195,7 @@ def compare_with_the_twin(kv_type: str, head_dim: int, group: int, page_tokens: 
     rng = np.random.default_rng(head_dim)
     k, v = values(rng, length, 2, head_dim), values(rng, length, 2, head_dim)
     k[3, 0, :5], v[4, 1, 2] = 1e6, -1e6  # overflows f16
-    queries = min(40, length)
+    queries = min(max(40, block), length)
     q = values(rng, queries, 2 * group, head_dim) * np.float32(0.05)
     first = length - queries
     cache = Cache(kv_type, head_dim, page_tokens, k, v)
@@ -205,17 +207,37 @@ def compare_with_the_twin(kv_type: str, head_dim: int, group: int, page_tokens: 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "ranks", "count"),
-    [(32, 8, 2, 16), (9, 3, 2, 20), (32, 8, 4, 512), (12, 12, 2, 50), (4, 1, 4, 12), (24, 1, 3, 5), (8, 8, 3, 1)],
+    [
+        (32, 8, 2, 16),
+        (9, 3, 2, 20),
+        (32, 8, 4, 512),
+        (12, 12, 2, 50),
+        (4, 1, 4, 12),
+        (24, 1, 3, 5),
+        (8, 8, 3, 1),
+        (9, 3, 2, 512),
+        (9, 3, 4, 512),
+        (12, 12, 2, 512),
+        (14, 2, 2, 512),
+        (16, 8, 3, 64),
+        (28, 4, 3, 200),
+    ],
 )
 def test_blocks_of_a_chunk_are_even_shares(heads: int, kv_heads: int, ranks: int, count: int) -> None:
-    """No rank computes more than a quarter more rows than the average."""
+    """No rank computes more than a quarter more than the average: neither rows, nor scores behind 110 positions."""
     group = heads // kv_heads
     block = attention_units.block_queries(count, group, kv_heads, ranks)
     assert 1 <= block <= attention.BLOCK_ROWS // group
-    units = [min(block, count - begin) for _ in range(kv_heads) for begin in range(0, count, block)]
-    rows = [group * sum(units[rank::ranks]) for rank in range(ranks)]
+    rows, scores = [0] * ranks, [0] * ranks
+    for head in range(kv_heads):
+        for begin in range(0, count, block):
+            of = attention_units.rank_of_block(head, begin, count, block, ranks)
+            end = min(count, begin + block)
+            rows[of] += group * (end - begin)
+            scores[of] += group * sum(range(111 + begin, 111 + end))
     assert sum(rows) == heads * count
     assert max(rows) <= 1.25 * sum(rows) / ranks
+    assert max(scores) <= 1.25 * sum(scores) / ranks
 
 
 @pytest.mark.parametrize(("kv_heads", "ranks"), [(8, 1), (8, 2), (8, 3), (3, 2), (2, 5), (1, 4)])
@@ -233,6 +255,7 @@ def test_every_head_of_a_single_query_has_one_rank(kv_heads: int, ranks: int, un
         (64, 3, 600, 8, 256, 0.0),  # a whole split is out of sight
         (64, 4, 570, 12, 300, 0.0),  # rows of a block begin in different splits
         (64, 1, 530, 24, 1, 0.0),
+        (64, 1, 530, 60, 30, 0.0),  # longer than the window
         (32, 2, 300, 12, 7, 2.0),  # queries of a block share no position
         (64, 3, 70, 5, 20, 0.0),
         (256, 2, 290, 4, 100, 0.5),

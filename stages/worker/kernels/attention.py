@@ -33,10 +33,10 @@ from stages.worker.kernels.attention_blocks import (
     ENDS,
     WIDTH,
     block_scores,
-    block_values,
     convert_keys,
     convert_values,
     set_limits,
+    tile_values,
 )
 from stages.worker.kernels.attention_tiles import (
     AFTER,
@@ -50,7 +50,7 @@ from stages.worker.kernels.attention_tiles import (
     code_bytes,
     scale_bytes,
 )
-from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, MAX_GROUP_ROWS, ROWS, TILE_ROWS
+from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, KEY_DIMS, MAX_GROUP_ROWS, ROWS, TILE_ROWS
 from stages.worker.kernels.elementwise import soft_cap
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import JIT, LANES, VNNI, get_f32, get_i32, get_i64, put_i64, splat_f32, store_f32
@@ -67,7 +67,7 @@ from stages.worker.kernels.split_combine import (
 # Rows up to which a block reads K and V from their pages: converting them takes more time (without AVX-512 always).
 DIRECT_ROWS = 8 if VNNI else ROWS
 BLOCK_ROWS = ROWS if VNNI else MAX_GROUP_ROWS  # bound of the rows of a block
-MANY_ROWS = ROWS  # bound of the rows of one query, of several KV heads
+MANY_ROWS = 48  # bound of the rows of one query, of several KV heads
 
 
 @numba.njit(**MERGED)
@@ -226,21 +226,27 @@ def attend_split(
     )
     groups = (n + LANES - 1) // LANES
     is_direct = todo <= DIRECT_ROWS
-    converted = table + AFTER + 32
+    converted, seen = table + AFTER + 32, np.int64(0)
     for group in range(low // WIDTH * VECTORS, groups, VECTORS):
         if is_direct:
             all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)
-        else:
-            convert_keys(kv, table, group, converted, head_dim, page_tokens)
-            keys = table + NEXT
-            if group + VECTORS < KV_SPLIT // LANES:
-                keys = table + 8 * (group + VECTORS)
-            width = code_bytes(kv)
+            continue
+        # The first tiles of rows may see less of the split than the last one.
+        while get_i32(limits + ENDS + 4 * min(seen + TILE_ROWS, todo) - 4) <= LANES * group:
+            seen += TILE_ROWS
+        keys, width = table + NEXT, code_bytes(kv)
+        if group + VECTORS < KV_SPLIT // LANES:
+            keys = table + 8 * (group + VECTORS)
+        for dim in range(0, head_dim, KEY_DIMS):
+            end = min(dim + KEY_DIMS, head_dim)
+            convert_keys(kv, table, group, converted, dim, end, page_tokens)
             block_scores(
-                at_q,
-                at_s + 64 * group,
+                at_q + 4 * seen * head_dim,
+                at_s + 4 * seen * KV_SPLIT + 64 * group,
                 converted,
-                todo,
+                todo - seen,
+                dim,
+                end,
                 head_dim,
                 scale,
                 keys,
@@ -248,25 +254,29 @@ def attend_split(
                 table + 256 + 8 * group,
                 width * LANES,
             )
+    at_once = todo
     if not is_direct:
         convert_values(kv, table, low, n, converted, head_dim)
+        at_once = TILE_ROWS  # the weights of a tile stay in the first-level cache
     at_m = state + STATE_M + 4 * (place + skipped)
-    for r in range(todo):
-        start, end = get_i32(limits + 4 * r), get_i32(limits + 4 * r + ENDS)
-        at = at_s + 4 * r * KV_SPLIT
-        if cap != np.float32(0.0):
-            soft_cap(at + 4 * low, cap, end - low)
-        if window:
-            hide(at, start)
-        greatest_score(at, end, at_m + 4 * r)
-    # A row's maximum takes long to compute, but those of several rows overlap.
-    for r in range(todo):
-        at = at_m + 4 * r
-        softmax_weights(at_s + 4 * r * KV_SPLIT, get_i32(limits + 4 * r + ENDS), at, at + STATE_L - STATE_M)
+    for tile in range(0, todo, at_once):
+        stop = min(tile + at_once, todo)
+        for r in range(tile, stop):
+            start, end = get_i32(limits + 4 * r), get_i32(limits + 4 * r + ENDS)
+            at = at_s + 4 * r * KV_SPLIT
+            if cap != np.float32(0.0):
+                soft_cap(at + 4 * low, cap, end - low)
+            if window:
+                hide(at, start)
+            greatest_score(at, end, at_m + 4 * r)
+        # A row's maximum takes long to compute, but those of several rows overlap.
+        for r in range(tile, stop):
+            at = at_m + 4 * r
+            softmax_weights(at_s + 4 * r * KV_SPLIT, get_i32(limits + 4 * r + ENDS), at, at + STATE_L - STATE_M)
+        if not is_direct:
+            tile_values(at_s + 4 * tile * KV_SPLIT, at_o + 4 * tile * head_dim, converted, limits + 4 * tile, head_dim)
     if is_direct:
         _direct_values(kv, at_s, at_o, table, limits, todo, group_size, head_dim, page_tokens)
-    else:
-        block_values(at_s, at_o, converted, limits, todo, head_dim)
     return skipped
 
 

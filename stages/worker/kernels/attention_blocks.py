@@ -3,8 +3,8 @@
 Rows are computed in tiles of `TILE_ROWS`; a last tile that is not full computes rows without a meaning behind the
 block's, for which all buffers have room.  A row's chains are those of attention_tiles.py, to the bit.
 
-KV_F32 is the memory for what is converted: K of 64 positions (head_dim, 64), then V of a split, in columns of 64 dims:
-(ceil(head_dim / 64), 256, 64).
+KV_F32 is the memory for what is converted: 64 dims of K of 64 positions (64, 64), which fit into the first-level cache
+beside Q; then V of a split, in columns of 64 dims: (ceil(head_dim / 64), 256, 64).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from stages.worker.kernels.simd import (
     get_i32,
     get_i64,
     i32x16,
+    prefetch,
     prefetch_l2,
     put_i32,
     splat_f32,
@@ -52,7 +53,9 @@ from stages.worker.kernels.simd.vectors import FLOAT, I32, call, load, splat
 COLUMNS = VECTORS if VNNI else 1  # vectors of a tile's row: sums, K or V and a factor fit into the registers
 SUMS = TILE_ROWS * COLUMNS  # vectors of a tile
 WIDTH = VECTORS * LANES  # positions whose K is converted at once, and dims of a column of V
+UNROLLED = 4  # dims of K that are multiplied in each turn of a loop
 K_STEP = 4 * WIDTH  # bytes between dims of converted K, and between positions of converted V
+V_AHEAD = 8 * K_STEP  # bytes of converted V between what is fetched from the second-level cache and what is multiplied
 V_COLUMN = KV_SPLIT * K_STEP  # bytes of a column of converted V
 ENDS = 4 * BUFFER_ROWS  # bytes from a row's first position of the split, i32, to the end of its positions
 
@@ -61,16 +64,22 @@ ENDS = 4 * BUFFER_ROWS  # bytes from a row's first position of the split, i32, t
 
 
 @numba.njit(**INNER)
-def convert_keys(kv, table, group, to, head_dim, page_tokens):
-    """K of the 64 positions from 16 * group of the split on; table: TABLE."""
+def convert_keys(kv, table, group, to, dim, end, page_tokens):
+    """Dims dim .. end-1 of K of the 64 positions from 16 * group of the split on; table: TABLE.
+
+    dim: a multiple of 32.
+    """
     at, step = table + 8 * group, code_bytes(kv) * page_tokens
-    k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
+    skipped, e_step = dim * step, scale_bytes(kv) * page_tokens
+    k0, k1 = get_i64(at) + skipped, get_i64(at + 8) + skipped
+    k2, k3 = get_i64(at + 16) + skipped, get_i64(at + 24) + skipped
     at += 128
-    e0, e1, e2, e3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
-    e_step = scale_bytes(kv) * page_tokens
-    for block in range(0, head_dim, 32):
+    skipped = dim // 32 * e_step
+    e0, e1 = get_i64(at) + skipped, get_i64(at + 8) + skipped
+    e2, e3 = get_i64(at + 16) + skipped, get_i64(at + 24) + skipped
+    for block in range(dim, end, 32):
         f0, f1, f2, f3 = key_factor(kv, e0), key_factor(kv, e1), key_factor(kv, e2), key_factor(kv, e3)
-        for _ in range(block, min(block + 32, head_dim)):
+        for _ in range(block, min(block + 32, end)):
             store_f32(to, converted(kv, k0, f0))
             store_f32(to + 64, converted(kv, k1, f1))
             store_f32(to + 128, converted(kv, k2, f2))
@@ -149,14 +158,47 @@ def set_limits(limits, begin, first, skipped, rows, group_size, window):
 # ------------------------------------------------------------------ products
 
 
-@numba.njit(**INNER)
-def block_scores(q, s, k, rows, head_dim, scale, keys, keys_step, values, values_step):
-    """Scores of rows at 64 positions. q: rows of head_dim f32; s: rows of 256, written from `s` on; k: converted K.
+@intrinsic(prefer_literal=True)
+def outer_fmas(typingctx: Any, acc: Any, rows: Any, stride: Any, columns: Any, turns: Any) -> Any:
+    """`outer_fma` `turns` times (a literal): with the f32 that follow each other in rows, and with vectors of f32 at
+    `columns`, `K_STEP` bytes further each time.
 
+    Written out, so that few other instructions are among the products: those compete for the same ports.
+    """
+    if not (isinstance(acc, Tile) and isinstance(turns, types.IntegerLiteral)):
+        return None
+
+    def codegen(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        result, address, step, at, _ = args
+        sums = [builder.extract_value(result, i) for i in range(acc.n)]
+        places = [address]
+        for _ in range(1, acc.n // COLUMNS):
+            places.append(builder.add(places[-1], step))
+        for turn in range(turns.literal_value):
+            offsets = [ir.Constant(at.type, K_STEP * turn + 64 * n) for n in range(COLUMNS)]
+            vectors = [load(builder, builder.add(at, offset), f32x16.ir) for offset in offsets]
+            for m, place in enumerate(places):
+                row = splat(builder, load(builder, builder.add(place, ir.Constant(at.type, 4 * turn)), FLOAT))
+                for n, vector in enumerate(vectors):
+                    i = m * COLUMNS + n
+                    sums[i] = call(builder, "llvm.fma.v16f32", f32x16.ir, [row, vector, sums[i]])
+        for i, total in enumerate(sums):
+            result = builder.insert_value(result, total, i)
+        return result
+
+    return acc(acc, types.int64, types.int64, types.int64, turns), codegen
+
+
+@numba.njit(**INNER)
+def block_scores(q, s, k, rows, dim, end, head_dim, scale, keys, keys_step, values, values_step):
+    """Chains of scores of rows at 64 positions over dims dim .. end-1, whose converted K is at `k`.
+
+    q: rows of head_dim f32; s: rows of 256, from `s` on: the chains so far (dim 0: none), then longer; the last dims
+    end them, times `scale`.
     keys, values: each the address of 4 addresses, from which on a line every keys_step, values_step bytes is prefetched
     into the second-level cache, head_dim of them, one with each dim of a tile.
     """
-    factor, tiles = splat_f32(scale), 0
+    factor, tiles = splat_f32(scale if end == head_dim else np.float32(1.0)), 0
     for r in range(0, rows, TILE_ROWS):
         for c in range(0, 64 * VECTORS, 64 * COLUMNS):
             ahead, step = np.int64(0), np.int64(0)
@@ -166,16 +208,19 @@ def block_scores(q, s, k, rows, head_dim, scale, keys, keys_step, values, values
                 ahead, step = get_i64(values + 8 * (tiles - 4)), values_step
             if ahead == 0:
                 ahead, step = k, np.int64(0)
-            acc, b = f32_tile(SUMS), f32_tile(COLUMNS)
-            at_q, at_k = q + 4 * r * head_dim, k + c
-            for _ in range(head_dim):
-                prefetch_l2(ahead)
-                ahead += step
-                b = tile_load(b, at_k, 0, 64, COLUMNS)
-                acc = outer_fma(acc, at_q, 4 * head_dim, b)
-                at_q += 4
-                at_k += K_STEP
-            tile_store(tile_scale(acc, factor), s + 4 * r * KV_SPLIT + c, 4 * KV_SPLIT, 64, COLUMNS)
+            ahead += dim * step
+            at_q, at_k, at_s = q + 4 * (r * head_dim + dim), k + c, s + 4 * r * KV_SPLIT + c
+            acc = f32_tile(SUMS)
+            if dim != 0:
+                acc = tile_load(acc, at_s, 4 * KV_SPLIT, 64, COLUMNS)
+            for _ in range(dim, end, UNROLLED):
+                for _ in range(UNROLLED):
+                    prefetch_l2(ahead)
+                    ahead += step
+                acc = outer_fmas(acc, at_q, 4 * head_dim, at_k, UNROLLED)
+                at_q += 4 * UNROLLED
+                at_k += K_STEP * UNROLLED
+            tile_store(tile_scale(acc, factor), at_s, 4 * KV_SPLIT, 64, COLUMNS)
             tiles += 1
 
 
@@ -229,6 +274,8 @@ def _make_values(columns: int) -> Any:
             acc = outer_fma_within(acc, s + 4 * j, 4 * KV_SPLIT, b, splat_i32(j), limits)
             at_v += K_STEP
         for j in range(shared, common):
+            for line in range(0, 64 * columns, 64):
+                prefetch(at_v + V_AHEAD + line)
             b = tile_load(b, at_v, 0, 64, columns)
             acc = outer_fma(acc, s + 4 * j, 4 * KV_SPLIT, b)
             at_v += K_STEP
@@ -246,14 +293,10 @@ thin = _make_values(1) if COLUMNS > 1 else wide
 
 
 @numba.njit(**INNER)
-def block_values(s, o, v, limits, rows, head_dim):
-    """Weighted values of a split for rows, each at the positions that it sees; limits: of the first row."""
+def tile_values(s, o, v, limits, head_dim):
+    """Weighted values of a split for one tile of rows, each at the positions that it sees; limits: of its first row."""
     whole = head_dim // (LANES * COLUMNS) * (LANES * COLUMNS)
-    for r in range(0, rows, TILE_ROWS):
-        at_s, at_o, at_limits = s + 4 * r * KV_SPLIT, o + 4 * r * head_dim, limits + 4 * r
-        for dim in range(0, whole, LANES * COLUMNS):
-            at_v = v + dim // WIDTH * V_COLUMN + dim % WIDTH * 4
-            wide(at_s, at_o + 4 * dim, at_v, at_limits, head_dim)
-        for dim in range(whole, head_dim, LANES):
-            at_v = v + dim // WIDTH * V_COLUMN + dim % WIDTH * 4
-            thin(at_s, at_o + 4 * dim, at_v, at_limits, head_dim)
+    for dim in range(0, whole, LANES * COLUMNS):
+        wide(s, o + 4 * dim, v + dim // WIDTH * V_COLUMN + dim % WIDTH * 4, limits, head_dim)
+    for dim in range(whole, head_dim, LANES):
+        thin(s, o + 4 * dim, v + dim // WIDTH * V_COLUMN + dim % WIDTH * 4, limits, head_dim)

@@ -29,7 +29,8 @@ from stages.worker.kernels.simd import get_f32, get_i32, get_i64, prefetch, put_
 
 # Tokens whose K of one head is written together: they share cache lines, which leave the first-level cache otherwise.
 KEYS_AT_ONCE = 16
-LEAST_ROWS = 2 * TILE_ROWS  # of a block, on average, that is made so that each rank has one
+LEAST_ROWS = 2 * TILE_ROWS  # of a block, on average, that is made so that each rank has as many
+EVEN_UNITS = 4  # blocks of a rank from which on one more or less is a small part of its work
 
 
 @njit(**INNER)
@@ -317,12 +318,27 @@ def block_queries(count, group, kv_heads, ranks):
         return 1
     most = attention.BLOCK_ROWS // group
     blocks = (count + most - 1) // most
-    while blocks * kv_heads < ranks and (blocks + 1) * LEAST_ROWS <= count * group:
+    # Few units are divided evenly where a whole number falls to each rank.
+    while (
+        blocks * kv_heads % ranks != 0
+        and blocks * kv_heads < EVEN_UNITS * ranks
+        and (blocks + 1) * LEAST_ROWS <= count * group
+    ):
         blocks += 1
     # A tile takes as long for some rows as for all of its rows: fill those that are needed anyway.
     rows = (count + blocks - 1) // blocks * group
     tiles = (rows + TILE_ROWS - 1) // TILE_ROWS
     return min(most, tiles * TILE_ROWS // group)
+
+
+@njit(**INNER)
+def rank_of_block(head, begin, count, block, ranks):
+    """The rank of the block of queries from `begin` on, where rank 0 has the first one of head 0.
+
+    Blocks are dealt out in turns, head by head. Later ones take longer: no rank has the last one of every head.
+    """
+    blocks = (count + block - 1) // block
+    return (head * (blocks + (blocks % ranks == 0)) + begin // block) % ranks
 
 
 @njit(**INNER)
@@ -422,13 +438,13 @@ def attend(params, layer):
         for head in range(kv_heads):
             head_at = param(layer, pb.KV_AT) + head * param(params, pb.HEAD_BYTES)
             for begin in range(0, count, block):
-                if unit % ranks == rank:
+                if (unit + rank_of_block(head, begin, count, block, ranks)) % ranks == rank:
                     queries = min(block, count - begin)
                     if param(params, pb.ATTENDS_ALL):
                         attend_all(params, layer, entry, token + begin, start + count - 1, queries, head, head_at)
                     else:
                         attend_queries(params, layer, entry, token + begin, start + begin, queries, head, head_at)
-                unit += 1
+        unit += kv_heads * ((count + block - 1) // block)
 
 
 @njit(**MERGED)
