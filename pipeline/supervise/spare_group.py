@@ -19,7 +19,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +27,6 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
-from pipeline.runtime.written_pages import NO_PAGES, Pages, copy_pages, written_by
 from pipeline.supervise import base
 from pipeline.supervise.restart_count import open_count
 from pipeline.supervise.supervisor import (
@@ -57,17 +55,6 @@ class _Begin(msgspec.Struct, frozen=True):
 
     restarts: int
     version: ModelVersion
-
-
-class Written(NamedTuple):
-    """The pages that the processes of a version have written to."""
-
-    supervisor: Pages = NO_PAGES
-    stage: Pages = NO_PAGES
-    others: Pages = NO_PAGES  # each of those that the stage has forked
-
-
-NOTHING = Written()
 
 
 @dataclass
@@ -106,32 +93,15 @@ class SpareGroup:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
 
-def written_by_group(supervisor: int) -> Written:
-    """What the processes of a version have written to; none of those that cannot be read."""
-    stages = procfs.children(supervisor)
-    others = procfs.children(stages[0]) if stages else []
-    found = [written_by(pid) for pid in (supervisor, *stages[:1], *others[:1])]
-    return Written(*found)
-
-
 def fork_spare(
-    stage: str,
-    config: Config,
-    run: RunVersion,
-    now: float,
-    prepare: Prepare = lambda in_child: (),
-    written: Written = NOTHING,
+    stage: str, config: Config, run: RunVersion, now: float, prepare: Prepare = lambda in_child: ()
 ) -> SpareGroup:
-    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none.
-
-    written: by the processes of a version that this process has forked, too; those of the spare copy these pages
-    before they get work.
-    """
+    """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def body() -> int:
         ours.close()
-        return _supervise(stage, config, run, theirs, prepare, written)
+        return _supervise(stage, config, run, theirs, prepare)
 
     try:
         pid = base.fork(body)
@@ -157,16 +127,14 @@ def run_version(run: RunVersion, version: ModelVersion) -> int:
     return body()
 
 
-def _supervise(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare, written: Written
-) -> int:
+def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare) -> int:
     """The supervisor of a spare; the exit code.
 
     Until it supervises a version it ends by SIGKILL alone.  The pool may have given it a version meanwhile, and gives
     up a version whose supervisor exits, but starts one whose supervisor was killed again.
     """
     try:
-        supervise_version = _wait_for_version(stage, config, run, channel, prepare, written)
+        supervise_version = _wait_for_version(stage, config, run, channel, prepare)
     except Exception:
         traceback.print_exc()
         supervise_version = None
@@ -178,28 +146,21 @@ def _supervise(
 
 
 def _wait_for_version(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare, written: Written
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare
 ) -> Callable[[], int] | None:
     """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
     watched_ancestors = prepare_supervisor(stage, config)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
-    def in_child() -> None:
-        theirs.close()
-        copy_pages(written.others)
-
     def wait_and_run() -> int:
         channel.close()
         ours.close()
         setup_logs(stage, config)  # first: what `prepare` forks must not write the supervisor's log
-        watched = prepare(in_child)
-        copy_pages(written.stage)
-        return _wait_and_run(run, theirs, watched)
+        return _wait_and_run(run, theirs, prepare(theirs.close))
 
     pid = base.fork(wait_and_run)
     theirs.close()
-    copy_pages(written.supervisor)
     message = _receive(channel)
     channel.close()
     if not message:

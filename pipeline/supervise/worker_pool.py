@@ -40,15 +40,7 @@ from pipeline.supervise import ancestors, base
 from pipeline.supervise.base import SupervisorBase
 from pipeline.supervise.restart_count import path_of
 from pipeline.supervise.restart_policy import RestartPolicy
-from pipeline.supervise.spare_group import (
-    NOTHING,
-    Prepare,
-    SpareGroup,
-    Written,
-    fork_spare,
-    run_version,
-    written_by_group,
-)
+from pipeline.supervise.spare_group import Prepare, SpareGroup, fork_spare, run_version
 from pipeline.supervise.supervisor import GRACE_S, preloaded, supervise
 
 log = logging.getLogger("starling.worker_pool")
@@ -95,7 +87,7 @@ class WorkerPool(SupervisorBase):
         only: str = "",
         clock: Callable[[], float] = time.monotonic,
         retry_s: float = RETRY_S,
-        fork_spare: Callable[[Written], SpareGroup | None] = lambda written: None,
+        fork_spare: Callable[[], SpareGroup | None] = lambda: None,
         spare_after_s: float = SPARE_AFTER_S,
     ) -> None:
         super().__init__(watched_ancestors, clock)
@@ -111,7 +103,6 @@ class WorkerPool(SupervisorBase):
         self._fork_spare = fork_spare
         self._spare_after_s = spare_after_s
         self._spare: SpareGroup | None = None
-        self._written = NOTHING  # by the processes of a version
         self._spare_policy = RestartPolicy(random.SystemRandom().random)
         self._next_spare = float("-inf")  # when it may be forked
         self._stops_sent = 0  # stop requests that the members and systemd have been notified of
@@ -175,7 +166,6 @@ class WorkerPool(SupervisorBase):
                 self._remove_files(stage, member.version.group_slug)
             elif stage not in wanted and member.pid and member.kill_at == float("inf"):
                 member.kill_at = now + self._drain_s
-                self._note_written(member)
                 signal.pidfd_send_signal(member.pidfd, signal.SIGTERM)
             elif now >= member.kill_at and member.pid:
                 signal.pidfd_send_signal(member.pidfd, signal.SIGKILL)
@@ -235,22 +225,15 @@ class WorkerPool(SupervisorBase):
         waits = self._config.on_demand.enabled and any(not model.preload for model in self._config.models)
         return waits or self._follower.table.serial > 0
 
-    def _note_written(self, member: Member) -> None:
-        """Keep which pages its processes have written to: the next spare's will write to the same ones."""
-        if member.pid and self._needs_spare():
-            self._written = written_by_group(member.pid)
-
     def _keep_spare(self) -> None:
         """Fork a spare if there is none, and it is time; kill it when the pool stops."""
         spare = self._spare
         if spare is not None and self.stop_requests:
             spare.kill()
         if spare is None and self._needs_spare() and self._clock() >= self._next_spare:
-            for member in self._members.values():
-                self._note_written(member)
             self._next_spare = self._clock() + self._retry_s  # if there is none now
             try:
-                self._spare = spare = self._fork_spare(self._written)
+                self._spare = spare = self._fork_spare()
             except OSError as error:  # too many processes or descriptors, or too little memory
                 log.warning("no spare worker group", extra={"error": str(error), "retry_s": self._retry_s})
             if spare is not None:
@@ -448,11 +431,9 @@ def run_worker_pool(
         body = (lambda: run_version(run, version)) if preloaded(preload) else None
         return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
-    def spare(written: Written) -> SpareGroup | None:
+    def spare() -> SpareGroup | None:
         """A spare group; None: it could only be a new program."""
-        if not preloaded(preload):
-            return None
-        return fork_spare("worker", config, run, time.monotonic(), prepare_spare, written)
+        return fork_spare("worker", config, run, time.monotonic(), prepare_spare) if preloaded(preload) else None
 
     pool = WorkerPool(config, fork, watched_ancestors, only, fork_spare=spare)
     pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll

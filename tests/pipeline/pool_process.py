@@ -25,7 +25,7 @@ from pipeline.config.load import load
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise.base import SIGNALS
-from pipeline.supervise.spare_group import SpareGroup, Written, fork_spare
+from pipeline.supervise.spare_group import SpareGroup, fork_spare
 from pipeline.supervise.worker_pool import RETRY_S, SPARE_AFTER_S, WorkerPool
 
 
@@ -70,11 +70,11 @@ def main() -> int:
     def run(version: ModelVersion) -> Callable[[], int]:
         return lambda: behave(version)
 
-    def spare(written: Written) -> SpareGroup | None:
+    def spare() -> SpareGroup | None:
         if "STARLING_TEST_SPARE_AFTER_S" not in os.environ:
             return None
         fail("spare")
-        return fork_spare("worker", config, run, time.monotonic(), written=written)
+        return fork_spare("worker", config, run, time.monotonic())
 
     spare_after_s = float(os.environ.get("STARLING_TEST_SPARE_AFTER_S", SPARE_AFTER_S))
     retry_s = float(os.environ.get("STARLING_TEST_RETRY_S", RETRY_S))
