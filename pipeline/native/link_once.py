@@ -8,8 +8,8 @@ code as soon as it is compiled, and again in each of its callers, into which it 
 is called, so the libraries of its callees wait, unoptimized, until the entry links them.  LLVM then sees the same
 functions with the same attributes.
 
-Work that only a process which calls its functions needs is left out, and so is repeated work: together a quarter of the
-time, with the same object code.
+Work that only a process which calls its functions needs is left out, and so is repeated work (lean_numba.py has the
+larger part), with the same object code.
 
 Uses names of numba.core that are not part of Numba's interface; the tests fail if they change.
 """
@@ -24,6 +24,8 @@ from numba import njit, types
 from numba.core import caching, codegen, ir, registry
 from numba.core.targetconfig import TargetConfig
 from numba.core.types.functions import BaseFunction
+
+from pipeline.native import lean_numba
 
 _UNWRAPPED = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # Python calls none of them
 
@@ -68,6 +70,7 @@ class _Waiting(codegen.JITCodeLibrary):
 
 def install() -> None:
     """From now on, jitted functions are compiled for `entry_object` alone: this process can call none of them."""
+    lean_numba.install()
     generator = registry.cpu_target.target_context.codegen()
     generator._library_class = _Waiting
     generator.set_env = lambda name, environment: None  # a variable of machine code, of which there is none

@@ -109,3 +109,76 @@ def test_callees_are_linked_and_optimized_once(tmp_path: Path) -> None:
     call = ctypes.CFUNCTYPE(ctypes.c_int32, *pointers, ctypes.c_int64, ctypes.c_int64)(code.address(symbol))
     assert call(ctypes.byref(result), ctypes.byref(exception), 4, 98) == 0
     assert result.value == 3 * (98 + 99 + 100 + 100) + 12
+
+
+# Arguments: a path, and whether Numba is changed.  `recursive` calls itself, so that its type is found in rounds.
+COMPILE_TWICE = """
+import sys
+from pipeline.native import lean_numba, link_once
+import stages.worker
+from stages.worker.kernels import dequantize_row, quantize_activations
+from stages.worker.kernels.entries import INNER, MERGED
+from stages.worker.kernels.simd import f32_tile, get_f32, load_f32, put_f32, store_f32, tile_get, tile_put
+from numba import njit
+
+if sys.argv[2] == "plain":
+    lean_numba.install = lambda: None
+
+@njit(**MERGED)
+def swapped(pair): return pair[1], pair[0]
+@njit(**INNER)
+def recursive(n):
+    if n < 2:
+        return 1
+    return n * recursive(n - 1)
+@njit(**INNER)
+def flagged(n, is_odd, step=2):
+    total = 0.5
+    while n > 0:
+        total = total * n if is_odd else total - n / 3
+        n -= step
+    return total
+@njit(**INNER)
+def several(a, b, c):
+    acc, pair = f32_tile(2), (a, b)
+    for i in range(0, c, 16):
+        if i % 32 == 0 and c > 7:
+            pair = swapped(pair)
+        elif get_f32(b) > 1.5:
+            continue
+        acc = tile_put(acc, 1, load_f32(pair[0] + 4 * i) * tile_get(acc, 0) + load_f32(pair[1]))
+    store_f32(a, tile_get(acc, 1))
+    quantize_activations.quantize_row(a, c, b)
+    put_f32(a, flagged(c, True) + flagged(c, False, step=3))
+    return recursive(c)
+
+for n, (function, arguments) in enumerate(((several, 3), (dequantize_row.dequantize_row, 5))):
+    if n == 0:
+        link_once.install()
+    with open(f"{sys.argv[1]}.{n}", "wb") as file:
+        file.write(link_once.entry_object(function, arguments, INNER)[0])
+@njit(**INNER)
+def wrong(a): return a + "text"
+try:
+    link_once.entry_object(wrong, 1, INNER)
+except Exception as error:
+    print(error)
+"""
+
+
+def test_the_lean_compiler_makes_the_same_code(tmp_path: Path) -> None:
+    script = tmp_path / "compile.py"
+    script.write_text(COMPILE_TWICE)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    errors = []
+    for kind in ("plain", "lean"):
+        command = [sys.executable, str(script), str(tmp_path / kind), kind]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        errors.append(done.stdout)
+    for n in range(2):
+        plain, lean = ((tmp_path / f"{kind}.{n}").read_bytes() for kind in ("plain", "lean"))
+        assert len(plain) > 1000
+        assert plain == lean
+    for text in errors:
+        assert "unicode_type" in text and "typing of intrinsic-call at" in text and "compile.py" in text

@@ -68,8 +68,8 @@ Ends = NDArray[np.int64]
 @functools.cache
 def _key() -> str:
     h = hashlib.sha256()
-    native = Path(object_file.__file__).parent / "link_once.py"
-    sources = (*(Path(__file__).with_name(name) for name in _SOURCES), native, Path(key_table.__file__))
+    native = (Path(object_file.__file__).with_name(name) for name in ("lean_numba.py", "link_once.py"))
+    sources = (*(Path(__file__).with_name(name) for name in _SOURCES), *native, Path(key_table.__file__))
     for path in sources:
         h.update(path.read_bytes() + b"\0")
     return h.hexdigest()[:16]

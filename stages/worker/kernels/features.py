@@ -422,6 +422,7 @@ def cache_key(name: str, thresholds: Thresholds) -> str:
     for path in [
         *sorted(here.rglob("*.py")),
         here.parent / "activations_arena.py",
+        root / "pipeline" / "native" / "lean_numba.py",
         root / "pipeline" / "native" / "link_once.py",
         *outside,
     ]:
