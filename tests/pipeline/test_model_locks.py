@@ -1,4 +1,4 @@
-"""Locks of the models directory exclude each other and leave no files, whoever waits for them or is killed."""
+"""Locks of the models directory exclude each other and leave no files, also when a holder or a waiter is killed."""
 
 from __future__ import annotations
 
