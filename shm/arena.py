@@ -341,6 +341,11 @@ class Arena:
             return False
 
     @property
+    def inode(self) -> int:
+        """Number of its file: no other file has it while one of its maps is open. Raises `OSError` when closed."""
+        return os.fstat(self._fd).st_ino
+
+    @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
         return self._fd < 0

@@ -23,16 +23,17 @@ from typing import NamedTuple
 import msgspec
 
 from pipeline.runtime import process
-from shm.arena import Arena, populate, process_ticks
+from shm.arena import Arena, ArenaError, populate, process_ticks
 from shm.pages import attach_kv
 from shm.step_rings import attach_ring
-from stages.worker.activations_arena import attach_activations, control_words
+from stages.worker.activations_arena import announce, attach_activations, control_words
 from stages.worker.kernels import compiled
 from stages.worker.mapped_weights import map_memory, map_weights
 from stages.worker.model import Arenas, Model, RankTable
 
 FOLLOW_NS = 60_000_000_000  # in compiled code without a step; rank 0's death ends it there, too
 ACK_S = 30.0  # for a rank to attach, which takes milliseconds
+DETACHED = b"ok"  # answer of a rank that is attached to no arenas; to some: `Attachment.files`
 _unpinned: list[int] = []  # the cores of this process before `pin`; empty: it is not pinned
 
 
@@ -65,7 +66,11 @@ class Attachment:
             self._arenas.append(activations)
             self.arenas = Arenas(self.steps, steps_geometry, kv, kv_geometry, activations, geometry)
             self.table = RankTable(model, self.arenas, rank)
-            map_memory(kv.pages[:1])  # which the first request has: its first step need not
+            # The first request has it, and its first step need not map it.  Without memory (stages/kv/pool/extents.py)
+            # it would get some that nothing counts.
+            pages_at = kv.pages.ctypes.data - kv_arena.buffer.ctypes.data
+            if kv_arena.reserved >= pages_at + kv_geometry.page_bytes:
+                map_memory(kv.pages[:1])
             populate(self._arenas, _unpinned)
         except BaseException:
             self.close()
@@ -79,6 +84,11 @@ class Attachment:
     def is_current(self) -> bool:
         """Whether the files at its paths are those that are mapped."""
         return all(arena.is_in_place for arena in self._arenas)
+
+    @property
+    def files(self) -> bytes:
+        """Names the files that are mapped."""
+        return b" ".join(b"%d" % arena.inode for arena in self._arenas)
 
     def close(self) -> None:
         """Unmap the arenas. Idempotent."""
@@ -206,12 +216,40 @@ def _follow(model: Model, rank: int, channel: Channel) -> int:
             attachment = None
         if paths.steps:
             attachment = Attachment(model, paths, rank)
-        channel.send(b"ok")
+        channel.send(DETACHED if attachment is None else attachment.files)
         if attachment is None:
             continue
         number = 0
         while not number & 1:
             number = compiled.run_steps(attachment.table.address, attachment.control, number, 0, 0, FOLLOW_NS, 0, -1)
+
+
+def attach_group(
+    model: Model, ranks: list[Rank], paths: ArenaPaths, activations: Arena, await_ready: Callable[[], object]
+) -> Attachment:
+    """Attach all ranks, and this process as rank 0. `activations`: as at `paths`, where nothing was announced yet.
+
+    await_ready: waits until all ranks have begun.
+    Raises `GroupError`; otherwise what `Attachment` raises, and `ArenaError` if files were replaced meanwhile, so that
+    not all ranks have the same: then none is attached.
+    """
+    begin_attach(ranks, paths)
+    attachment: Attachment | None = None
+    try:
+        try:
+            attachment = Attachment(model, paths, 0)
+        finally:
+            await_ready()
+            files = finish_attach(ranks)
+        if any(found != attachment.files for found in files):
+            raise ArenaError(f"{paths.steps} or {paths.kv} was replaced while the worker group attached to it")
+    except (ArenaError, OSError, ValueError):
+        announce(control_words(activations), 1, 1 + len(ranks))
+        attach_ranks(ranks, ArenaPaths())
+        if attachment is not None:
+            attachment.close()
+        raise
+    return attachment
 
 
 def attach_ranks(ranks: list[Rank], paths: ArenaPaths) -> None:
@@ -230,12 +268,16 @@ def begin_attach(ranks: list[Rank], paths: ArenaPaths) -> None:
         raise GroupError(f"a rank process has ended: {error}") from None
 
 
-def finish_attach(ranks: list[Rank]) -> None:
-    """Wait until all ranks are attached. Raises `GroupError`."""
+def finish_attach(ranks: list[Rank]) -> list[bytes]:
+    """Wait until all ranks are attached; returns `Attachment.files` of each. Raises `GroupError`."""
+    files: list[bytes] = []
     try:
         for rank in ranks:
-            if not select.select([rank.channel.reader], [], [], ACK_S)[0] or rank.channel.receive() != b"ok":
+            is_there = select.select([rank.channel.reader], [], [], ACK_S)[0]
+            if not is_there or not (found := rank.channel.receive()):
                 raise GroupError(f"rank process {rank.pid} did not attach within {ACK_S:g} s")
+            files.append(found)
+        return files
     except OSError as error:
         raise GroupError(f"a rank process has ended: {error}") from None
 

@@ -60,9 +60,8 @@ from stages.worker.rank_places import place_ranks
 from stages.worker.ranks import (
     ArenaPaths,
     Attachment,
+    attach_group,
     attach_ranks,
-    begin_attach,
-    finish_attach,
     pin,
     spawn,
     watch,
@@ -237,7 +236,7 @@ class WorkerStage:
 
     def _on_scheduler(self, hello: m.Hello) -> None:
         """A scheduler has connected, perhaps a new one: release the arenas of the previous one."""
-        if self._mapped is None:
+        if self._mapped is None or not self._mapped.is_current:
             self._detach()
         self._send_ready()
 
@@ -317,21 +316,11 @@ class WorkerStage:
         act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
         self._announced = 0
         arena_paths = ArenaPaths(steps_path, kv_path, str(self._activations_path), self.version.group)
-        begin_attach(self.ranks, arena_paths)
-        try:
-            attachment = Attachment(self.model, arena_paths, 0)
-        except BaseException:
-            self._finish_attach()
-            act.announce(act.control_words(self._activations), self._announced + 1, self.n_ranks)
-            attach_ranks(self.ranks, ArenaPaths())
-            raise
-        self._finish_attach()
-        return attachment
+        return attach_group(self.model, self.ranks, arena_paths, self._activations, self._await_ready)
 
-    def _finish_attach(self) -> None:
+    def _await_ready(self) -> None:
         with self.loop.allow_stall(PREPARE_S):  # they may have to read kernels or the index from a slow disk
             waiting_ranks.await_ready()
-        finish_attach(self.ranks)
 
     def _detach(self) -> None:
         """Release the arenas in all ranks. Idempotent."""
