@@ -3,7 +3,8 @@
     worker pool --version--> supervisor of the spare --version, keepalive pipe--> process of the stage
 
 Until then both wait in a read, and so do the processes that the latter has forked (`prepare`).  They have imported and
-loaded what a fork of the pool has, hold no lock or port, and end with the pool.  When one of them ends or is stopped,
+loaded what a fork of the pool has, hold no lock or port, and end with the pool.  A version gets none whose processes
+still prepare, which may wait for a disk: each holds a pipe's end until it has.  When one of them ends or is stopped,
 all end, and the pool forks another spare.  With the version the supervisor becomes that of the version
 (supervisor.py), whose first run is the waiting process; later runs are forks, as of any supervisor.
 """
@@ -19,6 +20,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -44,10 +46,11 @@ MESSAGE_BYTES = 64 << 10  # most of a version as a message
 _ENDED_OR_STOPPED = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
 
 RunVersion = Callable[[ModelVersion], Callable[[], int]]  # a version -> the body of its stage's process
-# Called in the stage's process before it waits.  It may fork processes, in which it calls its argument, which closes
-# what is not theirs.  Returns descriptors: when one of them is readable, what it has prepared is of no use any more, as
+# Called in the stage's process before it waits.  It may fork processes, in which it calls its first argument, which
+# closes what is not theirs, and the second one when they have prepared what they can.  Returns descriptors, which are
+# closed when a version comes: when one of them is readable before that, what it has prepared is of no use any more, as
 # when one of the processes has ended or is stopped: then the process of the stage ends.
-Prepare = Callable[[Callable[[], object]], Sequence[int]]
+Prepare = Callable[[Callable[[], object], Callable[[], object]], Sequence[int]]
 
 
 class _Begin(msgspec.Struct, frozen=True):
@@ -65,6 +68,7 @@ class SpareGroup:
     pidfd: int
     channel: socket.socket
     started: float  # s, by the pool's clock
+    preparing: int = -1  # of a pipe that is closed elsewhere when all its processes have prepared; -1: they have
     orphans: set[int] = field(default_factory=set)  # its processes that have not ended
 
     def give(self, version: ModelVersion) -> bool:
@@ -74,11 +78,22 @@ class SpareGroup:
             if len(message) <= MESSAGE_BYTES and not procfs.is_stopped(self.pid):
                 self.channel.send(message, socket.MSG_DONTWAIT)
                 self.channel.close()
+                self._close_preparing()
                 return True
         except OSError:  # its supervisor has ended
             pass
         self.kill()
         return False
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether its processes have prepared what they can, or have ended."""
+        if self.preparing >= 0:
+            poll = select.poll()
+            poll.register(self.preparing, select.POLLIN)
+            if poll.poll(0):
+                self._close_preparing()
+        return self.preparing < 0
 
     @property
     def is_stopped(self) -> bool:
@@ -89,28 +104,41 @@ class SpareGroup:
     def kill(self) -> None:
         """Kill its supervisor, with which its other process dies. Idempotent."""
         self.channel.close()
+        self._close_preparing()
         if self.pid:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
 
+    def _close_preparing(self) -> None:
+        if self.preparing >= 0:
+            os.close(self.preparing)
+            self.preparing = -1
+
 
 def fork_spare(
-    stage: str, config: Config, run: RunVersion, now: float, prepare: Prepare = lambda in_child: ()
+    stage: str, config: Config, run: RunVersion, now: float, prepare: Prepare = lambda in_child, finish: ()
 ) -> SpareGroup:
     """Fork a spare from this process, which has imported the stage. Raises `OSError`: then there is none."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reader = writer = -1
 
     def body() -> int:
         ours.close()
-        return _supervise(stage, config, run, theirs, prepare)
+        os.close(reader)
+        return _supervise(stage, config, run, theirs, writer, prepare)
 
     try:
+        reader, writer = os.pipe2(os.O_CLOEXEC)
         pid = base.fork(body)
-        return SpareGroup(pid, base.open_pidfd(pid), ours, now)
+        return SpareGroup(pid, base.open_pidfd(pid), ours, now, reader)
     except BaseException:
         ours.close()
+        if reader >= 0:
+            os.close(reader)
         raise
     finally:
         theirs.close()
+        if writer >= 0:
+            os.close(writer)
 
 
 def run_version(run: RunVersion, version: ModelVersion) -> int:
@@ -127,14 +155,16 @@ def run_version(run: RunVersion, version: ModelVersion) -> int:
     return body()
 
 
-def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare) -> int:
+def _supervise(
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, preparing: int, prepare: Prepare
+) -> int:
     """The supervisor of a spare; the exit code.
 
     Until it supervises a version it ends by SIGKILL alone.  The pool may have given it a version meanwhile, and gives
     up a version whose supervisor exits, but starts one whose supervisor was killed again.
     """
     try:
-        supervise_version = _wait_for_version(stage, config, run, channel, prepare)
+        supervise_version = _wait_for_version(stage, config, run, channel, preparing, prepare)
     except Exception:
         traceback.print_exc()
         supervise_version = None
@@ -146,9 +176,12 @@ def _supervise(stage: str, config: Config, run: RunVersion, channel: socket.sock
 
 
 def _wait_for_version(
-    stage: str, config: Config, run: RunVersion, channel: socket.socket, prepare: Prepare
+    stage: str, config: Config, run: RunVersion, channel: socket.socket, preparing: int, prepare: Prepare
 ) -> Callable[[], int] | None:
-    """What supervises the version that the pool gives; None: the waiting process has ended, or the pool."""
+    """What supervises the version that the pool gives; None: the waiting process has ended, or the pool.
+
+    preparing: the pipe's end that is closed when all has been prepared.
+    """
     os.environ.pop("NOTIFY_SOCKET", None)  # the pool notifies systemd
     watched_ancestors = prepare_supervisor(stage, config)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -157,10 +190,13 @@ def _wait_for_version(
         channel.close()
         ours.close()
         setup_logs(stage, config)  # first: what `prepare` forks must not write the supervisor's log
-        return _wait_and_run(run, theirs, prepare(theirs.close))
+        watched = prepare(theirs.close, partial(os.close, preparing))
+        os.close(preparing)
+        return _wait_and_run(run, theirs, watched)
 
     pid = base.fork(wait_and_run)
     theirs.close()
+    os.close(preparing)
     message = _receive(channel)
     channel.close()
     if not message:
@@ -228,6 +264,8 @@ def _wait_and_run(run: RunVersion, channel: socket.socket, watched: Sequence[int
         return process.EXIT_FATAL  # the supervisor ends with this process, and the pool forks another spare
     raw, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES + 1024, 1)
     channel.close()
+    for fd in watched:
+        os.close(fd)
     if not raw:
         return process.EXIT_ORPHANED
     begin = msgspec.msgpack.decode(raw, type=_Begin)

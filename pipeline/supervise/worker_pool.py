@@ -194,7 +194,7 @@ class WorkerPool(SupervisorBase):
         member.started = self._clock()
         self._next_spare = max(self._next_spare, member.started + self._spare_after_s)
         spare = self._spare
-        was_spare = spare is not None and spare.pid != 0 and spare.give(member.version)
+        was_spare = spare is not None and spare.pid != 0 and spare.is_prepared and spare.give(member.version)
         if spare is not None and was_spare:
             member.pid, member.pidfd, self._spare = spare.pid, spare.pidfd, None
         else:
@@ -405,7 +405,7 @@ def run_worker_pool(
     command: Callable[[ModelVersion], list[str]],
     preload: Callable[[], object],
     only: str = "",
-    prepare_spare: Prepare = lambda in_child: (),
+    prepare_spare: Prepare = lambda in_child, finish: (),
 ) -> int:
     """Run the pool in this process; the exit code.
 

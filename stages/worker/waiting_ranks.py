@@ -51,11 +51,12 @@ class Begin(msgspec.Struct, frozen=True):
     maps_weights: bool  # as for `ranks.spawn`
 
 
-def prepare_spare(config: Config, in_child: Callable[[], object] = lambda: None) -> list[int]:
+def prepare_spare(config: Config, in_child: Callable[[], object], finish: Callable[[], object]) -> list[int]:
     """Fork the ranks, and open the model that is expected, in each of them and here.
 
     Call it before this process has threads or sockets.  `in_child` is called in each rank, to close what is not its
-    own.  Returns a descriptor that is readable when the model's file is removed, if one is open.
+    own, and `finish` when it has opened the model.  Returns a descriptor that is readable when the model's file is
+    removed, if one is open.
     """
     try:
         expected = expected_model.choose(config)
@@ -63,17 +64,21 @@ def prepare_spare(config: Config, in_child: Callable[[], object] = lambda: None)
     except Exception as error:  # whatever a file holds: the worker that needs it reports it
         log.debug("no model is opened ahead", extra={"reason": str(error)})
         expected, watched = None, []
-    fork_waiting(config, in_child, expected)
+    fork_waiting(config, in_child, expected, finish)
     _open(expected)
     return watched
 
 
 def fork_waiting(
-    config: Config, in_child: Callable[[], object] = lambda: None, expected: Expected | None = None
+    config: Config,
+    in_child: Callable[[], object] = lambda: None,
+    expected: Expected | None = None,
+    finish: Callable[[], object] = lambda: None,
 ) -> None:
     """Fork the ranks; none if there is no room for them. Call it before this process has threads or sockets.
 
-    `in_child` is called in each, to close what is not its own, before it opens the model that is `expected`.
+    `in_child` is called in each, to close what is not its own, before it opens the model that is `expected`, and
+    `finish` after that.
     """
     model = config.models[0]
     n = (model.ranks or len(worker_groups.cpus_of_groups(config, model, model.name)[0])) - 1
@@ -83,6 +88,7 @@ def fork_waiting(
     def body(channel: Channel) -> int:
         in_child()
         _open(expected)
+        finish()
         return _wait(channel)
 
     try:

@@ -82,7 +82,7 @@ def supervise(name: str, model: str) -> int:
             lambda version: [*_COMMAND, name, "--model", version.group_id],
             lambda: _preload(name, config),
             model,
-            lambda in_child: import_stage(name).prepare_spare(config, in_child),
+            lambda in_child, finish: import_stage(name).prepare_spare(config, in_child, finish),
         )
     else:
         run = _program(name, model, config)

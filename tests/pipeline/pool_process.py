@@ -7,7 +7,8 @@ python -m tests.pipeline.pool_process CONFIG_FILE
 
 With STARLING_TEST_SPARE_AFTER_S there is a spare group, that many seconds after the start of a member.  A member that
 was the spare has a real supervisor, and the line of the report is of its stage's process.  The first
-STARLING_TEST_FAILED_FORKS forks of members fail, and as many of spares.
+STARLING_TEST_FAILED_FORKS forks of members fail, and as many of spares.  A spare's process prepares until the FIFO
+STARLING_TEST_PREPARE has a writer.
 """
 
 from __future__ import annotations
@@ -70,11 +71,16 @@ def main() -> int:
     def run(version: ModelVersion) -> Callable[[], int]:
         return lambda: behave(version)
 
+    def prepare(in_child: Callable[[], object], finish: Callable[[], object]) -> list[int]:
+        if "STARLING_TEST_PREPARE" in os.environ:
+            os.close(os.open(os.environ["STARLING_TEST_PREPARE"], os.O_RDONLY))
+        return []
+
     def spare() -> SpareGroup | None:
         if "STARLING_TEST_SPARE_AFTER_S" not in os.environ:
             return None
         fail("spare")
-        return fork_spare("worker", config, run, time.monotonic())
+        return fork_spare("worker", config, run, time.monotonic(), prepare)
 
     spare_after_s = float(os.environ.get("STARLING_TEST_SPARE_AFTER_S", SPARE_AFTER_S))
     retry_s = float(os.environ.get("STARLING_TEST_RETRY_S", RETRY_S))

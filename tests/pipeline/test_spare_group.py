@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -42,7 +43,7 @@ def start(world: World) -> Group:
     return spare(world)
 
 
-def spare(world: World, *earlier: int) -> Group:
+def spare(world: World, *earlier: int, is_prepared: bool = True) -> Group:
     """The spare that has a process that waits, and a supervisor that is none of `earlier`."""
     found: list[Group] = []
 
@@ -53,11 +54,22 @@ def spare(world: World, *earlier: int) -> Group:
             below = procfs.children(child)
             if child not in (*members, *earlier) and len(below) == 1 and below[0] not in members:
                 found[:] = [(child, below[0])]
-                return True
+                held = pipes(child) | pipes(below[0]) if is_prepared else set()
+                return not held & pipes(world.pool.pid)
         return False
 
     world.wait(is_there)
     return found[0]
+
+
+def pipes(pid: int) -> set[str]:
+    """The pipes of a process, but for its input and output."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # it ends
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                found.add(os.readlink(f"/proc/{pid}/fd/{fd}") if int(fd) > 2 else "")
+    return {link for link in found if link.startswith("pipe:")}
 
 
 def stop(world: World) -> None:
@@ -128,6 +140,46 @@ def test_a_version_waits_for_no_spare(world: World) -> None:
     stop(world)
 
 
+def test_a_version_waits_for_no_spare_that_still_prepares(world: World, tmp_path: Path) -> None:
+    """Its processes may wait for a disk. The spare stays, for a later version."""
+    disk = tmp_path / "disk"
+    os.mkfifo(disk)
+    world.write(make("stay", 1))
+    world.start(STARLING_TEST_SPARE_AFTER_S="0", STARLING_TEST_PREPARE=str(disk))
+    world.wait_begun("m@1")
+    supervisor, waiting = spare(world, is_prepared=False)
+    world.write(make("stay", 1), make("stay", 2, "loading"))
+    assert world.wait_begun("m@2")[0] != waiting
+    os.close(os.open(disk, os.O_WRONLY))
+    assert spare(world) == (supervisor, waiting)
+    world.write(make("stay", 1), make("stay", 2, "loading"), make("stay", 3, "loading"))
+    assert world.wait_begun("m@3")[0] == waiting
+    stop(world)
+
+
+def test_a_version_keeps_nothing_open_that_was_watched_for_the_spare(world: World) -> None:
+    reader, writer = os.pipe()
+    watched, kept = os.pipe()  # as that of a file, of which there are few for each user
+
+    def run(version: ModelVersion) -> Callable[[], int]:
+        def body() -> int:
+            os.write(writer, str(int(os.path.exists(f"/proc/self/fd/{watched}"))).encode())
+            return 0
+
+        return body
+
+    group = fork_spare("worker", world.config, run, 0.0, lambda in_child, finish: [watched])
+    deadline = time.monotonic() + WAIT_S
+    while not group.is_prepared:
+        assert time.monotonic() < deadline
+    assert group.give(make("stay", 2, "loading"))
+    assert os.read(reader, 1) == b"0"
+    os.kill(group.pid, signal.SIGKILL)
+    os.waitpid(group.pid, 0)
+    for fd in (reader, writer, watched, kept, group.pidfd):
+        os.close(fd)
+
+
 def test_a_version_that_takes_the_spare_and_is_removed_at_once_leaves_nothing(world: World) -> None:
     supervisor, waiting = start(world)
     for serial in (2, 3):
@@ -178,6 +230,7 @@ def fork_and_kill(world: World, monkeypatch: pytest.MonkeyPatch, version: ModelV
     os.close(group.pidfd)
     if version is None:
         group.channel.close()
+        os.close(group.preparing)
     return group.pid, waiting
 
 
@@ -215,7 +268,7 @@ def test_a_spare_that_cannot_be_forked_leaves_nothing_open(world: World, monkeyp
 def test_what_its_process_has_prepared_ends_with_it(world: World) -> None:
     """Such as ranks that wait: they are forked before the process waits for a version."""
 
-    def prepare(in_child: Callable[[], object]) -> list[int]:
+    def prepare(in_child: Callable[[], object], finish: Callable[[], object]) -> list[int]:
         parent = os.getpid()
         if not os.fork():
             process.die_with_parent(parent)
@@ -250,7 +303,7 @@ def test_it_ends_when_what_its_process_has_prepared_has_ended_or_is_stopped(
     reader, writer = os.pipe()
     inherited = sockets()
 
-    def prepare(in_child: Callable[[], object]) -> list[int]:
+    def prepare(in_child: Callable[[], object], finish: Callable[[], object]) -> list[int]:
         parent = os.getpid()
         if not os.fork():
             process.die_with_parent(parent)
@@ -271,6 +324,7 @@ def test_it_ends_when_what_its_process_has_prepared_has_ended_or_is_stopped(
     assert not any("of a rank" in path.read_text() for path in paths.logs_dir().glob("worker-supervisor.log*"))
     for fd in (reader, writer, group.pidfd):
         os.close(fd)
+    assert group.is_prepared
     group.channel.close()
 
 
