@@ -168,6 +168,14 @@ def open_touch_watch(path: Path) -> int:
     return _open_watch(path, _IN_ATTRIB)
 
 
+def open_removal_watch(path: Path) -> int:
+    """A descriptor that is readable when a name of this file is removed, or its times, owner or mode have been set.
+
+    Raises `OSError` if there is no such file, too.
+    """
+    return _open_watch(path, _IN_ATTRIB)
+
+
 def _open_watch(path: Path, events: int) -> int:
     fd = _descriptor(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
     try:

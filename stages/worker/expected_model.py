@@ -1,7 +1,8 @@
 """The model that the next version is expected to be of: a spare worker group opens and maps it before it gets one.
 
 Each of its processes does so for itself (`open_expected`), as a mapped file that others read.  Another version costs
-it the time to unmap the file again; a file that has changed since is opened as any other.
+it the time to unmap the file again; a file that has changed since is opened as any other.  While they read its index
+no version is given to them: a disk that does not answer keeps none waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store, versions
-from pipeline.runtime.process import open_touch_watch
+from pipeline.runtime.process import open_removal_watch
 from shm.checkpoint import VERSION, Checkpoint, bin_path, load_index
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.checkpoint import prepare
@@ -50,17 +51,18 @@ def choose(config: Config) -> Expected | None:
     """
     folder, table = paths.models_dir(), versions.read(config)
     loaded = {one.digest or _digest(one.settings, folder) for one in table.versions}
-    found: list[tuple[bool, float, Path, str]] = []
-    for model in (*config.models, *(one.settings for one in table.versions)):
+    found: set[tuple[bool, float, Path, str]] = set()
+    for model in (*config.models, *(one.settings for one in table.versions)) if config.performance.use_mmap else ():
         index_path = store.find_index(model, folder)
-        if index_path is not None and not model.adapters and usable_version(index_path) == VERSION:
+        if index_path is not None and not model.adapters:
             is_loaded, used = index_path.stem in loaded, store.last_used(folder, index_path.stem)
-            found.append((not is_loaded, used, index_path, model.kv_type))
-    if not found or not config.performance.use_mmap:
-        return None
-    _, _, index_path, kv_type = max(found)
-    extra = stored_code.extra_entries(load_index(index_path).hyper)
-    return Expected(index_path, kv_type) if stored_code.is_compiled(kv_type, extra) else None
+            found.add((not is_loaded, used, index_path, model.kv_type))
+    # In this order, so that of many models few indexes are read.
+    for _, _, index_path, kv_type in sorted(found, reverse=True):
+        if usable_version(index_path) == VERSION:
+            extra = stored_code.extra_entries(load_index(index_path).hyper)
+            return Expected(index_path, kv_type) if stored_code.is_compiled(kv_type, extra) else None
+    return None
 
 
 def watch_file(expected: Expected) -> int:
@@ -68,7 +70,7 @@ def watch_file(expected: Expected) -> int:
 
     Raises `OSError`.
     """
-    return open_touch_watch(bin_path(expected.index_path))
+    return open_removal_watch(bin_path(expected.index_path))
 
 
 def open_expected(expected: Expected) -> None:
@@ -94,6 +96,13 @@ def open_checkpoint(index_path: Path) -> Checkpoint:
             return checkpoint
         _opened = None
     return Checkpoint(index_path)
+
+
+def keep_only(index_path: Path | None) -> None:
+    """Close what `open_expected` has opened, unless it is this one: its file may be removed meanwhile."""
+    global _opened
+    if _opened is not None and _opened.model.checkpoint.index_path != index_path:
+        _opened = None
 
 
 def open_verified(index_path: Path, progress: store.Progress, config: Config) -> Checkpoint:

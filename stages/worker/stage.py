@@ -167,8 +167,9 @@ class WorkerStage:
         progress = self._report_preparation
         with self.loop.allow_stall(PREPARE_S):
             allowed, folder = self.config.registry.sources, paths.models_dir()
-            planned = is_planned(self.version, folder)
-            if versions.find_index(self.version, folder) is None:  # what ingests it begins with the slice of this one
+            planned, found = is_planned(self.version, folder), versions.find_index(self.version, folder)
+            waiting_ranks.begin_version(found)
+            if found is None:  # what ingests it begins with the slice of this one
                 use_default_time_slice()
             index_path = prepare(self.model_config, folder, progress, self.version.digest, allowed)
             if not planned:

@@ -64,7 +64,13 @@ def prepare_spare(config: Config, in_child: Callable[[], object], finish: Callab
     except Exception as error:  # whatever a file holds: the worker that needs it reports it
         log.debug("no model is opened ahead", extra={"reason": str(error)})
         expected, watched = None, []
-    fork_waiting(config, in_child, expected, finish)
+
+    def begin() -> None:
+        in_child()
+        for fd in watched:
+            os.close(fd)
+
+    fork_waiting(config, begin, expected, finish)
     _open(expected)
     return watched
 
@@ -104,6 +110,16 @@ def _open(expected: Expected | None) -> None:
             expected_model.open_expected(expected)
     except Exception as error:  # as in `prepare_spare`
         log.debug("the expected model is not opened", extra={"reason": str(error)})
+
+
+def begin_version(index_path: Path | None) -> None:
+    """A version is given to this process; `index_path`: of its checkpoint, if there is one.
+
+    While the checkpoint is made, which may take long, nothing keeps the file of another model.
+    """
+    expected_model.keep_only(index_path)
+    if index_path is None:
+        dismiss()
 
 
 def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: int, maps_weights: bool) -> list[Rank]:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import select
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import shm.checkpoint
+from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.models import store, versions
 from pipeline.models.versions import VersionTable
 from shm.checkpoint import Checkpoint
-from stages.worker import expected_model
+from stages.worker import expected_model, waiting_ranks
+from stages.worker.checkpoint.usable import usable_version
 from stages.worker.expected_model import Expected, choose, open_checkpoint, open_expected, watch_file
 from stages.worker.kernels import compiled
 from stages.worker.model import Model
@@ -103,6 +107,28 @@ def test_the_removal_of_the_file_is_noticed(expected: Expected, replace: bool) -
         os.close(watch)
 
 
+def test_a_file_that_has_just_been_removed_is_not_made_again(expected: Expected) -> None:
+    path = expected.index_path.with_suffix(".bin")
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        watch_file(expected)
+    assert not path.exists()
+
+
+def maps_of(path: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+
+
+def test_another_version_does_not_keep_the_file_while_it_is_prepared(expected: Expected) -> None:
+    """Nothing watches the file any more, and a download takes long."""
+    open_expected(expected)
+    path = expected.index_path.with_suffix(".bin")
+    waiting_ranks.begin_version(expected.index_path)
+    assert maps_of(path)
+    waiting_ranks.begin_version(None)
+    assert not maps_of(path)
+
+
 @pytest.fixture
 def home(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Models `a` and `b`, prepared; neither was used."""
@@ -151,6 +177,45 @@ def test_the_model_that_may_come_next_is_expected(
     expected = choose(home)
     assert expected is not None
     assert expected.index_path.stem == digest_of(home, chosen)
+
+
+def test_only_the_index_of_the_model_that_is_expected_is_read(home: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(home, "a")
+    read: list[Path] = []
+
+    def note(path: Path) -> int:
+        read.append(path)
+        return usable_version(path)
+
+    monkeypatch.setattr(expected_model, "usable_version", note)
+    assert choose(home) is not None
+    assert [path.stem for path in read] == [digest_of(home, "b")]
+
+
+# Prepares a spare of two ranks; prints how many files are watched, and the watches that rank 1 has.
+SPARE = """
+import os, sys
+from pipeline.config.load import resolve
+from stages.worker import waiting_ranks
+
+reader, writer = os.pipe()
+models = [{"name": "m", "path": sys.argv[2], "ranks": 2}]
+config = resolve({"server": {"run_dir": sys.argv[1]}, "models": models}, {})
+watched = waiting_ranks.prepare_spare(config, lambda: None, lambda: os.write(writer, b"1"))
+os.read(reader, 1)
+(rank,) = waiting_ranks._waiting
+files = [os.readlink(f"/proc/{rank.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{rank.pid}/fd")]
+print(len(watched), sum("inotify" in file for file in files))
+"""
+
+
+def test_only_rank_0_of_a_spare_has_the_watch(home: Config) -> None:
+    """It closes that when a version comes; the number of watches per user is limited."""
+    model, run_dir = home.models[0], str(paths.run_dir(home))
+    found = subprocess.run(
+        [sys.executable, "-c", SPARE, run_dir, model.path], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert found.stdout == "1 0\n"
 
 
 def test_none_is_expected_that_is_not_prepared(home: Config) -> None:
