@@ -17,6 +17,7 @@ from stages.worker import activations_arena as act
 from stages.worker.adapters.prepared import prepare_adapter
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from stages.worker.kernels import plan as p
+from stages.worker.kernels.attention import BLOCK_ROWS
 from stages.worker.kernels.prefix_groups import LEAST_MEMBERS
 from stages.worker.kernels.shared_prefixes import CONVERSION_ROWS, block_members
 from tests.worker.conftest import Ingested, TinyGguf
@@ -53,7 +54,7 @@ SEQUENCES = [
     Row(0, 256, 256),
 ]
 DECODE: list[Entry] = [(row, SEQUENCES[row].known, 1, 1) for row in range(ROWS)]
-# Rows 0, 2 to 10 and 18 share two splits; 0 leads them, and 19 would leave one. 1, 11 and 17 share two, and
+# Rows 0, 2 to 10 and 18 share two splits, and 19 would leave one. 1, 11 and 17 share two, and
 # 12 would leave one. 14 and 15 are two.
 MIXED: list[Entry] = [
     (13, 300, 40, 1),  # of its last layer one token is needed
@@ -166,12 +167,12 @@ def main(directory: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4, 24])
 @pytest.mark.parametrize(("members", "kv_heads", "ranks"), [(16, 3, 2), (3, 8, 2), (64, 8, 4), (5, 1, 2), (7, 2, 16)])
 def test_blocks_leave_the_busiest_rank_least_to_do(group: int, members: int, kv_heads: int, ranks: int) -> None:
-    most = 48 // group
+    most = BLOCK_ROWS // group
 
     def busiest(block: int) -> int:
         return -(-(-(-members // block) * kv_heads) // ranks) * (block * group + CONVERSION_ROWS)
 
     block = block_members.py_func(members, group, kv_heads, ranks)
     assert members >= LEAST_MEMBERS
-    assert 1 <= block <= min(most, members) or most < 1
+    assert 1 <= block <= min(most, members)
     assert busiest(block) == min(busiest(n) for n in range(1, min(most, members) + 1))
