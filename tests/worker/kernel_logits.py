@@ -20,15 +20,18 @@ def kernel_logits(
     ranks: int = 1,
     others: int = 0,
     adapters: Sequence[Prepared] = (),
+    nodes: Sequence[int] = (),
 ) -> np.ndarray:
     """(len(tokens), vocab) f32, `chunk` positions a step.
 
     `others`: so many other prompts are computed in the same steps, in chunks of other lengths.  `adapters`: the first
-    one is that of the prompt; the others' are all of them in turn, and none.
+    one is that of the prompt; the others' are all of them in turn, and none.  `nodes`: how many of the ranks are on
+    each emulated memory node.
     """
     n, found = len(tokens), []
     bounds = {"max_rows": 1 + others, "max_tokens": n, "step_tokens": 64 + 8 * others, "max_samples": 64}
-    with StepRunner(index_path, directory, ranks=ranks, kv_type=kv_type, adapters=adapters, **bounds) as runner:
+    how = {"ranks": ranks, "nodes": nodes, "kv_type": kv_type, "adapters": adapters}
+    with StepRunner(index_path, directory, **bounds, **how) as runner:  # type: ignore[arg-type]
         digests = [*(one.digest for one in adapters), ""]
         for row in range(1, 1 + others):
             runner.write_row(row, np.roll(tokens, row), adapter=digests[row % len(digests)])

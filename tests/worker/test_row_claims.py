@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from numba import njit
 
 from shm.barrier import wait
+from shm.checkpoint import load_index
 from stages.worker import activations_arena as act
+from stages.worker import model as worker_model
+from stages.worker.adapters.prepared import prepare_adapter
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import row_claims
+from tests.worker.conftest import Ingested, TinyGguf
+from tests.worker.kernel_logits import kernel_logits, same_bytes
+from tools.tiny_adapter import write_adapter
 
 Piece = tuple[int, int]
 
@@ -180,3 +187,37 @@ def test_ranks_together_claim_every_unit_once() -> None:
     for thread in threads:
         thread.join()
     assert (counts.sum(axis=0) == 1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "recipe", "ranks", "nodes"),
+    [
+        ("biased", "Q4_0_M", 2, ()),
+        ("biased", "F16", 5, ()),  # two neighbourhoods
+        ("gemma2", "Q8_0", 4, ()),  # a norm behind each product
+        ("gpt2", "Q4_K_M", 4, (2, 2)),
+        ("starcoder2", "Q4_0_M", 4, (1, 3)),  # one rank has no neighbour
+        ("qwen2moe", "Q4_0_M", 3, ()),  # of each layer q, k, v and output are claimed
+    ],
+)
+def test_bytes_do_not_depend_on_who_computes_a_piece(
+    tiny_gguf: TinyGguf,
+    ingested: Ingested,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: str,
+    recipe: str,
+    ranks: int,
+    nodes: tuple[int, ...],
+) -> None:
+    """Biases, adapters and the residual stream are added in place: of a piece that two ranks compute, twice."""
+    source, tokens = tiny_gguf(shape, recipe), np.random.default_rng(9).integers(0, 260, 40)
+    index = ingested(source)
+    adapter = write_adapter(tmp_path / "adapter.gguf", source, 8, 1)
+    adapters = [prepare_adapter(adapter, load_index(index), tmp_path / "adapters", 64, 1 << 30)]
+    expected = kernel_logits(index, tmp_path, tokens, chunk=40, adapters=adapters)
+    monkeypatch.setattr(worker_model, "CLAIM_BYTES", 1)  # a piece is one unit, or two
+    for chunk in (1, 2, 5, worker_model.CLAIM_TOKENS, worker_model.CLAIM_TOKENS + 1):
+        found = kernel_logits(index, tmp_path, tokens, chunk=chunk, ranks=ranks, adapters=adapters, nodes=nodes)
+        assert same_bytes(found, expected), f"{chunk} tokens a step"
