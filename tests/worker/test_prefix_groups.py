@@ -22,7 +22,7 @@ from stages.worker.kernels.buffer_sizes import ENTRY_PLAN, PLAN_HEAD
 from stages.worker.kernels.prefix_groups import LEAST_MEMBERS
 from tests.properties import examples
 from tools.step_runner import StepRunner
-from tools.tiny_gguf import SHAPES, write_model
+from tools.tiny_gguf import SHAPES, Shape, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -148,8 +148,8 @@ def saved_by(groups: Groups) -> int:
 
 
 @cache
-def model_of(folder: Path) -> Path:
-    path = write_model(folder / "m.gguf", SHAPES["odd"]._replace(context_length=2048), "Q4_0")  # three KV heads
+def model_of(folder: Path, shape: Shape) -> Path:
+    path = write_model(folder / "m.gguf", shape, "Q4_0")
     return prepare_checkpoint(ModelConfig(name="m", path=str(path)), folder / "models")
 
 
@@ -159,7 +159,7 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("prefix-groups")
     tokens = (SPLITS + 1) * KV_SPLIT
     with StepRunner(
-        model_of(folder),
+        model_of(folder, SHAPES["odd"]._replace(context_length=2048)),  # three KV heads
         folder,
         ranks=request.param,
         page_tokens=PAGE_TOKENS,
@@ -254,3 +254,35 @@ def test_a_short_common_prefix_does_not_hide_longer_ones(runner: StepRunner) -> 
     for order in (range(9), reversed(range(9))):
         _, groups = decode(runner, tables, list(order))
         assert plain(groups) == [(SPLITS - 1, sorted(tables[1:]))]
+
+
+def test_all_entries_have_room_for_what_a_prefix_leaves(tmp_path: Path) -> None:
+    """With many entries and heads: more places than the least number of them."""
+    rows, heads = 60, 40
+    assert rows * heads > act.MIN_SPLIT_RESULTS
+    index = model_of(tmp_path, Shape(1, 64, heads, 5, 32, 64, 261, context_length=512))
+    with StepRunner(
+        index,
+        tmp_path,
+        ranks=2,
+        page_tokens=PAGE_TOKENS,
+        max_rows=rows,
+        max_tokens=KV_SPLIT + PAGE_TOKENS,
+        step_tokens=rows,
+        max_samples=rows,
+    ) as runner:
+        values, rng = runner.pages.view(np.float16), np.random.default_rng(5)
+        values[:] = rng.normal(size=values.shape).astype(np.float16)
+        runner.steps.tables[:, :EACH] = runner.steps.tables[0, :EACH]
+        for row in range(rows):
+            runner.write_row(row, rng.integers(0, 261, KV_SPLIT + 1).astype(np.int32))
+        runner.run([(row, KV_SPLIT, 1, 1) for row in range(rows)])
+        logits = [runner.logits(row).tobytes() for row in range(rows)]
+        at = act.offsets(runner.geometry, runner.model.hyper)[0][act.c.PLAN]
+        words = runner.activations.view(at, (PLAN_HEAD + ENTRY_PLAN * rows,), np.int64)
+        places = words[PLAN_HEAD + p.P_SHARED :: ENTRY_PLAN]
+        assert sorted(places) == [heads * n for n in range(rows)]
+        assert max(places) + heads <= act.n_split_results(runner.geometry, runner.model.hyper)
+        for row in range(rows):  # too few entries for groups
+            runner.run([(row, KV_SPLIT, 1, 1)])
+            assert runner.logits(0).tobytes() == logits[row]
