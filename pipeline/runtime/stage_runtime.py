@@ -257,6 +257,7 @@ class StageRuntime:
         if not self.stopping:
             self.stopping = True
             self._stopping_since = self.clock()
+            self.mark_active()  # peers that stop, too, wait for the heartbeat that reports it
             process.sd_notify("STOPPING=1")
 
     @property

@@ -69,6 +69,20 @@ async def test_a_signal_stops_it(config: Config, busy: bool) -> None:
     gateway.close()
 
 
+async def test_a_signal_is_not_left_to_a_tick_that_is_far_away(config: Config) -> None:
+    gateway = AsyncioLoop("gateway", config)
+    ticked = asyncio.Event()
+    gateway.on_tick.append(ticked.set)
+    gateway.start()
+    async with asyncio.timeout(20):
+        await ticked.wait()
+        gateway._next_tick = gateway.clock() + 1000
+        gateway._set_timer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await gateway.stopped() == 0
+    gateway.close()
+
+
 async def test_quit_carries_the_code(config: Config) -> None:
     gateway = AsyncioLoop("gateway", config)
     gateway.start()

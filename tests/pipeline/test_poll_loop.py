@@ -37,7 +37,8 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def loops(config: Config) -> Iterator[dict[str, PollLoop]]:
-    made = {name: PollLoop(name, config) for name in ("kv", "scheduler")}
+    server = msgspec.structs.replace(config.server, drain_timeout_ms=60_000)
+    made = {name: PollLoop(name, msgspec.structs.replace(config, server=server)) for name in ("kv", "scheduler")}
     yield made
     for loop in reversed(made.values()):
         loop.close()
@@ -326,6 +327,26 @@ def test_a_stage_in_steady_work_ticks_at_common_moments(config: Config, heartbea
         loop.tick()
         assert loop.tick_s == TICK_S
         assert not hub.liveness.is_steady
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize("was", ["steady", "idle"])
+def test_peers_learn_soon_that_a_stage_stops(config: Config, was: str) -> None:
+    """Those that stop, too, wait only `STOP_HEARTBEATS_S` for that before they count it as a stage that runs on."""
+    now = 100.03
+    server = msgspec.structs.replace(config.server, heartbeat_ms=250)
+    loop = PollLoop("kv", msgspec.structs.replace(config, server=server), clock=lambda: now)
+    try:
+        loop.ready, loop.reason, loop.is_steady = True, "", was == "steady"
+        loop.tick()
+        if was == "idle":
+            now += IDLE_AFTER_S
+            loop.tick()
+        assert loop._next_tick - now > TICK_S
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert loop.stopping
+        assert loop._next_tick - now <= TICK_S
     finally:
         loop.close()
 
