@@ -228,6 +228,10 @@ class Liveness:
         becomes_idle = heartbeat.idle and not self._last_offered.idle
         is_urgent = becomes_idle or heartbeat.ready != self._last_offered.ready  # requests wait for a stage
         has_passed = now - self._last_sent >= EARLY_FRACTION * self.interval_s
+        if self.is_steady:  # a tick that was late, such as for a frame, leaves less time until the next one
+            moment_s = timer_coalescing.STEADY_ALIGN_S
+            period_s = moment_s * max(1, round(self.interval_s / moment_s))
+            has_passed = has_passed or timer_coalescing.has_period_elapsed(now, self._last_sent, period_s)
         if (is_urgent or has_passed) and self._is_due(heartbeat, now):
             self._last_sent = now
             self.broadcast(heartbeat)

@@ -16,7 +16,7 @@ import zmq
 from pipeline.ipc.liveness import DEAD_AFTER_INTERVALS, STARVED_FACTOR
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
-from pipeline.runtime.timer_coalescing import IDLE_HEARTBEAT_S
+from pipeline.runtime.timer_coalescing import IDLE_HEARTBEAT_S, STEADY_ALIGN_S
 from shm.arena import process_ticks
 from tests.pipeline.endpoint_pair import HEARTBEAT_MS, LONG_S, Pair, wait_readable
 from tools.ports import free_port
@@ -307,6 +307,22 @@ def test_a_steady_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
     pair.clock.now += INTERVAL_S / 10
     pair.hub.tick(m.Heartbeat("kv", 1, 7, False, False, "waiting"))
     assert sent[-1].reason == "waiting"
+    pair.close()
+
+
+def test_a_steady_hub_sends_at_each_common_moment_although_a_tick_was_late(tmp_path: Path) -> None:
+    """The next tick comes sooner after it. Without its heartbeat, 0.5 of the 0.7 s after which a stage is silent pass."""
+    pair = Pair(tmp_path, edge=EDGES["gateway-kv"])
+    key = pair.meet()
+    liveness, sent = pair.hub.liveness, []
+    liveness.broadcast = lambda beat: sent.append(pair.clock.now)  # type: ignore[method-assign]
+    liveness.interval_s, liveness.is_steady = STEADY_ALIGN_S, True
+    begin = pair.clock.now // 1 + 1
+    for number, late_s in enumerate((0.0, 0.0255, 0.0005, 0.05, 0.0)):  # the second one has waited for a frame
+        pair.clock.now = begin + number * STEADY_ALIGN_S + late_s
+        liveness.peers[key].last_seen = pair.clock.now
+        pair.hub.tick(m.Heartbeat("kv", 1, 7, False, True))
+    assert len(sent) == 5
     pair.close()
 
 
