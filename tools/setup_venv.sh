@@ -220,6 +220,7 @@ cores=$(nproc)
 [ -e "$venv/bin/pip" ] || python=${python:-$(find_python)}
 read_settings
 if ! { find_uv && install_with_uv; }; then
+    has_own_index || echo "uv has failed (log: $log): pip installs all packages, which takes longer"
     install_with_pip
 fi
 wait

@@ -162,6 +162,7 @@ def test_uv_installs_unless_pip_has_an_index_of_its_own(
     assert result.returncode == 0, result.stderr
     found = calls.read_text().split()
     assert [call for call in found if call != "compile"] == used
+    assert ("uv has failed" in result.stdout) == ({*used} == {"uv", "pip"})
     assert found.count("compile") == 2  # the project's modules, and the packages
 
 
