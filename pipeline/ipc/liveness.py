@@ -253,12 +253,12 @@ class Liveness:
     def _is_due(self, heartbeat: Heartbeat, now: float) -> bool:
         """At once after a change, and once per period while the stage is idle or in steady work."""
         last, self._last_offered = self._last_offered, heartbeat
-        is_idle = heartbeat.idle and last.idle
-        if not (is_idle or self.is_steady) or (heartbeat.ready, heartbeat.reason) != (last.ready, last.reason):
+        is_changed = (heartbeat.ready, heartbeat.reason, heartbeat.idle) != (last.ready, last.reason, last.idle)
+        if is_changed or not (heartbeat.idle or self.is_steady):
             return True
         if self._is_prompt or not self.peers or any(peer.hello is None for peer in self.peers.values()):
             return True
-        period_s = self._idle_s if is_idle else timer_coalescing.ALIGN_S
+        period_s = self._idle_s if heartbeat.idle else timer_coalescing.ALIGN_S
         return timer_coalescing.has_period_elapsed(now, self._last_sent, period_s)
 
     def _silence_limit_s(self, peer: Peer) -> float:

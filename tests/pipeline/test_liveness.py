@@ -311,7 +311,7 @@ def test_a_steady_hub_sends_every_heartbeat_only_where_readiness_depends_on_it(
 
 
 def test_a_steady_hub_sends_at_each_common_moment_although_a_tick_was_late(tmp_path: Path) -> None:
-    """The next tick comes sooner after it. Without its heartbeat, 0.5 of the 0.7 s after which a stage is silent pass."""
+    """The next tick comes sooner after it. Without its heartbeat 0.5 s pass; a stage is silent after 0.7."""
     pair = Pair(tmp_path, edge=EDGES["gateway-kv"])
     key = pair.meet()
     liveness, sent = pair.hub.liveness, []
@@ -326,12 +326,14 @@ def test_a_steady_hub_sends_at_each_common_moment_although_a_tick_was_late(tmp_p
     pair.close()
 
 
-def test_a_stage_that_becomes_idle_reports_it_at_once(pair: Pair) -> None:
+@pytest.mark.parametrize("is_steady", [False, True])
+def test_a_stage_that_becomes_idle_reports_it_at_once(pair: Pair, is_steady: bool) -> None:
     """Its next tick may be so late that the gateway would count an active stage as silent."""
     pair.meet()
+    pair.hub.liveness.is_steady = is_steady
     sent: list[m.Heartbeat] = []
     pair.hub.liveness.broadcast = sent.append  # type: ignore[method-assign]
-    pair.clock.now += INTERVAL_S
+    pair.clock.now += 5 * INTERVAL_S
     active = m.Heartbeat("kv", 1, 7, False, True)
     idle = m.Heartbeat("kv", 1, 7, False, True, idle=True)
     pair.hub.tick(active)
