@@ -60,7 +60,7 @@ def kill(*started: subprocess.Popen[bytes]) -> None:
 def begin(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Begin]:
     settings = {
         "models": [{"name": "m", "path": str(tmp_path / "m.gguf")}],
-        "server": {"port": free_port()},
+        "server": {"port": free_port(), "arena_dir": str(tmp_path)},  # killed stages leave arenas
         "performance": {"worker_groups": "auto"},
     }
     (tmp_path / "starling.yaml").write_text(yaml.safe_dump(settings))
