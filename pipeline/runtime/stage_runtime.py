@@ -71,7 +71,7 @@ class StageRuntime:
         self.endpoints: list[Link | Hub] = []
         self.clock = clock
         self.is_idle = False  # ready and without work for a while: it ticks less often
-        self.is_steady = False  # set by the stage: nothing in it waits for a tick, so ticks may be rarer
+        self.is_steady = False  # set by the stage at its ticks: nothing in it waits for one, so they may be rarer
         self._last_state = (0, False, "")
         self._active_at = clock()
         self._stopping_since = 0.0
@@ -213,9 +213,9 @@ class StageRuntime:
         return self.ready != self._last_state[1]
 
     def mark_active(self) -> None:
-        """Work has arrived: tick at the full rate again."""
+        """Work has arrived: tick, and send heartbeats, at the full rate again."""
         self._active_at = self.clock()
-        self.is_idle = False
+        self.is_idle = self.is_steady = False
 
     @property
     def _ticks_rarely(self) -> bool:

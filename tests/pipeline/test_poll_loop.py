@@ -320,7 +320,10 @@ def test_a_stage_in_steady_work_ticks_at_common_moments(config: Config, heartbea
         hub = loop.bind("scheduler-kv", lambda peer, frame: None)
         loop.tick()
         assert hub.liveness.is_steady == is_rare
-        loop.is_steady = False
+        loop.mark_active()
+        loop.tick()
+        assert not hub.liveness.is_steady, "peers look for the work that has arrived when a heartbeat wakes them"
+        assert loop.tick_s == TICK_S
         assert loop.tick_s == TICK_S
         loop.is_steady = True
         loop.stop()
