@@ -81,9 +81,10 @@ setup_entry() { awk -v wanted="^$1==" '/^[a-z]/ { found = $0 ~ wanted } found' l
 
 # One package, by the pip of the Python that makes environments, at work on this one.
 fetch_with_base_pip() { # NAME
-    setup_entry "$1" |
-        "$python" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" \
-            install --retries 0 --no-compile "${locked[@]}" /dev/stdin >>"$log" 2>&1 && [ -e "$venv/bin/$1" ]
+    local entry
+    entry=$(setup_entry "$1") # not a pipe, whose writer fails if pip ends without reading
+    "$python" -m pip --disable-pip-version-check --no-input --python "$venv/bin/python" \
+        install --retries 0 --no-compile "${locked[@]}" /dev/stdin >>"$log" 2>&1 <<<"$entry" && [ -e "$venv/bin/$1" ]
 }
 
 # Where Python has no pip that can fetch the locked one, Python's own copy.
@@ -168,10 +169,11 @@ find_uv() {
 
 # uv draws its own progress on a terminal. Otherwise its output goes into the log.
 install_with_uv() {
-    local output=/dev/stderr options=(--python "$venv/bin/python")
+    local entry output=/dev/stderr options=(--python "$venv/bin/python")
+    entry=$(setup_entry pip)
     [ "$mode" != alone ] || options+=(--no-config) # [tool.uv] leaves out what only the project does without
     [ -t 2 ] || output=$log
-    setup_entry pip | run_uv pip install "${options[@]}" "${locked[@]}" "$lock" -r - 2>>"$output" &&
+    run_uv pip install "${options[@]}" "${locked[@]}" "$lock" -r - 2>>"$output" <<<"$entry" &&
         compile_modules "$cores" "$venv"/lib/python*/site-packages &&
         { [ "$mode" = alone ] ||
             run_uv pip install --quiet "${options[@]}" --no-deps --no-build-isolation --editable . >>"$log" 2>&1; }
