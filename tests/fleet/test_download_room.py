@@ -88,7 +88,7 @@ async def test_a_model_whose_files_get_their_places_is_not_evicted(site: Site) -
     await site.pull()
     cache = site.context().cache
     assert [(item.key, item.is_pinned) for item in cache.items()] == [(site.entry.digest, False)]
-    with open(lock_path(site.models_dir, site.entry.digest), "rb") as file:
+    with open(lock_path(site.models_dir, site.entry.digest), "wb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # as another process does that only looks
         assert not cache.items()[0].is_pinned
         fcntl.flock(file, fcntl.LOCK_EX)
