@@ -178,6 +178,8 @@ class Cache:
         (256, 4, 32, 530, 12),
         (160, 3, 32, 300, 16),  # three parts of the dims
         (64, 1, 32, 400, 130),  # the first rows of a block see fewer positions than the last ones
+        (256, 1, 64, 450, 192),  # as many rows as a block may have
+        (128, 7, 32, 400, 27),  # almost as many, in tiles of which the last is not full
     ],
 )
 def test_attention_equals_the_twin(
@@ -256,6 +258,7 @@ def test_every_head_of_a_single_query_has_one_rank(kv_heads: int, ranks: int, un
         (64, 4, 570, 12, 300, 0.0),  # rows of a block begin in different splits
         (64, 1, 530, 24, 1, 0.0),
         (64, 1, 530, 60, 30, 0.0),  # longer than the window
+        (96, 3, 530, 60, 200, 1.5),
         (32, 2, 300, 12, 7, 2.0),  # queries of a block share no position
         (64, 3, 70, 5, 20, 0.0),
         (256, 2, 290, 4, 100, 0.5),

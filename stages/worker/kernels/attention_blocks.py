@@ -88,11 +88,21 @@ def convert_keys(kv, table, group, to, dim, end, page_tokens):
         e0, e1, e2, e3 = e0 + e_step, e1 + e_step, e2 + e_step, e3 + e_step
 
 
+def _named(function: Any, columns: int) -> Any:
+    """Compile a function of so many columns, with these in its name.
+
+    Numba's symbols of two functions with the same name and arguments differ by a number, which is the count of
+    functions in the process that compiled them.  A process that loads code of several, each for one type of cache,
+    would call the function of 64 dims for 16.
+    """
+    function.__name__ = function.__qualname__ = f"{function.__name__}_{columns}"
+    return numba.njit(**INNER)(function)
+
+
 def _make_convert(columns: int) -> Any:
     """Conversion of 16 * `columns` dims of V."""
     four = columns == 4
 
-    @numba.njit(**INNER)
     def convert(kv, table, begin, end, to, dim, head_dim):
         """Dims from `dim` on of positions begin .. end-1; to: of position 0; table: TABLE."""
         width, row = code_bytes(kv), code_bytes(kv) * head_dim
@@ -115,7 +125,7 @@ def _make_convert(columns: int) -> Any:
                 e += e_row
             j = stop
 
-    return convert
+    return _named(convert, columns)
 
 
 convert_column, convert_part = _make_convert(VECTORS), _make_convert(1)
@@ -259,7 +269,6 @@ def _make_values(columns: int) -> Any:
     """Weighted values of one tile of rows in 16 * `columns` dims."""
     sums = TILE_ROWS * columns
 
-    @numba.njit(**INNER)
     def values(s, o, v, limits, head_dim):
         """s: weights of the rows; o: their dims; v: V of the dims at position 0, converted; limits: of the rows."""
         acc, b = f32_tile(sums), f32_tile(columns)
@@ -285,7 +294,7 @@ def _make_values(columns: int) -> Any:
             at_v += K_STEP
         tile_store(acc, o, 4 * head_dim, 64, columns)
 
-    return values
+    return _named(values, columns)
 
 
 wide = _make_values(COLUMNS)
