@@ -10,6 +10,7 @@ import pytest
 
 from shm.pages import KvGeometry
 from stages.worker.kernels import attention, attention_units
+from stages.worker.kernels import attention_blocks as blocks
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels.buffer_sizes import attention_words
 from stages.worker.kernels.simd import JIT
@@ -283,6 +284,12 @@ def test_windows_and_caps_equal_the_twin(
     same(cache.attend_both(q[-1:], length - 1, cap, window), expected[-1:])
     plain = exact_forward.attention(q, k_stored, v_stored, first)
     assert (plain != expected).any() == (cap > 0 or 0 < window < length)
+
+
+def test_functions_for_several_widths_have_names_of_their_own() -> None:
+    """Else code for two types of cache, which two processes compiled, is mixed up in the process that loads both."""
+    functions = {blocks.convert_column, blocks.convert_part, blocks.wide, blocks.thin}
+    assert len({function.py_func.__qualname__ for function in functions}) == len(functions)
 
 
 @pytest.mark.parametrize("block", [8, 24])

@@ -89,11 +89,11 @@ def convert_keys(kv, table, group, to, dim, end, page_tokens):
 
 
 def _named(function: Any, columns: int) -> Any:
-    """Compile a function of so many columns, with these in its name.
+    """Compile a function of so many columns, with their number in its name.
 
-    Numba's symbols of two functions with the same name and arguments differ by a number, which is the count of
-    functions in the process that compiled them.  A process that loads code of several, each for one type of cache,
-    would call the function of 64 dims for 16.
+    The symbols of two functions with one name and the same arguments differ by a number alone: the count of functions
+    in the process that compiled them.  Where a process loads the code of several processes from numba's cache, one
+    symbol would stand for both.  (Entries that are stored as object code are linked apart.)
     """
     function.__name__ = function.__qualname__ = f"{function.__name__}_{columns}"
     return numba.njit(**INNER)(function)
