@@ -101,6 +101,27 @@ def expand(params, layer, target, place, out, out_stride, first, end):
         run_entry(param(params, pb.EXPAND), (params, layer, target, place, out, out_stride, first, end))
 
 
+@njit(**MERGED)
+def _project_groups(params, kind, weights, rows, tokens, out, stride, first, end):
+    """Row groups first .. end-1 of the product of a matrix (its format, its address) and the normed X, into `out`."""
+    project(
+        params,
+        kind,
+        weights,
+        param(params, pb.WIDTH),
+        rows,
+        normed(params, tokens),
+        normed_q(params, tokens),
+        param(params, pb.NORM_Q_STRIDE),
+        packed(params, pb.NORM_P, tokens),
+        tokens,
+        out,
+        stride,
+        first,
+        end,
+    )
+
+
 @njit(**INNER)
 def _project_normed(params, layer, target, place, matrix, rows, tokens, out):
     """This rank's pieces of q, k or v with their bias, for all tokens, into QKV at `out`.
@@ -114,22 +135,7 @@ def _project_normed(params, layer, target, place, matrix, rows, tokens, out):
     piece = first_piece(params, groups, in_turn, at_once)
     while piece:
         first, end = piece_start(piece), piece_end(piece)
-        project(
-            params,
-            matrix[0],
-            matrix[1],
-            width,
-            rows,
-            normed(params, tokens),
-            normed_q(params, tokens),
-            param(params, pb.NORM_Q_STRIDE),
-            packed(params, pb.NORM_P, tokens),
-            tokens,
-            out,
-            stride,
-            first,
-            end,
-        )
+        _project_groups(params, matrix[0], matrix[1], rows, tokens, out, stride, first, end)
         expand(params, layer, target, place, out, stride, first, end)
         if matrix[2]:
             for t in range(tokens):
@@ -475,22 +481,8 @@ def project_head(params, samples):
     piece = first_piece(params, groups, 1, at_once)
     while piece:
         first, end = piece_start(piece), piece_end(piece)
-        project(
-            params,
-            param(params, pb.HEAD_FORMAT),
-            param(params, pb.HEAD),
-            width,
-            vocab,
-            normed(params, samples),
-            normed_q(params, samples),
-            param(params, pb.NORM_Q_STRIDE),
-            packed(params, pb.NORM_P, samples),
-            samples,
-            param(params, pb.LOGITS),
-            param(params, pb.LOGITS_STRIDE),
-            first,
-            end,
-        )
+        kind, weights, stride = param(params, pb.HEAD_FORMAT), param(params, pb.HEAD), param(params, pb.LOGITS_STRIDE)
+        _project_groups(params, kind, weights, vocab, samples, param(params, pb.LOGITS), stride, first, end)
         for i in range(samples):
             logits = param(params, pb.LOGITS) + i * param(params, pb.LOGITS_STRIDE) + 64 * first
             if factor != np.float32(1.0):
