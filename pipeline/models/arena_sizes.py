@@ -202,7 +202,7 @@ def activations_bytes(steps: StepsGeometry, h: Hyper, max_step_tokens: int, adap
         *(packed if by_tiles else ()),
         *((tokens * 3 * align(4 * adapter_rank),) if adapter_rank else ()),
     )
-    end = _end_of_buffers(buffers, align(8 * (64 + 44 * MAX_RANKS)))
+    end = _end_of_buffers(buffers, align(8 * (128 + 44 * MAX_RANKS)))
     if nodes == 1:
         return end
     copies = (heads,) if h.n_experts else (heads, h.ffn_width)

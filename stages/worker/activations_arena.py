@@ -12,6 +12,7 @@ end.  It begins with `CONTROL_WORDS` control words; but for claims, each cache l
     word 1728 + 8 r  rank r: its line in the barrier of its node
     word 2240 + 2 r  rank 0, before the others are attached: first rank and end of the node of rank r; end 0: no nodes
     word 2368 + 8 r  what is unclaimed of the share of rank r: it and its neighbours (kernels/row_claims.py)
+    word 2880 + f    rank 0, before the others are attached: what uses AMX tiles (`TILES_FROM` of parameter_block.py)
 
 The buffers of kernels/parameter_block.py follow, each aligned to 64 bytes.  kernels/forward.py decides which rank
 writes which rows or columns; between two barriers no value has two writers, or a writer and a reader of different
@@ -38,6 +39,7 @@ from shm.checkpoint import Hyper
 from shm.pages import KV_SPLIT
 from shm.step_ring import MAX_RANKS, StepsGeometry
 from stages.worker.kernels import parameter_block as c
+from stages.worker.kernels.amx_verdict import tile_thresholds
 from stages.worker.kernels.buffer_sizes import (
     ADAPTER_PLACES,
     SPLIT_UNITS,
@@ -47,10 +49,11 @@ from stages.worker.kernels.buffer_sizes import (
     route_bytes,
     row_bytes,
 )
-from stages.worker.kernels.features import TILE_TOKENS
+from stages.worker.kernels.features import TILE_TOKENS, Thresholds
+from stages.worker.kernels.formats import QUANTIZED
 
 KIND = "activations"
-LAYOUT = 5
+LAYOUT = 6
 BARRIER, STEP, LINES = 0, 16, 64  # words
 CLUSTERS = LINES + 8 * MAX_RANKS
 _CLUSTER_TABLE = CLUSTERS + 8 * MAX_RANKS
@@ -59,7 +62,8 @@ NODE_EPOCHS = _CLUSTER_TABLE + 2 * MAX_RANKS
 NODE_LINES = NODE_EPOCHS + 8 * MAX_RANKS
 _NODE_TABLE = NODE_LINES + 8 * MAX_RANKS
 CLAIMS = _NODE_TABLE + 2 * MAX_RANKS
-CONTROL_WORDS = CLAIMS + 8 * MAX_RANKS
+TILES_FROM = CLAIMS + 8 * MAX_RANKS
+CONTROL_WORDS = TILES_FROM + c.ANY_FORMAT + 1
 MIN_SPLIT_RESULTS = 2048
 TURN_BYTES = 64 << 10  # of the buffers of all ranks, taken from one node: so that each buffer lies on all nodes
 
@@ -242,14 +246,16 @@ def create_activations(
     g.check()
     size = activations_bytes(g, h)
     if not node_cpus:
-        return Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest)
-    arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest, reserved=0)
-    try:
-        memory_nodes.reserve(arena, _parts(g, h, size, node_cpus))
-    except OSError as error:
-        arena.close()
-        arena.unlink()
-        raise ArenaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
+        arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest)
+    else:
+        arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest, reserved=0)
+        try:
+            memory_nodes.reserve(arena, _parts(g, h, size, node_cpus))
+        except OSError as error:
+            arena.close()
+            arena.unlink()
+            raise ArenaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
+    set_thresholds(control_words(arena), tile_thresholds())
     return arena
 
 
@@ -310,6 +316,17 @@ def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = (),
             words.store(control, _NODE_TABLE + 2 * rank + 1, first + size)
         first += size
     words.store(control, BARRIER, 0)
+
+
+def set_thresholds(control: np.ndarray, thresholds: Thresholds) -> None:
+    """Store the formats whose products use AMX tiles, and from how many tokens on. Before any rank is attached.
+
+    All ranks of a group read them here: one packs the activations that the others read.
+    """
+    tokens = dict(thresholds)
+    words.store(control, TILES_FROM + c.ANY_FORMAT, min(tokens.values(), default=0))
+    for fmt in QUANTIZED:
+        words.store(control, TILES_FROM + fmt.id, tokens.get(fmt.name, 0))
 
 
 def has_clusters(control: np.ndarray) -> bool:

@@ -271,6 +271,7 @@ class RankTable:
             c.CLAIMS: base + 8 * act.CLAIMS,
             c.CLAIM_BYTES: CLAIM_BYTES,
             c.CLAIM_TOKENS: CLAIM_TOKENS,
+            c.TILES_FROM: base + 8 * act.TILES_FROM,
             c.NODE_RANK: rank - nearby.start,
             c.NODE_RANKS: len(nearby),
             c.PHASES: self.phases.ctypes.data if profile else 0,

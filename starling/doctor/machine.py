@@ -47,7 +47,7 @@ def cpu() -> Finding:
     from pipeline.errors import ConfigError, ResourceError
 
     try:
-        from stages.worker.kernels import features  # chooses the kernels for this CPU
+        from stages.worker.kernels import amx_verdict, features  # chooses the kernels for this CPU
     except ConfigError as error:
         return problem("cpu", error.message, "run the server on another CPU, or correct STARLING_ISA")
     except ResourceError as error:
@@ -64,8 +64,14 @@ def cpu() -> Finding:
     if wanted := os.environ.get("STARLING_ISA"):
         return warning("cpu", f"{name}: {kernels}, by STARLING_ISA={wanted}", "unset STARLING_ISA for the fastest")
     found = f"{name}: {kernels}"
-    if thresholds := features.tile_thresholds():
+    if thresholds := amx_verdict.tile_thresholds():
         found += f" (AMX {described(thresholds)})"
+    elif isa == "amx":
+        verdict = amx_verdict.amx_verdict()
+        if verdict is None:
+            found += " (AMX is not used before it has been compared: `starling prepare` and the first start do so)"
+        else:
+            found += f" (AMX is not used: {verdict.against or 'it is not faster in any format'})"
     return ok("cpu", found)
 
 

@@ -12,6 +12,7 @@ from stages.worker.checkpoint import layout
 from stages.worker.checkpoint.layout import groups_of
 from stages.worker.kernels import compiled
 from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, packed_bytes, row_bytes
+from stages.worker.kernels.features import TILE_TOKENS
 from stages.worker.kernels.formats import FORMATS, GROUP, Format, QuantizedFormat
 from stages.worker.kernels.packed_activations import pack_rows
 from stages.worker.kernels.quantize_activations import quantize_rows
@@ -82,12 +83,13 @@ def multiply(
 ) -> np.ndarray:
     """y (tokens, rows) f32, by the kernels, in two calls: row groups before `split`, and from it on.
 
-    by_tiles: give the kernels packed records, too, with which those of AMX use tiles from a number of tokens on.
+    by_tiles: give the kernels packed records of 16 tokens and more, too, with which those of AMX use tiles.
     Raises `AssertionError` if rows behind the last token are written.
     """
     tokens, groups = x.shape[0], groups_of(matrix.rows)
     given, stride = activations(x, matrix.fmt)
-    by_16 = pack(given, stride, matrix.columns, tokens) if by_tiles and not matrix.fmt.dense else np.empty(0, np.uint8)
+    is_packed = by_tiles and tokens >= TILE_TOKENS and not matrix.fmt.dense
+    by_16 = pack(given, stride, matrix.columns, tokens) if is_packed else np.empty(0, np.uint8)
     out = np.full((tokens + 16, groups * GROUP), np.nan, np.float32)
     scratch = aligned(MATMUL_BYTES) if scratch is None else scratch
     compiled.load_extra("matmul", lambda name, done, of: None)

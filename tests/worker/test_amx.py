@@ -6,6 +6,7 @@ with `amx` where there are some.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -17,8 +18,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numba import njit
 
+from stages.worker import activations_arena as act
 from stages.worker.checkpoint.layout import groups_of
-from stages.worker.kernels import amx, amx_gemm, amx_tiles
+from stages.worker.kernels import amx, amx_gemm, amx_tiles, compiled
+from stages.worker.kernels import parameter_block as pb
+from stages.worker.kernels.amx_verdict import tile_thresholds
 from stages.worker.kernels.buffer_sizes import (
     CHUNK,
     CHUNKS_BYTES,
@@ -30,10 +34,11 @@ from stages.worker.kernels.buffer_sizes import (
 )
 from stages.worker.kernels.build import COMPILER
 from stages.worker.kernels.features import ALL_FORMATS
-from stages.worker.kernels.formats import FORMATS, QUANTIZED, QuantizedFormat
+from stages.worker.kernels.formats import BY_ID, FORMATS, QUANTIZED, QuantizedFormat
 from stages.worker.kernels.formats.description import RUNS
+from stages.worker.kernels.projections import project
 from tests.worker.instruction_sets import available_isas
-from tests.worker.matrices import activations, aligned, awkward, digest_of_products, multiply, pack, random_matrix
+from tests.worker.matrices import activations, aligned, awkward, multiply, pack, random_matrix
 from tools.bench.phases import static_cycles
 
 
@@ -268,28 +273,70 @@ def run_with(environment: dict[str, str], code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", TILE_ISAS)
 def test_tiles_are_used_from_the_threshold_of_a_format_on(isa: str) -> None:
     """Only formats for which AMX is faster use it, from as many tokens on; the bytes of all formats stay equal."""
-    environment = {"STARLING_ISA": isa, "STARLING_AMX_FORMATS": "Q4_1:33,Q6_K,Q8_0:48"}
-    found = run_with(environment, "from tests.worker import test_amx as t; print(t.first_tokens_by_tiles())")
-    assert json.loads(found) == {"Q4_1": 33, "Q6_K": 16, "Q8_0": 48}
-    code = "from tests.worker.matrices import digest_of_products as d; print(d())"
-    assert run_with(environment, code) == digest_of_products()
+    found = run_with(
+        {"STARLING_ISA": isa}, "from tests.worker import test_amx as t; print(t.tiles_and_digests_by_choice())"
+    )
+    by_choice = json.loads(found)
+    expected = {"": {}, "Q4_1:33,Q6_K,Q8_0:48": {"Q4_1": 33, "Q6_K": 16, "Q8_0": 48}}
+    assert {choice: tiles for choice, (tiles, _) in by_choice.items()} == expected
+    assert len({digest for _, digest in by_choice.values()}) == 1
 
 
-def first_tokens_by_tiles() -> str:
-    """From how many tokens on products write where AMX stores its sums, by format, as JSON: of those that ever do."""
-    rng = np.random.default_rng(5)
+def tiles_and_digests_by_choice() -> str:
+    """By choice of formats, as JSON: from how many tokens on each format's products store sums of tiles, of those that
+    ever do, and a digest of all products.
+
+    One process with one set of kernels: a group's choice is in its arena.
+    """
+
+    @njit
+    def run(params, kind, w, columns, groups, floats, records, stride, packed, tokens, out, out_stride):
+        project(params, kind, w, columns, 0, floats, records, stride, packed, tokens, out, out_stride, 0, groups)
+
+    control, params, scratch = (
+        np.zeros(act.CONTROL_WORDS, np.int64),
+        np.zeros(pb.WORDS, np.int64),
+        aligned(MATMUL_BYTES),
+    )
+    params[pb.TILES_FROM] = control.ctypes.data + 8 * act.TILES_FROM
+    params[pb.MULTIPLY] = scratch.ctypes.data
+    words = compiled.addresses("f16")
+    params[pb.MATMUL] = words[pb.MATMUL]
     found = {}
-    for fmt in QUANTIZED:
-        m = random_matrix(fmt.name, 32, 1, rng)
-        for tokens in range(2, 50):
-            scratch = aligned(MATMUL_BYTES)
-            multiply(m, rng.standard_normal((tokens, m.columns)).astype(np.float32), scratch=scratch)
-            if scratch[CHUNKS_BYTES:].any():
-                found[fmt.name] = tokens
-                break
+    for choice in ("", "Q4_1:33,Q6_K,Q8_0:48"):
+        os.environ["STARLING_AMX_FORMATS"] = choice
+        act.set_thresholds(control, tile_thresholds() if choice else ())
+        rng, tiles, digest = np.random.default_rng(5), dict[str, int](), hashlib.sha256()
+        for fmt in BY_ID.values():
+            m = random_matrix(fmt.name, 32, 1, rng)
+            for tokens in (*range(2, 18), *range(31, 50)):
+                x = rng.standard_normal((tokens, m.columns)).astype(np.float32)
+                given, stride = activations(x, m.fmt)
+                packed = pack(given, stride, m.columns, tokens) if isinstance(m.fmt, QuantizedFormat) else aligned(64)
+                out = np.zeros((tokens, 32), np.float32)
+                scratch[:] = 0
+                numbers = (a.ctypes.data for a in (x, given))
+                run(
+                    params.ctypes.data,
+                    m.fmt.id,
+                    m.stream.ctypes.data,
+                    m.columns,
+                    2,
+                    *numbers,
+                    stride,
+                    packed.ctypes.data,
+                    tokens,
+                    out.ctypes.data,
+                    128,
+                )
+                digest.update(out.tobytes())
+                if scratch[CHUNKS_BYTES:].any():
+                    tiles.setdefault(fmt.name, tokens)
+        found[choice] = tiles, digest.hexdigest()
     return json.dumps(found)
 
 

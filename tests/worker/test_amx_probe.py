@@ -13,16 +13,9 @@ import pytest
 
 from stages.worker.kernels import amx_probe
 from stages.worker.kernels.amx_probe import COLUMNS, Product
+from stages.worker.kernels.amx_verdict import PROBED_TOKENS, Verdict, faster_from
 from stages.worker.kernels.buffer_sizes import CHUNKS_BYTES, MATMUL_BYTES
-from stages.worker.kernels.features import (
-    ALL_FORMATS,
-    ALL_TILES,
-    PROBED_TOKENS,
-    TILE_TOKENS,
-    Thresholds,
-    Verdict,
-    faster_from,
-)
+from stages.worker.kernels.features import ALL_FORMATS, ALL_TILES, TILE_TOKENS, Thresholds
 from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from tests.worker.instruction_sets import available_isas
 

@@ -37,7 +37,7 @@ from stages.worker.kernels.block_codegen import emit_half_sums, start_offset
 from stages.worker.kernels.buffer_sizes import CODE_BYTES, PACKED, PRODUCT, TOTALS, unpacked_bytes
 from stages.worker.kernels.dots import BASE_BITS, emit_minus_base, emit_scaled
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.features import TILE_TOKENS, tile_thresholds
+from stages.worker.kernels.features import TILE_TOKENS
 from stages.worker.kernels.format_traits import HAS_HALVES, HAS_MINIMUMS, START, by_format, trait
 from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
 from stages.worker.kernels.quantize_activations import SCALE, SSUM
@@ -339,9 +339,7 @@ def _streaming(fmt: QuantizedFormat) -> Any:
     return streaming
 
 
-_STREAMING = {name for name, tokens in tile_thresholds() if tokens <= STREAMED}
-
 # (kind, u, blocks, x, out, out_stride, begin, spill, following, ahead, to, is_begun, next_u, next_x): as
 # `quantized_16`; the first `ahead` blocks of the units at `following` are unpacked to `to`.  `next_x` is 0 where these
 # are fewer than `blocks`.
-streamed_16 = by_format({fmt.id: _streaming(fmt) for fmt in QUANTIZED if fmt.name in _STREAMING}, 13)
+streamed_16 = by_format({fmt.id: _streaming(fmt) for fmt in QUANTIZED}, 13)

@@ -3,10 +3,10 @@
     STARLING_ISA=amx python -m stages.worker.kernels.amx_probe [ROUNDS ROWS]
 
 Multiplies a matrix of ROWS rows of random codes by the same tokens as the server does, with AMX tiles (amx_gemm.py) and
-with VNNI (gemm.py), and prints a `features.Verdict` as JSON: how many times as fast the tiles are, for each format at
-each of `PROBED_TOKENS`.  Bytes must be equal for every format and number of tokens, else the verdict is against AMX.
+with VNNI (gemm.py), and prints an `amx_verdict.Verdict` as JSON: how many times as fast the tiles are, for each format
+at each of `PROBED_TOKENS`.  Bytes must be equal for every format and number of tokens, else the verdict is against AMX.
 A system may offer the tiles and not run them (a hypervisor, an emulator), or run them slowly; the verdict is stored
-once (features.py), before any kernel relies on them.  Without a verdict the exit code is not 0.
+once (amx_verdict.py), before any group relies on them.  Without a verdict the exit code is not 0.
 
 Speed depends on the format: on the products and scalings of a block (two in a format of half blocks, else one), on
 minimums, and on what it takes to unpack one, which tiles do between other work for few tokens.  It also depends on the
@@ -26,9 +26,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from pipeline.runtime import process
 from stages.worker.kernels import compiled
+from stages.worker.kernels.amx_verdict import PROBED_TOKENS, Verdict
 from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, packed_bytes, row_bytes
-from stages.worker.kernels.features import PROBED_TOKENS, Verdict
 from stages.worker.kernels.formats import GROUP, QUANTIZED, QuantizedFormat
 from stages.worker.kernels.packed_activations import pack_rows
 from stages.worker.kernels.quantize_activations import quantize_rows
@@ -155,6 +156,7 @@ def compare(
 
 def main() -> None:
     """Print the verdict."""
+    process.die_with_parent()
     rounds, rows = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (ROUNDS, ROWS)
     same, speedups = compare(rounds, rows)
     verdict = Verdict(speedups, "") if same else Verdict({}, "its tiles do not give the bytes that VNNI gives")

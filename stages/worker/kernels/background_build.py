@@ -15,7 +15,7 @@ import time
 from typing import Self
 
 from pipeline.runtime.process import use_default_time_slice
-from stages.worker.kernels import build, stored_code
+from stages.worker.kernels import amx_verdict, build, stored_code
 
 REPORT_S = 0.2  # between two calls of `progress`
 
@@ -23,19 +23,20 @@ REPORT_S = 0.2  # between two calls of `progress`
 class BackgroundBuild:
     """One build for a type of KV cache; nothing if its kernels are in the cache. A context manager.
 
+    Where the CPU has AMX, the probe is part of it (build.py).
     `extra`: entries of `stored_code.EXTRA_ENTRIES` that are needed as well.
     """
 
     def __init__(self, kv_type: str, jobs: int = 0, extra: tuple[str, ...] = ()) -> None:
         self._kv_type, self._jobs, self._extra = kv_type, jobs, extra
-        self._done = 0  # entries that are in the cache
+        self._done, self._of = 0, len(stored_code.ENTRIES) + len(extra)  # what is in the cache, and all that is needed
         self._error: Exception | None = None
         self._cancel = -1  # an eventfd
         self._thread: threading.Thread | None = None
         self.took_s = 0.0  # from the start to the last kernel
 
     def __enter__(self) -> Self:
-        if not stored_code.is_compiled(self._kv_type, self._extra):
+        if not stored_code.is_compiled(self._kv_type, self._extra) or amx_verdict.needs_probe():
             self._cancel = os.eventfd(0, os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="compile kernels", daemon=True)
             self._thread.start()
@@ -58,16 +59,15 @@ class BackgroundBuild:
         self.took_s = time.monotonic() - begun
 
     def _on_entry(self, name: str, done: int, of: int) -> None:
-        self._done = done
+        self._done, self._of = done, of
 
     def wait(self, progress: build.Progress) -> None:
         """Wait for the last kernel. `progress` is called in this thread. Raises what `build` raises."""
         if self._thread is None:
             return
-        n = len(stored_code.ENTRIES) + len(self._extra)
         while self._thread.is_alive():
-            progress("compile kernels", self._done, n)
+            progress("compile kernels", self._done, self._of)
             self._thread.join(REPORT_S)
         if self._error is not None:
             raise self._error
-        progress("compile kernels", n, n)
+        progress("compile kernels", self._of, self._of)

@@ -2,6 +2,9 @@
 
     build("f16")        compile what the kernel cache lacks for this type of KV cache
 
+On a CPU with AMX for which there is no verdict yet, the process that has compiled the products waits for the probe
+(amx_probe.py), while the others compile.
+
 The processes run compile_entries.py; this module imports no compiler, so that its caller need not hold one.
 """
 
@@ -13,12 +16,14 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from stages.worker.kernels import stored_code
+from stages.worker.kernels import amx_verdict, stored_code
 from stages.worker.kernels.stored_code import ENTRIES
 
 Progress = Callable[[str, int, int], None]  # entry, done, of
+
+PRODUCTS, PROBE = "matmul", "amx probe"  # the entry that the probe multiplies with, and the job of running it
 
 # Kernels write out vectors and unrolled loops: LLVM's further passes take a tenth of the time and gain nothing.
 COMPILER = {"NUMBA_OPT": "2", "NUMBA_LOOP_VECTORIZE": "0"}
@@ -64,6 +69,14 @@ class _Compiler:
         self._words.close()
 
 
+def with_probe(waiting: Sequence[str]) -> list[str]:
+    """The entries in the order in which they are begun where a probe is needed, which follows the products.
+
+    These come first: with tiles they take longest.
+    """
+    return [PRODUCTS if PRODUCTS in waiting else PROBE, *(name for name in waiting if name != PRODUCTS)]
+
+
 def build(
     kv_type: str,
     jobs: int = 0,
@@ -81,6 +94,8 @@ def build(
     needed = only or (*ENTRIES, *extra)
     waiting = [name for name in needed if not stored_code.symbol_path(name, kv_type).exists()]
     done = len(needed) - len(waiting)
+    if is_probed := not only and amx_verdict.needs_probe():
+        needed, waiting = (*needed, PROBE), with_probe(waiting)
     jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
         for _ in range(jobs):
@@ -98,7 +113,11 @@ def build(
                 compiler.finish()
                 done += 1
                 progress(compiler.entry, done, len(needed))
-                if waiting:
+                if compiler.entry == PRODUCTS and is_probed:
+                    compiler.begin(PROBE)
+                elif waiting:
                     compiler.begin(waiting.pop(0))
                 else:
                     busy.unregister(compiler.answers)
+    if is_probed:
+        amx_verdict.find_verdict()  # passes on what could not be stored

@@ -2,7 +2,8 @@
 
     python -m stages.worker.kernels.compile_entries f16 PID      compile the entries named on stdin, one a line
 
-PID is the parent process, with which the compiler ends.  build.py starts it.
+PID is the parent process, with which the compiler ends.  build.py starts it.  Its job `PROBE` is no entry: it runs the
+AMX probe with the stored products.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pipeline.native import link_once
 from pipeline.runtime import process
 from stages.worker.kernels import (
     adapters,
+    amx_verdict,
     attention,
+    build,
     dequantize_row,
     experts,
     fit_k,
@@ -65,7 +68,10 @@ def main(arguments: list[str]) -> None:
     gc.disable()
     link_once.install()
     for line in sys.stdin:
-        compile_entry(line.strip(), kv_type)
+        if line.strip() == build.PROBE:
+            amx_verdict.find_verdict()
+        else:
+            compile_entry(line.strip(), kv_type)
         print(line.strip(), flush=True)
         gc.collect()  # the next one starts from little
 

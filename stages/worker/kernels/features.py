@@ -6,35 +6,31 @@ it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
     vnni       512-bit AVX-512 with VNNI
     amx        the same with AMX tiles for 16 tokens and more of every quantized format
-    native     the best of these that the CPU has (default); AMX only for formats, and from as many tokens on, for which
-               amx_probe.py found it faster
+    native     the best of these that the CPU has (default); tiles only for formats, and from as many tokens on, for
+               which amx_verdict.py has found them faster
     tiles      the kernels of `amx` with emulated tiles (amx_tiles.py), for tests where there is no AMX
 
 `STARLING_AMX_FORMATS`, such as `Q4_1:32,Q8_0`, replaces that choice under `amx`, `tiles` and `native` on a CPU with
 AMX: the formats named use tiles from so many tokens of a product on, from 16 where no number is given.
 
 All give the same bytes (docs/numerics.md); restrictions are for tests and comparisons.
+
+What uses tiles is data (activations_arena.py), not code: so kernels are compiled once, before anything is timed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from pipeline.errors import ConfigError
 from pipeline.runtime import cpu
@@ -48,20 +44,11 @@ ISAS = ("portable", "vnni", "amx", "native", "tiles")
 ALL_FORMATS = frozenset(f.name for f in QUANTIZED)
 TILE_TOKENS = 16  # tokens, and rows, of a tile product
 MOST_TOKENS = 1 << 16  # bound of a number of tokens in STARLING_AMX_FORMATS: no step has so many
-PROBED_TOKENS = (16, 32, 64, 240)  # of the products that the AMX probe times
 
 # The formats whose products use tiles, by name, and the tokens of a product from which on they do.
 Thresholds = tuple[tuple[str, int], ...]
 ALL_TILES: Thresholds = tuple((name, TILE_TOKENS) for name in sorted(ALL_FORMATS))
 
-PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
-PROBE_S = 300  # time limit of the AMX probe
-# How Linux ends a process whose CPU does not run tiles that it reports: by #UD and #GP.
-REFUSALS = (signal.SIGILL, signal.SIGSEGV)
-STOPS = (signal.SIGINT, signal.SIGTERM)  # end a probe together with the server, and say nothing about the machine
-PAUSES_S = (3600, 86400)  # after the first probe without a verdict, and after each later one
-# The verdict of this process and of those that it starts where none is stored, as JSON.
-PASSED_ON = "STARLING_AMX_VERDICT"
 _SHOW_CPU = (
     "import json, llvmlite.binding as llvm;"
     "print(json.dumps([llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()]))"
@@ -73,9 +60,6 @@ _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popc
 # Names of the kernel (/proc/cpuinfo) that differ from LLVM's.
 _KERNEL_NAMES = {"avx512_vnni": "avx512vnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8"}
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # of /proc/cpuinfo
-
-
-log = logging.getLogger("starling.worker")
 
 
 class UnsupportedCpu(ConfigError):
@@ -126,16 +110,14 @@ def permit_amx() -> None:
 
 @functools.cache
 def isa() -> str:
-    """The instruction set of this process's kernels. For AMX, requests permission and runs the probe."""
+    """The instruction set of this process's kernels. For AMX, requests permission."""
     wanted = os.environ.get("STARLING_ISA") or "native"
     chosen = choose_isa(host_features(), wanted)
     if chosen != "amx":
         return chosen
-    named = _named_thresholds()
+    named_thresholds()
     try:
         permit_amx()
-        if not named and wanted == "native" and not amx_verdict().thresholds:
-            return "vnni"
     except UnsupportedCpu:
         if wanted == "amx":
             raise
@@ -143,40 +125,7 @@ def isa() -> str:
     return chosen
 
 
-class Verdict(NamedTuple):
-    """What the probe found on this machine."""
-
-    speedups: dict[str, list[float]]  # by format, for each of PROBED_TOKENS: time of VNNI / time of AMX
-    against: str  # why AMX is not used at all; "" if the probe compared it
-
-    @property
-    def thresholds(self) -> Thresholds:
-        """The formats whose products AMX computes in less time, and from how many tokens on."""
-        found = ((name, faster_from(speedups)) for name, speedups in sorted(self.speedups.items()))
-        return tuple((name, tokens) for name, tokens in found if tokens)
-
-
-def faster_from(speedups: Sequence[float]) -> int:
-    """The first of PROBED_TOKENS at which, as at all later ones, AMX takes less time; 0: at the last it does not."""
-    found = 0
-    for tokens, speedup in zip(reversed(PROBED_TOKENS), reversed(speedups), strict=True):
-        if not speedup > 1:
-            break
-        found = tokens
-    return found
-
-
-@functools.cache
-def tile_thresholds() -> Thresholds:
-    """The formats whose products use tiles in this process, and from how many tokens on."""
-    if isa() not in ("amx", "tiles"):
-        return ()
-    if named := _named_thresholds():
-        return named
-    return ALL_TILES if os.environ.get("STARLING_ISA") in ("amx", "tiles") else amx_verdict().thresholds
-
-
-def _named_thresholds() -> Thresholds:
+def named_thresholds() -> Thresholds:
     """What STARLING_AMX_FORMATS names; empty without it. Raises `UnsupportedCpu` for what it cannot name."""
     found: dict[str, int] = {}
     for item in filter(None, os.environ.get("STARLING_AMX_FORMATS", "").split(",")):
@@ -196,166 +145,6 @@ def _named_thresholds() -> Thresholds:
             )
         found[name] = tokens if colon else TILE_TOKENS
     return tuple(sorted(found.items()))
-
-
-class ProbeFailed(RuntimeError):
-    """The AMX probe has ended without a verdict, for a reason that may pass."""
-
-
-class ProbeStopped(ProbeFailed):
-    """The probe was ended together with the server."""
-
-
-class Failure(NamedTuple):
-    """Probes that have ended without a verdict."""
-
-    number: int  # of them, at least 1
-    at: float  # time of the last one, s since 1970
-    reason: str  # why the last one gave none
-
-    @property
-    def until(self) -> float:
-        """When the pause after it ends, s since 1970."""
-        return self.at + PAUSES_S[min(self.number, len(PAUSES_S)) - 1]
-
-
-def amx_verdict() -> Verdict:
-    """The probe's verdict for this machine and these kernel sources. Probed once and stored with the kernel cache.
-
-    Where the probe gives no verdict, or none can be stored, this process and those that it starts use what has been
-    found.  A later start probes again: after a pause (PAUSES_S) if the probe failed, as a probe may take PROBE_S.
-    """
-    with contextlib.suppress(KeyError, ValueError):
-        return _parsed(os.environ[PASSED_ON])
-    directory = _cache_dir("amx", ALL_TILES)
-    path = directory / "amx-speedups.json"
-    verdict = None
-    try:
-        with _locked(directory):
-            if (stored := _read_verdict(path)) is not None:
-                return stored
-            verdict = _probe_unless_paused(directory / "amx-failure.json")
-            _replace(path, verdict._asdict())
-            return verdict
-    except ProbeFailed as error:
-        unkept = str(error)
-    except OSError as error:
-        if (stored := _read_verdict(path)) is not None:
-            return stored
-        unkept = f"its probe's verdict cannot be kept in {directory}: {error.strerror}; make it writable or free space"
-    if verdict is None:
-        verdict = Verdict({}, unkept)
-        log.warning("AMX is not used", extra={"reason": unkept})
-    else:
-        log.warning("AMX is probed at each start", extra={"reason": unkept})
-    os.environ[PASSED_ON] = json.dumps(verdict._asdict())
-    return verdict
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of the probe, in the directory of its verdict. Raises `OSError` where that cannot be written."""
-    directory.mkdir(parents=True, exist_ok=True)
-    os.utime(directory)  # in use, so that `_prune` keeps the verdict
-    with open(directory / "amx.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _replace(path: Path, record: object) -> None:
-    """Write a record as JSON. Raises `OSError`."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(record))
-    part.rename(path)
-
-
-def _probe_unless_paused(path: Path) -> Verdict:
-    """`_probe`, unless one has failed a short time ago; `path` is the record of that. The caller holds the lock.
-
-    Raises `ProbeFailed` with the reason, and when the next probe is.
-    """
-    failure = _read_failure(path)
-    if failure is None or not failure.at <= time.time() < failure.until:
-        try:
-            return _probe()
-        except ProbeStopped as error:
-            raise ProbeFailed(f"{error}; the next start tries again") from None
-        except ProbeFailed as error:
-            failure = Failure(failure.number + 1 if failure is not None else 1, time.time(), str(error))
-        try:
-            _replace(path, failure)
-        except OSError as error:
-            raise ProbeFailed(
-                f"{failure.reason}; the next start tries again, as {path} cannot be written: {error.strerror}"
-            ) from None
-    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.until))
-    raise ProbeFailed(f"{failure.reason}; starts after {when} try again, or the next one if you remove {path}")
-
-
-def _read_failure(path: Path) -> Failure | None:
-    """The failure stored at `path`; None if there is none or it is damaged."""
-    try:
-        number, at, reason = json.loads(path.read_text())
-        return Failure(max(1, int(number)), float(at), str(reason))
-    except (OSError, ValueError, TypeError, OverflowError):
-        return None
-
-
-def _read_verdict(path: Path) -> Verdict | None:
-    """The verdict stored at `path`; None if there is none or it is not of this version."""
-    try:
-        return _parsed(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _parsed(text: str) -> Verdict:
-    """A verdict from its JSON. Raises `ValueError` for anything else."""
-    found = json.loads(text)
-    if not isinstance(found, dict) or found.keys() != set(Verdict._fields):
-        raise ValueError(f"expected an object with {', '.join(Verdict._fields)}")
-    verdict = Verdict(**found)
-    is_complete = isinstance(verdict.speedups, dict) and verdict.speedups.keys() in (ALL_FORMATS, frozenset())
-    if not is_complete or not all(_are_speedups(numbers) for numbers in verdict.speedups.values()):
-        raise ValueError(f"expected {len(PROBED_TOKENS)} numbers for each format")
-    return verdict
-
-
-def _are_speedups(numbers: object) -> bool:
-    return (
-        isinstance(numbers, list)
-        and len(numbers) == len(PROBED_TOKENS)
-        and all(isinstance(number, int | float) for number in numbers)
-    )
-
-
-def _probe() -> Verdict:
-    """The verdict of a probe process: an instruction that is not implemented may kill it.
-
-    Raises `ProbeFailed` if it ends for another reason, such as a lack of time or memory, `ProbeStopped` if it was
-    ended.
-    """
-    environment = {**os.environ, "STARLING_ISA": "amx", "STARLING_AMX_FORMATS": ""}
-    command = [sys.executable, *PROBE]
-    try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PROBE_S
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeFailed(f"its probe did not end in {PROBE_S} s") from None
-    except OSError as error:
-        raise ProbeFailed(f"its probe cannot be started: {error.strerror}") from None
-    words = (done.stdout + done.stderr).strip()[-500:]
-    if -done.returncode in REFUSALS:
-        return Verdict({}, f"its probe ended with {done.returncode}: {words}")
-    if -done.returncode in STOPS:
-        raise ProbeStopped(f"its probe was stopped by {signal.Signals(-done.returncode).name}")
-    if done.returncode != 0:
-        raise ProbeFailed(f"its probe ended with {done.returncode}: {words}")
-    try:
-        return _parsed(done.stdout)
-    except ValueError as e:
-        raise ProbeFailed(f"its probe printed {words!r}: {e}") from None
 
 
 def target(name: str) -> tuple[str, str]:
@@ -408,8 +197,8 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def cache_key(name: str, thresholds: Thresholds) -> str:
-    """Hash of all that compiled kernels depend on: sources, target CPU, compilers, what uses tiles from when on.
+def cache_key(name: str) -> str:
+    """Hash of all that compiled kernels depend on: sources, target CPU, compilers.
 
     Numba itself looks only at the file of a jitted function, not at the intrinsics it uses. Another installation of
     the same sources has the same hash.
@@ -427,20 +216,15 @@ def cache_key(name: str, thresholds: Thresholds) -> str:
         *outside,
     ]:
         h.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    by_tiles = (f"{format_name}:{tokens}" for format_name, tokens in thresholds)
-    h.update("|".join((name, *by_tiles, *_identity(name), sys.version)).encode())
+    h.update("|".join((name, *_identity(name), sys.version)).encode())
     for package in ("numba", "llvmlite", "numpy"):
         h.update(f"|{package} {_version(package)}".encode())
     return h.hexdigest()[:16]
 
 
-def _cache_dir(name: str, thresholds: Thresholds) -> Path:
-    return starling_home() / "cache" / f"kernels-{cache_key(name, thresholds)}"
-
-
 def cache_dir() -> Path:
     """Where this process's compiled kernels are kept."""
-    return _cache_dir(isa(), tile_thresholds())
+    return starling_home() / "cache" / f"kernels-{cache_key(isa())}"
 
 
 @functools.cache

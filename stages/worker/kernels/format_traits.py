@@ -9,7 +9,6 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
-from stages.worker.kernels import features
 from stages.worker.kernels.block_codegen import start_offset
 from stages.worker.kernels.buffer_sizes import unpacked_bytes_of
 from stages.worker.kernels.entries import INNER
@@ -27,21 +26,20 @@ from stages.worker.kernels.simd.vectors import I64, named_intrinsic
     HAS_MINIMUMS,  # 1: D and M, not D alone
     LARGEST,  # the largest code
     UNPACKED,  # bytes of an unpacked block
-    TILES_FROM,  # tokens of a product from which on it uses AMX tiles; 0: never
-) = range(9)
+) = range(8)
 
 
 def _row(fmt: Format) -> list[int]:
     if not isinstance(fmt, QuantizedFormat):
-        return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0, 0]
+        return [fmt.unit, fmt.unit_bytes, 1, 0, 0, 0, 0, 0]
     scales = fmt.scales
     if scales.minimum == (fmt.codes.zero != 0) and (scales.minimum or scales.halves):
         raise ValueError(f"{fmt.name}: amx.py needs zero 0 with minimums, another one with halves alone")
     numbers = [start_offset(fmt), scales.halves, scales.minimum, fmt.codes.largest, unpacked_bytes_of(fmt)]
-    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers), dict(features.tile_thresholds()).get(fmt.name, 0)]
+    return [fmt.unit, fmt.unit_bytes, 0, *map(int, numbers)]
 
 
-_TABLE = np.zeros((1 + max(BY_ID), 9), np.int64)
+_TABLE = np.zeros((1 + max(BY_ID), 8), np.int64)
 for _id, _format in BY_ID.items():
     _TABLE[_id] = _row(_format)
 

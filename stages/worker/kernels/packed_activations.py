@@ -18,36 +18,33 @@ from __future__ import annotations
 
 from numba import njit
 
-from stages.worker.kernels import features
+from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels.buffer_sizes import PACKED, RECORD
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.features import TILE_TOKENS
-from stages.worker.kernels.format_traits import TILES_FROM, trait
 from stages.worker.kernels.formats import BLOCK
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.quantize_activations import SCALE, ZERO
 from stages.worker.kernels.simd import AMX, JIT, get_i32, get_i64, put_i32, put_i64
 
-_FROM = min((tokens for _, tokens in features.tile_thresholds()), default=0)  # tokens; unused without AMX
+
+@njit(**INNER)
+def _from(params, kind, tokens):
+    """Whether `tokens` reaches a number of the group's table (activations_arena.py), which is 0 where nothing does."""
+    least = param(param(params, pb.TILES_FROM), kind)
+    return least != 0 and tokens >= least
 
 
 @njit(**INNER)
-def is_packed(tokens):
-    """Whether the records of so many tokens are packed, too."""
-    return AMX and tokens >= _FROM
-
-
-@njit(**INNER)
-def uses_tiles(kind, tokens):
-    """Whether a product of so many packed tokens with a matrix of this format goes by tiles."""
-    tiles_from = trait(kind, TILES_FROM)
-    return tiles_from != 0 and tokens >= tiles_from
+def uses_tiles(params, kind, tokens):
+    """Whether a product of so many tokens with a matrix of this format goes by tiles."""
+    return AMX and _from(params, kind, tokens)
 
 
 @njit(**INNER)
 def packed(params, word, tokens):
     """Address of so many tokens' packed form in the buffer at a word of the parameter block; 0: there is none."""
-    return param(params, word) if is_packed(tokens) else 0
+    return param(params, word) if AMX and _from(params, pb.ANY_FORMAT, tokens) else 0
 
 
 @njit(**INNER)

@@ -211,7 +211,12 @@ NORM_P, ATTN_OUT_P, HIDDEN_P, SHARED_HIDDEN_P, GATHERED_P = range(170, 175)
 # claims at once, and the most tokens of a step in which it does
 CLAIMS, CLAIM_BYTES, CLAIM_TOKENS = range(175, 178)
 
-WORDS = 178
+# Address of the group's table of what uses AMX tiles (activations_arena.py): at the GGML number of a format the tokens
+# of a product from which on it does, at ANY_FORMAT the fewest of these; 0: never
+TILES_FROM = 178
+ANY_FORMAT = 63  # above all numbers of formats
+
+WORDS = 179
 
 # Words of a layer's row at LAYERS: addresses and formats; 0: the layer has no such tensor.  NORM_ALL_HEADS: q and k
 # have one norm for all heads.  WINDOW: positions that a query sees, 0 for all.  ANGLES: bytes from a token's place at

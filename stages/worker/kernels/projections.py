@@ -80,6 +80,8 @@ def project(
     x, stride = records, records_stride
     if trait(kind, IS_DENSE):
         x, stride = floats, 4 * columns
+    if not uses_tiles(params, kind, tokens):
+        packed_records = 0
     scratch = param(params, pb.MULTIPLY)
     run_entry(
         param(params, pb.MATMUL),
@@ -197,7 +199,7 @@ def _nearby(params, kind, records, stride, columns, packed_records, rows, copies
     """
     if copies == 0 or rows * stride < COPIED_BYTES or trait(kind, IS_DENSE) != 0:
         return records, packed_records
-    by_tiles = packed_records != 0 and uses_tiles(kind, rows)
+    by_tiles = packed_records != 0 and uses_tiles(params, kind, rows)
     source, nbytes = records, rows * stride
     if by_tiles:
         source, nbytes = packed_records, (rows + TILE_TOKENS - 1) // TILE_TOKENS * packed_row(columns)
