@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -108,6 +108,24 @@ def test_a_disturbed_round_does_not_decide() -> None:
         return step
 
     assert amx_probe.speedup(run(0.8), run(1.0), 5, timed.clock) == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(("slower", "rounds"), [((), 5), (range(5), 5), ((0,), 25), ((4,), 25), (range(1, 5), 25)])
+def test_rounds_that_agree_are_enough(slower: Sequence[int], rounds: int) -> None:
+    """Tiles take 0.9 of the time of dot products, in some of the first rounds 1.1."""
+    timed, n = TimedProducts(), 0
+
+    def tiles() -> None:
+        nonlocal n
+        timed.now += 1.1 if n in slower else 0.9
+        n += 1
+
+    def dots() -> None:
+        timed.now += 1
+
+    found = amx_probe.speedup(tiles, dots, 25, timed.clock)
+    assert found == pytest.approx(1 / 1.1 if len(slower) == 5 else 1 / 0.9)
+    assert n == rounds
 
 
 def test_other_bytes_are_reported() -> None:
