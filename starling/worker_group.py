@@ -50,7 +50,7 @@ class WorkerGroup:
         """
         self.model, self.arenas = model, arenas
         self.ranks = arenas.geometry.ranks
-        act.reset_barrier(act.control_words(arenas.activations), self.ranks, clusters, nodes)
+        act.set_up(act.control_words(arenas.activations), self.ranks, clusters, nodes)
         models = [copies[node_of(nodes, rank)] if copies else model for rank in range(self.ranks)]
         self.tables = [RankTable(own, arenas, rank, profile) for rank, own in enumerate(models)]
         self._control = arenas.activations.buffer.ctypes.data

@@ -246,16 +246,14 @@ def create_activations(
     g.check()
     size = activations_bytes(g, h)
     if not node_cpus:
-        arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest)
-    else:
-        arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest, reserved=0)
-        try:
-            memory_nodes.reserve(arena, _parts(g, h, size, node_cpus))
-        except OSError as error:
-            arena.close()
-            arena.unlink()
-            raise ArenaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
-    set_thresholds(control_words(arena), tile_thresholds())
+        return Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest)
+    arena = Arena.create(path, KIND, LAYOUT, size, dict(g._asdict()), digest, reserved=0)
+    try:
+        memory_nodes.reserve(arena, _parts(g, h, size, node_cpus))
+    except OSError as error:
+        arena.close()
+        arena.unlink()
+        raise ArenaError(f"{path}: {size:,} bytes cannot be reserved: {error.strerror}") from None
     return arena
 
 
@@ -280,6 +278,12 @@ def attach_activations(path: Path, digest: bytes) -> tuple[Arena, ActivationsGeo
 def control_words(arena: Arena) -> np.ndarray:
     """The control words: i64 (CONTROL_WORDS,), a view of the arena."""
     return arena.view(0, (CONTROL_WORDS,), np.int64)
+
+
+def set_up(control: np.ndarray, ranks: int, clusters: Sequence[int] = (), nodes: Sequence[int] = ()) -> None:
+    """Write what all ranks read: `reset_barrier`, and what uses tiles by now. Only for rank 0, before any is attached."""
+    reset_barrier(control, ranks, clusters, nodes)
+    set_thresholds(control, tile_thresholds())
 
 
 def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = (), nodes: Sequence[int] = ()) -> None:
@@ -319,9 +323,9 @@ def reset_barrier(control: np.ndarray, ranks: int, clusters: Sequence[int] = (),
 
 
 def set_thresholds(control: np.ndarray, thresholds: Thresholds) -> None:
-    """Store the formats whose products use AMX tiles, and from how many tokens on. Before any rank is attached.
+    """Store the formats whose products use AMX tiles, and from how many tokens on.
 
-    All ranks of a group read them here: one packs the activations that the others read.
+    All ranks of a group read them here: each packs activations that the others read.
     """
     tokens = dict(thresholds)
     words.store(control, TILES_FROM + c.ANY_FORMAT, min(tokens.values(), default=0))

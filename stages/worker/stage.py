@@ -314,7 +314,7 @@ class WorkerStage:
         made = self._ahead.take(geometry) if self._ahead is not None else None
         self._activations = made or self._create_activations(geometry)
         self.loop.metrics.set("starling_arena_bytes", self._activations.size, *self._arena_labels)
-        act.reset_barrier(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
+        act.set_up(act.control_words(self._activations), self.n_ranks, self._places.clusters, self._places.nodes)
         self._announced = 0
         arena_paths = ArenaPaths(steps_path, kv_path, str(self._activations_path), self.version.group)
         return attach_group(self.model, self.ranks, arena_paths, self._activations, self._await_ready)

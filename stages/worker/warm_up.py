@@ -65,7 +65,7 @@ def warm_up(model: Model, ranks: list[Rank], places: RankPlaces, kv_type: str, p
         geometry = act.geometry_for(steps_geometry, h, prompt, n_ranks, nodes=max(1, len(places.nodes)))
         path = Path(paths.activations)
         arenas.append(act.create_activations(path, geometry, h, model.digest, places.node_cpus))
-        act.reset_barrier(act.control_words(arenas[-1]), n_ranks, places.clusters, places.nodes)
+        act.set_up(act.control_words(arenas[-1]), n_ranks, places.clusters, places.nodes)
         _write_row(steps, h, prompt)
         attachment = Attachment(model, paths, 0)
         try:

@@ -43,7 +43,7 @@ activations = act.create_activations(Path(paths.activations), geometry, model.hy
 
 def begin():
     words = act.control_words(activations)
-    act.reset_barrier(words, 2, RankPlaces(cpus).clusters, [])
+    act.set_up(words, 2, RankPlaces(cpus).clusters, [])
 
 def replace():
     create_kv(Path(paths.kv), kv_geometry, 4, model.digest, 2, grows=True)
