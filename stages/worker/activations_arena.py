@@ -281,7 +281,7 @@ def control_words(arena: Arena) -> np.ndarray:
 
 
 def set_up(control: np.ndarray, ranks: int, clusters: Sequence[int] = (), nodes: Sequence[int] = ()) -> None:
-    """Write what all ranks read: `reset_barrier`, and what uses tiles by now. Only for rank 0, before any is attached."""
+    """Write what all ranks read: `reset_barrier`, and what uses tiles from now on. Only for rank 0, as there."""
     reset_barrier(control, ranks, clusters, nodes)
     set_thresholds(control, tile_thresholds())
 
