@@ -61,6 +61,11 @@ def test_another_installation_uses_the_same_cache(tmp_path: Path, monkeypatch: p
         assert features.cache_key.__wrapped__("portable") != before
 
 
+def test_half_floats_are_converted_alike_on_every_cpu() -> None:
+    assert features.without_unused("+avx512f,+avx512fp16,-amx-fp16") == "+avx512f,-avx512fp16,-amx-fp16"
+    assert "+avx512fp16" not in features.target("native")[1]
+
+
 @pytest.mark.parametrize("missing", MINIMUM)
 def test_cpus_below_the_minimum_are_refused(missing: str) -> None:
     with pytest.raises(UnsupportedCpu, match=f"lacks {missing}; the kernels need x86-64-v3"):
