@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stages.worker.checkpoint.ingest import ingest
+from tests.amx_machine import Machine, has_amx, machine
 from tools.tiny_gguf import SHAPES, write_model
 
 TinyGguf = Callable[..., Path]
@@ -39,5 +40,28 @@ def ingested(tmp_path_factory: pytest.TempPathFactory) -> Ingested:
         if not index_path.exists():
             ingest(source, index_path, digest)
         return index_path
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def amx_machine() -> Iterator[Machine]:
+    """A machine with AMX, emulated on a CPU without it."""
+    with machine() as found:
+        yield found
+
+
+IsaEnvironment = Callable[[str], dict[str, str]]
+
+
+@pytest.fixture(scope="session")
+def isa_environment(request: pytest.FixtureRequest) -> IsaEnvironment:
+    """`isa_environment(isa)`: the variables of a process with an instruction set; `amx` on an emulated machine."""
+
+    def get(isa: str) -> dict[str, str]:
+        environment = {"STARLING_ISA": isa}
+        if isa == "amx" and not has_amx():
+            environment |= request.getfixturevalue("amx_machine").environment
+        return environment
 
     return get

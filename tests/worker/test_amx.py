@@ -1,7 +1,8 @@
 """AMX tiles: what their instructions are, and that everything around them gives the bytes of the other paths.
 
-`tests/worker/test_matmul.py` multiplies with `STARLING_ISA=tiles`, which is the same kernels with emulated tiles, and
-with `amx` where there are some.
+`STARLING_ISA=tiles` is the same kernels with tiles that are emulated by jitted code.  With `amx` the compiled tile
+instructions themselves are executed, by the CPU or by an emulated machine (tests/amx_machine).
+`tests/worker/test_matmul.py` multiplies with both, too.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from stages.worker.kernels.features import ALL_FORMATS
 from stages.worker.kernels.formats import BY_ID, FORMATS, QUANTIZED, QuantizedFormat
 from stages.worker.kernels.formats.description import RUNS
 from stages.worker.kernels.projections import project
-from tests.worker.instruction_sets import available_isas
+from tests.worker.conftest import IsaEnvironment
+from tests.worker.instruction_sets import available_isas, tile_isas
 from tests.worker.matrices import activations, aligned, awkward, multiply, pack, random_matrix
 from tools.bench.phases import static_cycles
 
@@ -123,10 +125,10 @@ def test_the_main_loop_is_one_block_in_the_order_of_the_pipeline(assembly: dict[
         assert unpacked == [vectors + totals, totals if scales.halves else vectors]
 
 
-# ------------------------------------------------------------------ emulation
+# ------------------------------------------------------------------ operations on tiles
 
 
-def products_of_emulated_tiles() -> str:
+def products_of_tiles() -> str:
     """What the slots of `spill` hold after instructions in an order that shows which tiles keep what, against NumPy."""
     load_even, multiply_even, store_even = amx_tiles.EVEN
     load_odd, multiply_odd, store_odd = amx_tiles.ODD
@@ -172,11 +174,14 @@ def products_of_emulated_tiles() -> str:
     return "equal"
 
 
+TILE_ISAS = tile_isas()
+
+
 @pytest.mark.slow
-@pytest.mark.skipif("tiles" not in available_isas(), reason="the emulation multiplies with VNNI")
-def test_emulated_tiles_keep_what_was_loaded_and_multiplied() -> None:
-    code = "from tests.worker import test_amx as t; print(t.products_of_emulated_tiles())"
-    assert run_with({"STARLING_ISA": "tiles"}, code) == "equal"
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_tiles_keep_what_was_loaded_and_multiplied(isa: str, isa_environment: IsaEnvironment) -> None:
+    code = "from tests.worker import test_amx as t; print(t.products_of_tiles())"
+    assert run_with(isa_environment(isa), code) == "equal"
 
 
 def calls_that_begin_the_next_one() -> str:
@@ -228,10 +233,10 @@ def calls_that_begin_the_next_one() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("tiles" not in available_isas(), reason="the emulation multiplies with VNNI")
-def test_a_call_begins_the_products_of_the_next_one() -> None:
+@pytest.mark.parametrize("isa", TILE_ISAS)
+def test_a_call_begins_the_products_of_the_next_one(isa: str, isa_environment: IsaEnvironment) -> None:
     code = "from tests.worker import test_amx as t; print(t.calls_that_begin_the_next_one())"
-    assert run_with({"STARLING_ISA": "tiles"}, code) == "equal"
+    assert run_with(isa_environment(isa), code) == "equal"
 
 
 @njit
@@ -263,9 +268,6 @@ def test_few_last_tokens_have_no_tile() -> None:
 # ------------------------------------------------------------------ products
 
 
-TILE_ISAS = [isa for isa in available_isas() if isa in ("amx", "tiles")]
-
-
 def run_with(environment: dict[str, str], code: str) -> str:
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, env=COMPILER | os.environ | environment, capture_output=True, text=True)
@@ -275,12 +277,10 @@ def run_with(environment: dict[str, str], code: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", TILE_ISAS)
-def test_tiles_are_used_from_the_threshold_of_a_format_on(isa: str) -> None:
+def test_tiles_are_used_from_the_threshold_of_a_format_on(isa: str, isa_environment: IsaEnvironment) -> None:
     """Only formats for which AMX is faster use it, from as many tokens on; the bytes of all formats stay equal."""
-    found = run_with(
-        {"STARLING_ISA": isa}, "from tests.worker import test_amx as t; print(t.tiles_and_digests_by_choice())"
-    )
-    by_choice = json.loads(found)
+    code = "from tests.worker import test_amx as t; print(t.tiles_and_digests_by_choice())"
+    by_choice = json.loads(run_with(isa_environment(isa), code))
     expected = {"": {}, "Q4_1:33,Q6_K,Q8_0:48": {"Q4_1": 33, "Q6_K": 16, "Q8_0": 48}}
     assert {choice: tiles for choice, (tiles, _) in by_choice.items()} == expected
     assert len({digest for _, digest in by_choice.values()}) == 1
@@ -342,10 +342,10 @@ def tiles_and_digests_by_choice() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", TILE_ISAS)
-def test_the_choice_does_not_matter(isa: str) -> None:
+def test_the_choice_does_not_matter(isa: str, isa_environment: IsaEnvironment) -> None:
     """Determinism: it depends on the batch, so a token's products must not depend on it."""
     code = "from tests.worker import test_amx as t; t.products_whatever_the_choice(); print('equal')"
-    assert run_with({"STARLING_ISA": isa}, code) == "equal"
+    assert run_with(isa_environment(isa), code) == "equal"
 
 
 @settings(max_examples=100, deadline=None, database=None, derandomize=True)

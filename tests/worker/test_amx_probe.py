@@ -8,16 +8,20 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
-from stages.worker.kernels import amx_probe
+from stages.worker.kernels import amx_probe, amx_verdict
 from stages.worker.kernels.amx_probe import COLUMNS, Product
 from stages.worker.kernels.amx_verdict import PROBED_TOKENS, Verdict, faster_from
 from stages.worker.kernels.buffer_sizes import CHUNKS_BYTES, MATMUL_BYTES
 from stages.worker.kernels.features import ALL_FORMATS, ALL_TILES, TILE_TOKENS, Thresholds
 from stages.worker.kernels.formats import QUANTIZED, QuantizedFormat
-from tests.worker.instruction_sets import available_isas
+from tests import amx_machine as emulation
+from tests.amx_machine import Machine
+from tests.worker.conftest import IsaEnvironment
+from tests.worker.instruction_sets import tile_isas
 
 ROWS = 32
 HALF_BLOCKS = {"Q2_K", "Q3_K", "Q6_K"}  # two products and two scalings a block
@@ -145,12 +149,12 @@ def test_a_product_that_stores_nothing_is_reported() -> None:
     assert not amx_probe.compare(1, ROWS, lambda p, times: None, lambda p, times: None, lambda: float(next(clock)))[0]
 
 
-TILE_ISAS = [isa for isa in available_isas() if isa in ("amx", "tiles")]
+TILE_ISAS = tile_isas()
 
 
-def run_with(isa: str, *arguments: str) -> str:
+def run_with(environment: dict[str, str], *arguments: str) -> str:
     command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, env=os.environ | {"STARLING_ISA": isa}, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -173,18 +177,53 @@ def products_by_tiles() -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", TILE_ISAS)
-def test_the_probe_compares_tiles_with_dot_products(isa: str) -> None:
+def test_the_probe_compares_tiles_with_dot_products(isa: str, isa_environment: IsaEnvironment) -> None:
     code = "from tests.worker import test_amx_probe as t; print(t.products_by_tiles())"
-    assert run_with(isa, "-c", code) == "[{True}, {False}]"
+    assert run_with(isa_environment(isa), "-c", code) == "[{True}, {False}]"
     assert COLUMNS % 256 == 0  # whole units of every format
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", TILE_ISAS)
-def test_the_probe_compares_bytes_and_prints_speedups_for_each_format(isa: str) -> None:
-    verdict = Verdict(**json.loads(run_with(isa, "-m", "stages.worker.kernels.amx_probe", "1", str(ROWS))))
+def test_the_probe_compares_bytes_and_prints_speedups_for_each_format(
+    isa: str, isa_environment: IsaEnvironment
+) -> None:
+    command = ("-m", "stages.worker.kernels.amx_probe", "1", str(ROWS))
+    verdict = Verdict(**json.loads(run_with(isa_environment(isa), *command)))
     assert verdict.against == ""
     assert verdict.speedups.keys() == ALL_FORMATS
     for speedups in verdict.speedups.values():
         assert len(speedups) == len(PROBED_TOKENS)
         assert all(speedup > 0 for speedup in speedups)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not emulation.is_possible(), reason="needs AVX-512 VNNI, and no AMX")
+def test_a_machine_whose_tiles_are_slow_uses_vnni(
+    amx_machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The whole choice, with real tile instructions in a short probe: equal bytes, and a trap for each instruction."""
+    amx_machine.clear()
+    for name, value in amx_machine.environment.items():  # of the probe
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STARLING_ISA", "native")
+    monkeypatch.delenv("STARLING_AMX_FORMATS", raising=False)
+    monkeypatch.delenv(amx_verdict.PASSED_ON, raising=False)
+    monkeypatch.setattr(amx_verdict, "isa", lambda: "amx")
+    monkeypatch.setattr(amx_verdict, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(amx_verdict, "PROBE", [*amx_verdict.PROBE, "1", str(ROWS)])
+    assert amx_verdict.needs_probe()
+    verdict = amx_verdict.find_verdict()
+    assert [path.name for path in tmp_path.glob("*.json")] == ["amx-speedups.json"]
+    assert not amx_verdict.needs_probe()
+    assert amx_verdict.tile_thresholds() == ()
+    assert verdict.against == ""
+    assert verdict.thresholds == ()
+    assert verdict.speedups.keys() == ALL_FORMATS
+    assert all(speedup < 0.5 for found in verdict.speedups.values() for speedup in found)
+    [probe] = amx_machine.threads()
+    assert not probe.reason
+    # 16 rows x 16 tokens x 32 values; each format twice, and once more where products of few tokens are repeated.
+    least = ROWS // 16 * COLUMNS // 32 * sum(PROBED_TOKENS) // 16 * 2
+    assert probe.instructions["tdpbsud"] >= least * len(ALL_FORMATS)
+    assert probe.instructions["ldtilecfg"] == probe.instructions["tilerelease"]

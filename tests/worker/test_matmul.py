@@ -18,7 +18,8 @@ from stages.worker.kernels.buffer_sizes import RECORD, row_bytes
 from stages.worker.kernels.dots import BASE_BITS, STARTS_BIASED
 from stages.worker.kernels.formats import FORMATS, QUANTIZED
 from stages.worker.kernels.quantize_activations import SCALE, SSUM
-from tests.worker.instruction_sets import available_isas
+from tests.worker.conftest import IsaEnvironment
+from tests.worker.instruction_sets import available_isas, tile_isas
 from tests.worker.matrices import (
     activations,
     aligned,
@@ -189,12 +190,9 @@ def test_the_largest_sums(name: str) -> None:
         np.testing.assert_allclose(multiply(m, x[:tokens])[0], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [*({"STARLING_ISA": isa} for isa in available_isas()), {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"}],
-    ids=lambda environment: ",".join(environment.values()),
-)
-def test_the_instruction_set_does_not_matter(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("isa", sorted({*available_isas(), *tile_isas(), "numpy"}))
+def test_the_instruction_set_does_not_matter(isa: str, isa_environment: IsaEnvironment) -> None:
+    environment = {"NPY_DISABLE_CPU_FEATURES": "AVX512F AVX2 FMA3"} if isa == "numpy" else isa_environment(isa)
     code = "from tests.worker.matrices import digest_of_products as d; print(d())"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
