@@ -43,13 +43,15 @@ from pipeline.supervise.supervisor import (
 )
 
 MESSAGE_BYTES = 64 << 10  # most of a version as a message
+MAX_WATCHED = 16  # descriptors that `Prepare` returns
+_PREPARED = b"prepared"  # from the waiting process to its supervisor, with those descriptors
 _ENDED_OR_STOPPED = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
 
 RunVersion = Callable[[ModelVersion], Callable[[], int]]  # a version -> the body of its stage's process
 # Called in the stage's process before it waits.  It may fork processes, in which it calls its first argument, which
-# closes what is not theirs, and the second one when they have prepared what they can.  Returns descriptors, which are
-# closed when a version comes: when one of them is readable before that, what it has prepared is of no use any more, as
-# when one of the processes has ended or is stopped: then the process of the stage ends.
+# closes what is not theirs, and the second one when they have prepared what they can.  Returns up to `MAX_WATCHED`
+# descriptors, which the supervisor gets: when one of them is readable before a version comes, what has been prepared is
+# of no use any more, as when one of the processes has ended or is stopped: then all of them end.
 Prepare = Callable[[Callable[[], object], Callable[[], object]], Sequence[int]]
 
 
@@ -190,31 +192,52 @@ def _wait_for_version(
         channel.close()
         ours.close()
         setup_logs(stage, config)  # first: what `prepare` forks must not write the supervisor's log
-        watched = prepare(theirs.close, partial(os.close, preparing))
+        _give(prepare(theirs.close, partial(os.close, preparing)), theirs)
         os.close(preparing)
-        return _wait_and_run(run, theirs, watched)
+        return _wait_and_run(run, theirs)
 
     pid = base.fork(wait_and_run)
     theirs.close()
     os.close(preparing)
-    message = _receive(channel)
+    message, watched = _receive(channel, ours)
     channel.close()
     if not message:
         return None
     version = msgspec.msgpack.decode(message, type=ModelVersion)
     # Before anything else that a supervisor prepares: the version waits for this process alone.
     running = start_run(_start_waiting(pid, ours, version), open_count(config, version.stage))
+    for fd in watched:
+        os.close(fd)
     start = start_fork(lambda: run_version(run, version), stage, config)
     return lambda: run_supervisor(stage, start, config, watched_ancestors, version.stage, running=running)
 
 
-def _receive(channel: socket.socket) -> bytes:
-    """The pool's message, even if the waiting process has ended; b"" if it has without one, or the pool has ended."""
-    _wait_for([channel.fileno()])
+def _give(watched: Sequence[int], channel: socket.socket) -> None:
+    """Give the supervisor what it watches, in the waiting process.
+
+    The last close of a file's watch waits until the kernel has freed its parts, 6 to 20 ms: a version that begins
+    would wait for that, and its supervisor has nothing to do then.
+    """
+    with contextlib.suppress(OSError):  # the supervisor has ended, and this process does
+        socket.send_fds(channel, [_PREPARED], watched)
+    for fd in watched:
+        os.close(fd)
+
+
+def _receive(channel: socket.socket, waiting: socket.socket) -> tuple[bytes, list[int]]:
+    """The pool's message, even if the waiting process has ended, and what was watched meanwhile.
+
+    b"": the process has ended without one, or the pool has, or what it has prepared is of no use any more.
+    """
+    watched: list[int] = []
+    if waiting.fileno() in _wait_for([channel.fileno(), waiting.fileno()]):
+        with contextlib.suppress(OSError):  # the process has ended
+            watched = socket.recv_fds(waiting, len(_PREPARED), MAX_WATCHED, socket.MSG_CMSG_CLOEXEC)[1]
+        _wait_for([channel.fileno(), *watched])
     try:
-        return channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+        return channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT), watched
     except BlockingIOError:
-        return b""
+        return b"", watched
 
 
 def _wait_for(descriptors: Sequence[int]) -> set[int]:
@@ -258,14 +281,12 @@ def _start_waiting(pid: int, channel: socket.socket, version: ModelVersion) -> S
     return start
 
 
-def _wait_and_run(run: RunVersion, channel: socket.socket, watched: Sequence[int]) -> int:
+def _wait_and_run(run: RunVersion, channel: socket.socket) -> int:
     """The process of the stage; the exit code."""
-    if channel.fileno() not in _wait_for([channel.fileno(), *watched]):
+    if channel.fileno() not in _wait_for([channel.fileno()]):
         return process.EXIT_FATAL  # the supervisor ends with this process, and the pool forks another spare
     raw, descriptors, _, _ = socket.recv_fds(channel, MESSAGE_BYTES + 1024, 1)
     channel.close()
-    for fd in watched:
-        os.close(fd)
     if not raw:
         return process.EXIT_ORPHANED
     begin = msgspec.msgpack.decode(raw, type=_Begin)

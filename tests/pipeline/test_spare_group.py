@@ -157,26 +157,43 @@ def test_a_version_waits_for_no_spare_that_still_prepares(world: World, tmp_path
     stop(world)
 
 
-def test_a_version_keeps_nothing_open_that_was_watched_for_the_spare(world: World) -> None:
+def watches(pid: int) -> bool:
+    """Whether a process has the watch of a file."""
+    links = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return any("inotify" in link for link in links)
+
+
+def test_the_supervisor_watches_for_the_spare_and_a_version_closes_no_watch(world: World, tmp_path: Path) -> None:
     reader, writer = os.pipe()
-    watched, kept = os.pipe()  # as that of a file, of which there are few for each user
+    (tmp_path / "file").touch()
 
     def run(version: ModelVersion) -> Callable[[], int]:
         def body() -> int:
-            os.write(writer, str(int(os.path.exists(f"/proc/self/fd/{watched}"))).encode())
+            os.write(writer, str(int(watches(os.getpid()))).encode())
+            signal.pause()
             return 0
 
         return body
 
-    group = fork_spare("worker", world.config, run, 0.0, lambda in_child, finish: [watched])
+    def prepare(in_child: Callable[[], object], finish: Callable[[], object]) -> list[int]:
+        return [process.open_removal_watch(tmp_path / "file")]
+
+    group = fork_spare("worker", world.config, run, 0.0, prepare)
     deadline = time.monotonic() + WAIT_S
-    while not group.is_prepared:
+    while not (group.is_prepared and watches(group.pid)):
         assert time.monotonic() < deadline
+    (waiting,) = procfs.children(group.pid)
+    assert not watches(waiting)  # its last close would wait, and the version for that
     assert group.give(make("stay", 2, "loading"))
     assert os.read(reader, 1) == b"0"
+    while watches(group.pid):  # of which there are few for each user
+        assert time.monotonic() < deadline
     os.kill(group.pid, signal.SIGKILL)
     os.waitpid(group.pid, 0)
-    for fd in (reader, writer, watched, kept, group.pidfd):
+    for fd in (reader, writer, group.pidfd):
         os.close(fd)
 
 
