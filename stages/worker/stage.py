@@ -124,9 +124,9 @@ class WorkerStage:
         self.ranks = waiting_ranks.take(checkpoint if is_file else None, kv_type, cpus, self.n_ranks, maps)
         link: Link | None = None
         if self.ranks or self.n_ranks == 1:  # nothing is forked any more
-            link = self._connect()
-            if maps and not copies:
+            if maps and not copies:  # first: it takes longest
                 self._begin_ahead(checkpoint.data[:0] if expected_model.is_mapped(checkpoint) else checkpoint.data)
+            link = self._connect()
         models = [Model(checkpoint, adapters, copy) for copy in copies]
         models = models or [expected_model.model_of(checkpoint, adapters)]
         self.model = models[0]  # rank 0's
