@@ -44,6 +44,8 @@ class Machine:
     kv_us: float = 100.0  # from a request to its answer
     jitter: float = 0.0  # relative standard deviation of a step's time
     first_us: float = 0.0  # additional time of the first step
+    slowdown: float = 1.0  # factor of all steps; may be changed between them
+    tile_tokens: int = 1  # tokens of a step cost as much as whole tiles of so many
 
 
 @dataclass
@@ -181,7 +183,8 @@ class Simulation:
             return
         self._busy = True
         step = next(s for s in self.engine.steps.unacknowledged if s.number == number)
-        took = self._truth.predict(step.tokens, step.positions) * 1e-6
+        tile = self.machine.tile_tokens
+        took = self._truth.predict(-(-step.tokens // tile) * tile, step.positions) * 1e-6 * self.machine.slowdown
         took *= max(0.5, self._rng.gauss(1.0, self.machine.jitter)) if self.machine.jitter else 1.0
         took += self.machine.first_us * 1e-6 if number == 1 else 0.0
         slot = number % sh.SLOTS
@@ -318,7 +321,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=4096, help="pages of 32 tokens in the KV arena")
     parser.add_argument("--seed", type=int, default=0)
     for name, default in vars(Machine()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     a = parser.parse_args()
     machine = Machine(**{name: getattr(a, name) for name in vars(Machine())})
     settings = Settings("m", a.batch, max_queue_depth=a.queue, max_step_tokens=a.step_tokens)
