@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
+import fcntl
 import os
 import select
 import signal
@@ -17,6 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.models import store
 from pipeline.models.collect import collect
 from pipeline.models.locks import is_locked, lock, remove_unheld
+from stages.agent.downloads.model import locked
 
 PROCESSES, ROUNDS, DIGEST = 4, 150, "0123456789abcdef" * 4
 WAIT_S = 120
@@ -141,3 +145,23 @@ def test_a_lock_that_is_removed_while_it_is_held_is_not_another_holders(tmp_path
         other = os.stat(path).st_ino
     assert os.stat(path).st_ino == other
     assert remove_unheld(tmp_path) == [path]
+
+
+def test_an_error_of_a_lock_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as of a file system that has no locks, or has no more of them."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    async def hold() -> None:
+        async with locked(tmp_path, "0" * 64, asyncio.sleep):
+            pass
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        with pytest.raises(OSError, match="[Ll]ock"):
+            asyncio.run(hold())
+    assert os.listdir("/proc/self/fd") == before
+    asyncio.run(hold())
+    assert os.listdir("/proc/self/fd") == before

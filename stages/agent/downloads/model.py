@@ -266,10 +266,14 @@ async def locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[N
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if locks.holds(fd, path):
                 break
-            os.close(fd)
         except BlockingIOError:
             os.close(fd)
             await sleep(LOCK_POLL_S)
+            continue
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
     try:
         yield
     finally:
