@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.scheduler.policy.batch import MIN_CHUNK, Budget, compose
+from stages.scheduler.policy.batch import MIN_CHUNK, MIN_PROMPT_CHUNK, Budget, compose, whole_grains
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.tenant import Tenant
 
@@ -19,14 +19,43 @@ def test_all_streams_compute_and_prompts_fill_the_budget():
     chunk = batch.entries[4]
     assert chunk.samples == 0
     assert cost.predict(batch.tokens, batch.positions) <= budget.pacing.margin * budget.pacing.gap_us * 1.01
-    assert chunk.count % 16 == 0
+    assert chunk.count % 4 == 0
+
+
+def test_chunks_are_whole_tiles_if_little_is_lost():
+    assert [whole_grains(n) for n in (1, 15, 16, 31, 63, 64, 127)] == [1, 15, 16, 28, 60, 64, 112]
 
 
 def test_a_prompt_advances_whatever_the_budget_says():
     budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
-    expensive = CostModel(50_000, 20_000, 10)
+    expensive = CostModel(50_000, 60_000, 10)
     batch = compose([scheduled("1", 10, 9), scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
     assert [(e.sequence.id, e.count) for e in batch.entries] == [("1", 1), ("2", MIN_CHUNK)]
+    batch = compose([scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
+    assert [(e.sequence.id, e.count) for e in batch.entries] == [("2", MIN_PROMPT_CHUNK)]
+
+
+def test_behind_many_positions_a_chunk_gets_smaller_until_the_streams_gaps_are_kept():
+    budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
+    cost = CostModel(50_000, 3300, 0.65)  # a model of 1 billion parameters on two cores
+    stream = scheduled("1", 20, 19)
+    bound_us = budget.pacing.margin * budget.pacing.gap_factor * cost.predict(1, 20)
+    counts = []
+    for computed in (0, 4000, 8000, 32_000):
+        prompt = scheduled("2", 40_000, computed)
+        prompt.run.leased = 40_000
+        batch = compose([stream, prompt], budget, cost)
+        counts.append(batch.entries[1].count)
+        assert cost.predict(batch.tokens, batch.positions) <= bound_us
+    assert counts[0] > counts[1] > counts[2] > counts[3] > MIN_CHUNK
+
+
+def test_a_step_without_streams_is_worth_reading_the_weights():
+    """Where they take longer than an arriving request should wait, most of a step is still prompt tokens."""
+    budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
+    cost = CostModel(200_000, 1000, 0.01)
+    batch = compose([scheduled("1", 10_000, 0)], budget, cost)
+    assert 0.7 <= cost.token_us * batch.tokens / cost.predict(batch.tokens, batch.positions) <= 0.8
 
 
 def test_the_end_of_a_prompt_is_sampled_in_the_same_step():

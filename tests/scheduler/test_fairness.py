@@ -99,6 +99,59 @@ def test_running_streams_keep_their_pace_while_a_long_prompt_arrives():
     assert until - 1.5 < 5.0, "the long prompt must advance"
 
 
+LONG_PROMPTS = {  # machine, streams, tokens of the long prompt, seconds that it may take
+    "small model": (Machine(), 1, 8000, 10.0),
+    "small model, varying times": (Machine(jitter=0.1), 1, 8000, 10.0),
+    "small model, very long prompt": (Machine(), 1, 20_000, 60.0),
+    "small model, 16 streams": (Machine(jitter=0.1), 16, 4000, 6.0),
+    "large model": (Machine(50_000.0, 3300.0, 0.65), 1, 8000, 100.0),
+    "large model, varying times": (Machine(50_000.0, 3300.0, 0.65, jitter=0.1), 1, 8000, 120.0),
+    "large model, 8 streams": (Machine(50_000.0, 3300.0, 0.65, jitter=0.1), 8, 2000, 20.0),
+    "larger model, whole tiles": (Machine(200_000.0, 3000.0, 1.0, jitter=0.05, tile_tokens=16), 1, 4000, 60.0),
+}
+
+
+def gaps_beside(sim: Simulation, streams: int, prompt: int, arrives: float) -> tuple[list[float], list[float], float]:
+    """Gaps of running streams before a long prompt arrives and until its first token, and when that comes; s."""
+    for i in range(streams):
+        sim.submit(0.0, f"s{i}", 20, 7000)
+    sim.submit(arrives, "long", prompt, 4)
+    while not (sim.records.get("long") and sim.records["long"].tokens):
+        sim.run(sim.now + 1.0)
+    until = sim.records["long"].tokens[0]
+    alone: list[float] = []
+    beside: list[float] = []
+    for i in range(streams):
+        tokens = sim.records[f"s{i}"].tokens
+        assert tokens[-1] > until - 1.0, "the stream must run on"
+        for a, b in pairwise(tokens):
+            if arrives / 2 < a and b <= arrives:
+                alone.append(b - a)
+            elif arrives <= a < until:
+                beside.append(b - a)
+    return alone, beside, until
+
+
+@pytest.mark.parametrize("name", LONG_PROMPTS)
+def test_gaps_beside_a_long_prompt_keep_their_bound_however_deep_it_is(name: str) -> None:
+    """The bound is that of `python -m tools.bench.http --only long`."""
+    machine, streams, prompt, most_s = LONG_PROMPTS[name]
+    sim = Simulation(Settings("m", 32), machine, pages=100_000, context=40_000)
+    arrives = 0.5 + 60 * machine.fixed_us * 1e-6
+    alone, beside, until = gaps_beside(sim, streams, prompt, arrives)
+    assert percentile(beside, 0.99) <= max(0.025, 3 * percentile(alone, 0.99))
+    assert until - arrives < most_s, "the long prompt must advance"
+
+
+def test_gaps_keep_their_bound_after_a_few_steps_when_the_machine_becomes_slower() -> None:
+    machine = Machine()
+    sim = Simulation(Settings("m", 32), machine, pages=100_000, context=40_000)
+    sim.at(2.0, lambda: setattr(machine, "slowdown", 2.0))
+    _, beside, _ = gaps_beside(sim, 1, 6000, 0.5)
+    assert sum(gap > 0.025 for gap in beside) <= 12
+    assert percentile(beside, 0.5) > 0.010, "the prompt uses the time that it has"
+
+
 def test_a_short_prompt_overtakes_a_long_one_of_the_same_tenant():
     sim = Simulation(Settings("m", 16), Machine())
     sim.submit(0.0, "long", 4000, 4)

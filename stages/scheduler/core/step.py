@@ -72,6 +72,18 @@ class Step:
     pooled: Sequence[PooledPart] = ()
 
     @property
+    def has_prompts_beside_streams(self) -> bool | None:
+        """Whether it has prompt tokens beside running streams; False: streams alone; None: no stream gets a token.
+
+        Several prompts of which one ends count as the former: it is a stream from then on.
+        """
+        if not self.entries or not self.samples:
+            return None
+        if self.phase == "decode":
+            return False
+        return True if len(self.entries) > 1 else None
+
+    @property
     def phase(self) -> str:
         """One of `stats.STEP_PHASES`: what it computes. A step of outputs samples each of its positions."""
         if self.draft_entries:

@@ -107,9 +107,11 @@ class StepLoop:
             return
         done = ring.done
         began, predicted_s = self._began, 0.0
+        kinds: set[bool | None] = set()
         while steps and steps[0].number <= done:
             step = steps.popleft()
             predicted_s += step.expected_s
+            kinds.add(step.has_prompts_beside_streams)
             self._completion.complete(step, ring, now)
             if self._quarantine.is_active:
                 self._quarantine.update(self._members)
@@ -117,7 +119,9 @@ class StepLoop:
             self._is_late, self._is_delayed = self._is_delayed, False
             self.lead.record_step()
         if predicted_s:
-            self._cost.learn_pace(predicted_s, now - began)
+            kind = kinds.pop() if len(kinds) == 1 else None
+            spread = None if kind is None else self._cost.beside if kind else self._cost.alone
+            self._cost.learn_pace(predicted_s, now - began, spread)
 
     def _publish_next(self, now: float) -> bool:
         """Compose and publish the next step, if there is room in the ring and something to compute."""

@@ -24,7 +24,7 @@ from stages.scheduler.core.step import Batch, StepEntry, attention_positions
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_sequence import DraftSequence, DraftTarget
 from stages.scheduler.policy.admission import Limits
-from stages.scheduler.policy.batch import CHUNK_GRAIN, MIN_CHUNK, Budget
+from stages.scheduler.policy.batch import CHUNK_GRAIN, MIN_PROMPT_CHUNK, Budget
 from stages.scheduler.policy.cost import CostModel
 
 IDLE_S = 1.0  # a draft sequence that is unused for so long is dismissed
@@ -157,7 +157,7 @@ class DraftPool:
             start = run.planned
             todo = run.known - start
             most = min(todo, run.leased - start, budget.max_tokens - tokens)
-            count = min(most, max(MIN_CHUNK, cost.chunk(left_us, start, most)))
+            count = min(most, max(MIN_PROMPT_CHUNK, cost.chunk(left_us, start, most)))
             if CHUNK_GRAIN <= count < most:
                 count -= count % CHUNK_GRAIN
             if count < 1:

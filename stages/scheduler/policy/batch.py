@@ -7,7 +7,9 @@ had the machine to itself from its arrival on: a short prompt overtakes a long o
 long one takes.
 
 The budget is time (pacing.py): predicted cost (cost.py) of tokens and attention positions against the gap between
-tokens that running streams may have.  At least one prompt advances by `MIN_CHUNK` in every step, whatever the budget.
+tokens that running streams may have.  At least one prompt advances in every step, whatever the budget: by `MIN_CHUNK`
+tokens beside streams, so that a prompt behind many positions lengthens their gaps no more than it must, and by
+`MIN_PROMPT_CHUNK` where no stream waits.
 Batches are ragged and nothing is padded, so sequences of different lengths cost each other nothing.
 
 The prompts of a model whose positions attend to those behind them are not cut: each is computed in one step.
@@ -25,9 +27,12 @@ from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.pacing import PacingPolicy
 from stages.scheduler.policy.tenant import Tenant
 
-MIN_CHUNK = 16  # prompt tokens that advance in a step whatever the budget says
+MIN_CHUNK = 1  # prompt tokens that advance in a step with running streams whatever the budget says
+MIN_PROMPT_CHUNK = 16  # the same in a step without them
 QUIET_LEAD = 64.0  # tokens (at weight 1) by which the least served tenant is behind to count as quiet
-CHUNK_GRAIN = 16  # chunks that do not end a prompt are multiples of it: whole tiles for the kernels
+CHUNK_GRAIN = 16  # long chunks that do not end a prompt are multiples of it: whole tiles for the kernels
+SMALL_GRAIN = 4  # chunks of `CHUNK_GRAIN` to `LONG_CHUNK` are multiples of it: a whole grain would be much of them
+LONG_CHUNK = 4 * CHUNK_GRAIN
 
 
 class Budget(NamedTuple):
@@ -156,9 +161,12 @@ def _share(
     n_streams = min(len(streams), budget.max_entries)
     quiet_us = 0.0  # additional time for the prompt of a quiet tenant
     if n_streams:
-        prompt_us, quiet_us = budget.pacing.prompt_budget_us(cost.predict(n_streams, positions))
+        streams_us = cost.predict(n_streams, positions)
+        prompt_us, quiet_us = budget.pacing.prompt_budget_us(streams_us, cost.alone.p99, cost.beside.p99)
+        min_chunk = MIN_CHUNK
     else:
-        prompt_us = budget.pacing.prefill_us - cost.fixed_us
+        prompt_us = budget.pacing.prefill_budget_us(cost.fixed_us)
+        min_chunk = MIN_PROMPT_CHUNK
     prompt_tokens = budget.max_tokens - n_streams
     spare_samples = budget.spare_samples
 
@@ -201,11 +209,11 @@ def _share(
                 most = min(most, sequence.scores.longest(start, spare_samples))
             left_us = prompt_us + quiet_us if tenant is quiet else prompt_us
             count = cost.chunk(left_us, start, most)
-            if count < most and count >= CHUNK_GRAIN:
-                count -= count % CHUNK_GRAIN
-            if count < MIN_CHUNK and count < most:
+            if count < most:
+                count = whole_grains(count)
+            if count < MIN_PROMPT_CHUNK and count < most:
                 # The first prompt of a step always advances; the others wait for a step with more time.
-                count = 0 if has_chunk else min(MIN_CHUNK, most)
+                count = 0 if has_chunk else min(max(min_chunk, count), most)
             if sequence.pooled is not None and sequence.pooled.is_whole and count < todo:
                 count = 0 if has_chunk or most < todo else todo
             if count <= 0:
@@ -225,6 +233,13 @@ def _share(
         if place + 1 < len(line):
             heapq.heappush(queue, (served + count * tenant.inverse, i, tenant, place + 1))
     return Batch(entries, tokens, positions, unscheduled)
+
+
+def whole_grains(count: int) -> int:
+    """`count` prompt tokens or a few less, so that they are whole tiles of the kernels."""
+    if count < CHUNK_GRAIN:
+        return count
+    return count - count % (CHUNK_GRAIN if count >= LONG_CHUNK else SMALL_GRAIN)
 
 
 def _chunk(sequence: SequenceState, start: int, count: int, todo: int) -> StepEntry[SequenceState]:

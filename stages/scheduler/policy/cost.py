@@ -7,7 +7,7 @@ attends to p + 1 of them.  `fixed` is reading the weights once, and the barriers
 of a prompt goes into a step, never what is computed, so no output depends on it.
 
 A server's time is not only steps: frames between processes, and steps of other models on the same cores.  `pace` is
-the time from one step's end to the next step's end, as a multiple of the cost.
+the time from one step's end to the next step's end, as a multiple of the cost; `alone` and `beside` are its spread.
 
 The first `WARM_STEPS` steps only scale the initial coefficients, by the median of measured and predicted times: the
 machine and the model may differ from the initial values by a factor of 100, and steps of one shape cannot tell the
@@ -18,6 +18,8 @@ is not learned: it includes the start.
 
 from __future__ import annotations
 
+from stages.scheduler.policy.spread import Spread
+
 CLIP = 0.5  # residuals are clipped to this part of the prediction
 UNIT_POSITIONS = 1000.0  # the third coefficient is tracked for so many positions: all three are of similar size
 INITIAL_VARIANCE = (1e6, 1e4, 1e4)  # us^2, of each coefficient; also the most that it may become
@@ -27,6 +29,7 @@ PACE_DECAY = 0.99  # weight of the earlier measurements of the pace, at each new
 PACE_CLIP = 2.0  # a measurement of the pace counts as at most so many times the present one
 PACE_PRIOR = 10  # measurements of pace 1 that are assumed before the first one
 WARM_STEPS = 5
+BESIDE_PRIOR_P99 = 1.8  # the first chunks follow steps without prompt tokens, which say little of their cost
 
 
 class CostModel:
@@ -43,6 +46,8 @@ class CostModel:
         self._variance, self._drift = INITIAL_VARIANCE, DRIFT  # at the scale of this model
         self._predicted_s = self._passed_s = 0.0  # decaying sums
         self._is_starting = False  # the next step is the first one of a worker
+        # Of steps of streams without prompt tokens, and with them.
+        self.alone, self.beside = Spread(), Spread(BESIDE_PRIOR_P99)
 
     @property
     def pace(self) -> float:
@@ -58,11 +63,16 @@ class CostModel:
         """The next step is the first one of a worker. Call `learn` for each step, then `learn_pace` for all of them."""
         self._is_starting = True
 
-    def learn_pace(self, predicted_s: float, passed_s: float) -> None:
-        """Steps with a predicted cost of `predicted_s` were acknowledged after `passed_s`."""
+    def learn_pace(self, predicted_s: float, passed_s: float, spread: Spread | None = None) -> None:
+        """Steps with a predicted cost of `predicted_s` were acknowledged after `passed_s`.
+
+        `spread`: `alone` or `beside`, if all of them are of that kind.
+        """
         if self._is_starting:
             self._is_starting = False
         elif self.is_known:
+            if spread is not None:
+                spread.learn(predicted_s, passed_s)
             if not self._predicted_s:
                 self._predicted_s = self._passed_s = PACE_PRIOR * predicted_s
             limit_s = PACE_CLIP * self.pace * predicted_s

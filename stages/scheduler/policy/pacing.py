@@ -36,16 +36,21 @@ class PacingPolicy(NamedTuple):
     # meanwhile, and kv is woken once for all of them.
     commit_delay_tokens: int = 16
 
-    # How long a step with prompt tokens may take while streams run: this multiple of a step without them, or
-    # `gap_us`, whichever is longer; usually only `margin` of it, because predictions err.
+    # The longest gap of running streams that prompt tokens may cause: this multiple of the longest one without
+    # them, or `gap_us`, whichever is longer. "Longest" is the 99th percentile (`policy/spread.py`), of which
+    # `margin` is used. A step is predicted to take between `min_margin` and `margin` of the bound for predicted times:
+    # where times vary more than that allows for, other programs cause the gaps, and the prompt must advance.
     gap_factor: float = 3.0
     gap_us: float = 25_000.0
-    margin: float = 0.6
+    margin: float = 0.85
+    min_margin: float = 0.5
     # The prompt of a tenant that has received little gets more time, so that it is complete in one step.
     quiet_margin: float = 0.95
     quiet_us: float = 35_000.0
-    # A step without running streams: the time that an arriving request may wait for it.
+    # A step without running streams: the time that an arriving request may wait for it. Prompt tokens get at least
+    # this multiple of the time that the step takes without them: weights are read once for all of them.
     prefill_us: float = 60_000.0
+    prefill_factor: float = 3.0
     # Positions that a draft sequence catches up in one step: a request that arrives waits for them.
     draft_chunk_us: float = 10_000.0
 
@@ -57,14 +62,20 @@ class PacingPolicy(NamedTuple):
         """Whether one more short step may follow `steps` steps that take `expected_s` seconds in all."""
         return steps < self.max_depth and expected_s < self.stream_wait_s(streams)
 
-    def prompt_budget_us(self, streams_us: float) -> tuple[float, float]:
+    def prompt_budget_us(self, streams_us: float, alone: float, beside: float) -> tuple[float, float]:
         """Time for prompt tokens in a step whose streams take `streams_us`.
 
+        `alone`, `beside`: 99th percentile of measured / predicted time of steps without prompt tokens and with them.
         Returns the usual time and the additional time for the prompt of a quiet tenant.
         """
         gap_us = max(self.gap_us, self.gap_factor * streams_us)
-        usual_us = self.margin * gap_us
+        longest_us = max(self.gap_us, self.gap_factor * streams_us * alone)
+        usual_us = min(self.margin * gap_us, max(self.min_margin * gap_us, self.margin * longest_us / beside))
         return usual_us - streams_us, max(self.quiet_us, self.quiet_margin * gap_us) - usual_us
+
+    def prefill_budget_us(self, fixed_us: float) -> float:
+        """Time for prompt tokens in a step without streams, whose fixed part takes `fixed_us`."""
+        return max(self.prefill_us - fixed_us, self.prefill_factor * fixed_us)
 
 
 class LeadTime:
