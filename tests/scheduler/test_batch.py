@@ -18,7 +18,9 @@ def test_all_streams_compute_and_prompts_fill_the_budget():
     assert found == [(str(i), 1, 1) for i in range(4)]
     chunk = batch.entries[4]
     assert chunk.samples == 0
-    assert cost.predict(batch.tokens, batch.positions) <= budget.pacing.margin * budget.pacing.gap_us * 1.01
+    pacing = budget.pacing
+    bound_us = pacing.margin * pacing.gap_factor * 1e6 * pacing.wake_s
+    assert cost.predict(batch.tokens, batch.positions) <= 1.01 * bound_us
     assert chunk.count % 4 == 0
 
 

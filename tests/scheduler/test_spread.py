@@ -46,9 +46,11 @@ def test_the_budget_is_what_the_spread_leaves_of_the_bound() -> None:
     def step_us(streams_us: float, alone: float, beside: float) -> float:
         return streams_us + PACING.prompt_budget_us(streams_us, alone, beside)[0]
 
-    assert step_us(3000.0, 1.0, 1.0) == PACING.margin * PACING.gap_us
-    assert step_us(3000.0, 1.0, 1.25) == pytest.approx(PACING.margin * PACING.gap_us / 1.25)
-    assert step_us(3000.0, 1.0, 9.0) == PACING.min_margin * PACING.gap_us
+    # Tokens of short steps are sent together: the usual gap is not that of a step.
+    together_us = PACING.gap_factor * 1e6 * PACING.wake_s
+    assert step_us(3000.0, 1.0, 1.0) == PACING.margin * together_us
+    assert step_us(3000.0, 1.0, 1.25) == pytest.approx(PACING.margin * together_us / 1.25)
+    assert step_us(3000.0, 1.0, 9.0) == PACING.min_margin * together_us
     # The bound for long steps is a multiple of the usual gaps, which vary as well.
     assert step_us(50_000.0, 1.25, 1.25) == pytest.approx(PACING.margin * PACING.gap_factor * 50_000.0)
     assert step_us(50_000.0, 1.0, 1.25) == pytest.approx(PACING.margin * PACING.gap_factor * 50_000.0 / 1.25)

@@ -37,11 +37,11 @@ class PacingPolicy(NamedTuple):
     commit_delay_tokens: int = 16
 
     # The longest gap of running streams that prompt tokens may cause: this multiple of the longest one without
-    # them, or `gap_us`, whichever is longer. "Longest" is the 99th percentile (`policy/spread.py`), of which
-    # `margin` is used. A step is predicted to take between `min_margin` and `margin` of the bound for predicted times:
-    # where times vary more than that allows for, other programs cause the gaps, and the prompt must advance.
+    # them, which is that of a step, or of short steps whose tokens are sent together. "Longest" is the 99th percentile
+    # (`policy/spread.py`), of which `margin` is used. A step is predicted to take between `min_margin` and `margin` of
+    # the bound for predicted times: where times vary more than that allows for, other programs cause the gaps, and the
+    # prompt must advance.
     gap_factor: float = 3.0
-    gap_us: float = 25_000.0
     margin: float = 0.85
     min_margin: float = 0.5
     # The prompt of a tenant that has received little gets more time, so that it is complete in one step.
@@ -68,8 +68,9 @@ class PacingPolicy(NamedTuple):
         `alone`, `beside`: 99th percentile of measured / predicted time of steps without prompt tokens and with them.
         Returns the usual time and the additional time for the prompt of a quiet tenant.
         """
-        gap_us = max(self.gap_us, self.gap_factor * streams_us)
-        longest_us = max(self.gap_us, self.gap_factor * streams_us * alone)
+        together_us = 1e6 * self.wake_s
+        gap_us = self.gap_factor * max(together_us, streams_us)
+        longest_us = self.gap_factor * max(together_us, streams_us * alone)
         usual_us = min(self.margin * gap_us, max(self.min_margin * gap_us, self.margin * longest_us / beside))
         return usual_us - streams_us, max(self.quiet_us, self.quiet_margin * gap_us) - usual_us
 
