@@ -46,6 +46,7 @@ class Machine:
     first_us: float = 0.0  # additional time of the first step
     slowdown: float = 1.0  # factor of all steps; may be changed between them
     tile_tokens: int = 1  # tokens of a step cost as much as whole tiles of so many
+    reread_us: float = 0.0  # of a chunk for each position before it: K and V are read once for all of its tokens
 
 
 @dataclass
@@ -184,7 +185,9 @@ class Simulation:
         self._busy = True
         step = next(s for s in self.engine.steps.unacknowledged if s.number == number)
         tile = self.machine.tile_tokens
-        took = self._truth.predict(-(-step.tokens // tile) * tile, step.positions) * 1e-6 * self.machine.slowdown
+        before = sum(entry.start for entry in step.entries if entry.count > 1)
+        took_us = self._truth.predict(-(-step.tokens // tile) * tile, step.positions) + self.machine.reread_us * before
+        took = took_us * 1e-6 * self.machine.slowdown
         took *= max(0.5, self._rng.gauss(1.0, self.machine.jitter)) if self.machine.jitter else 1.0
         took += self.machine.first_us * 1e-6 if number == 1 else 0.0
         slot = number % sh.SLOTS

@@ -216,9 +216,11 @@ def _give(watched: Sequence[int], channel: socket.socket) -> None:
     """Give the supervisor what it watches, in the waiting process.
 
     The last close of a file's watch waits until the kernel has freed its parts, 6 to 20 ms: a version that begins
-    would wait for that, and its supervisor has nothing to do then.
+    would wait for that, and its supervisor has nothing to do then.  Call this before the pool learns that all is
+    prepared: the supervisor must have read the descriptors when a version comes.
     """
-    with contextlib.suppress(OSError):  # the supervisor has ended, and this process does
+    assert len(watched) <= MAX_WATCHED, watched
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the supervisor has ended, and this process does
         socket.send_fds(channel, [_PREPARED], watched)
     for fd in watched:
         os.close(fd)
@@ -232,7 +234,9 @@ def _receive(channel: socket.socket, waiting: socket.socket) -> tuple[bytes, lis
     watched: list[int] = []
     if waiting.fileno() in _wait_for([channel.fileno(), waiting.fileno()]):
         with contextlib.suppress(OSError):  # the process has ended
-            watched = socket.recv_fds(waiting, len(_PREPARED), MAX_WATCHED, socket.MSG_CMSG_CLOEXEC)[1]
+            watched = socket.recv_fds(waiting, len(_PREPARED), MAX_WATCHED)[1]
+        for fd in watched:
+            os.set_inheritable(fd, False)
         _wait_for([channel.fileno(), *watched])
     try:
         return channel.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT), watched

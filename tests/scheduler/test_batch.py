@@ -32,7 +32,7 @@ def test_a_prompt_advances_whatever_the_budget_says():
     budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
     expensive = CostModel(50_000, 60_000, 10)
     batch = compose([scheduled("1", 10, 9), scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
-    assert [(e.sequence.id, e.count) for e in batch.entries] == [("1", 1), ("2", MIN_CHUNK)]
+    assert [(e.sequence.id, e.count) for e in batch.entries] == [("1", 1), ("2", MIN_PROMPT_CHUNK)]
     batch = compose([scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
     assert [(e.sequence.id, e.count) for e in batch.entries] == [("2", MIN_PROMPT_CHUNK)]
 
@@ -41,15 +41,18 @@ def test_behind_many_positions_a_chunk_gets_smaller_until_the_streams_gaps_are_k
     budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
     cost = CostModel(50_000, 3300, 0.65)  # a model of 1 billion parameters on two cores
     stream = scheduled("1", 20, 19)
-    bound_us = budget.pacing.margin * budget.pacing.gap_factor * cost.predict(1, 20)
+    bound_us = budget.pacing.gap_factor * cost.predict(1, 20)
     counts = []
-    for computed in (0, 4000, 8000, 32_000):
-        prompt = scheduled("2", 40_000, computed)
-        prompt.run.leased = 40_000
+    for computed in (0, 4000, 8000, 32_000, 60_000):
+        prompt = scheduled("2", 70_000, computed)
+        prompt.run.leased = 70_000
         batch = compose([stream, prompt], budget, cost)
         counts.append(batch.entries[1].count)
-        assert cost.predict(batch.tokens, batch.positions) <= bound_us
-    assert counts[0] > counts[1] > counts[2] > counts[3] > MIN_CHUNK
+        is_kept = cost.predict(batch.tokens, batch.positions) <= bound_us
+        assert is_kept == (computed < 60_000)
+    assert counts[0] > counts[1] > counts[2] > counts[3] == MIN_CHUNK
+    # No chunk that is worth its step keeps them: the prompt advances.
+    assert counts[4] == MIN_PROMPT_CHUNK
 
 
 def test_a_step_without_streams_is_worth_reading_the_weights():

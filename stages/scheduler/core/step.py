@@ -73,11 +73,11 @@ class Step:
 
     @property
     def has_prompts_beside_streams(self) -> bool | None:
-        """Whether it has prompt tokens beside running streams; False: streams alone; None: no stream gets a token.
+        """Whether it has prompt tokens beside streams; False: streams alone; None: neither, or tokens are scored.
 
         Several prompts of which one ends count as the former: it is a stream from then on.
         """
-        if not self.entries or not self.samples:
+        if not self.samples or any(entry.scored for entry in self.entries):
             return None
         if self.phase == "decode":
             return False

@@ -7,9 +7,8 @@ had the machine to itself from its arrival on: a short prompt overtakes a long o
 long one takes.
 
 The budget is time (pacing.py): predicted cost (cost.py) of tokens and attention positions against the gap between
-tokens that running streams may have.  At least one prompt advances in every step, whatever the budget: by `MIN_CHUNK`
-tokens beside streams, so that a prompt behind many positions lengthens their gaps no more than it must, and by
-`MIN_PROMPT_CHUNK` where no stream waits.
+tokens that running streams may have.  At least one prompt advances in every step, whatever the budget: by
+`MIN_PROMPT_CHUNK` tokens, or beside streams by `MIN_CHUNK` where that keeps their gaps and the former does not.
 Batches are ragged and nothing is padded, so sequences of different lengths cost each other nothing.
 
 The prompts of a model whose positions attend to those behind them are not cut: each is computed in one step.
@@ -27,8 +26,10 @@ from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.pacing import PacingPolicy
 from stages.scheduler.policy.tenant import Tenant
 
-MIN_CHUNK = 1  # prompt tokens that advance in a step with running streams whatever the budget says
-MIN_PROMPT_CHUNK = 16  # the same in a step without them
+# Prompt tokens that advance in a step whatever the budget says.  A chunk reads K and V before it once, whatever its
+# size: one of fewer tokens takes nearly as long, and the cost model, which does not know that, asks for fewer still.
+MIN_CHUNK = 4
+MIN_PROMPT_CHUNK = 16  # where no stream waits, or where `MIN_CHUNK` does not keep the streams' gaps either
 QUIET_LEAD = 64.0  # tokens (at weight 1) by which the least served tenant is behind to count as quiet
 CHUNK_GRAIN = 16  # long chunks that do not end a prompt are multiples of it: whole tiles for the kernels
 SMALL_GRAIN = 4  # chunks of `CHUNK_GRAIN` to `LONG_CHUNK` are multiples of it: a whole grain would be much of them
@@ -163,10 +164,10 @@ def _share(
     if n_streams:
         streams_us = cost.predict(n_streams, positions)
         prompt_us, quiet_us = budget.pacing.prompt_budget_us(streams_us, cost.alone.p99, cost.beside.p99)
-        min_chunk = MIN_CHUNK
+        longest_us = budget.pacing.gap_bound_us(streams_us) - streams_us
     else:
         prompt_us = budget.pacing.prefill_budget_us(cost.fixed_us)
-        min_chunk = MIN_PROMPT_CHUNK
+        longest_us = 0.0
     prompt_tokens = budget.max_tokens - n_streams
     spare_samples = budget.spare_samples
 
@@ -213,13 +214,14 @@ def _share(
                 count = whole_grains(count)
             if count < MIN_PROMPT_CHUNK and count < most:
                 # The first prompt of a step always advances; the others wait for a step with more time.
-                count = 0 if has_chunk else min(max(min_chunk, count), most)
+                least = MIN_CHUNK if cost.of_chunk(start, MIN_CHUNK) <= longest_us else MIN_PROMPT_CHUNK
+                count = 0 if has_chunk else min(max(least, count), most)
             if sequence.pooled is not None and sequence.pooled.is_whole and count < todo:
                 count = 0 if has_chunk or most < todo else todo
             if count <= 0:
                 unscheduled.append(tenant)
                 continue
-            prompt_us -= cost.token_us * count + cost.position_us * count * (start + 0.5 * count)
+            prompt_us -= cost.of_chunk(start, count)
             prompt_tokens -= count
             has_chunk = True
         entry = _chunk(sequence, start, count, todo)

@@ -83,6 +83,10 @@ class CostModel:
         """Cost of one step, us."""
         return self.fixed_us + self.token_us * tokens + self.position_us * positions
 
+    def of_chunk(self, start: int, count: int) -> float:
+        """Microseconds of `count` prompt tokens from position `start` on, in a step that is computed anyway."""
+        return self.token_us * count + self.position_us * count * (start + 0.5 * count)
+
     def chunk(self, budget_us: float, start: int, most: int) -> int:
         """Tokens from position `start` on that fit into `budget_us`; at most `most`, may be 0."""
         if budget_us <= 0.0:

@@ -47,10 +47,11 @@ class PacingPolicy(NamedTuple):
     # The prompt of a tenant that has received little gets more time, so that it is complete in one step.
     quiet_margin: float = 0.95
     quiet_us: float = 35_000.0
-    # A step without running streams: the time that an arriving request may wait for it. Prompt tokens get at least
-    # this multiple of the time that the step takes without them: weights are read once for all of them.
+    # A step without running streams: the time that an arriving request may wait for it. Where it takes long without any
+    # token, prompt tokens get a multiple of that time, up to `max_prefill_us`: weights are read once for all of them.
     prefill_us: float = 60_000.0
     prefill_factor: float = 3.0
+    max_prefill_us: float = 500_000.0
     # Positions that a draft sequence catches up in one step: a request that arrives waits for them.
     draft_chunk_us: float = 10_000.0
 
@@ -62,21 +63,26 @@ class PacingPolicy(NamedTuple):
         """Whether one more short step may follow `steps` steps that take `expected_s` seconds in all."""
         return steps < self.max_depth and expected_s < self.stream_wait_s(streams)
 
+    def gap_bound_us(self, streams_us: float) -> float:
+        """The longest gap that prompt tokens may cause where streams alone have steps of `streams_us`.
+
+        Tokens of short steps reach a stream together, after `wake_s`.
+        """
+        return self.gap_factor * max(1e6 * self.wake_s, streams_us)
+
     def prompt_budget_us(self, streams_us: float, alone: float, beside: float) -> tuple[float, float]:
         """Time for prompt tokens in a step whose streams take `streams_us`.
 
         `alone`, `beside`: 99th percentile of measured / predicted time of steps without prompt tokens and with them.
         Returns the usual time and the additional time for the prompt of a quiet tenant.
         """
-        together_us = 1e6 * self.wake_s
-        gap_us = self.gap_factor * max(together_us, streams_us)
-        longest_us = self.gap_factor * max(together_us, streams_us * alone)
+        gap_us, longest_us = self.gap_bound_us(streams_us), self.gap_bound_us(streams_us * alone)
         usual_us = min(self.margin * gap_us, max(self.min_margin * gap_us, self.margin * longest_us / beside))
-        return usual_us - streams_us, max(self.quiet_us, self.quiet_margin * gap_us) - usual_us
+        return usual_us - streams_us, self.quiet_margin * gap_us - usual_us
 
     def prefill_budget_us(self, fixed_us: float) -> float:
         """Time for prompt tokens in a step without streams, whose fixed part takes `fixed_us`."""
-        return max(self.prefill_us - fixed_us, self.prefill_factor * fixed_us)
+        return max(self.prefill_us - fixed_us, min(self.prefill_factor * fixed_us, self.max_prefill_us))
 
 
 class LeadTime:
