@@ -51,7 +51,7 @@ from stages.worker.arriving_weights import ArrivingWeights, open_arriving
 from stages.worker.checkpoint.prepare import prepare
 from stages.worker.checkpoint.weight_copies import CopyPlace, make_copies
 from stages.worker.control_polls import next_poll_ns, poll_every_ns
-from stages.worker.kernels import compiled, features
+from stages.worker.kernels import amx_verdict, compiled, features
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.mapped_weights import MAX_MAPPED_BYTES, are_in_memory, can_ask, map_weights
 from stages.worker.memory_check import check_memory, is_planned, memory_left
@@ -132,6 +132,7 @@ class WorkerStage:
         self.model = models[0]  # rank 0's
         self._vocabulary = self.model.index.vocabulary_digest if config.drafts(version.name) else ""
         self._kernels = self.model.load_kernels(kv_type)  # before the fork: all ranks have the same
+        self._kernels += f"-{by_tiles}" if (by_tiles := amx_verdict.choice()) else ""
         for rank in range(1, self.n_ranks) if link is None else ():
             model = models[self._places.node_of(rank) if copies else 0]
             self.ranks.append(spawn(model, rank, self.n_ranks, cpus, maps))

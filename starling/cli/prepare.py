@@ -65,7 +65,7 @@ def prepare_kernels(kv_types: tuple[str, ...]) -> None:
 
     with compiling():
         for kv_type in kv_types:
-            with BackgroundBuild(kv_type) as build:
+            with BackgroundBuild(kv_type, probe=True) as build:
                 build.wait(report)
 
 
@@ -81,7 +81,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
         for model in chosen_models(config, name):
             with shown(model.name) as progress:
                 conversion = conversion_of(folder, model.pretokenizer, terminal.note)
-                index_path = worker.prepare(model, folder, progress, allowed=allowed, conversion=conversion)
+                index_path = worker.prepare(model, folder, progress, "", allowed, conversion, probe=True)
                 worker.prepare_adapters(model, load_index(index_path), folder)
     check_drafts(config)
 

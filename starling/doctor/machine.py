@@ -67,11 +67,7 @@ def cpu() -> Finding:
     if thresholds := amx_verdict.tile_thresholds():
         found += f" (AMX {described(thresholds)})"
     elif isa == "amx":
-        verdict = amx_verdict.amx_verdict()
-        if verdict is None:
-            found += " (AMX is not used before it has been compared: `starling prepare` and the first start do so)"
-        else:
-            found += f" (AMX is not used: {verdict.against or 'it is not faster in any format'})"
+        found += f" (AMX is not used: {amx_verdict.why_not()})"
     return ok("cpu", found)
 
 

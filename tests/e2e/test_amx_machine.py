@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from stages.worker.kernels.features import ALL_FORMATS
 from tests import amx_machine
 from tests.e2e.comparison import comparable
 from tests.e2e.conftest import share_caches
@@ -19,6 +18,8 @@ from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not amx_machine.is_possible(), reason="needs AVX-512 VNNI, no AMX")]
 
+# The formats of the model: in a batch of 16, products of the second one read activations that are packed for the first.
+FORMATS = "Q4_K:16,Q6_K:33"
 # Two whole tiles and 3 tokens that go through dot products; then a batch that is one tile.
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [5 + i % 90 for i in range(35)], "max_tokens": 2, "temperature": 0.0, "logprobs": 2},
@@ -50,6 +51,6 @@ def answers(home: Path, environment: dict[str, str], machine: amx_machine.Machin
 @pytest.mark.timeout(1500)  # kernels may have to be compiled for this machine
 def test_a_server_with_amx_gives_the_bytes_of_vnni(tmp_path: Path) -> None:
     with amx_machine.machine() as machine:
-        environment = machine.environment | {"STARLING_AMX_FORMATS": ",".join(sorted(ALL_FORMATS))}
+        environment = machine.environment | {"STARLING_AMX_FORMATS": FORMATS}
         by_tiles = answers(tmp_path / "amx", environment, machine)
     assert by_tiles == answers(tmp_path / "vnni", {"STARLING_ISA": "vnni"})

@@ -9,6 +9,7 @@ import socket
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -316,6 +317,23 @@ def test_the_settings_of_a_model_with_other_adapters(tmp_path: Path, file: Path)
     full = adapter_catalog(file, tuple(f"a{i}" for i in range(64)))
     with pytest.raises(InvalidRequest, match="has 64 adapters, the most that it can have"):
         adapter_settings(full, "load", f"{NAME}:c", str(adapter))
+
+
+def test_a_version_serves_with_the_adapters_that_its_stages_have_opened(tmp_path: Path, file: Path) -> None:
+    """From its first moment on: a worker group that starts again must not open another file in the place of one."""
+    catalog = adapter_catalog(file, ("a", "b"))
+    catalog.pin(NAME, "cd" * 32, (("a", "aa" * 32), ("b", "bb" * 32)))
+    serving = catalog.serving(NAME)
+    new = catalog.begin(serving.settings, "", "demand", 9.0, serving, "b")
+    opened = (("a", "aa" * 32), ("b", "99" * 32))
+    loaded = SimpleNamespace(
+        states={new.id: SimpleNamespace(digest="cd" * 32, adapters=opened)}, is_ready=lambda version: True
+    )
+    readiness = SimpleNamespace(notify=lambda: None)
+    steps = load_steps.LoadSteps(None, catalog, loaded, readiness, None, None, lambda: 1.0, None, None)
+    asyncio.run(steps.finish(new))
+    served = catalog.serving(NAME)
+    assert (served.id, served.digest, served.adapters) == (new.id, "cd" * 32, opened)
 
 
 def test_a_version_with_other_adapters_keeps_what_does_not_change(tmp_path: Path, file: Path) -> None:

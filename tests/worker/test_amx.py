@@ -304,8 +304,8 @@ def tiles_and_digests_by_choice() -> str:
     )
     params[pb.TILES_FROM] = control.ctypes.data + 8 * act.TILES_FROM
     params[pb.MULTIPLY] = scratch.ctypes.data
-    words = compiled.addresses("f16")
-    params[pb.MATMUL] = words[pb.MATMUL]
+    compiled.load_extra("matmul", lambda name, done, of: None)
+    params[pb.MATMUL] = compiled._load("matmul", "any")[1]
     found = {}
     for choice in ("", "Q4_1:33,Q6_K,Q8_0:48"):
         os.environ["STARLING_AMX_FORMATS"] = choice

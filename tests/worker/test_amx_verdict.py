@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import subprocess
@@ -127,9 +128,7 @@ def test_a_probe_without_a_verdict_is_repeated_after_a_pause(
     probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
     start_after(monkeypatch, 3500)
     assert chosen() == ()
-    assert len(caplog.records) == 2
-    caplog.records.pop(0)
-    assert re.search(reason, _reason(caplog, "AMX is not used"), re.DOTALL)
+    assert re.search(reason, amx_verdict.why_not(), re.DOTALL)
     start_after(monkeypatch, 200)
     for _ in range(2):
         assert chosen() == ALL_TILES
@@ -201,6 +200,23 @@ def test_a_probe_that_cannot_be_started_is_repeated_after_a_pause(
     assert warning.startswith("its probe cannot be started: No such file or directory; starts after 2")
     start_after(monkeypatch, 3700)
     probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    assert chosen() == ALL_TILES
+
+
+def test_a_probe_whose_lock_another_process_keeps_is_not_waited_for(
+    amx_host: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe_with(monkeypatch, amx_host, printing(speedups(1.3)))
+    monkeypatch.setattr(amx_verdict, "PROBE_S", 0.2)
+    place = amx_verdict.cache_dir()
+    place.mkdir(parents=True)
+    with open(place / "amx.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert chosen() == ()
+    assert _reason(caplog, "AMX is not used").startswith("another process keeps the probe's lock")
+    assert amx_verdict.last_failure() is None
+    monkeypatch.delenv(amx_verdict.PASSED_ON)
+    monkeypatch.setattr(amx_verdict, "PROBE_S", 60)
     assert chosen() == ALL_TILES
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import select
 import shutil
@@ -21,10 +23,11 @@ pytestmark = pytest.mark.slow
 
 BUILD = "from stages.worker.kernels import build; build.build('f16', jobs=2)"
 LONG_S = 60.0
+ISA = "portable" if features.isa() == "portable" else "vnni"  # of builds: on a CPU with AMX they would probe
 
 
 def start(home: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "STARLING_HOME": str(home)}
+    env = {**os.environ, "STARLING_HOME": str(home), "STARLING_ISA": ISA}
     return subprocess.Popen([sys.executable, "-c", BUILD], env=env, stderr=subprocess.PIPE, text=True)
 
 
@@ -65,20 +68,66 @@ def test_where_tiles_are_to_be_compared_the_products_come_first() -> None:
     assert with_probe([]) == [PROBE]
 
 
-def test_a_build_compares_tiles_with_the_products(tmp_path: Path) -> None:
-    """On a CPU without AMX of which another one is said: the probe runs, and ends without a verdict."""
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    """The tests' own kernels of VNNI but for `head`, as the cache of the home `tmp_path`."""
+    found = tmp_path / "cache" / features.cache_dir().name
     build("f16")
-    shutil.copytree(features.cache_dir(), tmp_path / "cache" / features.cache_dir().name)
-    (tmp_path / "cache" / features.cache_dir().name / "head-any.symbol").unlink()
+    shutil.copytree(features.cache_dir(), found)
+    (found / "head-any.symbol").unlink()
+    return found
+
+
+def start_probing(home: Path) -> subprocess.Popen[str]:
+    """Build on a CPU of which it is said that it has tiles to compare."""
     code = (
         "from stages.worker.kernels import amx_verdict, build;"
         "amx_verdict.needs_probe = lambda: True;"
-        "build.build('f16', 2, lambda name, done, of: print(name, done, of))"
+        "show = lambda *found: print(*found, sep='|');"
+        "build.build('f16', 2, show, probe=True);"
+        "print(amx_verdict.amx_verdict().against)"
     )
-    env = {**os.environ, "STARLING_HOME": str(tmp_path), "STARLING_ISA": "vnni"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    lines = [line.rsplit(" ", 2) for line in done.stdout.splitlines()]
-    assert {name for name, _, _ in lines} == {"head", PROBE}
-    assert [numbers for _, *numbers in lines] == [["6", "7"], ["7", "7"]]
-    (record,) = tmp_path.glob("cache/*/amx-*.json")
-    assert record.name == ("amx-failure.json" if "amx" not in available_isas() else "amx-speedups.json")
+    env = {**os.environ, "STARLING_HOME": str(home), "STARLING_ISA": ISA}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def answers(process: subprocess.Popen[str]) -> tuple[list[list[str]], str]:
+    """What it has shown, and why it uses no tiles."""
+    *shown, against = process.communicate(timeout=LONG_S)[0].splitlines()
+    assert process.returncode == 0
+    return [line.split("|") for line in shown], against
+
+
+@pytest.mark.skipif("amx" in available_isas(), reason="its probe gives a verdict")
+def test_a_build_runs_the_probe_beside_other_entries(tmp_path: Path, cache: Path) -> None:
+    """Here the probe ends without a verdict: the CPU has no AMX."""
+    shown, against = answers(start_probing(tmp_path))
+    assert {name for name, _, _ in shown} == {"", "head", PROBE}
+    assert [numbers for _, *numbers in shown] == [["5", "7"], ["6", "7"], ["7", "7"]]
+    assert (cache / "amx-failure.json").exists()
+    assert "its probe ended with 1" in against
+
+
+def test_a_build_needs_no_probe(tmp_path: Path, cache: Path) -> None:
+    """The process that should run it is killed while it waits for the lock."""
+    with open(cache / "amx.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        parent = start_probing(tmp_path)
+        assert parent.stdout is not None
+        shown = [parent.stdout.readline().rstrip("\n") for _ in range(2)]
+        assert shown == ["|5|7", "head|6|7"]
+        waiting = [pid for pid in procfs.children(parent.pid) if str(cache / "amx.lock") in open_files(pid)]
+        while not waiting:
+            waiting = [pid for pid in procfs.children(parent.pid) if str(cache / "amx.lock") in open_files(pid)]
+        (compiler,) = waiting
+        os.kill(compiler, signal.SIGKILL)
+        shown_last, against = answers(parent)
+    assert shown_last == [[PROBE, "7", "7"]]
+    assert "no verdict" in against
+
+
+def open_files(pid: int) -> list[str]:
+    """What the descriptors of a process are of."""
+    with contextlib.suppress(FileNotFoundError):
+        return [os.path.realpath(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    return []

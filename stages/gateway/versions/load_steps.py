@@ -88,6 +88,7 @@ class LoadSteps:
                 await self._test(new, early)
             if self._wall() >= new.until:
                 raise _timed_out(new)
+            self._pin(new)
             old = self._catalog.switch(new.id)
         except StarlingError as error:
             serving = self._catalog.serving(new.name)
@@ -155,8 +156,7 @@ class LoadSteps:
         """Wait for the next report of a stage. Raises the error of the stage that failed."""
         run_dir = paths.run_dir(self._config)
         state = self._loaded.states.get(new.id)
-        if state is not None and state.digest and not self._digest_of(new):
-            self._catalog.pin(new.id, state.digest, state.adapters)
+        self._pin(new)
         groups = worker_groups.of_version(self._config, new)
         failures = [versions.read_failure(run_dir, group.stage) for group in groups]
         failure = failures[0] if all(failures) else None  # else another group makes it ready
@@ -174,9 +174,13 @@ class LoadSteps:
         self._readiness.describe_missing()  # at once: a digest that has just become known allows it
         await self._readiness.wait_for_change(READY_POLL_S)
 
-    def _digest_of(self, version: ModelVersion) -> str:
-        current = self._catalog.get(version.id)
-        return current.digest if current is not None else ""
+    def _pin(self, new: ModelVersion) -> None:
+        """Bind a version to the files that its worker has opened, if it is not. Raises `ResourceError`."""
+        state, current = self._loaded.states.get(new.id), self._catalog.get(new.id)
+        if state is None or current is None or not state.digest:
+            return
+        if not current.digest or (state.adapters and dict(current.adapters) != dict(state.adapters)):
+            self._catalog.pin(new.id, state.digest, state.adapters)
 
 
 def _timed_out(new: ModelVersion, reason: str = "") -> StarlingError:

@@ -180,12 +180,14 @@ def prepare(
     digest: str = "",
     allowed: Sequence[str] = ("*",),
     conversion: Conversion | None = None,
+    probe: bool = False,
 ) -> Path:
     """As `prepare_checkpoint`; meanwhile compile the kernels of the model's KV type into the cache.
 
+    probe: as of `build.build`: wait for the AMX probe, also if the kernels are in the cache.
     Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
     """
-    with BackgroundBuild(model.kv_type) as kernels:
+    with BackgroundBuild(model.kv_type, probe=probe) as kernels:
         index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed, conversion)
         kernels.wait(progress)
     # What the model's graph needs besides is known only now.

@@ -23,10 +23,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from pipeline.runtime import process
+
+if __name__ == "__main__":
+    process.die_with_parent()  # before the imports, which take a second
+
 import numpy as np
 from numba import njit
 
-from pipeline.runtime import process
 from stages.worker.kernels import compiled
 from stages.worker.kernels.amx_verdict import PROBED_TOKENS, Verdict
 from stages.worker.kernels.buffer_sizes import MATMUL_BYTES, packed_bytes, row_bytes
@@ -162,7 +166,6 @@ def compare(
 
 def main() -> None:
     """Print the verdict."""
-    process.die_with_parent()
     rounds, rows = map(int, sys.argv[1:]) if len(sys.argv) > 1 else (ROUNDS, ROWS)
     same, speedups = compare(rounds, rows)
     verdict = Verdict(speedups, "") if same else Verdict({}, "its tiles do not give the bytes that VNNI gives")

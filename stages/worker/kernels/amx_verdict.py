@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -20,11 +21,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipeline.runtime import process
 from stages.worker.kernels.features import ALL_FORMATS, ALL_TILES, Thresholds, cache_dir, isa, named_thresholds
 
 PROBED_TOKENS = (16, 32, 64, 240)  # of the products that the probe times
 PROBE = ["-m", "stages.worker.kernels.amx_probe"]  # arguments of a Python that prints the speedups as JSON
-PROBE_S = 300  # time limit of the probe
+PROBE_S = 60  # time limit of the probe, which takes some 5 s, and of waiting for another process's
+POLL_S = 0.1  # between two tries to get the lock of the probe
 # How Linux ends a process whose CPU does not run tiles that it reports: by #UD and #GP.
 REFUSALS = (signal.SIGILL, signal.SIGSEGV)
 STOPS = (signal.SIGINT, signal.SIGTERM)  # end a probe together with the server, and say nothing about the machine
@@ -74,15 +77,16 @@ def tile_thresholds() -> Thresholds:
 def needs_probe() -> bool:
     """Whether this process's kernels can use tiles, and whether they should is neither configured nor measured.
 
-    In the pause after a failed probe none is needed; what that failed for is logged and passed on.
+    False in the pause after a failed probe.
     """
     is_open = isa() == "amx" and (os.environ.get("STARLING_ISA") or "native") == "native" and not named_thresholds()
-    if not is_open or amx_verdict() is not None:
-        return False
-    if _is_paused(_read_failure(cache_dir() / _FAILURE)):
-        find_verdict()
-        return False
-    return True
+    return is_open and amx_verdict() is None and not _is_paused(last_failure())
+
+
+def choice() -> str:
+    """Names what uses tiles in groups that start now; "": nothing does."""
+    thresholds = tile_thresholds()
+    return hashlib.sha256(repr(thresholds).encode()).hexdigest()[:8] if thresholds else ""
 
 
 class ProbeFailed(RuntimeError):
@@ -113,11 +117,33 @@ def amx_verdict() -> Verdict | None:
     return _read_verdict(cache_dir() / _VERDICT)
 
 
+def last_failure() -> Failure | None:
+    """The last probe that has ended without a verdict; None: there is none, or its record is damaged."""
+    return _read_failure(cache_dir() / _FAILURE)
+
+
+def why_not() -> str:
+    """Why groups that start now use no tiles, where they could."""
+    verdict, failure = amx_verdict(), last_failure()
+    if verdict is not None:
+        return verdict.against or "it is not faster in any format"
+    return _until(failure) if failure is not None else "it has not been compared; `starling prepare` and a start do so"
+
+
+def pass_on() -> None:
+    """After a probe by another process: where none could be stored, this one and its children have a verdict."""
+    if amx_verdict() is None:
+        failure = last_failure()
+        reason = _until(failure) if failure is not None else "its probe has left no verdict; the next start tries again"
+        log.warning("AMX is not used", extra={"reason": reason})
+        os.environ[PASSED_ON] = json.dumps(Verdict({}, reason)._asdict())
+
+
 def find_verdict() -> Verdict:
     """The verdict, after a probe if there was none. It is stored with the kernel cache.
 
     Where the probe gives no verdict, or none can be stored, this process and those that it starts use what has been
-    found.  A later start probes again: after a pause (PAUSES_S) if the probe failed, as a probe may take PROBE_S.
+    found.  A later build probes again: after a pause (PAUSES_S) if the probe failed, as a probe may take PROBE_S.
     """
     verdict, directory = amx_verdict(), cache_dir()
     if verdict is not None:
@@ -144,10 +170,21 @@ def find_verdict() -> Verdict:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of the probe, in the directory of its verdict. Raises `OSError` where that cannot be written."""
+    """Hold the lock of the probe, in the directory of its verdict.
+
+    Raises `OSError` where that cannot be written, `ProbeFailed` if another process keeps it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + PROBE_S
     with open(directory / "amx.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise ProbeFailed("another process keeps the probe's lock; the next start tries again") from None
+                time.sleep(POLL_S)
         yield
 
 
@@ -177,8 +214,13 @@ def _probe_unless_paused(path: Path) -> Verdict:
             raise ProbeFailed(
                 f"{failure.reason}; the next start tries again, as {path} cannot be written: {error.strerror}"
             ) from None
+    raise ProbeFailed(_until(failure))
+
+
+def _until(failure: Failure) -> str:
+    """Why there is no verdict, and when the next probe is."""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(failure.until))
-    raise ProbeFailed(f"{failure.reason}; starts after {when} try again, or the next one if you remove {path}")
+    return f"{failure.reason}; starts after {when} try again, or the next one if you remove {cache_dir() / _FAILURE}"
 
 
 def _is_paused(failure: Failure | None) -> bool:
@@ -229,6 +271,7 @@ def _probe() -> Verdict:
     ended.
     """
     environment = {**os.environ, "STARLING_ISA": "amx", "STARLING_AMX_FORMATS": ""}
+    environment[process.PARENT_VARIABLE] = str(os.getpid())
     command = [sys.executable, *PROBE]
     try:
         done = subprocess.run(

@@ -23,12 +23,12 @@ REPORT_S = 0.2  # between two calls of `progress`
 class BackgroundBuild:
     """One build for a type of KV cache; nothing if its kernels are in the cache. A context manager.
 
-    Where the CPU has AMX, the probe is part of it (build.py).
     `extra`: entries of `stored_code.EXTRA_ENTRIES` that are needed as well.
+    `probe`: as of `build.build`.
     """
 
-    def __init__(self, kv_type: str, jobs: int = 0, extra: tuple[str, ...] = ()) -> None:
-        self._kv_type, self._jobs, self._extra = kv_type, jobs, extra
+    def __init__(self, kv_type: str, jobs: int = 0, extra: tuple[str, ...] = (), probe: bool = False) -> None:
+        self._kv_type, self._jobs, self._extra, self._probe = kv_type, jobs, extra, probe
         self._done, self._of = 0, len(stored_code.ENTRIES) + len(extra)  # what is in the cache, and all that is needed
         self._error: Exception | None = None
         self._cancel = -1  # an eventfd
@@ -36,7 +36,8 @@ class BackgroundBuild:
         self.took_s = 0.0  # from the start to the last kernel
 
     def __enter__(self) -> Self:
-        if not stored_code.is_compiled(self._kv_type, self._extra) or amx_verdict.needs_probe():
+        is_compiled = stored_code.is_compiled(self._kv_type, self._extra)
+        if not is_compiled or (self._probe and amx_verdict.needs_probe()):
             self._cancel = os.eventfd(0, os.EFD_CLOEXEC)
             self._thread = threading.Thread(target=self._run, name="compile kernels", daemon=True)
             self._thread.start()
@@ -53,7 +54,7 @@ class BackgroundBuild:
         begun = time.monotonic()
         use_default_time_slice()  # of the compiler's processes, too: a worker prepares itself with a short one
         try:
-            build.build(self._kv_type, self._jobs, self._on_entry, self._cancel, self._extra)
+            build.build(self._kv_type, self._jobs, self._on_entry, self._cancel, self._extra, probe=self._probe)
         except Exception as error:
             self._error = error
         self.took_s = time.monotonic() - begun

@@ -2,8 +2,8 @@
 
     build("f16")        compile what the kernel cache lacks for this type of KV cache
 
-On a CPU with AMX for which there is no verdict yet, the process that has compiled the products waits for the probe
-(amx_probe.py), while the others compile.
+On a CPU with AMX for which there is no verdict yet, the process that has compiled the products runs the probe
+(amx_probe.py), while the others compile.  Nothing depends on its success.
 
 The processes run compile_entries.py; this module imports no compiler, so that its caller need not hold one.
 """
@@ -84,25 +84,32 @@ def build(
     cancel_fd: int = -1,
     extra: tuple[str, ...] = (),
     only: tuple[str, ...] = (),
+    probe: bool = False,
 ) -> None:
     """Compile the entries that the cache lacks in `jobs` processes (0: one a CPU). Ends when `cancel_fd` is readable.
 
     `extra`: entries of `EXTRA_ENTRIES` that are needed as well.  `only`: these and no others.
+    `probe`: run the probe, if one is needed, also if the products have been compiled before.
 
     Raises `RuntimeError` with the end of a compiler's stderr when one fails.
     """
     needed = only or (*ENTRIES, *extra)
     waiting = [name for name in needed if not stored_code.symbol_path(name, kv_type).exists()]
     done = len(needed) - len(waiting)
-    if is_probed := not only and amx_verdict.needs_probe():
+    if is_probed := (probe or PRODUCTS in waiting) and not only and amx_verdict.needs_probe():
         needed, waiting = (*needed, PROBE), with_probe(waiting)
+        progress("", done, len(needed))
     jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
-        for _ in range(jobs):
+
+        def start_compiler() -> None:
             compiler = _Compiler(kv_type)
             stack.callback(compiler.close)
             compiler.begin(waiting.pop(0))
             busy.register(compiler.answers, selectors.EVENT_READ, compiler)
+
+        for _ in range(jobs):
+            start_compiler()
         if cancel_fd >= 0:
             busy.register(cancel_fd, selectors.EVENT_READ)
         while done < len(needed):
@@ -110,14 +117,22 @@ def build(
                 compiler = key.data
                 if compiler is None:
                     return
-                compiler.finish()
+                has_ended = False
+                try:
+                    compiler.finish()
+                except RuntimeError:
+                    if compiler.entry != PROBE:
+                        raise
+                    has_ended = True  # without a verdict, of which `pass_on` says so
                 done += 1
                 progress(compiler.entry, done, len(needed))
                 if compiler.entry == PRODUCTS and is_probed:
                     compiler.begin(PROBE)
-                elif waiting:
+                elif waiting and not has_ended:
                     compiler.begin(waiting.pop(0))
                 else:
                     busy.unregister(compiler.answers)
+                    if waiting:
+                        start_compiler()
     if is_probed:
-        amx_verdict.find_verdict()  # passes on what could not be stored
+        amx_verdict.pass_on()

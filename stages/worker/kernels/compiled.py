@@ -17,7 +17,7 @@ import functools
 import hashlib
 
 from pipeline.native.object_code import ObjectCode, ObjectCodeError
-from stages.worker.kernels import amx_verdict, build, features, stored_code
+from stages.worker.kernels import build, features, stored_code
 
 HEAD_ARGUMENTS, STEPS_ARGUMENTS, FIT_ARGUMENTS, PACK_ARGUMENTS, QUANTIZE_ARGUMENTS = 3, 8, 7, 8, 6
 MATMUL_ARGUMENTS = 12
@@ -51,12 +51,12 @@ def addresses(kv_type: str, extra: tuple[str, ...] = ()) -> dict[int, int]:
 
 
 def identity(kv_type: str, extra: tuple[str, ...] = ()) -> str:
-    """Names the entries as this process computes with them: sources, CPU, what uses tiles, and each object's bytes.
+    """Names the entries as this process computes with them: their sources, the CPU, and the bytes of each object.
 
     Loads them as `addresses` does; processes that are forked afterwards have the same. Raises `RuntimeError`.
     """
     addresses(kv_type, extra)
-    objects = hashlib.sha256(repr(amx_verdict.tile_thresholds()).encode())
+    objects = hashlib.sha256()
     for name in (*stored_code.ENTRIES, *extra):
         objects.update(_load(name, stored_code.stored_type(name, kv_type))[0].digest.encode())
     return f"{features.cache_dir().name}-{objects.hexdigest()[:16]}"
