@@ -85,7 +85,7 @@ def start_probing(home: Path) -> subprocess.Popen[str]:
         "amx_verdict.needs_probe = lambda: True;"
         "show = lambda *found: print(*found, sep='|');"
         "build.build('f16', 2, show, probe=True);"
-        "print(amx_verdict.amx_verdict().against)"
+        "print(repr(amx_verdict.amx_verdict().against))"
     )
     env = {**os.environ, "STARLING_HOME": str(home), "STARLING_ISA": ISA}
     return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
