@@ -149,7 +149,7 @@ def test_gaps_beside_a_long_prompt_keep_their_bound_however_deep_it_is(name: str
 
 @pytest.mark.parametrize(("prompt", "most_s"), [(16_000, 300.0), (32_000, 900.0)])
 def test_a_prompt_advances_where_chunks_read_what_is_before_them(prompt: int, most_s: float) -> None:
-    """The cost model does not know of it: smaller chunks must not make it ask for smaller ones still."""
+    """The cost model leaves that out: smaller chunks must not make it ask for smaller ones still."""
     machine = Machine(52_000.0, 3000.0, 0.45, jitter=0.1, reread_us=2.0)
     sim = Simulation(Settings("m", 32), machine, pages=100_000, context=60_000)
     gaps_beside(sim, 1, prompt, 3.0, most_s)

@@ -27,7 +27,7 @@ from stages.scheduler.policy.pacing import PacingPolicy
 from stages.scheduler.policy.tenant import Tenant
 
 # Prompt tokens that advance in a step whatever the budget says.  A chunk reads K and V before it once, whatever its
-# size: one of fewer tokens takes nearly as long, and the cost model, which does not know that, asks for fewer still.
+# size: one of fewer tokens takes nearly as long, and the cost model, which leaves that out, asks for fewer still.
 MIN_CHUNK = 4
 MIN_PROMPT_CHUNK = 16  # where no stream waits, or where `MIN_CHUNK` does not keep the streams' gaps either
 QUIET_LEAD = 64.0  # tokens (at weight 1) by which the least served tenant is behind to count as quiet
