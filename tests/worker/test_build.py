@@ -83,7 +83,7 @@ def start_probing(home: Path) -> subprocess.Popen[str]:
     code = (
         "from stages.worker.kernels import amx_verdict, build;"
         "amx_verdict.needs_probe = lambda: True;"
-        "show = lambda *found: print(*found, sep='|');"
+        "show = lambda *found: print(*found, sep='|', flush=True);"
         "build.build('f16', 2, show, probe=True);"
         "print(repr(amx_verdict.amx_verdict().against))"
     )
@@ -116,8 +116,9 @@ def test_a_build_needs_no_probe(tmp_path: Path, cache: Path) -> None:
         assert parent.stdout is not None
         shown = [parent.stdout.readline().rstrip("\n") for _ in range(2)]
         assert shown == ["|5|7", "head|6|7"]
-        waiting = [pid for pid in procfs.children(parent.pid) if str(cache / "amx.lock") in open_files(pid)]
+        waiting: list[int] = []
         while not waiting:
+            assert parent.poll() is None
             waiting = [pid for pid in procfs.children(parent.pid) if str(cache / "amx.lock") in open_files(pid)]
         (compiler,) = waiting
         os.kill(compiler, signal.SIGKILL)
