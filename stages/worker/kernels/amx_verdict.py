@@ -80,7 +80,8 @@ def needs_probe() -> bool:
     False in the pause after a failed probe.
     """
     is_open = isa() == "amx" and (os.environ.get("STARLING_ISA") or "native") == "native" and not named_thresholds()
-    return is_open and amx_verdict() is None and not _is_paused(last_failure())
+    failure = last_failure() if is_open else None
+    return is_open and amx_verdict() is None and not (failure is not None and _is_paused(failure))
 
 
 def choice() -> str:
@@ -201,7 +202,7 @@ def _probe_unless_paused(path: Path) -> Verdict:
     Raises `ProbeFailed` with the reason, and when the next probe is.
     """
     failure = _read_failure(path)
-    if not _is_paused(failure):
+    if failure is None or not _is_paused(failure):
         try:
             return _probe()
         except ProbeStopped as error:
@@ -223,8 +224,8 @@ def _until(failure: Failure) -> str:
     return f"{failure.reason}; starts after {when} try again, or the next one if you remove {cache_dir() / _FAILURE}"
 
 
-def _is_paused(failure: Failure | None) -> bool:
-    return failure is not None and failure.at <= time.time() < failure.until
+def _is_paused(failure: Failure) -> bool:
+    return failure.at <= time.time() < failure.until
 
 
 def _read_failure(path: Path) -> Failure | None:
