@@ -50,7 +50,7 @@ export class Chat {
       again: () => this.regenerate(at),
       answerCalls: (results) => this.answerCalls(results),
     }));
-    byId("probability").hidden = true; // of a token that goes
+    tokens.hide(); // of a token that goes
     byId("messages").replaceChildren(...this.views.map((view) => view.root));
     byId("empty").hidden = messages.length > 0;
     if (!messages.at(-1)?.run) this.views.at(-1)?.update(true);

@@ -6,6 +6,7 @@ import * as conversations from "./conversations.js";
 import { byId, element } from "./dom.js";
 import { ServerView } from "./server.js";
 import { Settings } from "./settings.js";
+import * as tokens from "./tokens.js";
 
 const CURRENT = "starling.current"; // in sessionStorage: the conversation of this tab
 const CHECK_MS = 10_000; // how often the state of the server is asked for
@@ -57,7 +58,7 @@ function forget(id) {
 
 function view(isServer) {
   byId("chat-view").hidden = isServer;
-  byId("probability").hidden = true;
+  tokens.hide();
   byId("view-server").setAttribute("aria-pressed", String(isServer));
   server.show(isServer);
 }

@@ -53,12 +53,17 @@ function describe(token) {
   return [element("p", {}, element("code", { text: JSON.stringify(token.text) }), ` ${percent(token.logprob)}`), ...rows];
 }
 
-/** Show a token's probabilities beside it; null hides them. */
+/** Hide the probabilities of the token that was pointed at. */
+export function hide() {
+  document.querySelector(".token.pointed")?.classList.remove("pointed");
+  byId("probability").hidden = true;
+}
+
+/** Show a token's probabilities beside it. */
 function point(span, token) {
   const tip = byId("probability");
-  document.querySelector(".token.pointed")?.classList.remove("pointed");
-  tip.hidden = !token;
-  if (!token) return;
+  hide();
+  tip.hidden = false;
   span.classList.add("pointed");
   tip.replaceChildren(...describe(token));
   const place = span.getBoundingClientRect();
@@ -74,11 +79,11 @@ export function bind(target, message) {
     const span = event.target.closest(".token");
     if (span) point(span, message.tokens[at(span)]);
   });
-  target.addEventListener("pointerleave", () => point(null, null));
-  target.addEventListener("blur", () => point(null, null));
+  target.addEventListener("pointerleave", hide);
+  target.addEventListener("blur", hide);
   target.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (event.key === "Escape") point(null, null);
+    if (event.key === "Escape") hide();
     if (!step || !target.children.length) return;
     event.preventDefault();
     const current = at(target.querySelector(".pointed"));
