@@ -48,6 +48,11 @@ def describe(model: ModelConfig) -> dict[str, Any]:
     return {"name": model.name, **({"path": model.path} if model.path else {})}
 
 
+def _brief(name: str, one: Outcome) -> str:
+    """What a line says of a round, which is all there is of a run that is interrupted."""
+    return f"{name} {one.tokens_per_s:,.0f} tokens/s, first token {one.first_p50_ms:,.0f} ms"
+
+
 class Bench:
     """The model, prompts and servers that all sections share; each measurement is repeated `rounds` times."""
 
@@ -81,10 +86,8 @@ class Bench:
             for work in works:
                 for server, one in zip(servers, watch.undisturbed(partial(once, work)), strict=True):
                     found[work, server.name].append(one)
-                rates = ", ".join(
-                    f"{server.name} {found[work, server.name][-1].tokens_per_s:,.0f}" for server in servers
-                )
-                click.echo(f"http, round {number + 1} of {self.rounds}: {work.title}: {rates} tokens/s")
+                seen = ", ".join(_brief(server.name, found[work, server.name][-1]) for server in servers)
+                click.echo(f"http, round {number + 1} of {self.rounds}: {work.title}: {seen}")
         for server in servers:
             server.close()
         rows = []
