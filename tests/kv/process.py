@@ -6,12 +6,14 @@ are a function of all tokens up to the page's end, so a test can tell whose page
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from shm import checkpoint
 from shm.arena import Arena
 from shm.pages import KvArena, attach_kv
 from shm.step_ring import SERIAL, StepsGeometry, create_steps
+from stages.kv.storage.page_file import PageFile
 from tests.kv.world import contents
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +42,26 @@ PAGES = 12
 ROWS = 16
 MODEL = "tiny"
 WAIT_S = 120.0
+HEARTBEAT_MS = 200  # a peer of which nothing came for ten times as long counts as dead
+
+# The limits on disks, which a busy machine would reach as well: pages would be computed that a test expects to be read.
+START = """
+from starling.cli import main
+from stages.kv import model, page_ins
+from stages.kv.storage import disk_store
+disk_store.SLOW_S = {slow_s}
+if {is_patient}:
+    model.OPEN_WAIT_S = page_ins.WAIT_S = {slow_s}
+main()
+"""
+
+_peers: weakref.WeakSet[Scheduler | Gateway] = weakref.WeakSet()
+
+
+def _tick() -> None:
+    """Send heartbeats that are due, of every peer: while a test waits for one of them, kv would discard the others."""
+    for peer in list(_peers):
+        peer.tick()
 
 
 def page_bytes_of(hyper: checkpoint.Hyper) -> int:
@@ -76,7 +99,7 @@ def write_model(home: Path, name: str = MODEL, seed: int = 0) -> str:
 def configure(home: Path, cache: dict[str, Any] | None = None, **model: Any) -> None:
     """`home`/starling.yaml: one model, a KV arena of a few pages."""
     settings = {
-        "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": 50},
+        "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": HEARTBEAT_MS},
         "models": [
             {"name": MODEL, "path": str(home / f"{MODEL}.gguf"), "page_tokens": PAGE_TOKENS, "kv_cache_mb": 1, **model}
         ],
@@ -85,17 +108,30 @@ def configure(home: Path, cache: dict[str, Any] | None = None, **model: Any) -> 
     (home / "starling.yaml").write_text(yaml.safe_dump(settings))
 
 
+def n_saved(home: Path) -> int:
+    """Pages in the files of the state directory."""
+    count = 0
+    for path in (home / "state" / "kv").glob("*.pages"):
+        with contextlib.suppress(ValueError), PageFile(path) as file:  # a file that is being made has no header yet
+            count += sum(1 for _ in file.records())
+    return count
+
+
 def load_config(home: Path) -> Any:
     return load(home / "starling.yaml", {"STARLING_HOME": str(home), "HOME": str(home)})
 
 
 class KvProcess:
-    """`starling stage kv`."""
+    """`starling stage kv`. No access to a disk counts as slow, however busy the machine is."""
 
-    def __init__(self, home: Path, faults: str = "", site: Path | None = None) -> None:
-        """`site`: a directory with a sitecustomize.py for the process."""
+    def __init__(self, home: Path, faults: str = "", site: Path | None = None, is_patient: bool = True) -> None:
+        """`site`: a directory with a sitecustomize.py for the process.
+
+        `is_patient`: a start waits until page files are open, and a grant until its pages are read.
+        """
         self.home = home
         self.site = site
+        self.is_patient = is_patient
         self.faults = faults
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -109,7 +145,7 @@ class KvProcess:
         }
         with open(self.home / "kv.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "starling", "stage", "kv"],
+                [sys.executable, "-c", START.format(slow_s=WAIT_S, is_patient=self.is_patient), "stage", "kv"],
                 env=environment,
                 cwd=ROOT,
                 stdout=log,
@@ -148,8 +184,9 @@ class Scheduler:
             EDGES["scheduler-kv"],
             addresses.edge_address(config, "scheduler-kv", env),
             "scheduler",
-            heartbeat_ms=50,
+            heartbeat_ms=HEARTBEAT_MS,
         )
+        _peers.add(self)
         self.link.on_up = lambda hello: self._up()
         self.link.on_down = lambda hello: self._down()
         self.ready: m.KvReady | None = None
@@ -194,9 +231,13 @@ class Scheduler:
             self.arena.close()
             self.arena = None
 
-    def turn(self, timeout_s: float = 0.02) -> None:
+    def tick(self) -> None:
+        """Send a heartbeat if it is due."""
         reason = "stopping" if self.stopping else ""
         self.link.tick(m.Heartbeat("scheduler", self.link.epoch, 1, False, not self.stopping, reason))
+
+    def turn(self, timeout_s: float = 0.02) -> None:
+        _tick()
         select.select([self.link.fd], [], [], timeout_s)
         for frame in self.link.receive():
             if isinstance(frame, m.KvReady) and not frame.error:
@@ -316,7 +357,10 @@ class Scheduler:
             np.testing.assert_array_equal(self.kv.pages[s["pages"][i]], expected)
 
     def state(self) -> m.KvState:
-        """The next state that kv sends."""
+        """A state that kv sends after it has handled every frame before; others may be on their way."""
+        self.ids += 1
+        assert self.link.send(m.Extend(self.ids, MODEL, "unknown", 1))
+        self.take(m.Denied, id=self.ids)
         self.frames = [frame for frame in self.frames if not isinstance(frame, m.KvState)]
         state: m.KvState = self.take(m.KvState)
         assert state.free + state.cached + state.leased == state.total
@@ -338,10 +382,15 @@ class Gateway:
     def __init__(self, home: Path) -> None:
         config = load_config(home)
         address = addresses.edge_address(config, "gateway-kv", {"STARLING_HOME": str(home)})
-        self.link = Link(EDGES["gateway-kv"], address, "gateway", heartbeat_ms=50)
+        self.link = Link(EDGES["gateway-kv"], address, "gateway", heartbeat_ms=HEARTBEAT_MS)
+        _peers.add(self)
+
+    def tick(self) -> None:
+        """Send a heartbeat if it is due."""
+        self.link.tick(m.Heartbeat("gateway", self.link.epoch, 1, False, True))
 
     def turn(self) -> list[m.Frame]:
-        self.link.tick(m.Heartbeat("gateway", self.link.epoch, 1, False, True))
+        _tick()
         select.select([self.link.fd], [], [], 0.02)
         return self.link.receive()
 

@@ -13,9 +13,8 @@ from pipeline.config import paths
 from pipeline.errors import StarlingError
 from pipeline.ipc import control
 from pipeline.protocol import messages as m
-from stages.kv.storage.page_file import PageFile
 from starling.cli.kv_clear import cleared
-from tests.kv.process import PAGE_TOKENS, WAIT_S, KvProcess, Scheduler, configure, load_config, write_model
+from tests.kv.process import PAGE_TOKENS, WAIT_S, KvProcess, Scheduler, configure, load_config, n_saved, write_model
 from tests.kv.process_peers import words
 
 pytestmark = pytest.mark.slow
@@ -44,15 +43,6 @@ def clear(home: Path, s: Scheduler, model: str = "", tenant: str = "") -> dict[s
     assert report["done"]
     (found,) = report["models"]
     return found
-
-
-def n_saved(home: Path) -> int:
-    """Pages in the files of the state directory."""
-    count = 0
-    for path in (home / "state" / "kv").glob("*.pages"):
-        with PageFile(path) as file:
-            count += sum(1 for _ in file.records())
-    return count
 
 
 def fill(s: Scheduler, first: int, salt: str = "", n: int = 3, count: int = 6) -> list[list[int]]:

@@ -74,6 +74,7 @@ def test_a_session_file_that_cannot_be_removed(home: Path, fault: str) -> None:
             assert refused.code == "NOT_FOUND"
         assert len(session_files(home)) == 2
         peers.wait(lambda: scheduler.total("starling_state_file_errors_total") >= 2)
+        peers.wait(lambda: "a state file failed" in kv.log())
         assert kv.log().count("a state file failed") == 1, kv.log()
         peers.end()
         peers.wait(lambda: not session_files(home))

@@ -167,7 +167,7 @@ def test_pages_of_another_version_are_not_used(pages: ModelPages, what: str, mon
         monkeypatch.setattr(persist, "NUMERICS", persist.NUMERICS + 1)
     pages.open_files()
     assert pages.saved is not None
-    pages.saved.wait_opened(10)
+    pages.saved.wait_opened(60)
     pages.poll_stores()
     assert pages.saved is not None
     assert pages.saved.is_open

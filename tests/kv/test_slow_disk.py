@@ -71,7 +71,7 @@ def slowest_extend(kv: KvProcess, peers: Peers, seconds: float, answers: list[m.
 @pytest.mark.parametrize("points", [("spill_read", "saved_read"), ("spill", "saved")])
 def test_running_sequences_do_not_wait_for_pages_of_others(home: Path, points: tuple[str, ...]) -> None:
     digest = write_model(home)
-    with KvProcess(home) as kv, Peers(home, digest) as peers:
+    with KvProcess(home, is_patient=False) as kv, Peers(home, digest) as peers:
         scheduler = peers.scheduler
         peers.wait_up()
         scheduler.run("first", words(1, 2, 3))
@@ -90,7 +90,7 @@ def test_running_sequences_do_not_wait_for_pages_of_others(home: Path, points: t
 
 def test_a_grant_waits_for_the_disk_for_a_bounded_time(home: Path) -> None:
     digest = write_model(home)
-    with KvProcess(home), Peers(home, digest) as peers:
+    with KvProcess(home, is_patient=False), Peers(home, digest) as peers:
         scheduler = peers.scheduler
         peers.wait_up()
         scheduler.run("first", words(1, 2, 3))
@@ -205,7 +205,7 @@ def test_a_stage_starts_while_its_files_open_slowly(home: Path) -> None:
             peers.wait_down()
         peers.begin(", ".join(f"disk:slow@{name}=8000" for name in ("spill_open", "saved_open", "sessions_open")))
         begin = time.monotonic()
-        with KvProcess(home) as kv:
+        with KvProcess(home, is_patient=False) as kv:
             peers.wait_up()
             peers.idle(0.5)  # greetings that were sent meanwhile
             assert isinstance(scheduler.acquire("running", [7, 8]), m.Granted)

@@ -28,7 +28,7 @@ def lost() -> list[PageHash]:
 def store(tmp_path: Path, lost: list[PageHash]) -> Iterator[ThreadedPageStore]:
     path = tmp_path / "pages"
     store = ThreadedPageStore(path, 1, lambda: open_store(path), on_lost=lost.append)
-    store.wait_opened(10)
+    store.wait_opened(60)
     yield store
     store.close()
     store.join(60)
@@ -192,7 +192,7 @@ def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(store: Thread
     assert time.monotonic() - begin < CALL_S
     assert not following.is_open
     gate.set()
-    following.wait_opened(10)
+    following.wait_opened(60)
     assert following.error is None
     assert read(following, 0) == page(0)[2].tobytes()  # it was being written
     assert page(1)[0] not in following
@@ -207,7 +207,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
     woken = threading.Event()
     path = tmp_path / "file" / "pages"
     store = ThreadedPageStore(path, 1, lambda: open_store(path), woken.set)
-    store.wait_opened(10)
+    store.wait_opened(60)
     assert woken.wait(60)
     assert isinstance(store.error, OSError)
     assert not store.save(*page(1))
