@@ -19,7 +19,7 @@ from stages.scheduler.index_reader import IndexReader
 from stages.scheduler.stage import SchedulerStage
 from tests.kv.process import configure, load_config, write_model
 
-WAIT_S = 60.0
+WAIT_S = 600.0  # that only a failure reaches
 
 
 class Disk:
@@ -59,7 +59,6 @@ def store_loading(config: Config, digest: str) -> ModelVersion:
     return loading
 
 
-@pytest.mark.timeout(60)
 def test_a_disk_that_hangs_keeps_neither_a_start_nor_another_model_waiting(home: Path, disk: Disk) -> None:
     digest = write_model(home)
     config = load_config(home)
