@@ -43,13 +43,19 @@ async def trace(store: SqliteStore) -> list[str]:
 async def test_an_idle_watcher_sleeps_until_a_lease_ends(tmp_path: Path) -> None:
     async with SqliteStore(tmp_path / "c.db") as store, SqliteStore(tmp_path / "c.db") as other:
         watcher = Watcher(store, "")
-        lease = await other.grant(2.0)
-        await other.put("a", b"1", lease)
-        await until(lambda: watcher.values == {"a": b"1"})
-        statements = await trace(store)
-        await until(lambda: not watcher.values)
+        await until(lambda: bool(watcher.updates))
+        for ttl_s in (2.0, 8.0, 32.0):  # a longer one if a busy machine has seen too little of the one before
+            granted, count = time.monotonic(), len(watcher.updates)
+            if await other.put("a", b"1", await other.grant(ttl_s)) is None:
+                continue  # it has ended already
+            await until(lambda count=count: len(watcher.updates) > count)  # type: ignore[misc]
+            statements = await trace(store)
+            has_seen_it = time.monotonic() < granted + ttl_s / 2
+            await until(lambda: not watcher.values)
+            if has_seen_it:
+                break
         looks = sum("data_version" in statement for statement in statements)
-        assert 1 <= looks < 15, "every 20 ms it would be 100"
+        assert 1 <= looks < 7.5 * ttl_s, "every 20 ms it would be 50 in a second"
         await watcher.stop()
 
 

@@ -74,6 +74,7 @@ class World:
                 assert time.monotonic() < deadline
                 if self.pool.poll() is None:
                     signal.pidfd_send_signal(fd, 0)
+                time.sleep(0.001)  # a core for what it waits for
         finally:
             os.close(fd)
 

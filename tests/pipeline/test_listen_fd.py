@@ -1,7 +1,6 @@
 """The URL of the gateway for every host that it may listen on, and the passed socket."""
 
 import http.client
-import socket
 import threading
 from urllib.parse import urlsplit
 
@@ -9,15 +8,14 @@ import pytest
 
 from pipeline.config.load import resolve
 from pipeline.supervise import listen_fd
+from tools.ports import free_port
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::1", "::"])
 def test_the_listener_is_reachable_at_its_url(host: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(listen_fd.VARIABLE, "")  # and so removed at the end, also if it was not set
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
+        port = free_port(host)
         server = {"host": host, "port": port}
         config = resolve({"server": server, "auth": {"api_keys": ["sk-one-long-enough"]}}, {})
         held = listen_fd.bind_listener(config)

@@ -108,6 +108,8 @@ def test_a_server_that_hardly_sends_anything_is_given_up(
         fetch(files, tmp_path / "p", connections=1)
     if has_ranges:
         assert len(begins(files)) == downloads.ATTEMPTS
-        assert begins(files) == sorted(set(begins(files)))  # each goes on where the one before ended
+        # Each goes on where the one before ended, which a busy machine may not have sent a byte in its time.
+        assert begins(files) == sorted(begins(files))
+        assert len(set(begins(files))) > 1
     files.trickles, files.released = False, threading.Event()
     assert fetch(files, tmp_path / "p") == DIGEST
