@@ -18,7 +18,7 @@ from stages.agent import doors as doors_module
 from stages.agent.doors import Doors, Factory, Server
 from tests.fleet.certificates import Authority
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 PATH = "/v1/chat/completions"
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -232,13 +232,13 @@ async def test_a_busy_engine_and_a_bad_prompt(site: Site) -> None:
 
 
 async def test_an_engine_that_is_silent_counts_as_dead(site: Site) -> None:
-    engine = await site.start(silent_ms=2000, answer_timeout_ms=2000)
+    engine = await site.start(silent_ms=4000, answer_timeout_ms=4000)
     ended = asyncio.create_task(engine.ended())
     site.control("stop")
     _, stream = await site.post("/v1/completions", {**PROMPT, "stream": True})
     assert "".join(texts(stream)) == expected("once", 3) and b"MODEL_UNAVAILABLE" in stream
     assert (await engine.queue()).submitted == 1  # heartbeats do not wait for it
-    assert "has not answered /health for 2 s" in (await ended).message
+    assert "has not answered /health for 4 s" in (await ended).message
     await engine.stop(at_once=True)
 
 

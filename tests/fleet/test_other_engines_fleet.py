@@ -32,7 +32,9 @@ class Host(Agent):
         (home / "fleet-token").write_text(secret)
         (home / "fleet-token").chmod(0o600)
         engine = {"model": "m", "engine": "vllm", "path": str(self.model), "program": str(write_program(home))}
-        config = {"fleet": {"store": f"sqlite:{store}", "agent": {"id": name, "engines": [engine]}}}
+        # A lease that outlasts any pause of a busy machine: with a shorter one an agent refuses what it is asked for.
+        agent = {"id": name, "engines": [engine], "lease_ms": 600_000}
+        config = {"fleet": {"store": f"sqlite:{store}", "agent": agent}}
         super().__init__(home, config)
 
     def control(self, word: str) -> None:
