@@ -193,8 +193,9 @@ def test_a_rank_that_is_killed_stops_all_and_a_new_group_goes_on(
     for rank in range(ranks):
         successor.open(rank)
     successor.wait_passed(50)
-    counts = successor.passed()
-    assert max(counts) - min(counts) <= ranks  # read one after the other
+    # Between the two looks no rank was a barrier ahead of another one, however long each of them took.
+    first, second = successor.passed(), successor.passed()
+    assert max(first) <= min(second) + 1
     successor.close()
 
 

@@ -12,20 +12,23 @@ import pytest
 from tools.bench.http.server_under_test import ServerUnderTest, core_wait_s, exact_cpu_s
 from tools.tiny_gguf import SHAPES, write_model
 
+# Prints a line when it begins to compute, and one when it has: for so many seconds of CPU time, or until its next line.
 SPIN = """
-import os, time
+import os, select, sys, time
 os.sched_setaffinity(0, {int(os.environ["CORE"])})
+os.read(0, 1)
 print(flush=True)
-input()
-while time.process_time() < float(os.environ["SECONDS"]):
+until = time.process_time() + float(os.environ["SECONDS"])
+while time.process_time() < until and not select.select([0], [], [], 0)[0]:
     pass
 print(flush=True)
-input()
+os.read(0, 1)
+os.read(0, 1)
 """
 
 
 def test_a_process_waits_for_its_core_as_long_as_another_one_computes_there() -> None:
-    """Two processes share a core: the one that computes for longer has waited for all that the other has computed."""
+    """Two processes share a core: the one that computes all the time has waited for what the other has computed."""
     core = str(min(os.sched_getaffinity(0)))
     processes = [
         subprocess.Popen(
@@ -34,23 +37,34 @@ def test_a_process_waits_for_its_core_as_long_as_another_one_computes_there() ->
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
-        for seconds in ("0.2", "0.6")
+        for seconds in ("0.3", "inf")
     ]
+
+    def go_on(process: subprocess.Popen[bytes]) -> None:
+        assert process.stdin is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+
+    def has_printed(process: subprocess.Popen[bytes]) -> bool:
+        assert process.stdout is not None
+        return process.stdout.readline() == b"\n"
+
+    short, long = processes
     try:
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == b"\n"
-        for process in processes:  # both are ready: one write each, and they compete from the beginning
-            assert process.stdin is not None
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-        for process in processes:
-            assert process.stdout is not None and process.stdout.readline() == b"\n"
-        short, long = processes
-        assert exact_cpu_s(short.pid) > 0.19
-        assert core_wait_s(long.pid) > 0.5 * exact_cpu_s(short.pid)
+        go_on(long)
+        assert has_printed(long)
+        before = core_wait_s(long.pid)
+        go_on(short)
+        assert has_printed(short) and has_printed(short)
+        computed = exact_cpu_s(short.pid)
+        go_on(long)
+        assert has_printed(long)  # a wait counts when it ends
+        assert computed > 0.29
+        assert core_wait_s(long.pid) - before > 0.5 * computed
     finally:
         for process in processes:
-            process.communicate(b"\n")
+            process.kill()
+            process.communicate()
 
 
 @pytest.mark.slow
