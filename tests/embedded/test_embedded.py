@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import subprocess
 import sys
+import tempfile
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -297,26 +296,32 @@ def test_text_and_token_ids_of_a_prompt_are_the_same_request(engine: Embedded) -
     assert (by_text.tokens, by_text.text) == (by_ids.tokens, by_ids.text)
 
 
-def maps() -> list[str]:
-    """Arenas that this process has mapped."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/starling-" in line]
+def maps(folder: Path) -> list[str]:
+    """Files below a folder that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {folder}/" in line]
+
+
+@pytest.fixture
+def arenas() -> Iterator[Path]:
+    """A folder of the test alone: servers of other tests have arenas in /dev/shm, which come and go."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.slow
-def test_closing_leaves_nothing_behind(model_path: Path) -> None:
-    gc.collect()  # errors that other tests caught hold frames of their engines
-    assert not maps()
-    before_files, before_threads = set(os.listdir("/dev/shm")), threading.active_count()
-    engine = Embedded.load(model_path, kv_cache_mb=4, ranks=3)
-    assert maps()
-    assert set(os.listdir("/dev/shm")) <= before_files  # mapped, and already without a name
-    assert threading.active_count() == before_threads + 2
+def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path) -> None:
+    config, threads = resolve({"server": {"arena_dir": str(arenas)}}, {}), set(threading.enumerate())
+    engine = Embedded.load(model_path, config=config, kv_cache_mb=4, ranks=3)
+    assert maps(arenas)
+    assert not list(arenas.iterdir())  # mapped, and already without a name
+    own = set(threading.enumerate()) - threads
+    assert len(own) == 2
     request_id = engine.submit([1, 2, 3], max_tokens=50, ignore_eos=True)
     engine.step()
     engine.close()
     engine.close()
-    assert threading.active_count() == before_threads
-    assert not maps()
+    assert not own & set(threading.enumerate())
+    assert not maps(arenas)
     assert not engine.poll(request_id).is_finished
     for call in (engine.step, engine.stats, lambda: engine.submit([1]), lambda: engine.cancel(request_id)):
         with pytest.raises(RuntimeError, match="the engine is closed"):
