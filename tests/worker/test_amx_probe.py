@@ -202,7 +202,11 @@ def test_the_probe_compares_bytes_and_prints_speedups_for_each_format(
 def test_a_machine_whose_tiles_are_slow_uses_vnni(
     amx_machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The whole choice, with real tile instructions in a short probe: equal bytes, and a trap for each instruction."""
+    """The whole choice, with real tile instructions in a short probe: equal bytes, and a trap for each instruction.
+
+    Another process may take the core from the product of dot products, and give it back later than all traps take:
+    that is one of the rounds, of which the median counts.
+    """
     amx_machine.clear()
     for name, value in amx_machine.environment.items():  # of the probe
         monkeypatch.setenv(name, value)
@@ -211,7 +215,8 @@ def test_a_machine_whose_tiles_are_slow_uses_vnni(
     monkeypatch.delenv(amx_verdict.PASSED_ON, raising=False)
     monkeypatch.setattr(amx_verdict, "isa", lambda: "amx")
     monkeypatch.setattr(amx_verdict, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(amx_verdict, "PROBE", [*amx_verdict.PROBE, "1", str(ROWS)])
+    monkeypatch.setattr(amx_verdict, "PROBE", [*amx_verdict.PROBE, str(amx_probe.AGREEING), str(ROWS)])
+    monkeypatch.setattr(amx_verdict, "PROBE_S", 3000)  # it runs on what other tests leave of the cores
     assert amx_verdict.needs_probe()
     verdict = amx_verdict.find_verdict()
     assert [path.name for path in tmp_path.glob("*.json")] == ["amx-speedups.json"]
