@@ -1,4 +1,7 @@
-"""One fleet of two engines for the tests of a module."""
+"""One fleet of two engines for the tests of a module.
+
+Its agents are never silent for too long, however busy the machine is.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def fleet(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Fleet]:
         {"key": "sk-other", "tenant": "other"},
         {"key": "sk-admin", "tenant": "ops", "admin": True},
     ]
-    running = Fleet(homes(), {"auth": {"api_keys": keys}}, wait_ms=1000)
+    running = Fleet(homes(), {"auth": {"api_keys": keys}}, wait_ms=1000, silent_ms=600_000)
     for name, engine in zip(("one", "two"), engines):
         running.add_agent(name, engine)
     yield running
@@ -86,7 +89,9 @@ def pair(
     keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
     home = homes()
     fleet = fleet_section(request, request.param, home)
-    first, second = (Fleet(home, {"auth": {"api_keys": keys}, **sections}, fleet, wait_ms=1000) for _ in range(2))
+    first, second = (
+        Fleet(home, {"auth": {"api_keys": keys}, **sections}, fleet, wait_ms=1000, silent_ms=600_000) for _ in range(2)
+    )
     for name, engine in zip(("one", "two"), engines):
         first.add_agent(name, engine)
     second.wait(lambda state: [one["health"] for one in state["agents"]] == ["READY", "READY"])

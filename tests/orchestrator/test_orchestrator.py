@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.fleet import token
 from starling.cli import cli
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, TestAgent
@@ -152,8 +153,7 @@ def test_a_stream_leaves_an_agent_whose_lease_has_ended(fleet: Fleet, engines: l
         step(engines[first], n_tokens)
         received = response.read1(1 << 16)
     else:
-        while not engines[first].peers.generator.running:
-            pass
+        poll_until(lambda: engines[first].peers.generator.running)
     fleet.write(f"agents/{name}", None)
     fleet.wait(lambda state: [one["agent_id"] for one in state["agents"]] == [("one", "two")[1 - first]])
     hold(engines[1 - first], False)
@@ -161,8 +161,7 @@ def test_a_stream_leaves_an_agent_whose_lease_has_ended(fleet: Fleet, engines: l
         response = connection.getresponse()
     received += response.read()
     # The engine that was left stops computing.
-    while engines[first].peers.generator.running:
-        pass
+    poll_until(lambda: not engines[first].peers.generator.running)
     hold(engines[first], False)
     fleet.register(fleet.agents[name])
     assert plain(received) == plain(undisturbed)

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from pipeline.fleet import token
 from starling.cli import cli
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import POLL_S, Fleet
@@ -30,7 +31,7 @@ def pair(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Pair]:
     """The agents "one" and "two" belong to the first one's object."""
     home = homes()
     sections = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
-    first, second = (Fleet(home, sections, wait_ms=1000) for _ in range(2))
+    first, second = (Fleet(home, sections, wait_ms=1000, silent_ms=600_000) for _ in range(2))
     for name, engine in zip(("one", "two"), engines):
         first.add_agent(name, engine)
     yield first, second
@@ -159,6 +160,7 @@ def test_a_quota_holds_for_both_and_survives_a_death(pair: Pair) -> None:
         assert answer.status == 200, answer.body
         while used(first) < count:
             assert orchestrator.process.poll() is None
+            time.sleep(POLL_S)
     for orchestrator in pair:
         while (refused := orchestrator.post("/v1/generate", BODY, mine)).status == 200:
             pass  # at most once: the other one's use is on its way
@@ -188,8 +190,7 @@ def test_streams_and_routing_go_on_without_the_store(pair: Pair, engines: list[S
         for orchestrator in pair:
             orchestrator.wait(lambda state: state["store"] == "down")
         # Agents that the orchestrators reach are asked to serve on, and nothing is loaded.
-        while not agent.is_extended:
-            pass
+        poll_until(lambda: agent.is_extended)
         agent.cold["cold"] = engines[1]
         first.wait(lambda state: any(one["id"] == "cold" for one in state["models"]))
         refused = first.post("/v1/generate", {**BODY, "model": "cold"}, MINE)
@@ -244,7 +245,7 @@ def test_jumps_of_the_clock_change_nothing(
     monkeypatch.setenv("CLOCK_OFFSET", str(offset))
     undisturbed = engines[0].post("/v1/generate", STREAM).body
     keys = [{"key": "sk-mine", "tenant": "mine"}]
-    jumping = Fleet(homes(), {"auth": {"api_keys": keys}}, is_forked=False, silent_ms=5000)
+    jumping = Fleet(homes(), {"auth": {"api_keys": keys}}, is_forked=False, silent_ms=600_000)
     try:
         for name, engine in zip(("one", "two"), engines):
             jumping.add_agent(name, engine)
@@ -261,7 +262,7 @@ def test_jumps_of_the_clock_change_nothing(
             assert abs(jumping.fleet_events()[-1]["at"] - time.time() - jump_s) < 3600  # it has jumped
             polls = [agent.polls for agent in jumping.agents.values()]
             while any(agent.polls < n + 3 for agent, n in zip(jumping.agents.values(), polls)):
-                pass
+                time.sleep(POLL_S)
             state = jumping.state()
             assert [one["health"] for one in state["agents"]] == ["READY", "READY"]
             assert (state["store"], state["leader"]) == ("up", True)

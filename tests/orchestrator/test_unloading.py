@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.fleet import token
-from tests.orchestrator.fleet import Fleet, TestAgent
+from tests.orchestrator.fleet import POLL_S, Fleet, TestAgent
 
 ENGINE: Any = SimpleNamespace(port=1)  # no request is sent to it
 
@@ -95,7 +96,7 @@ def test_idle_models_leave_for_one_that_needs_memory(tmp_path: Path) -> None:
     )
     place(fleet, "colder")
     while not (failed := [one for one in fleet.fleet_events() if one["kind"] == "load-failed"]):
-        pass
+        time.sleep(POLL_S)
     assert "more memory" in failed[0]["text"] and agent.unloads == ["idle"]
     assert fleet.close() == 0, "".join(fleet.lines)
 
@@ -113,4 +114,5 @@ def test_an_idle_model_leaves_an_agent_that_is_short_of_memory(tmp_path: Path) -
     seen = agent.polls
     while agent.polls < seen + 40:
         assert agent.unloads == ["idle"]
+        time.sleep(POLL_S)
     assert fleet.close() == 0, "".join(fleet.lines)
