@@ -122,7 +122,9 @@ def test_an_idle_agent_compiles(tmp_path: Path) -> None:
     share_caches(tmp_path / "publisher")
     publish_tiny(tmp_path, tmp_path / "blobs")
     models = [{"name": "tiny", "path": "catalog:tiny", "kv_cache_mb": 16}]
-    settings: dict[str, Any] = {"models": models, "fleet": {"blobs": str(tmp_path / "blobs")}}
+    # A lease that outlasts any pause of a busy machine: with a shorter one an agent refuses what it is asked for.
+    fleet = {"blobs": str(tmp_path / "blobs"), "agent": {"lease_ms": 600_000}}
+    settings: dict[str, Any] = {"models": models, "fleet": fleet}
     with Agent(home, settings, {"STARLING_FLEET__AGENT__COMPILE_KERNELS": "true"}) as agent:
         assert agent.process is not None
 

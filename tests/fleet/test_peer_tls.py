@@ -23,7 +23,7 @@ from stages.agent import stage as agent_stage
 from tests.fleet.certificates import Authority
 from tests.tls_files import DATA
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.fleet.coordination_stores import Clock
 from tests.fleet.members import TOKEN, member
 from tests.fleet.site import Site
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.fleet.two_agents import MINE, NAMES, SECTIONS, Hosts
+from tests.fleet.two_agents import MINE, NAMES, PATIENT, SECTIONS, Hosts
 from tests.orchestrator.fleet import Fleet
 
 PROMPTS = ("once upon a time", " there was", " and then")
@@ -46,7 +46,7 @@ def unmoved(hosts: Hosts) -> list[str]:
 def test_a_session_moves_when_its_agent_drains(hosts: Hosts, unmoved: list[str]) -> None:
     fleet, one = hosts.fleet, hosts.agents["one"]
     hosts.cordon("two", True)
-    other = Fleet(fleet.home, {**SECTIONS, "fleet": {"orchestrator": {"poll_ms": 50, "wait_ms": 60_000}}})
+    other = Fleet(fleet.home, {**SECTIONS, "fleet": {"orchestrator": PATIENT}})
     try:
         hosts.wait_ready(other)
         for orchestrator, session in ((fleet, "s"), (other, "t"), (other, "u")):

@@ -19,6 +19,8 @@ from tools.tiny_gguf import SHAPES, Shape
 NAMES = ("one", "two")
 SECTIONS = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
 MINE = {"Authorization": "Bearer sk-mine"}
+# A lease, or a silence, that outlasts any pause of a busy machine: after a shorter one an agent serves nothing.
+PATIENT = {"poll_ms": 50, "wait_ms": 60_000, "silent_ms": 600_000}
 
 
 class Host(Agent):
@@ -64,7 +66,7 @@ class Hosts:
             base / "o",
             {
                 **sections,
-                "fleet": {"blobs": str(blobs), "orchestrator": {"poll_ms": 50, "wait_ms": 60_000, **orchestrator}},
+                "fleet": {"blobs": str(blobs), "orchestrator": {**PATIENT, **orchestrator}},
             },
         )
         self.agents: dict[str, Host] = {}
@@ -75,7 +77,7 @@ class Hosts:
             (home / "fleet-token").write_text(self.fleet.secret)
             (home / "fleet-token").chmod(0o600)
             store = f"sqlite:{self.fleet.home / 'fleet.db'}"
-            agent = {"id": name, "lease_ms": 10_000}
+            agent = {"id": name, "lease_ms": 600_000}
             config = {
                 "cache": {"max_size_mb": cache_mb.get(name, 32)},
                 "fleet": {"store": store, "blobs": str(blobs), "agent": agent},
