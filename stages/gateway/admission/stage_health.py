@@ -48,8 +48,7 @@ class StageHealth:
     def observe(self, heartbeat: Heartbeat | None) -> None:
         """Take the last heartbeat received, None if there is none yet. Call when one arrives, and every `CHECK_S`."""
         now = self._clock()
-        # While the gateway was suspended, heartbeats could not be received: that time does not count.
-        lost = max(0.0, now - self._checked_at - CHECK_S)
+        lost = self._suspended_s(now)
         self._received_at += lost
         self._progressed_at += lost
         self._checked_at = now
@@ -61,6 +60,10 @@ class StageHealth:
         if is_progress or not heartbeat.busy:
             self._progressed_at = now
         self._heartbeat = heartbeat
+
+    def _suspended_s(self, now: float) -> float:
+        """Time since the last check in which the gateway was suspended: it could not receive heartbeats. In s."""
+        return max(0.0, now - self._checked_at - CHECK_S)
 
     @property
     def is_up(self) -> bool:
@@ -78,9 +81,11 @@ class StageHealth:
         if not heartbeat.ready:
             return heartbeat.reason or "not ready"
         now = self._clock()
-        if now - self._received_at > self._silent_s + (QUIET_S if heartbeat.idle else 0.0):
-            return f"silent for {now - self._received_at:.1f} s"
-        stuck_s = now - self._progressed_at
+        lost = self._suspended_s(now)  # a request can be handled before the heartbeats that came meanwhile
+        silent_s = now - (self._received_at + lost)
+        if silent_s > self._silent_s + (QUIET_S if heartbeat.idle else 0.0):
+            return f"silent for {silent_s:.1f} s"
+        stuck_s = now - (self._progressed_at + lost)
         if heartbeat.busy and stuck_s > self._stuck_s:
             return f"has work and has made no progress for {stuck_s:.1f} s"
         return ""
