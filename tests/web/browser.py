@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
 MISSING = "Chromium is not installed (Debian's package chromium)"
-TIMEOUT_S = 90.0  # of a command, and of a condition in the page
+TIMEOUT_S = 180.0  # of a command, and of a condition in the page
 FLAGS = (
     "--headless=new",
     "--no-sandbox",  # tests may run as root
@@ -141,16 +142,23 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Return when the condition holds in the page, also after it has been replaced by another one."""
+        """Return when the condition holds in the page, also after it has been replaced by another one.
+
+        A condition that throws, for example because its element does not exist yet, does not hold.
+        """
         watch = (
-            f"new Promise((resolve) => {{ const end = Date.now() + 2000; const look = () => ({condition}) ? "
-            "resolve(true) : Date.now() > end ? resolve(false) : setTimeout(look, 20); look(); })"
+            "new Promise((resolve) => { const end = Date.now() + 2000;"
+            f"const holds = () => {{ try {{ return ({condition}); }} catch {{ return false; }} }};"
+            "const look = () => holds() ? resolve(true) : Date.now() > end ? resolve(false) : setTimeout(look, 20);"
+            "look(); })"
         )
-        for _ in range(int(TIMEOUT_S / 2)):
-            params = {"expression": watch, "awaitPromise": True, "returnByValue": True}
+        params = {"expression": watch, "awaitPromise": True, "returnByValue": True}
+        deadline = time.monotonic() + TIMEOUT_S
+        while time.monotonic() < deadline:
             answer = self._try("Runtime.evaluate", params)
             if answer.get("result", {}).get("value") is True:
                 return
+            time.sleep(0.02)  # while a page is being replaced commands fail at once
         raise AssertionError(f"{condition} did not become true:\n{self.evaluate('document.body.innerText')}")
 
     def _try(self, method: str, params: dict[str, Any]) -> dict[str, Any]:

@@ -98,6 +98,7 @@ function save(name, type, text) {
 
 async function check() {
   const shown = byId("state");
+  const key = client.key.get();
   try {
     const { data } = await client.getJSON("/v1/models");
     settings.showModels(data);
@@ -105,9 +106,10 @@ async function check() {
     shown.textContent = isReady ? "ready" : "starting";
     shown.className = `state ${isReady ? "up" : "starting"}`;
   } catch (error) {
+    if (client.key.get() !== key) return; // a late answer: the check with the new key shows what holds
     shown.textContent = error.status === 401 ? "no key" : "no connection";
     shown.className = "state down";
-    if (error.status === 401) askKey(client.key.get() ? "The server does not know this key." : "This server asks for an API key.");
+    if (error.status === 401) askKey(key ? "The server does not know this key." : "This server asks for an API key.");
   }
 }
 
