@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pipeline.config.schema import Config
 from pipeline.ipc.endpoint import Hub
 from pipeline.protocol import messages as m
 from stages.tokenizer.service import TokenizerService
-from tests.gateway.http_client import HttpClient
+from tests.gateway.http_client import Answer, HttpClient
 from tests.gateway.peers import MODEL, Generator, make_tokenizer
 from tests.gateway.threaded import Threaded
 from tests.warm_programs import WarmProgram
@@ -49,6 +50,19 @@ class Peers(Threaded):
         self.tokenizer_hub: Hub | None = None
         self.scheduler_hub: Hub | None = None
         self._next_tick = 0.0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, sequences are started but get tokens from `step` alone: none ends before a test expects it."""
+        self.do(lambda: setattr(self, "is_stepping", False))
+        try:
+            yield
+        finally:
+            self.do(lambda: setattr(self, "is_stepping", True))
+
+    def step(self, n: int = 1) -> None:
+        """Generate up to n tokens of each running sequence."""
+        self.do(lambda: self.generator.step(n))
 
     # In the thread (call them through `do`).
 
@@ -189,7 +203,7 @@ class Server(HttpClient):
                 continue
         self._events.put({"event": "end of log"})
 
-    def wait_log(self, event: str, timeout_s: float = 60.0) -> dict[str, Any]:
+    def wait_log(self, event: str, timeout_s: float = 180.0) -> dict[str, Any]:
         """The next log line with that event."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -201,6 +215,17 @@ class Server(HttpClient):
 
     def wait_ready(self) -> None:
         self.wait_log("ready")
+
+    def ready(self) -> Answer:
+        """The answer of /ready, once it is a 200 or does not come from the state of the stages.
+
+        The peers are silent while this process has no core.
+        """
+        deadline = time.monotonic() + 60
+        while True:
+            answer = self.get("/ready")
+            if answer.status == 200 or "stages" not in answer.json or time.monotonic() > deadline:
+                return answer
 
     def close(self) -> int:
         """Send SIGTERM. Returns the exit code."""

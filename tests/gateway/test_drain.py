@@ -102,10 +102,11 @@ def test_unloading_a_model_lifts_its_drain(make_server: MakeServer) -> None:
 @pytest.mark.parametrize("target", [ALL, MODEL])
 def test_streams_finish_and_new_requests_are_rejected(server: Server, target: str) -> None:
     peers = server.peers
+    peers.do(lambda: setattr(peers, "is_stepping", False))
     stream = server.stream("/v1/generate", TEXT)
     events = stream.events()
+    peers.step()
     begun = [next(events)]
-    peers.do(lambda: setattr(peers, "is_stepping", False))
     try:
         state = ask(server, op="drain", target=target, timeout_s=60)
         assert (state["in_flight"], state["models"]) == (1, {MODEL: 1})
@@ -126,7 +127,7 @@ def test_streams_finish_and_new_requests_are_rejected(server: Server, target: st
         peers.do(lambda: setattr(peers, "is_stepping", True))
         state = ask(server, op="resume", target=target)
     assert state["draining"] == {}
-    assert state["readiness"]["ready"]
+    assert server.ready().status == 200
     assert server.post("/v1/generate", TEXT).status == 200
 
 
@@ -148,7 +149,7 @@ def test_the_state_is_sent_when_the_server_is_ready_or_after_a_time(make_server:
     ask(server, op="drain", target=ALL)
     begun = time.monotonic()
     assert not ask(server, op="state", timeout_s=0.2)["readiness"]["ready"]
-    assert time.monotonic() - begun >= 0.2
+    assert time.monotonic() - begun >= 0.19  # the gateway's timers have milliseconds
     note.unlink()
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(ask(server, op="state", timeout_s=60)))
@@ -157,16 +158,17 @@ def test_the_state_is_sent_when_the_server_is_ready_or_after_a_time(make_server:
         assert waiting.is_alive()
     assert not answers
     ask(server, op="resume", target=ALL)
-    waiting.join(30)
+    waiting.join(60)
     assert answers[0]["readiness"]["ready"]
 
 
 def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Server) -> None:
     peers = server.peers
+    peers.do(lambda: setattr(peers, "is_stepping", False))
     stream = server.stream("/v1/generate", TEXT)
     events = stream.events()
+    peers.step()
     next(events)
-    peers.do(lambda: setattr(peers, "is_stepping", False))
     answers: list[Any] = []
     waiting = threading.Thread(target=lambda: answers.append(server.post("/v1/generate", TEXT)))
     waiting.start()
@@ -228,7 +230,7 @@ def test_a_gateway_without_an_inherited_socket_cannot_hand_over(server: Server) 
     with pytest.raises(StarlingError) as caught:
         ask(server, op="handover", timeout_s=1)
     assert caught.value.code == "CONFLICT"
-    assert server.get("/ready").status == 200
+    assert server.ready().status == 200
 
 
 def test_new_connections_wait_during_a_handover(homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:

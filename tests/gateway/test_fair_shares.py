@@ -24,6 +24,9 @@ from tests.gateway.server import LONG_MINUTE, MakeServer, Server
 
 KEYS = {"api_keys": [{"key": "sk-a", "tenant": "a"}, {"key": "sk-b", "tenant": "b"}, {"key": "sk-o", "admin": True}]}
 BODY = {"prompt": "x", "max_tokens": 3}
+# A `preamble`: bodies that do not end hold their places for as long as a test needs them.
+LONG_BODIES = "import stages.gateway.http.request_body as b; b.BODY_TIMEOUT_S = 600.0"
+LONG_HEADS = "import stages.gateway.http.connection_gate as g; g.RESERVED_HEAD_S = 8.0"
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -103,13 +106,13 @@ def ask(server: Server, path: str, body: Any, headers: dict[str, str], source: s
 
 
 def test_slow_bodies_of_one_key_leave_the_others_and_the_probes_alone(make_server: MakeServer) -> None:
-    server = make_server(auth=KEYS)
+    server = make_server(auth=KEYS, preamble=LONG_BODIES)
     server.wait_ready()
     with ExitStack() as stack:
         slow_bodies(server, 300, stack, "sk-a")
         for _ in range(100):
             assert server.post("/v1/generate", BODY, bearer("sk-b")).status == 200
-            assert server.get("/ready").status == 200
+            assert server.ready().status == 200
             assert server.get("/v1/admin/state", bearer("sk-o")).status == 200
         refused = server.post("/v1/generate", BODY, bearer("sk-a"))
         assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
@@ -118,7 +121,7 @@ def test_slow_bodies_of_one_key_leave_the_others_and_the_probes_alone(make_serve
 
 
 def test_without_keys_an_address_has_its_share(make_server: MakeServer) -> None:
-    server = make_server(server={"max_concurrent_requests": 16})
+    server = make_server(server={"max_concurrent_requests": 16}, preamble=LONG_BODIES)
     server.wait_ready()
     with ExitStack() as stack:
         slow_bodies(server, 12, stack, source="127.0.0.2")
@@ -128,7 +131,7 @@ def test_without_keys_an_address_has_its_share(make_server: MakeServer) -> None:
         assert ask(server, "/v1/generate", BODY, {}, "127.0.0.2") == 429
         for _ in range(5):
             assert ask(server, "/v1/generate", BODY, {}, "127.0.0.1") == 200
-            assert ask(server, "/ready", None, {}, "127.0.0.2") == 200
+            assert ask(server, "/health", None, {}, "127.0.0.2") == 200
 
 
 def test_connections_of_one_address_do_not_keep_out_another(make_server: MakeServer) -> None:
@@ -141,11 +144,12 @@ def test_connections_of_one_address_do_not_keep_out_another(make_server: MakeSer
             )
         for _ in range(20):
             assert ask(server, "/v1/generate", BODY, bearer("sk-b"), "127.0.0.1") == 200
-            assert ask(server, "/ready", None, {}, "127.0.0.1") == 200
+            assert ask(server, "/health", None, {}, "127.0.0.1") == 200
 
 
 def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenants(make_server: MakeServer) -> None:
-    server = make_server(auth=KEYS, server={"max_connections_per_address": 2})
+    preamble = f"{LONG_BODIES}\n{LONG_HEADS}"
+    server = make_server(auth=KEYS, server={"max_connections_per_address": 2}, preamble=preamble)
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "is_stepping", False))
     with ExitStack() as stack:
@@ -153,8 +157,9 @@ def test_the_reserve_of_connections_is_for_probes_administration_and_idle_tenant
         deadline = time.monotonic() + 60
         while server.post("/v1/generate", BODY, bearer("sk-a")).status != 429:
             assert time.monotonic() < deadline
-        for path in ("/ready", "/health", "/metrics"):
+        for path in ("/health", "/metrics"):
             assert server.get(path).status == 200
+        assert server.ready().status == 200
         assert server.get("/v1/admin/state", bearer("sk-o")).status == 200
         server.peers.do(lambda: setattr(server.peers, "is_stepping", True))
         served = server.post("/v1/generate", BODY, bearer("sk-b"))
@@ -169,7 +174,7 @@ def shut_down(sock: socket.socket) -> None:
 
 
 def test_bytes_of_bodies_are_bounded_for_each_tenant(make_server: MakeServer) -> None:
-    server = make_server(auth=KEYS, server={"max_body_mb": 1, "body_buffer_mb": 4})
+    server = make_server(auth=KEYS, server={"max_body_mb": 1, "body_buffer_mb": 4}, preamble=LONG_BODIES)
     server.wait_ready()
     body = b'{"model": "%b", "prompt": "' % MODEL.encode() + b"x" * 1_000_000
     head = b"POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n" % (

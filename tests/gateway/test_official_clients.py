@@ -43,17 +43,15 @@ class Keyed(NamedTuple):
     def occupied(self) -> Iterator[Stream]:
         """The key `one` has a request in flight, whose stream stands still; at the end it has none."""
         peers, key = self.server.peers, {"Authorization": f"Bearer {self.keys['one']}"}
-        stream = self.server.stream("/v1/generate", LONG, key)
-        next(stream.events())
-        peers.do(lambda: setattr(peers, "is_stepping", False))
-        try:
-            yield stream
-        finally:
-            peers.do(lambda: setattr(peers, "is_stepping", True))
-            stream.close()
-            # The gateway learns later than the client that the connection is closed.
-            while self.server.request("POST", "/v1/generate", {"prompt": "x", "max_tokens": 1}, key).status == 429:
-                time.sleep(0.01)
+        with peers.held():
+            stream = self.server.stream("/v1/generate", LONG, key)
+            try:
+                yield stream
+            finally:
+                stream.close()
+        # The gateway learns later than the client that the connection is closed.
+        while self.server.request("POST", "/v1/generate", {"prompt": "x", "max_tokens": 1}, key).status == 429:
+            time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +46,16 @@ def chat(said: str, **fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "messages": [{"role": "user", "content": f"please say {said}"}], **fields}
 
 
-def pid_of(server: Server, name: str) -> int:
-    """The process of a plugin, which has its name as an argument."""
-    for pid in children(server.process.pid):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").endswith(b"\0" + name.encode()):
-            return pid
+def pid_of(server: Server, name: str, before: int = 0) -> int:
+    """The process of a plugin, which has its name as an argument; wait for the successor of `before`."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for pid in children(server.process.pid):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+                line = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if pid != before and line.rstrip(b"\0").endswith(b"\0" + name.encode()):
+                    return pid
+        time.sleep(0.02)
     raise AssertionError(f"plugin {name} has no process")
 
 
@@ -176,7 +182,7 @@ def test_a_killed_plugin_process_changes_no_byte(guarded: Server) -> None:
         os.kill(pid, signal.SIGKILL)
         assert _text([*begun, *events]) == {0: SHOWN * 3}
         stream.close()
-        assert pid_of(guarded, name) != pid
+        assert pid_of(guarded, name, before=pid)
 
 
 def test_the_journal_has_what_pre_inference_made_of_a_request(homes: Callable[[], Path], tmp_path: Path) -> None:

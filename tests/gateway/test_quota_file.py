@@ -12,7 +12,7 @@ from pipeline.api.quota_file import RECORD_BYTES, Level, QuotaFile, bucket_key
 from pipeline.api.quotas import Quotas
 from pipeline.config.schema import RateLimitsConfig
 from pipeline.errors import RateLimited
-from tests.gateway.server import MakeServer, Server
+from tests.gateway.server import LONG_MINUTE, MakeServer, Server
 
 
 class Restarts:
@@ -123,7 +123,8 @@ def test_after_a_disk_error_quotas_stay_in_memory(
 
 
 def test_levels_survive_a_kill(make_server: MakeServer) -> None:
-    server: Server = make_server(rate_limits={"requests_per_minute": 3, "tokens_per_minute": 100_000})
+    limits = {"requests_per_minute": 3, "tokens_per_minute": 100_000}
+    server: Server = make_server(rate_limits=limits, preamble=LONG_MINUTE)
     server.wait_ready()
     body = {"prompt": "x", "max_tokens": 5}
     assert [server.post("/v1/generate", body).status for _ in range(4)] == [200, 200, 200, 429]

@@ -126,10 +126,16 @@ def test_a_request_continues_while_it_has_another_reader(server: Server) -> None
 
 def test_a_request_without_a_reader_is_cancelled(server: Server) -> None:
     generator = server.peers.generator
-    begun = cut(server.stream("/v1/generate", {**GENERATE, "max_tokens": 290}), 3)
-    request_id = begun[0].id.partition(":")[0]
-    while server.peers.do(lambda: any(name.startswith(request_id) for name in generator.running)):
-        pass
+    with server.peers.held():
+        stream = server.stream("/v1/generate", {**GENERATE, "max_tokens": 290})
+        request_id = stream.response.headers["X-Request-Id"]
+        names = {f"{request_id}/{choice}" for choice in range(2)}
+        while not server.peers.do(lambda: generator.running.keys() >= names):
+            pass
+        server.peers.step(10)
+        assert cut(stream, 3)[0].id.partition(":")[0] == request_id
+        while server.peers.do(lambda: names & generator.running.keys()):
+            pass
     assert server.get(f"/v1/requests/{request_id}").status == 404
 
 

@@ -297,31 +297,24 @@ def test_concurrent_turns_disconnects_and_closing(server: Server, kv: KvPeer) ->
     before = kv.held(name)
     body = {"prompt": "y", "session_id": name, "ignore_eos": True, "max_tokens": 300}
 
-    def hold() -> None:
-        server.peers.is_stepping = False
-        server.peers.generator.step(2)
-
-    def go_on() -> None:
-        server.peers.is_stepping = True
-
-    stream = server.stream("/v1/generate", body)
-    next(stream.events())
-    server.peers.do(hold)
-    assert turn(server, "z", name, 409)["code"] == "CONFLICT"
-    stream.close()
-    while server.peers.do(lambda: bool(server.peers.generator.running)):
-        pass  # wait for one round of the peer
-    server.peers.do(go_on)
+    with server.peers.held():
+        stream = server.stream("/v1/generate", body)
+        server.peers.step(2)
+        next(stream.events())
+        assert turn(server, "z", name, 409)["code"] == "CONFLICT"
+        stream.close()
+        while server.peers.do(lambda: bool(server.peers.generator.running)):
+            pass  # wait for one round of the peer
     assert kv.held(name) == before
     turn(server, "z", name)
 
-    stream = server.stream("/v1/generate", {**body, "max_tokens": 200})
-    next(stream.events())
-    server.peers.do(hold)
-    close(server, name)
-    events = stream.all()
-    assert events[-2].data["error"]["code"] == "NOT_FOUND"
-    server.peers.do(go_on)
+    with server.peers.held():
+        stream = server.stream("/v1/generate", {**body, "max_tokens": 200})
+        server.peers.step(2)
+        next(stream.events())
+        close(server, name)
+        events = stream.all()
+        assert events[-2].data["error"]["code"] == "NOT_FOUND"
     assert kv.count() == 0
 
 

@@ -116,7 +116,7 @@ def test_a_client_that_leaves_while_the_disk_is_slow_leaves_nothing(make_server:
     server = make_server()
     server.wait_ready()
     follower = begin_stream(server)
-    with faults(server, "disk:slow@journal=1500"):
+    with faults(server, "disk:slow@journal=5000"):
         connection = server.connect(timeout_s=0.5)
         body, kind = b'{"prompt": "x", "max_tokens": 3}', {"Content-Type": "application/json"}
         connection.request("POST", "/v1/generate", body, kind)
