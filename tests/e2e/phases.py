@@ -22,7 +22,7 @@ PHASES = {
     "finishing": "scheduler@finishing=1",  # a last token, not sent
     "answered": "gateway@finishing=1",  # before the journal has the end
 }
-ARMED_S = 30.0
+ARMED_S = 120.0
 
 
 def plan_strike(

@@ -29,6 +29,8 @@ def events(server: Server, path: str, body: Any, headers: Mapping[str, str]) -> 
                 if value == "[DONE]":
                     return
                 yield where, json.loads(value)
+    except http.client.IncompleteRead:
+        return  # the connection ended in the middle of a chunk
     finally:
         connection.close()
 
@@ -53,7 +55,7 @@ def comparable(data: list[dict[str, Any]]) -> str:
 
 def wait_answering(server: Server) -> None:
     """Connect until the gateway's successor answers."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:
         try:
             server.request("GET", "/health")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -21,7 +22,8 @@ def cores_of(pid: int) -> set[int]:
     """The cores that threads of a process may run on."""
     found: set[int] = set()
     for thread in os.listdir(f"/proc/{pid}/task"):
-        found |= os.sched_getaffinity(int(thread))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            found |= os.sched_getaffinity(int(thread))
     return found
 
 

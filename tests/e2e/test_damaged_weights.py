@@ -99,9 +99,9 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
         server.wait_for("worker group has given up, other models go on")
         assert when_ready(server, "sound") == expected["sound"]
         server.wait_output(named)
+        poll_until(lambda: server.request("GET", "/ready")[1]["models"]["sound"]["ready"])
         status, ready, _ = server.request("GET", "/ready")
         assert status == 503
-        assert ready["models"]["sound"]["ready"]
         assert ready["models"]["damaged"]["reason"].startswith(f"its worker cannot start: {named}")
         status, body = generate(server, "damaged")
         assert (status, body["error"]["code"]) == (503, "MODEL_UNAVAILABLE")

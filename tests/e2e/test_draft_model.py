@@ -147,7 +147,7 @@ def command(server: Server, *words: str) -> None:
         env=server.environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

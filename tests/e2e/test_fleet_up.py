@@ -155,7 +155,8 @@ def move_a_stream(fleet: FleetUp, operator: Operator, body: dict[str, Any]) -> d
             operator.cordon(agent, cordoned=False)
     assert content(received) == content(undisturbed)
     why = operator.get(f"/v1/fleet/why/{name}")
-    assert why["choices"][-1]["agent_id"] == "agent-2", "the stream ended before it was moved"
+    if why["choices"][-1]["agent_id"] != "agent-2":
+        return {"outcome": "the stream ended before it was moved"}
     first = why["transfers"][0]
     assert (first["source"], first["target"]) == ("agent-1", "agent-2"), why["transfers"]
     return dict(first)
@@ -165,7 +166,7 @@ def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
     operator = Operator(fleet)
     words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
     before = operator.total("agent-2", "starling_kv_cache_hits_total")
-    for attempt in range(3):  # on a busy machine pages may come too late, or take longer than computing them again
+    for attempt in range(6):  # on a busy machine pages may come too late, or take longer than computing them again
         prompt = f"Night {attempt}. " + 60 * words
         first = move_a_stream(fleet, operator, {**SAMPLED, "prompt": prompt, "max_tokens": 300})
         if first["outcome"] == "sent":

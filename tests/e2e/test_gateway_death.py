@@ -20,7 +20,7 @@ MINE, OTHER = {"Authorization": "Bearer sk-mine"}, {"Authorization": "Bearer sk-
 KEYS = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
 REQUEST: dict[str, Any] = {
     "prompt": "The old lighthouse keeper climbed the spiral stairs every evening, counting each step. " * 4,
-    "max_tokens": 120,
+    "max_tokens": 400,
     "seed": 11,
     "temperature": 0.8,
     "ignore_eos": True,

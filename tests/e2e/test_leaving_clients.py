@@ -19,7 +19,7 @@ import pytest
 
 from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import POLL_S, Server
 
 ARE_MANY = bool(os.environ.get("STARLING_LEAVING_CLIENTS"))
 pytestmark = [pytest.mark.slow, *([pytest.mark.timeout(3600)] if ARE_MANY else [])]
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, *([pytest.mark.timeout(3600)] if ARE_MANY else [
 N_SLOW, N_LEAVING = (500, 1000) if ARE_MANY else (12, 24)
 AT_ONCE = 50 if ARE_MANY else 4  # of the clients that leave
 N_FIRST = 8  # requests before the others, whose answers are read
-N_TOKENS = 400 if ARE_MANY else 64  # of a stream that is left; 64 of them are more than 4096 bytes
+N_TOKENS = 400  # of a stream that is left: more than come while the process of the clients has no core
 SETTLED_S = 300
 # A server refuses what its queue would not finish in the time of a request: 50 streams of 400 tokens take more than
 # the default of 300 s on two slow cores. Those that leave do not wait for their tokens.
@@ -105,6 +105,7 @@ def wait_settled(server: Server, before: dict[str, Any]) -> dict[str, Any]:
     deadline = time.monotonic() + SETTLED_S
     while not is_settled(now := holdings(server), before):
         assert time.monotonic() < deadline, f"{before}, now {now}"
+        time.sleep(POLL_S)
     return now
 
 
@@ -118,6 +119,7 @@ def before(crowded: Server) -> dict[str, Any]:
     deadline = time.monotonic() + SETTLED_S
     while not is_told(now := holdings(crowded)) or any(now[name] for name in ("running", "queued", "leased")):
         assert time.monotonic() < deadline, repr(now)
+        time.sleep(POLL_S)
     return now
 
 

@@ -37,7 +37,7 @@ def test_the_processes_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with Up(tmp_path, {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16, "ranks": 2}]}) as server:
         monkeypatch.setenv("STARLING_HOME", str(tmp_path))
         monkeypatch.setenv("STARLING_CONFIG", str(server.config_path))
-        assert events(server, "/v1/generate", REQUEST, {})
+        assert list(events(server, "/v1/generate", REQUEST, {}))
         wait_idle(tmp_path)
         processes = measure(load())
         shown = "\n".join(table(processes))

@@ -65,7 +65,7 @@ def test_each_model_has_its_own_workers_arena_and_cores(server: Server) -> None:
 def test_a_full_queue_of_one_model_does_not_delay_the_other(server: Server) -> None:
     alone = ask(server, "two", 1)[1]["choices"]
     with ThreadPoolExecutor(48) as pool:
-        flood = [pool.submit(ask, server, "one", i, 200) for i in range(48)]
+        flood = [pool.submit(ask, server, "one", i, 600) for i in range(48)]
         others = [ask(server, "two", 1) for _ in range(3)]
         answers = [asked.result() for asked in flood]
     assert [status for status, _, _ in others] == [200] * 3

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,14 +21,14 @@ from starling.cli.reload import change
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events, wait_answering
-from tests.e2e.server import POLL_S, Server, poll_until, wait_gone
+from tests.e2e.server import Server, poll_until, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
 
 REQUEST: dict[str, Any] = {"prompt": [5, 6, 7, 8], "max_tokens": 20, "ignore_eos": True, "seed": 3}
 SMALL = SHAPES["small"]._replace(context_length=8192)
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 NAMES = ("first", "second", "third")
 
 
@@ -72,6 +71,11 @@ def wait_state(server: Server, model: str, state: str) -> None:
     )
 
 
+def wait_states(server: Server, expected: dict[str, str]) -> None:
+    """A model answers a moment before it is loaded, and another one may be unloaded after that."""
+    poll_until(lambda: states(server) == expected, lambda: states(server), TIMEOUT_S)
+
+
 def parent(pid: int) -> int:
     found = read_stat(pid)
     assert found is not None
@@ -105,11 +109,9 @@ def test_a_request_loads_a_model_and_the_least_recently_used_one_goes(server: Se
     """The pinned one stays. Each model answers with its own weights, before and after."""
     first, second, third = (tokens(server, name) for name in NAMES)
     assert len({tuple(first), tuple(second), tuple(third)}) == 3
-    wait_state(server, "third", "loaded")  # it answers a moment before
-    assert states(server) == {"first": "loaded", "second": "unloaded", "third": "loaded"}
+    wait_states(server, {"first": "loaded", "second": "unloaded", "third": "loaded"})
     assert [tokens(server, name) for name in reversed(NAMES)] == [third, second, first]
-    wait_state(server, "second", "loaded")
-    assert states(server) == {"first": "loaded", "second": "loaded", "third": "unloaded"}
+    wait_states(server, {"first": "loaded", "second": "loaded", "third": "unloaded"})
     shown = {one["name"]: one for one in json.loads(starling(server, "models", "--json"))}
     assert [shown[name]["state"] for name in NAMES] == ["loaded", "loaded", "ready"]
     assert shown["first"]["last_used"] >= shown["second"]["last_used"] > 0
@@ -227,6 +229,7 @@ def test_a_waiting_request_survives_the_death_of(victim: str, server: Server) ->
     undisturbed = comparable([data for _, data in events(server, "/v1/generate", body, {})])
     wait_state(server, "second", "unloaded")
     name = f"req-{os.urandom(12).hex()}"
+    ending = workers_of_second(server)  # of the load before, perhaps
     connection = server.connect()
     headers = {"Content-Type": "application/json", "X-Starling-Request": name}
     with held_loads(server):
@@ -240,7 +243,9 @@ def test_a_waiting_request_survives_the_death_of(victim: str, server: Server) ->
             os.kill(pid, signal.SIGKILL)
             assert wait_gone(pid)
     if victim == "worker":
-        os.kill(server.pid_of(worker_of_second(server)), signal.SIGKILL)
+        poll_until(lambda: workers_of_second(server) - ending, timeout_s=TIMEOUT_S)
+        (pid,) = workers_of_second(server) - ending
+        os.kill(pid, signal.SIGKILL)
     if victim == "gateway":
         connection.close()
         wait_answering(server)
@@ -253,15 +258,10 @@ def test_a_waiting_request_survives_the_death_of(victim: str, server: Server) ->
     wait_state(server, "second", "unloaded")
 
 
-def worker_of_second(server: Server) -> str:
-    """The stage name of its worker, once there is one."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while True:
-        for record in read_all(server.home / "run"):
-            if record.stage.startswith("worker-second") and record.alive:
-                return record.stage
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
+def workers_of_second(server: Server) -> set[int]:
+    """The processes of its workers."""
+    records = read_all(server.home / "run")
+    return {record.pid for record in records if record.stage.startswith("worker-second") and record.alive}
 
 
 def test_a_load_that_fails_is_refused(server: Server) -> None:

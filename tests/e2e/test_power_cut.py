@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import Server
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -54,11 +52,7 @@ def test_a_restart_restores_sessions_streams_quotas_and_caches(tmp_path: Path) -
             for event in events(server, "/v1/generate", LONG, MINE):
                 begun.append(event)
                 if len(begun) == 60:
-                    pids = list(server.pids())
-                    for pid in pids:
-                        with contextlib.suppress(ProcessLookupError):  # it has died with its parent
-                            os.kill(pid, signal.SIGKILL)
-                    assert all(map(wait_gone, pids))
+                    server.kill_all()
         server.stop()
         assert server.leftovers()  # sockets and arenas, as after a crash
         server.start().wait_ready()

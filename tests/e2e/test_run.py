@@ -79,7 +79,9 @@ def pid_of_up(server: Server) -> int:
 def first_byte(process: subprocess.Popen[bytes]) -> bytes:
     assert process.stdout is not None
     assert select.select([process.stdout], [], [], START_S)[0]
-    return os.read(process.stdout.fileno(), 1)
+    byte = os.read(process.stdout.fileno(), 1)
+    assert byte, process.stderr and process.stderr.read()
+    return byte
 
 
 # ------------------------------------------------------------------ with a server that runs
@@ -129,17 +131,17 @@ def test_a_conversation_has_all_its_messages(server: Server) -> None:
 )
 def test_what_is_wrong_is_said_in_one_line(server: Server, args: tuple[str, ...], code: int, message: str) -> None:
     process = begin(server, *args)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=120)
     assert (process.returncode, out) == (code, b""), errors
     assert message in errors.decode()
     assert b"Traceback" not in errors
 
 
 def test_ctrl_c_cancels_the_request(server: Server) -> None:
-    process = begin(server, *LONG[:-1])
+    process = begin(server, *LONG[:-1], "--max-tokens", "1900")
     first_byte(process)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert errors.decode().strip() == "starling: interrupted"
     server.wait_metrics("starling_requests_in_flight", lambda found: not any(found.values()))
@@ -161,8 +163,9 @@ def test_a_stage_that_dies_costs_no_byte(server: Server, stage: str) -> None:
 
 def test_a_request_that_the_gateway_forgot_is_sent_again(tmp_path: Path) -> None:
     with configured(tmp_path, journal_mb=0) as server:
-        undisturbed = json.loads(starling(server, *LONG))
-        process = begin(server, *LONG)
+        longer = (*LONG, "--max-tokens", "1900")  # so that the gateway is killed before the end
+        undisturbed = json.loads(starling(server, *longer))
+        process = begin(server, *longer)
         server.wait_metrics("starling_requests_in_flight", lambda found: any(found.values()))
         os.kill(server.pid_of("gateway"), signal.SIGKILL)
         out, errors = process.communicate(timeout=120)
@@ -218,7 +221,7 @@ class Chat:
 
     def wait_for(self, pattern: str) -> None:
         """Read until the pattern has been shown, and forget what was before its end."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not re.search(pattern, self._seen):
             assert select.select([self._terminal], [], [], max(0, deadline - time.monotonic()))[0], self._seen
             self._seen += os.read(self._terminal, 65536).decode("utf-8", "replace")
@@ -308,7 +311,7 @@ def test_a_server_is_started_and_ended(stopped: Server) -> None:
 
 def test_commands_share_the_server_that_one_of_them_started(stopped: Server) -> None:
     """It ends with the last of them, also when that is not the one that started it."""
-    first = begin(stopped, *LONG[:-1], "--max-tokens", "3000")
+    first = begin(stopped, *LONG[:-1], "--max-tokens", "1900")
     first_byte(first)
     up = pid_of_up(stopped)
     second = begin(stopped, "chat", "--seed", "1", "--max-tokens", "5", stdin=subprocess.PIPE)
@@ -319,10 +322,10 @@ def test_commands_share_the_server_that_one_of_them_started(stopped: Server) -> 
     first.kill()
     first.communicate()
     second.stdin.write(b"Again\n")
-    out, errors = second.communicate(timeout=60)
+    out, errors = second.communicate(timeout=120)
     assert (second.returncode, errors) == (0, b"")
     assert out.count(b"\n") >= 1
-    assert wait_gone(up, 30)
+    assert wait_gone(up)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -333,14 +336,14 @@ def test_what_a_command_started_ends_with_it(stopped: Server, moment: str, numbe
         first_byte(process)
     up = pid_of_up(stopped)
     process.send_signal(number)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
-    assert wait_gone(up, 30)
+    assert wait_gone(up)
 
 
 def test_a_server_that_cannot_start_is_explained(stopped: Server) -> None:
     stopped.environment["STARLING_MODELS__0__PATH"] = "/no/such.gguf"
     process = begin(stopped, "run", "tiny", "x")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 78
     assert "the server could not be started: model 'tiny': /no/such.gguf does not exist" in errors.decode()

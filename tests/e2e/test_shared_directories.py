@@ -55,11 +55,6 @@ def test_a_second_server_with_the_same_state_directory_is_refused(tmp_path: Path
         finally:
             second.stop(signal.SIGKILL)
         # The locks of a killed server are free at once.
-        pids = first.pids()
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)  # so that no process cleans up after another
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert all(wait_gone(pid) for pid in pids)
+        first.kill_all()
         with server(homes[1]) as second:
             assert second.post("/v1/generate", prompt=[1, 2, 3], max_tokens=3)["choices"]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 SPARE_BYTES = 256 << 10  # for metrics, locks and honcho's semaphores; less than any of the arenas
 ESTIMATED_BYTES = (4 << 20) + (capacity.UNPREPARED_MB << 20)  # arenas of a model that is not converted, with its KV
-REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 600, "seed": 5, "ignore_eos": True}
+REQUEST: dict[str, Any] = {"prompt": [1, 2, 3], "max_tokens": 1500, "seed": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

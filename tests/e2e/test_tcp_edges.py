@@ -70,7 +70,7 @@ def test_a_stranger_cannot_reach_a_stage(tcp_server: Server, edge: str, has_keys
         )
         assert not raw.poll(0)
     assert choices(tcp_server)
-    assert any("connection refused" in line and edge in line for line in tcp_server.output)
+    tcp_server.wait_output("connection refused", edge)
 
 
 def test_a_killed_stage_returns_to_its_edges(tcp_server: Server) -> None:

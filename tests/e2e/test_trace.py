@@ -223,13 +223,23 @@ def killed_meanwhile(server: Up, stage: str) -> tuple[dict[str, Any] | None, tup
     return (found if is_seen else None), (pid, server.pid_of(stage))
 
 
+def slow_line(server: Up, name: str) -> dict[str, Any]:
+    """The line of a slow request in the gateway's log, which a thread writes after the answer."""
+    deadline = time.monotonic() + 60
+    while True:
+        for text in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines():
+            line: dict[str, Any] = json.loads(text)
+            if line["event"] == "slow request" and line["client_request_id"] == name:
+                return line
+        assert time.monotonic() < deadline, f"no line of {name}"
+
+
 def test_slow_requests_are_logged_with_where_the_time_went(server: Up) -> None:
     headers = {"X-Request-Id": "slow-one"}
     body = {"model": "tiny", "prompt": "a b c", "max_tokens": 40, "ignore_eos": True}
     assert server.request("POST", "/v1/completions", body, headers)[0] == 200
     found = trace(server, "slow-one")
-    logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
-    line = next(line for line in logged if line["event"] == "slow request" and line["client_request_id"] == "slow-one")
+    line = slow_line(server, "slow-one")
     assert (line["model"], line["finish"], line["completion_tokens"]) == ("tiny", "finished", 40)
     assert {name: line[f"{name}_ms"] for name in found["phases_ms"]} == found["phases_ms"]
     assert line["duration_ms"] == found["duration_ms"]
@@ -260,8 +270,7 @@ def test_requests_for_vectors_have_a_timeline(server: Up, path: str, body: dict[
     assert events.count("queued") == events.count("admitted") == 3
     assert {event["stage"] for event in found["events"]} >= {"gateway", "scheduler"}
     assert sum(found["phases_ms"].values()) == pytest.approx(found["duration_ms"], abs=0.1)
-    logged = [json.loads(line) for line in starling(server, "logs", "gateway", "-n", "10000", "--json").splitlines()]
-    assert any(line["event"] == "slow request" and line["client_request_id"] == name for line in logged)
+    assert slow_line(server, name)
 
 
 def test_log_levels_change_while_the_server_runs(server: Up) -> None:

@@ -6,6 +6,7 @@ This test plays the download: it has the record of the verified bytes, and holds
 from __future__ import annotations
 
 import hashlib
+import http.client
 import signal
 import threading
 import time
@@ -103,6 +104,10 @@ class Waiting(BareServer):
         while not any(one.reason == "stopping" for one in read_all(run_dir) if one.stage.startswith("worker")):
             assert time.monotonic() < deadline
             time.sleep(0.02)
+
+    def connect(self, timeout_s: float = 2 * START_S) -> http.client.HTTPConnection:
+        """An answer waits for the starts of several stages."""
+        return super().connect(timeout_s)
 
     def answer(self) -> list[int]:
         events = list(self.stream("/v1/generate", **REQUEST))

@@ -20,7 +20,7 @@ from shm.pages import attach_kv
 from tests.e2e.command import starling
 from tests.e2e.comparison import comparable, process
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import Server, poll_until, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,13 @@ def test_two_long_streams_run_beside_a_dying_kv(server: Server, undisturbed: str
 
 
 def test_every_page_is_accounted_for(server: Server, undisturbed: str) -> None:
-    (model,) = json.loads(starling(server, "kv", "check", "--json"))["models"]
+    def check() -> dict[str, Any]:
+        (model,) = json.loads(starling(server, "kv", "check", "--json"))["models"]
+        return dict(model)
+
+    # The kv stage learns a moment after the client that the last sequence has ended.
+    poll_until(lambda: check()["audit"]["headers"][2] == 0, lambda: check()["audit"])
+    model = check()
     counts = model["audit"]
     assert model["problems"] == []
     assert sum(counts["headers"]) == sum(counts["page_table"]) == model["total"]
