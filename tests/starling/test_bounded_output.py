@@ -17,9 +17,17 @@ from starling.cli.bounded_output import BoundedOutput
 
 Pipe = tuple[IO[bytes], TextIO]
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 180.0
 PIPE = 16 << 10  # bytes
 LINE = 600  # characters
+
+
+PATIENT = """
+from honcho import manager
+from starling.cli import honcho_patch
+manager.KILL_WAIT = 60.0  # until SIGKILL: a shell without a core handles SIGTERM late
+honcho_patch.main()
+"""
 
 
 @pytest.fixture
@@ -66,7 +74,7 @@ def test_honcho_ends_when_its_output_is_not_read(tmp_path: Path, pipe: Pipe) -> 
     procfile = tmp_path / "Procfile"
     work = f"echo {'x' * LINE}; echo >>{written}; sleep 0.02"
     procfile.write_text(f"a: trap 'touch {ended}; exit 0' TERM; while :; do {work}; done\n")
-    command = [sys.executable, "-m", "starling.cli.honcho_patch", "start", "-f", str(procfile)]
+    command = [sys.executable, "-c", PATIENT, "start", "-f", str(procfile)]
     honcho = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=subprocess.STDOUT)
     try:
         while not written.exists() or written.stat().st_size < 2 * PIPE // LINE:  # half of these lines do not fit

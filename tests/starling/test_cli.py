@@ -28,7 +28,7 @@ def starling(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
@@ -132,7 +132,7 @@ def test_a_reader_that_goes_away_is_no_error(home: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb") as out:
-        result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=60)
+        result = subprocess.run(command, env=env, stdout=out, stderr=subprocess.PIPE, timeout=240)
     assert result.stderr == b""
 
 
@@ -141,7 +141,7 @@ def test_an_output_on_a_full_disk_is_one_message(home: Path, command: str, unbuf
     line = [sys.executable, "-m", "starling", *command.split()]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        done = subprocess.run(line, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=240, check=False)
     assert done.stderr == "starling: standard output: No space left on device; the rest was not printed\n"
     assert done.returncode == 1
 
@@ -153,7 +153,7 @@ def test_no_output_at_all_is_no_error(home: Path) -> None:
     def close() -> None:
         os.close(1)
 
-    done = subprocess.run(line, env=env, stderr=subprocess.PIPE, timeout=60, check=False, preexec_fn=close)
+    done = subprocess.run(line, env=env, stderr=subprocess.PIPE, timeout=240, check=False, preexec_fn=close)
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -174,7 +174,7 @@ def test_what_a_stage_announces_may_find_no_reader(output: str) -> None:
         os.close(reader)
     try:
         line, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(line, env=env, stdout=stdout, stderr=subprocess.PIPE, timeout=60, check=False)
+        done = subprocess.run(line, env=env, stdout=stdout, stderr=subprocess.PIPE, timeout=240, check=False)
     finally:
         os.close(stdout)
     assert (done.returncode, done.stderr) == (0, b"goes on\n")
@@ -185,7 +185,7 @@ def test_messages_that_find_no_room_leave_the_exit_code(home: Path, unbuffered: 
     line = [sys.executable, "-m", "starling", "show", "absent"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(line, env=env, stderr=full, timeout=60, check=False)
+        done = subprocess.run(line, env=env, stderr=full, timeout=240, check=False)
     assert done.returncode == 2
 
 
@@ -217,7 +217,7 @@ sys.meta_path.insert(0, Interrupt())
     )
     command = [str(Path(sys.executable).with_name("starling")), "config"]
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode in (130, -signal.SIGINT)
     assert done.stderr.strip() in ("", "starling: interrupted")
 
@@ -295,7 +295,7 @@ def as_anybody(*args: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         preexec_fn=drop,
     )
 

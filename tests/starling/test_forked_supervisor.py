@@ -109,14 +109,16 @@ honcho_patch.main()
 
 
 def test_processes_that_do_not_end_are_killed_after_one_has_ended(tmp_path: Path) -> None:
-    lines = [f"stuck{i}: trap '' TERM; echo ready; while :; do sleep 1; done" for i in range(2)]
-    (tmp_path / "Procfile").write_text("\n".join([*lines, "gone: sleep 0.5; exit 3"]) + "\n")
+    ready = [tmp_path / f"ready{i}" for i in range(2)]
+    lines = [f"stuck{i}: trap '' TERM; touch {file}; while :; do sleep 1; done" for i, file in enumerate(ready)]
+    lines.append(f"gone: until [ -e {ready[0]} ] && [ -e {ready[1]} ]; do sleep 0.02; done; exit 3")
+    (tmp_path / "Procfile").write_text("\n".join(lines) + "\n")
     done = subprocess.run(
         [sys.executable, "-c", IMPATIENT, "start", "-f", str(tmp_path / "Procfile")],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 3, done.stderr
     for i in range(2):
@@ -143,7 +145,7 @@ honcho_patch.main()
 def test_a_signal_during_an_import_ends_all_processes_that_start(
     tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    (tmp_path / "Procfile").write_text("kv: exec starling supervise kv\nlast: exec sleep 20\n")
+    (tmp_path / "Procfile").write_text("kv: exec starling supervise kv\nlast: exec sleep 600\n")
     honcho = subprocess.Popen(
         [sys.executable, "-c", HELD, "start", "-f", str(tmp_path / "Procfile")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "STARLING_HOME": str(tmp_path)},
@@ -154,7 +156,7 @@ def test_a_signal_during_an_import_ends_all_processes_that_start(
     assert honcho.stdout is not None
     assert honcho.stdout.readline() == "held\n"
     honcho.send_signal(number)
-    output, _ = honcho.communicate("go on\n", timeout=60)
+    output, _ = honcho.communicate("go on\n", timeout=240)
     assert honcho.returncode == code, output
     assert "kv.1 stopped (rc=-15)" in output
     assert "last.1 stopped (rc=-15)" in output

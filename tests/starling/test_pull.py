@@ -76,10 +76,10 @@ def test_a_pulled_name_is_a_model_of_the_configuration(home: Path, gguf: Path) -
     pulled(home, str(gguf), "--name", "mine")
     command = [sys.executable, "-m", "starling", "config", "--json"]
     settings = {"STARLING_MODELS__0__NAME": "mine"}
-    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     settings = {"STARLING_MODELS__0__NAME": "not-mine"}
-    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment(home, **settings), capture_output=True, text=True, timeout=240)
     assert done.returncode == 78
     assert "pulled models (starling pull) are known by name" in done.stderr
 
@@ -255,7 +255,7 @@ def test_who_waits_for_a_download_takes_its_file(home: Path, gguf: Path, monkeyp
             return real(directory, name, on_wait)
 
         def hold(server: FileServer, begin: int) -> None:
-            assert both_asked.wait(60)
+            assert both_asked.wait(LIMIT_S)
 
         files.before = hold
         monkeypatch.setattr(pulls, "lock", lock)

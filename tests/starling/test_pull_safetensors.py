@@ -207,12 +207,12 @@ def test_a_killed_pull_goes_on_with_the_files_that_it_lacks(home: Path, hub: Hub
     def before(name: str) -> None:
         if name == "model-00002-of-00003.safetensors" and not killed.is_set():
             reached.set()
-            killed.wait(60)
+            killed.wait(240)
 
     hub.before = before
     command = [sys.executable, "-m", "starling", "pull", "hf:org/Sharded", "--json"]
     process = subprocess.Popen(command, env=environment(home, HF_ENDPOINT=hub.url), stdout=subprocess.DEVNULL)
-    assert reached.wait(60)
+    assert reached.wait(240)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed.set()
@@ -228,7 +228,7 @@ def test_two_processes_convert_a_repository_once(home: Path, hub: Hub) -> None:
     env = environment(home, HF_ENDPOINT=hub.url)
     command = [sys.executable, "-m", "starling", "pull", "--json"]
     all_three = [subprocess.Popen([*command, one], env=env, stdout=subprocess.PIPE, text=True) for one in sources]
-    digests = {json.loads(one.communicate(timeout=120)[0])[0]["digest"] for one in all_three}
+    digests = {json.loads(one.communicate(timeout=240)[0])[0]["digest"] for one in all_three}
     assert len(digests) == 1
     weights = [path for kind, path in hub.requests if kind == "GET" and path.endswith("/model.safetensors")]
     assert len(weights) == 2  # the first byte, by which the length is known, and all of them

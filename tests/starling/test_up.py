@@ -20,7 +20,7 @@ from pipeline.config import server_cores
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 # `up` with the Procfile of the test and nothing to prepare.
 UP = """
