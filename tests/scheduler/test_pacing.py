@@ -181,3 +181,40 @@ def test_the_next_step_is_published_earlier_if_the_worker_had_to_wait():
     world.run_until_idle()
     assert world.tokens["a"] == reference(submission("a", [1, 2, 3], 300))[0]
     assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "the lead shrinks again"
+
+
+@pytest.mark.parametrize("streams", [3, 4])
+def test_a_long_step_is_published_early_if_no_request_that_arrives_could_join_it(streams: int) -> None:
+    """Places are free in a batch of 4 with three streams; and with four behind the last token of one of them."""
+    world = World(batch=4, pages=128)
+    engine = world.engine
+    world.set_cost(60_000.0, 1.0, 0.001, is_fixed=True)
+    for i in range(streams):
+        world.submit(submission(f"s{i}", [1, 2, 3 + i], 20 if i else 12))
+    while len(engine.table.live) < streams or any(s.outputs < 2 for s in engine.table.live.values()):
+        world.run_round()
+        world.exchange_with_kv()
+        world.now += engine.steps.publish_wait_s(world.now)
+        world.run_round()
+        world.compute_step()
+    seen = set()
+    while "s0" not in world.ends:
+        world.run_round()
+        world.collect()
+        assert engine.steps.unacknowledged
+        first = engine.steps.unacknowledged[0]
+        ends = any(entry.sequence.id == "s0" and entry.start + entry.count == 3 + 12 - 1 for entry in first.entries)
+        is_early = len(engine.steps.unacknowledged) == 2
+        if len(first.entries) == streams:
+            assert is_early == (streams == 4 and not ends), (first.number, ends)
+            seen.add((is_early, ends))
+        if not is_early:  # it is published before the current step ends all the same
+            world.now += engine.steps.publish_wait_s(world.now)
+            world.run_round()
+            assert len(engine.steps.unacknowledged) == 2
+        world.compute_step()
+        world.run_round()
+        world.collect()
+    assert seen == ({(True, False), (False, True)} if streams == 4 else {(False, False), (False, True)})
+    world.run_until_idle()
+    world.check_all()

@@ -283,6 +283,14 @@ class StepLoop:
         return all(s.phase not in _PROMPT_PHASES and is_idle(s) for s in self._members)
 
     @property
+    def _is_full(self) -> bool:
+        """No request that arrives could join the next step: no place is free, nor is one behind a published step.
+
+        A step with news may have the last token of a stream, whose place is free in the next one.
+        """
+        return not (any(step.has_news for step in self.unacknowledged) or self._rows.free_places)
+
+    @property
     def wake_step(self) -> int:
         """The unacknowledged step (there must be one) after whose end the scheduler is woken.
 
@@ -298,7 +306,8 @@ class StepLoop:
         """Seconds until the current step is near enough to its end to publish the next one.
 
         A step that is composed late includes what has arrived meanwhile; after a step that is composed early,
-        an arriving request waits for two steps.
+        an arriving request waits for two steps.  Where it could not join the next step, that is composed early: this
+        saves a wake-up, and falls into the time in which the gateway writes the tokens of the last step.
         """
         steps, pacing = self.unacknowledged, self.pacing
         if len(steps) != 1 or pacing.depth < 2:
@@ -306,7 +315,8 @@ class StepLoop:
         expected_s = steps[0].expected_s
         if expected_s < pacing.short_step_s:
             return 0.0
-        if expected_s < pacing.stream_wait_s(len(steps[0].entries)) / 2 and self._is_steady:
+        is_short = expected_s < pacing.stream_wait_s(len(steps[0].entries)) / 2
+        if (is_short or self._is_full) and self._is_steady:
             return 0.0
         return max(0.0, self._began + expected_s - self.lead.seconds - now)
 
