@@ -25,7 +25,7 @@ QUERIED = yaml.safe_load((ROOT / "tests/data/other_servers_metrics.yaml").read_t
 NAMES: dict[str, dict[str, Any]] = {**QUERIED["vllm"], **QUERIED["llama-server"]}
 # A request does not change these: there is room for all pages, and a process keeps its start and its limit.
 CONSTANT = {"vllm:num_preemptions_total", "process_start_time_seconds", "process_max_fds"}
-WAIT_S = 120.0
+WAIT_S = 400.0  # that only a failure reaches
 PAUSE_S = 0.1  # between two scrapes: stages publish once per second, and a scrape takes 50 ms of a core
 # Greedy output of a small model soon repeats itself: the lookup proposes it.
 BODY = {"model": "tiny", "prompt": [5, 6, 7] * 20, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
