@@ -39,6 +39,7 @@ import xxhash
 from shm.decoding import DECODE_ERRORS
 from shm.layer_groups import LayerGroups, divide_layers
 from shm.packed_arrays import pack, unpack
+from shm.populate import read_mapped
 from shm.tensor_checksum import has_checksum
 
 VERSION = 3  # of the index; grows when its layout changes
@@ -389,7 +390,12 @@ def _map(path: Path) -> tuple[memoryview, os.stat_result]:
         info = os.fstat(file.fileno())
         if not info.st_size:
             raise CheckpointError(f"{path}: the file is empty; remove it to ingest again")
-        return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)), info
+        found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        try:
+            read_mapped(file.fileno(), found)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}; remove it to ingest again") from None
+        return memoryview(found), info
 
 
 def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:

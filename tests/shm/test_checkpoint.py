@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -166,6 +168,44 @@ def test_the_index_of_a_file_that_has_just_been_written_is_not_kept(
     path = tmp_path / "m.idx"
     write(path)
     assert load_index(path) is not load_index(path)
+
+
+CUT_SHORT = """
+import mmap, os, sys
+from pathlib import Path
+from shm import checkpoint
+
+class CutShort(mmap.mmap):
+    def __new__(cls, *arguments, **options):
+        mapped = super().__new__(cls, *arguments, **options)
+        os.truncate(sys.argv[1], 10)
+        return mapped
+
+    def madvise(self, option, *place):
+        if sys.argv[2] == "old kernel":
+            raise OSError(22, "Invalid argument")
+        super().madvise(option, *place)
+
+mmap.mmap = CutShort
+try:
+    getattr(checkpoint, sys.argv[3])(Path(sys.argv[1]))
+except checkpoint.CheckpointError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
+@pytest.mark.parametrize("load", ["load_index", "load_tables"])
+def test_an_index_that_cannot_be_read_is_an_error(tmp_path: Path, kernel: str, load: str) -> None:
+    """A file that is cut short when it has been mapped stands for a damaged disk: an access to the map is a SIGBUS."""
+    path = tmp_path / "m.idx"
+    index = write(path)
+    write_index(path, index, {"table": np.arange(100_000)})
+    size = path.stat().st_size
+    command = [sys.executable, "-c", CUT_SHORT, str(path), kernel, load]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{path}: cannot be read: it ends after 10 of {size} bytes; remove it to ingest again\n"
 
 
 def load_all(path: Path) -> None:
