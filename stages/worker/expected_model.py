@@ -2,7 +2,8 @@
 
 Each of its processes does so for itself (`open_expected`), as a mapped file that others read.  Another version costs
 it the time to unmap the file again; a file that has changed since is opened as any other.  While they read its index
-no version is given to them: a disk that does not answer keeps none waiting.
+no version is given to them: a disk that does not answer keeps none waiting.  What cannot be read or used is logged and
+not opened; a load of that model reports it to those who asked for it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from stages.worker.model import Model
 
 log = logging.getLogger("starling.worker")
 
+UNUSABLE = "checkpoint cannot be used, no spare opens it"  # the event of a log line
 MAX_BYTES = 1 << 30  # of the weights: 2 MiB of page tables in each rank, which take 10 ms to be removed
 
 
@@ -47,7 +49,7 @@ _opened: _Opened | None = None  # of this process
 def choose(config: Config) -> Expected | None:
     """The prepared model that was used last and is not loaded, else that which is loaded; None: there is none.
 
-    Raises what a damaged file or a disk may cause.
+    Logs which file is damaged. Raises what a disk may cause.
     """
     folder, table = paths.models_dir(), versions.read(config)
     loaded = {one.digest or _digest(one.settings, folder) for one in table.versions}
@@ -59,7 +61,7 @@ def choose(config: Config) -> Expected | None:
             found.add((not is_loaded, used, index_path, model.kv_type))
     # In this order, so that of many models few indexes are read.
     for _, _, index_path, kv_type in sorted(found, reverse=True):
-        if usable_version(index_path) == VERSION:
+        if usable_version(index_path, UNUSABLE) == VERSION:
             extra = stored_code.extra_entries(load_index(index_path).hyper)
             return Expected(index_path, kv_type) if stored_code.is_compiled(kv_type, extra) else None
     return None

@@ -27,6 +27,8 @@ from stages.worker.rank_places import place_ranks
 log = logging.getLogger("starling.worker")
 
 
+UNUSABLE = "checkpoint cannot be used, it is not read ahead"  # the event of a log line
+
 _has_read = False  # this process has read a model, or tried
 
 
@@ -50,7 +52,7 @@ def preload(config: Config) -> None:
             cpus = worker_groups.cpus_of_groups(config, model, model.name)[0]
             place_ranks(cpus, model.ranks or len(cpus))
             index_path = store.find_index(model, paths.models_dir())
-            if index_path is not None and usable_version(index_path) == VERSION:
+            if index_path is not None and usable_version(index_path, UNUSABLE) == VERSION:
                 _read(index_path, model)
                 return
     except Exception as error:  # whatever a file holds: the worker that needs it reports it, and others are forked

@@ -11,6 +11,7 @@ more with rank 0 than files, forks its own; then, as when one of them has ended,
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -62,7 +63,7 @@ def prepare_spare(config: Config, in_child: Callable[[], object], finish: Callab
         expected = expected_model.choose(config)
         watched = [] if expected is None else [expected_model.watch_file(expected)]
     except Exception as error:  # whatever a file holds: the worker that needs it reports it
-        log.debug("no model is opened ahead", extra={"reason": str(error)})
+        _note(error)
         expected, watched = None, []
 
     def begin() -> None:
@@ -71,8 +72,17 @@ def prepare_spare(config: Config, in_child: Callable[[], object], finish: Callab
             os.close(fd)
 
     fork_waiting(config, begin, expected, finish)
-    _open(expected)
+    try:
+        _open(expected)
+    except Exception as error:
+        _note(error)
     return watched
+
+
+def _note(error: Exception) -> None:
+    """Log why a spare opens no model, once for all of its processes."""
+    level = logging.DEBUG if isinstance(error, FileNotFoundError) else logging.WARNING  # it has just been removed
+    log.log(level, "no model is opened ahead", extra={"reason": str(error)})
 
 
 def fork_waiting(
@@ -93,7 +103,8 @@ def fork_waiting(
 
     def body(channel: Channel) -> int:
         in_child()
-        _open(expected)
+        with contextlib.suppress(Exception):  # as in rank 0, which logs it
+            _open(expected)
         finish()
         return _wait(channel)
 
@@ -105,11 +116,8 @@ def fork_waiting(
 
 
 def _open(expected: Expected | None) -> None:
-    try:
-        if expected is not None:
-            expected_model.open_expected(expected)
-    except Exception as error:  # as in `prepare_spare`
-        log.debug("the expected model is not opened", extra={"reason": str(error)})
+    if expected is not None:
+        expected_model.open_expected(expected)
 
 
 def begin_version(index_path: Path | None) -> None:

@@ -183,9 +183,9 @@ def test_only_the_index_of_the_model_that_is_expected_is_read(home: Config, monk
     load(home, "a")
     read: list[Path] = []
 
-    def note(path: Path) -> int:
+    def note(path: Path, event: str) -> int:
         read.append(path)
-        return usable_version(path)
+        return usable_version(path, event)
 
     monkeypatch.setattr(expected_model, "usable_version", note)
     assert choose(home) is not None
@@ -216,6 +216,60 @@ def test_only_rank_0_of_a_spare_has_the_watch(home: Config) -> None:
         [sys.executable, "-c", SPARE, run_dir, model.path], stdout=subprocess.PIPE, text=True, check=True
     )
     assert found.stdout == "1 0\n"
+
+
+# Prepares a spare of two ranks, with an index that is cut short when it has been mapped, and prints how many files are
+# watched, whether rank 1 has prepared itself, and how many lines name the damaged file.
+DAMAGED = """
+import logging, mmap, os, sys
+from pipeline.config.load import resolve
+from stages.worker import waiting_ranks
+
+class CutShort(mmap.mmap):
+    def __new__(cls, *arguments, **options):
+        mapped = super().__new__(cls, *arguments, **options)
+        if len(mapped) == size:
+            os.truncate(sys.argv[2], 10)
+        return mapped
+
+lines = os.memfd_create("lines")
+handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
+handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
+logging.getLogger("starling").addHandler(handler)
+size, mmap.mmap = os.stat(sys.argv[2]).st_size, CutShort
+reader, writer = os.pipe()
+models = [{"name": "m", "path": sys.argv[2], "ranks": 2}]
+config = resolve({"server": {"run_dir": sys.argv[1]}, "models": models}, {})
+watched = waiting_ranks.prepare_spare(config, lambda: None, lambda: os.write(writer, b"1"))
+print(len(watched), os.read(reader, 1).decode(), [waiting_ranks.state(rank) for rank in waiting_ranks._waiting])
+print(os.pread(lines, 4096, 0).decode(), end="")
+"""
+
+
+def test_an_index_that_cannot_be_read_ends_no_spare(home: Config) -> None:
+    """It waits without a model. What is behind the end of a file is as what a damaged disk refuses: a SIGBUS."""
+    path, run_dir = Path(home.models[0].path), str(paths.run_dir(home))
+    size = path.stat().st_size
+    done = subprocess.run([sys.executable, "-c", DAMAGED, run_dir, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    reason = f"{path}: cannot be read: it ends after 10 of {size} bytes; remove it to ingest again"
+    assert done.stdout == f"0 1 ['']\ncheckpoint cannot be used, no spare opens it: {reason}\n"
+
+
+def test_weights_that_cannot_be_opened_end_no_spare(
+    home: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(expected: Expected) -> None:
+        raise OSError(5, "Input/output error", str(expected.index_path))
+
+    monkeypatch.setattr(expected_model, "open_expected", refuse)
+    model = {"name": "m", "path": home.models[0].path, "ranks": 1}  # nothing is forked
+    config = resolve({"server": {"run_dir": str(paths.run_dir(home))}, "models": [model]}, {})
+    for fd in waiting_ranks.prepare_spare(config, lambda: None, lambda: None):
+        os.close(fd)
+    (record,) = caplog.records
+    assert record.message == "no model is opened ahead"
+    assert "Input/output error" in record.__dict__["reason"]
 
 
 def test_none_is_expected_that_is_not_prepared(home: Config) -> None:

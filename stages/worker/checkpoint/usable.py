@@ -15,8 +15,11 @@ def is_usable(index_path: Path) -> bool:
     return usable_version(index_path) == VERSION
 
 
-def usable_version(index_path: Path) -> int:
-    """Version of an index whose `.bin` has the size that it names; 0 when there is none that can be used."""
+def usable_version(index_path: Path, event: str = "checkpoint cannot be used, ingesting again") -> int:
+    """Version of an index whose `.bin` has the size that it names; 0 when there is none that can be used.
+
+    event: what is logged with the reason where there is one that cannot be.
+    """
     try:
         index = load_index(index_path)
         is_complete = index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
@@ -26,6 +29,6 @@ def usable_version(index_path: Path) -> int:
     except FileNotFoundError:
         return 0
     except (OSError, CheckpointError) as error:
-        log.warning("checkpoint cannot be used, ingesting again", extra={"reason": str(error)})
+        log.warning(event, extra={"reason": str(error)})
         return 0
     return index.version if is_complete else 0
