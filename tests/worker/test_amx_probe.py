@@ -218,10 +218,12 @@ def test_a_machine_whose_tiles_are_slow_uses_vnni(
     monkeypatch.setattr(amx_verdict, "PROBE", [*amx_verdict.PROBE, str(amx_probe.AGREEING), str(ROWS)])
     monkeypatch.setattr(amx_verdict, "PROBE_S", 3000)  # it runs on what other tests leave of the cores
     assert amx_verdict.needs_probe()
-    verdict = amx_verdict.find_verdict()
+    verdict, unkept = amx_verdict.find_verdict()
     assert [path.name for path in tmp_path.glob("*.json")] == ["amx-speedups.json"]
     assert not amx_verdict.needs_probe()
     assert amx_verdict.tile_thresholds() == ()
+    assert unkept == ""
+    assert verdict is not None
     assert verdict.against == ""
     assert verdict.thresholds == ()
     assert verdict.speedups.keys() == ALL_FORMATS

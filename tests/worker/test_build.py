@@ -78,7 +78,7 @@ def cache(tmp_path: Path) -> Path:
     return found
 
 
-def start_probing(home: Path) -> subprocess.Popen[str]:
+def start_probing(home: Path, **variables: str) -> subprocess.Popen[str]:
     """Build on a CPU of which it is said that it has tiles to compare."""
     code = (
         "from stages.worker.kernels import amx_verdict, build;"
@@ -87,25 +87,51 @@ def start_probing(home: Path) -> subprocess.Popen[str]:
         "build.build('f16', 2, show, probe=True);"
         "print(repr(amx_verdict.amx_verdict().against))"
     )
-    env = {**os.environ, "STARLING_HOME": str(home), "STARLING_ISA": ISA}
-    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    env = {**os.environ, "STARLING_HOME": str(home), "STARLING_ISA": ISA, **variables}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **pipes)
 
 
-def answers(process: subprocess.Popen[str]) -> tuple[list[list[str]], str]:
-    """What it has shown, and why it uses no tiles."""
-    *shown, against = process.communicate(timeout=LONG_S)[0].splitlines()
-    assert process.returncode == 0
-    return [line.split("|") for line in shown], against
+def answers(process: subprocess.Popen[str]) -> tuple[list[list[str]], str, str]:
+    """What it has shown, why it uses no tiles, and its warnings."""
+    output, warnings = process.communicate(timeout=LONG_S)
+    assert process.returncode == 0, warnings
+    *shown, against = output.splitlines()
+    return [line.split("|") for line in shown], against, warnings
 
 
 @pytest.mark.skipif("amx" in available_isas(), reason="its probe gives a verdict")
 def test_a_build_runs_the_probe_beside_other_entries(tmp_path: Path, cache: Path) -> None:
     """Here the probe ends without a verdict: the CPU has no AMX."""
-    shown, against = answers(start_probing(tmp_path))
+    shown, against, _ = answers(start_probing(tmp_path))
     assert {name for name, _, _ in shown} == {"", "head", PROBE}
     assert [numbers for _, *numbers in shown] == [["5", "7"], ["6", "7"], ["7", "7"]]
     assert (cache / "amx-failure.json").exists()
     assert "its probe ended with 1" in against
+
+
+# A module that every Python process imports: the probe of a compiler's process prints a verdict, and no more.
+SITE = """
+import sys
+if "stages.worker.kernels.compile_entries" in sys.orig_argv:
+    from stages.worker.kernels import amx_verdict
+    found = amx_verdict.Verdict({name: [1.3] * 4 for name in amx_verdict.ALL_FORMATS}, "")
+    amx_verdict.PROBE[:] = ["-c", f"import json; print({amx_verdict.json.dumps(found._asdict())!r})"]
+"""
+
+
+def test_a_verdict_that_cannot_be_stored_is_that_of_the_build(tmp_path: Path, cache: Path) -> None:
+    """A folder in the place of its file stands for a full disk."""
+    (cache / "amx-speedups.part").mkdir()
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    parent = start_probing(tmp_path, PYTHONPATH=f"{site}{os.pathsep}{os.getcwd()}")
+    shown, against, warnings = answers(parent)
+    assert shown[-1][1:] == ["7", "7"]
+    assert against == "''"
+    assert warnings == "AMX is probed at each start\n"
+    assert not (cache / "amx-speedups.json").exists()
 
 
 def test_a_build_needs_no_probe(tmp_path: Path, cache: Path) -> None:
@@ -122,7 +148,7 @@ def test_a_build_needs_no_probe(tmp_path: Path, cache: Path) -> None:
             waiting = [pid for pid in procfs.children(parent.pid) if str(cache / "amx.lock") in open_files(pid)]
         (compiler,) = waiting
         os.kill(compiler, signal.SIGKILL)
-        shown_last, against = answers(parent)
+        shown_last, against, _ = answers(parent)
     assert shown_last == [[PROBE, "7", "7"]]
     assert "no verdict" in against
 

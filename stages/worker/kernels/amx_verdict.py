@@ -1,7 +1,8 @@
 """Which formats use AMX tiles, and from how many tokens on: configured, or measured once on this machine.
 
 A verdict is what the probe (amx_probe.py) has measured.  It is stored with the kernel cache, as is a failure to get
-one.  build.py asks for it when it has compiled the products; a group that starts uses what is known by then
+one.  build.py asks for it when it has compiled the products: a compiler's process finds it (`find_verdict`), and that
+of the build passes on what could not be stored (`pass_on`).  A group that starts uses what is known by then
 (activations_arena.py), without a verdict no tiles.
 """
 
@@ -50,6 +51,23 @@ class Verdict(NamedTuple):
         """The formats whose products AMX computes in less time, and from how many tokens on."""
         found = ((name, faster_from(speedups)) for name, speedups in sorted(self.speedups.items()))
         return tuple((name, tokens) for name, tokens in found if tokens)
+
+
+class Found(NamedTuple):
+    """What `find_verdict` has found."""
+
+    verdict: Verdict | None  # None: there is none
+    unkept: str  # why there is none, or why it could not be stored; "" if it is stored
+
+    def encode(self) -> str:
+        """As JSON, in one line."""
+        return json.dumps([self.verdict._asdict() if self.verdict is not None else None, self.unkept])
+
+    @staticmethod
+    def decode(text: str) -> Found:
+        """The reverse. Raises `ValueError` for anything else."""
+        verdict, unkept = json.loads(text)
+        return Found(None if verdict is None else _checked(verdict), str(unkept))
 
 
 def faster_from(speedups: Sequence[float]) -> int:
@@ -131,42 +149,42 @@ def why_not() -> str:
     return _until(failure) if failure is not None else "it has not been compared; `starling prepare` and a start do so"
 
 
-def pass_on() -> None:
-    """After a probe by another process: where none could be stored, this one and its children have a verdict."""
-    if amx_verdict() is None:
-        failure = last_failure()
+def pass_on(found: Found | None) -> None:
+    """Where no verdict is stored, let this process and those that it starts use what has been found, and say why.
+
+    None: the process that should have found one has ended.
+    """
+    if found is None:
+        verdict, failure = amx_verdict(), last_failure()
         reason = _until(failure) if failure is not None else "its probe has left no verdict; the next start tries again"
-        log.warning("AMX is not used", extra={"reason": reason})
-        os.environ[PASSED_ON] = json.dumps(Verdict({}, reason)._asdict())
+        found = Found(verdict, "" if verdict is not None else reason)
+    if found.unkept:
+        event = "AMX is not used" if found.verdict is None else "AMX is probed at each start"
+        log.warning(event, extra={"reason": found.unkept})
+        os.environ[PASSED_ON] = json.dumps((found.verdict or Verdict({}, found.unkept))._asdict())
 
 
-def find_verdict() -> Verdict:
+def find_verdict() -> Found:
     """The verdict, after a probe if there was none. It is stored with the kernel cache.
 
-    Where the probe gives no verdict, or none can be stored, this process and those that it starts use what has been
-    found.  A later build probes again: after a pause (PAUSES_S) if the probe failed, as a probe may take PROBE_S.
+    A later build probes again where there is none, or none can be stored: after a pause (PAUSES_S) if the probe
+    failed, as a probe may take PROBE_S.
     """
     verdict, directory = amx_verdict(), cache_dir()
     if verdict is not None:
-        return verdict
+        return Found(verdict, "")
     try:
         with _locked(directory):
             if (stored := _read_verdict(directory / _VERDICT)) is not None:
-                return stored
+                return Found(stored, "")
             verdict = _probe_unless_paused(directory / _FAILURE)
             _replace(directory / _VERDICT, verdict._asdict())
-            return verdict
+            return Found(verdict, "")
     except ProbeFailed as error:
-        unkept = str(error)
+        return Found(None, str(error))
     except OSError as error:
         unkept = f"its probe's verdict cannot be kept in {directory}: {error.strerror}; make it writable or free space"
-    if verdict is None:
-        verdict = Verdict({}, unkept)
-        log.warning("AMX is not used", extra={"reason": unkept})
-    else:
-        log.warning("AMX is probed at each start", extra={"reason": unkept})
-    os.environ[PASSED_ON] = json.dumps(verdict._asdict())
-    return verdict
+        return Found(verdict, unkept)
 
 
 @contextlib.contextmanager
@@ -247,7 +265,11 @@ def _read_verdict(path: Path) -> Verdict | None:
 
 def _parsed(text: str) -> Verdict:
     """A verdict from its JSON. Raises `ValueError` for anything else."""
-    found = json.loads(text)
+    return _checked(json.loads(text))
+
+
+def _checked(found: object) -> Verdict:
+    """A verdict from its fields. Raises `ValueError` for anything else."""
     if not isinstance(found, dict) or found.keys() != set(Verdict._fields):
         raise ValueError(f"expected an object with {', '.join(Verdict._fields)}")
     verdict = Verdict(**found)

@@ -3,7 +3,8 @@
     build("f16")        compile what the kernel cache lacks for this type of KV cache
 
 On a CPU with AMX for which there is no verdict yet, the process that has compiled the products runs the probe
-(amx_probe.py), while the others compile.  Nothing depends on its success.
+(amx_probe.py), while the others compile, and answers with what it has found, which it may be unable to store.  Nothing
+depends on its success.
 
 The processes run compile_entries.py; this module imports no compiler, so that its caller need not hold one.
 """
@@ -52,13 +53,15 @@ class _Compiler:
         self._stdin.write(entry + "\n")
         self._stdin.flush()
 
-    def finish(self) -> None:
-        """Read the answer to `begin`. Raises `RuntimeError` when the process has ended instead."""
-        if self.answers.readline().strip() != self.entry:
+    def finish(self) -> str:
+        """Read the answer to `begin`: what follows the entry. Raises `RuntimeError` if the process has ended."""
+        entry, _, found = self.answers.readline().strip().partition("\t")
+        if entry != self.entry:
             code = self._process.wait()
             self._words.seek(0)
             words = self._words.read().decode(errors="replace").strip()
             raise RuntimeError(f"compiling kernel {self.entry!r} failed ({code}): {words[-2000:]}")
+        return found
 
     def close(self) -> None:
         """Kill the process, whatever it is doing."""
@@ -99,6 +102,7 @@ def build(
     if is_probed := (probe or PRODUCTS in waiting) and not only and amx_verdict.needs_probe():
         needed, waiting = (*needed, PROBE), with_probe(waiting)
         progress("", done, len(needed))
+    found: amx_verdict.Found | None = None
     jobs = min(len(waiting), jobs or len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
 
@@ -119,7 +123,9 @@ def build(
                     return
                 has_ended = False
                 try:
-                    compiler.finish()
+                    answer = compiler.finish()
+                    if compiler.entry == PROBE:
+                        found = amx_verdict.Found.decode(answer)
                 except RuntimeError:
                     if compiler.entry != PROBE:
                         raise
@@ -135,4 +141,4 @@ def build(
                     if waiting:
                         start_compiler()
     if is_probed:
-        amx_verdict.pass_on()
+        amx_verdict.pass_on(found)

@@ -3,7 +3,7 @@
     python -m stages.worker.kernels.compile_entries f16 PID      compile the entries named on stdin, one a line
 
 PID is the parent process, with which the compiler ends.  build.py starts it.  Its job `PROBE` is no entry: it runs the
-AMX probe with the stored products.
+AMX probe with the stored products, and what that has found follows the job's name in the answer.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def main(arguments: list[str]) -> None:
     gc.disable()
     link_once.install()
     for line in sys.stdin:
-        if line.strip() == build.PROBE:
-            amx_verdict.find_verdict()
+        answer = line.strip()
+        if answer == build.PROBE:
+            answer += "\t" + amx_verdict.find_verdict().encode()
         else:
-            compile_entry(line.strip(), kv_type)
-        print(line.strip(), flush=True)
+            compile_entry(answer, kv_type)
+        print(answer, flush=True)
         gc.collect()  # the next one starts from little
 
 
