@@ -52,6 +52,7 @@ def prepare(name: str | None, kernels: tuple[str, ...], with_parent: bool) -> No
 def prepare_kernels(kv_types: tuple[str, ...]) -> None:
     """Compile what no model is needed for, at the lowest priority: an agent does so before its first model."""
     os.nice(19)
+    terminal.show_warnings()
     from stages.tokenizer.kernels.compiled import compiling
     from stages.worker.kernels.background_build import BackgroundBuild
 
@@ -75,6 +76,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     from stages.worker.checkpoint import prepare as worker
     from starling.directory_conversion import conversion_of
 
+    terminal.show_warnings()
     pull_published(config, name)
     allowed, folder = config.registry.sources, paths.models_dir()
     with compiling():

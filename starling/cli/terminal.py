@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import click
+
+from pipeline.observe.log_format import PrettyFormatter
 
 # C0 without tab and newline, DEL, C1: a model must not move the cursor, set the title or write to the clipboard.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -37,6 +40,12 @@ def error_width() -> int:
     except (OSError, ValueError):  # a terminal without a size, or a stream without a descriptor
         return COLUMNS
     return min(COLUMNS, columns) if columns > LEAST_COLUMNS else COLUMNS
+
+
+def show_warnings() -> None:
+    """Print the warnings of a process that writes no log, with what they say beside their event, on standard error."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrettyFormatter("starling"))
 
 
 def complain(message: str) -> None:

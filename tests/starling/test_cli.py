@@ -260,6 +260,32 @@ def test_a_home_that_takes_no_kernels_is_one_message(home: Path, command: str) -
     assert "compiled kernels are kept in" in " ".join((done.stdout + done.stderr).split())
 
 
+# Prepares no model, as there is none of that name, and meets a damaged index.
+WARNED = """
+import sys
+from pathlib import Path
+from pipeline.config.load import load
+from pipeline.errors import ModelNotFound
+from stages.worker.checkpoint.usable import usable_version
+from starling.cli.prepare import prepare_all
+
+try:
+    prepare_all(load(), "absent")
+except ModelNotFound:
+    usable_version(Path(sys.argv[1]))
+"""
+
+
+def test_a_warning_is_printed_with_its_reason(home: Path, tmp_path: Path) -> None:
+    """A command writes no log."""
+    path = tmp_path / "damaged.idx"
+    path.write_bytes(b"damaged")
+    done = subprocess.run([sys.executable, "-c", WARNED, str(path)], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"checkpoint cannot be used, ingesting again  reason={path}: not a checkpoint index" in line
+
+
 @pytest.mark.parametrize("duration", ["0", "0.0s", "-5s", "1d", "nan", ""])
 def test_a_duration_that_is_none_is_refused(home: Path, duration: str) -> None:
     done = CliRunner().invoke(cli, ["chaos", "--duration", duration])
