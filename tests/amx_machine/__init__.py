@@ -12,13 +12,17 @@ the order of all of it.  It says nothing about speed: a trap takes microseconds.
 layout.py    memory that the handler shares with Python
 handler.py   the handler, compiled by Numba to an object file, which needs no compiler where it is loaded
 site/        sitecustomize.py, which installs the handler and extends what Python reads of the CPU
+
+Where filters of system calls are forbidden, as in some containers, there is no such machine (`refusal`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
+import signal
 import struct
 import subprocess
 import sys
@@ -78,6 +82,18 @@ def has_amx() -> bool:
 def is_possible() -> bool:
     """Whether this CPU lacks AMX and has the other instructions that its kernels use."""
     return not has_amx() and _flags() >= NEEDS
+
+
+@functools.cache
+def refusal() -> str:
+    """Why this system lets no machine be emulated; "" if it does."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(SITE / "sitecustomize.py")], stderr=subprocess.PIPE, text=True
+    )
+    if -done.returncode == signal.SIGSYS:
+        return ""
+    words = done.stderr.strip().splitlines() or [f"the program that tries it ended with {done.returncode}"]
+    return f"needs filters of system calls, and this system refuses them: {words[-1]}"
 
 
 def _flags() -> set[str]:

@@ -3,8 +3,9 @@
     python -m tests.amx_machine.handler DIRECTORY NAME      compile it to an object file (object_file.py)
 
 A handler of SIGILL and SIGSYS, as jitted code: `handle(signal, siginfo, ucontext)`.  It calls libc's `getpid`,
-`gettid`, `write`, `signal` and `raise`, all of which are safe in signal handlers, and nothing of Python.  Linux saves
-all vector registers before it calls a handler.  SIGSYS comes from a filter for arch_prctl's request of tiles
+`gettid`, `write`, `signal` and `raise`, all of which are safe in signal handlers, `pthread_getspecific` and
+`pthread_setspecific` of a key for which libc allocates nothing (`layout.KEYS`), and nothing of Python.  Linux saves all
+vector registers before it calls a handler.  SIGSYS comes from a filter for arch_prctl's request of tiles
 (site/sitecustomize.py).
 
 AMX-TILE and AMX-INT8 as in the Intel SDM: volume 1, chapter 18; volume 2, the instructions and their exception classes
@@ -57,17 +58,19 @@ _CONFIGURE, _MOVE, _MULTIPLY = 0x49, 0x4B, 0x5E
 # ------------------------------------------------------------------ libc, and the address of the state
 
 
-def _libc(name: str, arguments: int) -> Any:
-    """A function of int64 of libc that returns an int."""
+def _libc(name: str, arguments: int, result: ir.Type = I32) -> Any:
+    """A function of int64 of libc that returns an int, or a `result`."""
 
     def emit(builder: Builder, *values: Any) -> Any:
-        return builder.sext(call(builder, name, I32, list(values)), I64)
+        found = call(builder, name, result, list(values))
+        return builder.sext(found, I64) if result is I32 else found
 
     return operation(name, types.int64, (types.int64,) * arguments, emit, f"libc's {name}.")
 
 
 _getpid, _gettid, _write = _libc("getpid", 0), _libc("gettid", 0), _libc("write", 3)
 _signal, _raise = _libc("signal", 2), _libc("raise", 1)
+_getspecific, _setspecific = _libc("pthread_getspecific", 1, I64), _libc("pthread_setspecific", 2)
 
 
 def _emit_state(builder: Builder) -> Any:
@@ -88,6 +91,18 @@ _state_word = operation(
 
 
 @njit(**INNER)
+def _clear(address, end):
+    while address < end:
+        store_i32(address, splat_i32(0))
+        address += 64
+
+
+@njit(**INNER)
+def _release(thread):
+    _clear(thread + at.CONFIGURATION, thread + at.THREAD_BYTES)
+
+
+@njit(**INNER)
 def _row_of(log, thread, process):
     """The address of a new row of the log; 0: it is full."""
     for i in range(at.ROWS):
@@ -102,16 +117,20 @@ def _row_of(log, thread, process):
 @njit(**INNER)
 def _thread_of(state):
     """The state of the calling thread; 0: there are too many threads."""
-    number = _gettid()
+    number, key = _gettid(), get_i64(state + at.KEY)
+    thread = _getspecific(key)
+    if thread != 0 and get_i64(thread + at.THREAD_ID) == number:
+        return thread
+    # Its first instruction. A state with its number is that of a thread that has ended.
     for i in range(at.THREADS):
         thread = state + at.THREADS_AT + at.THREAD_BYTES * i
         owner = get_i64(thread + at.THREAD_ID)
         if owner == 0:
             owner = compare_exchange(thread + at.THREAD_ID, 0, number)
-            if owner == 0:
-                put_i64(thread + at.ROW_AT, _row_of(get_i64(state + at.LOG_AT), number, _getpid()))
-                return thread
-        if owner == number:
+        if owner == 0 or owner == number:
+            _release(thread)
+            put_i64(thread + at.ROW_AT, _row_of(get_i64(state + at.LOG_AT), number, _getpid()))
+            _setspecific(key, thread)
             return thread
     return 0
 
@@ -150,20 +169,8 @@ def _tile(thread, tile):
 
 
 @njit(**INNER)
-def _clear(address, end):
-    while address < end:
-        store_i32(address, splat_i32(0))
-        address += 64
-
-
-@njit(**INNER)
 def _zero(thread, tile):
     _clear(_tile(thread, tile), _tile(thread, tile + 1))
-
-
-@njit(**INNER)
-def _release(thread):
-    _clear(thread + at.CONFIGURATION, thread + at.THREAD_BYTES)
 
 
 @njit(**INNER)

@@ -3,7 +3,9 @@
     state    private to a process: whether it may use tiles, where the log is, and the tiles of its threads
     log      one file, mapped by all processes: for each thread its instructions by kind, and what it was ended for
 
-A forked process has a copy of the state; its thread has another number, so its tiles are not configured, as on Linux.
+A thread finds its state by a key of libc (`pthread_getspecific`): Linux gives the number of a thread that has ended to
+another one, whose tiles are not configured.  A forked process has a copy of the state; its thread has another number
+than the state that it finds, so its tiles are not configured either, as on Linux.
 """
 
 from __future__ import annotations
@@ -60,8 +62,9 @@ REASONS = (
 FIRST_GENERAL_PROTECTION, LAST_GENERAL_PROTECTION = PALETTE, HALF_TILE
 
 # State: offsets in bytes.
-IS_PERMITTED, LOG_AT, MESSAGES_AT, THREADS_AT = 0, 8, 16, 64
+IS_PERMITTED, LOG_AT, MESSAGES_AT, KEY, THREADS_AT = 0, 8, 16, 24, 64
 THREADS = 32
+KEYS = 32  # of libc that a thread has room for from its start: a value of another one may be allocated
 THREAD_ID, ROW_AT, CONFIGURATION, TILES = 0, 8, 64, 128  # of a thread
 TILE_BYTES, N_TILES = 1024, 8  # a tile: 16 rows of 64 bytes
 THREAD_BYTES = TILES + N_TILES * TILE_BYTES

@@ -50,6 +50,8 @@ def answers(home: Path, environment: dict[str, str], machine: amx_machine.Machin
 
 @pytest.mark.timeout(1500)  # kernels may have to be compiled for this machine
 def test_a_server_with_amx_gives_the_bytes_of_vnni(tmp_path: Path) -> None:
+    if reason := amx_machine.refusal():
+        pytest.skip(reason)
     with amx_machine.machine() as machine:
         environment = machine.environment | {"STARLING_AMX_FORMATS": FORMATS}
         by_tiles = answers(tmp_path / "amx", environment, machine)

@@ -211,6 +211,32 @@ def changed_configuration(values: dict[int, int]) -> np.ndarray:
 CONFIGURED = "ldtilecfg (%rdi); "
 
 
+def recycled_number() -> str:
+    """The first byte of the configuration of a thread, and of another one that Linux has given its number later."""
+    import sitecustomize  # of the machine
+
+    state, (configure, store) = sitecustomize._kept[-1], map(assembled, ("ldtilecfg (%rdi)", "sttilecfg (%rdi)"))
+    shapes, first, second = configuration(SHAPES), np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    numbers = []
+
+    def configured() -> None:
+        numbers.append(threading.get_native_id())
+        configure(shapes)
+        store(first)
+
+    def later() -> None:
+        for at in range(layout.THREADS_AT, layout.STATE_BYTES, layout.THREAD_BYTES):
+            if struct.unpack_from("<q", state, at + layout.THREAD_ID)[0] == numbers[0]:
+                struct.pack_into("<q", state, at + layout.THREAD_ID, threading.get_native_id())
+        store(second)
+
+    for body in (configured, later):
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+    return f"{first[0]} {second[0]}"
+
+
 def products_beside_threads_and_signals() -> str:
     """Products of three threads at once, with tiles of their own, while Python handles a signal every millisecond."""
     rng, ticks = np.random.default_rng(6), []
@@ -240,7 +266,8 @@ def test_the_handler_calls_nothing_but_safe_functions_of_libc(amx_machine: Machi
     directory, name, _ = amx_machine.environment["STARLING_AMX_MACHINE"].split(os.pathsep)
     code = ObjectCode((Path(directory) / f"{name}.o").read_bytes())
     undefined = {s.name for s in code._symbols if s.section == object_code._UNDEFINED and s.name}
-    assert undefined == {"getpid", "gettid", "raise", "signal", "write"}
+    of_threads = {"pthread_getspecific", "pthread_setspecific"}  # of a key for which libc allocates nothing
+    assert undefined == {"getpid", "gettid", "raise", "signal", "write", *of_threads}
 
 
 @pytest.mark.parametrize("call", ["products", "addresses", "stored_configurations", "interrupted_moves"])
@@ -303,6 +330,35 @@ def test_what_is_allowed_does_not_end_it(amx_machine: Machine) -> None:
     counts = {"ldtilecfg": 1, "tileloadd": 1, "tilezero": 1, "tdpbsud": 1, "tilestored": 1}
     assert [thread.instructions for thread in amx_machine.threads()] == [counts]
     assert [thread.reason for thread in amx_machine.threads()] == [""]
+
+
+def test_a_thread_with_the_number_of_an_ended_one_has_no_configuration(amx_machine: Machine) -> None:
+    amx_machine.clear()
+    assert run(amx_machine, "recycled_number()") == "1 0"
+    counts = [{"ldtilecfg": 1, "sttilecfg": 1}, {"sttilecfg": 1}]
+    assert [thread.instructions for thread in amx_machine.threads()] == counts
+
+
+# Forbids filters of system calls to this process, and prints why there is no machine.
+FORBIDDEN = """
+import runpy, struct
+from tests import amx_machine
+
+site = runpy.run_path(str(amx_machine.SITE / "sitecustomize.py"), run_name="site")
+load, jump, leave, allow = site["_LOAD"], site["_JUMP_IF_EQUAL"], site["_RETURN"], site["_ALLOW"]
+prctl, set_seccomp, eperm = 157, 22, 0x00050001
+code = (load, 0, 0, 0), (jump, 0, 3, prctl), (load, 0, 0, 16), (jump, 0, 1, set_seccomp), (leave, 0, 0, eperm)
+site["filter_calls"](b"".join(struct.pack("<HBBI", *one) for one in (*code, (leave, 0, 0, allow))))
+print(amx_machine.refusal())
+"""
+
+
+def test_where_filters_are_forbidden_there_is_no_machine(amx_machine: Machine) -> None:
+    """Its tests are skipped with this reason."""
+    assert emulation.refusal() == ""
+    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("needs filters of system calls, and this system refuses them: PermissionError")
+    assert "PR_SET_SECCOMP" in done.stdout
 
 
 def test_linux_is_asked_for_other_components_in_vain(amx_machine: Machine) -> None:

@@ -1,7 +1,7 @@
 """Makes the machine of this process one with AMX: found through PYTHONPATH by every Python process of a server.
 
 STARLING_AMX_MACHINE names the object file of the handler of traps (handler.py), and the log (layout.py).  Without it
-this module does nothing.
+this module does nothing, but as a program it shows whether the system permits the filter: then SIGSYS ends it.
 
 The CPU raises #UD for an AMX instruction, and Linux SIGILL, whose handler executes it.  A request of tiles by
 arch_prctl is not answered by this machine's Linux: a seccomp filter turns it into SIGSYS, and the handler permits the
@@ -86,15 +86,23 @@ def _install(directory: Path, name: str, log: Path) -> None:
     texts = (f"AMX machine: {text} ({number})\n" for number, text in layout.REASONS)
     state[layout.STATE_BYTES :] = b"".join(text.encode().rjust(layout.MESSAGE_BYTES) for text in texts)
     state_at, shared_at = (ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in (state, shared))
-    struct.pack_into("<QQ", state, layout.LOG_AT, shared_at, state_at + layout.STATE_BYTES)
+    libc, key = ctypes.CDLL(None, use_errno=True), ctypes.c_uint()
+    if error := libc.pthread_key_create(ctypes.byref(key), None):
+        raise OSError(error, "pthread_key_create")
+    assert key.value < layout.KEYS, key
+    struct.pack_into("<QQQ", state, layout.LOG_AT, shared_at, state_at + layout.STATE_BYTES, key.value)
     _kept.extend((code, shared, state))
     ctypes.CFUNCTYPE(None, *(ctypes.c_int64,) * 3)(handler)(layout.STATE_CALL, state_at, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
     action = _SignalAction(handler=handler, flags=_SA_SIGINFO)
     for number in (signal.SIGILL, signal.SIGSYS):
         if libc.sigaction(int(number), ctypes.byref(action), None):
             raise OSError(ctypes.get_errno(), "sigaction")
-    program = _Program(len(_FILTER) // 8, _FILTER)
+    filter_calls(_FILTER)
+
+
+def filter_calls(instructions: bytes) -> None:
+    """Filter the system calls of this thread, and of those that it starts. Raises `OSError` where that is forbidden."""
+    libc, program = ctypes.CDLL(None, use_errno=True), _Program(len(instructions) // 8, instructions)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     if libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
@@ -148,7 +156,10 @@ class _Finder(MetaPathFinder):
         return spec
 
 
-if found := os.environ.get(VARIABLE):
+if __name__ == "__main__":
+    filter_calls(_FILTER)
+    ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, 0)
+elif found := os.environ.get(VARIABLE):
     _directory, _name, _log = found.split(os.pathsep)
     sys.meta_path.insert(0, _Finder())
     _install(Path(_directory), _name, Path(_log))
