@@ -30,13 +30,13 @@ from shm.arena import remove_stale_arenas
 from shm.checkpoint import Index
 from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
+from stages.scheduler.core.rounds import Rounds
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import GROUPS_SUFFIX, VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
 from stages.scheduler.index_reader import IndexReader
 from stages.scheduler.metrics import INTERVAL_S, ModelMetrics, TenantMetrics
 from stages.scheduler.policy.admission import Refusal
-from stages.scheduler.policy.core_sharing import CoreShares, allowed_depth
 
 log = logging.getLogger("starling.scheduler")
 
@@ -66,8 +66,8 @@ class SchedulerStage:
         self._pushed: list[tuple[str, str, str, tuple[str, ...], tuple[int, ...]]] = []
         self._serving: set[str] = set()  # versions that must be ready for this stage to be ready
         self._doorbells: dict[str, Doorbell] = {}  # by version
-        self._core_shares = CoreShares()
         self._pairs = DraftPairs()
+        self._rounds = Rounds(self.runners, self._pairs, self._send_outbox)
         self._metrics: dict[str, ModelMetrics] = {}  # by model
         self._tenant_metrics = TenantMetrics()
         self._next_export = 0.0
@@ -158,9 +158,10 @@ class SchedulerStage:
         slugs = {group.group_slug for version in loaded for group in worker_groups.of_version(self.config, version)}
         remove_stale_arenas(paths.arena_dir(self.config), "steps", slugs)
         remove_stale_arenas(paths.arena_dir(self.config), GROUPS_SUFFIX, wanted)
-        for path in paths.run_dir(self.config).glob("bell-*.sock"):
-            if path.stem.removeprefix("bell-") not in wanted:
-                path.unlink(missing_ok=True)
+        for pattern in ("bell-*.sock", "vocabulary-*.msgpack"):
+            for path in paths.run_dir(self.config).glob(pattern):
+                if path.stem.partition("-")[2] not in wanted:
+                    path.unlink(missing_ok=True)
 
     def _make_runner(self, version: ModelVersion, now: float) -> VersionRunner:
         c, s = self.config, self.config.scheduler
@@ -218,10 +219,10 @@ class SchedulerStage:
             runner.cancel_sleep()
         while True:
             now = self._clock()
-            self._run_round(now)
+            self._rounds.run(now)
             has_new_work = [runner for runner in runners if runner.engine.drafts.take_new_work()]
             if has_new_work:  # a draft model may have had its round before its target asked it
-                self._run_round(now)
+                self._rounds.run(now)
             for runner in runners:
                 self._send_output(runner)
             self.helpers.send()
@@ -239,34 +240,6 @@ class SchedulerStage:
         self.loop.busy = self.loop.serves_stopping_clients(self.gateways) if self.loop.stopping else is_busy
         delay_s = min((runner.delay_s(now) for runner in runners), default=math.inf)
         return None if delay_s == math.inf else delay_s
-
-    def _run_round(self, now: float) -> None:
-        """Every version completes its steps, then publishes as far as others leave it the cores."""
-        claims = {}
-        if len(self.runners) > 1:
-            for name, runner in self.runners.items():
-                runner.complete(now)
-                if runner.wants_cores(now):
-                    claims[name] = runner.claim()
-            self._pairs.update_allowed(claims.values(), self.runners)
-        if len(claims) < 2:
-            for runner in self.runners.values():
-                runner.set_allowed_depth(runner.engine.steps.pacing.depth)
-                runner.complete(now)
-                if runner.has_step_everywhere:
-                    # The gateway writes the tokens to clients while the next steps are composed on another core.
-                    self._send_outbox(runner)
-                runner.run_round(now)
-            return
-        others = [name for name in self.runners if name not in claims]
-        for name in [*self._core_shares.order(list(claims.values())), *others]:
-            runner = self.runners[name]
-            if name in claims:
-                depth = runner.engine.steps.pacing.depth
-                runner.set_allowed_depth(allowed_depth(claims[name], list(claims.values()), depth))
-            runner.run_round(now)
-            if name in claims:
-                claims[name] = runner.claim()
 
     def _send_output(self, runner: VersionRunner) -> None:
         """Send the engine's frames to kv and the gateways."""
@@ -321,6 +294,7 @@ class SchedulerStage:
             return
         if unsent is None:
             unsent = self._unsent[gateway] = deque()
+            self.loop.mark_active()  # ticks send the rest
         unsent.append(frame)
         if len(unsent) > MAX_UNSENT:
             log.error("a gateway does not read its frames; its sequences are detached", extra={"unsent": len(unsent)})

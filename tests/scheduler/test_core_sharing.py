@@ -122,3 +122,35 @@ def test_idle_time_is_not_made_up_for() -> None:
     shares.order([busy._replace(spent_s=100.0), late])
     # From here on they alternate: the late model does not get a hundred seconds at once.
     assert shares.order([busy._replace(spent_s=100.0), late._replace(spent_s=0.01)]) == ["busy", "late"]
+
+
+def test_short_requests_one_after_the_other_get_no_more_than_a_long_one() -> None:
+    """A model with prompts goes first for a while, which does not begin again with each request."""
+    shares = CoreShares()
+    spent = {"old": 0.0, "other": 0.0, "new": 0.0}
+    for _ in range(100):
+        for has_request in (True, True, True, False):
+            claims = [Claim(name, frozenset(), used, False, name == "new") for name, used in spent.items()]
+            wanting = [claim for claim in claims if has_request or claim.name != "new"]
+            first = shares.order(wanting, [claim for claim in claims if claim not in wanting])[0]
+            spent[first] += 0.2
+    assert spent["new"] <= sum(spent.values()) / 3 + PROMPT_LEAD_S + 0.2
+
+
+def test_a_model_whose_turn_passes_is_owed_nothing() -> None:
+    """Its sequences wait for pages: what others compute meanwhile is not made up for."""
+    shares = CoreShares()
+    spent = {"busy": 0.0, "waiting": 0.0}
+
+    def order() -> list[str]:
+        return shares.order([Claim(name, frozenset(), used, False) for name, used in spent.items()])
+
+    for _ in range(100):
+        order()
+        shares.pass_over("waiting")
+        spent["busy"] += 1.0
+    won = []
+    for _ in range(20):
+        won.append(order()[0])
+        spent[won[-1]] += 1.0
+    assert 9 <= won.count("busy") <= 11

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from pipeline.config.load import resolve
+from pipeline.ipc.endpoint import Hub
 from pipeline.protocol.messages import Commit, Frame, Tokens
 from stages.scheduler.stage import SchedulerStage
 
@@ -57,7 +58,7 @@ def test_tokens_are_sent_before_the_next_step_is_composed(
         world.compute_step()
     head = ring.head
     world.engine.leases.frames.append(Commit("m", "another", 16))
-    stage._run_round(world.now)
+    stage._rounds.run(world.now)
     assert ring.head > head, "the next step is published"
     assert heads == ([head] if computed == 1 else [])
     assert not to_kv, "kv is woken once, at the end of the round"
@@ -65,3 +66,14 @@ def test_tokens_are_sent_before_the_next_step_is_composed(
     assert len(heads) == 1
     assert to_kv
     runner.engine, group.engine_group = own
+
+
+def test_the_next_tick_comes_soon_when_a_gateway_does_not_read(
+    stage: SchedulerStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ticks send what it had no room for, and in steady work they come every quarter of a second."""
+    monkeypatch.setattr(stage.gateways, "send", lambda gateway, frame: False)
+    monkeypatch.setattr(Hub, "peers", property(lambda self: {b"g": None}))
+    stage.loop.is_steady, stage.loop._next_tick = True, stage.loop.clock() + 60.0
+    stage._send_gateway(b"g", Commit("m", "any", 16))
+    assert stage.loop._next_tick <= stage.loop.clock() + 0.1

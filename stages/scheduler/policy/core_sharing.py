@@ -32,27 +32,43 @@ def overlap(one: frozenset[int], other: frozenset[int]) -> bool:
 
 
 class CoreShares:
-    """Orders the claims of all models. Time in which a model had nothing to compute is not made up for."""
+    """Orders the claims of all models. Time in which a model had nothing to compute is not made up for.
+
+    What a model has had beyond its share is not forgotten when its claim ends: short requests one after the other get
+    no more than a long one.
+    """
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}  # `Claim.spent_s` at the previous call
-        self._account: dict[str, float] = {}  # computing time / weight of the models with claims, comparable
+        # Computing time / weight of each model beyond that of the model with a claim that has had least.
+        self._ahead: dict[str, float] = {}
+        self._claiming: set[str] = set()  # at the previous call, and had something to compute when it was their turn
 
-    def order(self, claims: Sequence[Claim]) -> list[str]:
-        """Names, the one to go first in front. Must be called with all claims."""
+    def order(self, claims: Sequence[Claim], idle: Sequence[Claim] = ()) -> list[str]:
+        """Names of `claims`, the one to go first in front. Must be called in each round.
+
+        `idle`: the models that have nothing to compute now. A model that is in neither is forgotten.
+        """
+        ahead = dict[str, float]()
+        for claim in (*claims, *idle):
+            spent_s = claim.spent_s - self._spent.get(claim.name, claim.spent_s)
+            ahead[claim.name] = self._ahead.get(claim.name, 0.0) + spent_s / claim.weight
         names = {claim.name for claim in claims}
-        for claim in claims:
-            if claim.name in self._account:
-                self._account[claim.name] += (claim.spent_s - self._spent[claim.name]) / claim.weight
-            self._spent[claim.name] = claim.spent_s
-        known = [self._account[name] for name in names if name in self._account]
-        self._account = {name: self._account.get(name, min(known, default=0.0)) for name in names}
-        self._spent = {name: self._spent[name] for name in names}
+        least = min((ahead[name] for name in names & self._claiming), default=0.0)
+        ahead |= {name: max(least, ahead[name]) for name in names}  # those whose claims have just begun
+        least = min((ahead[name] for name in names), default=0.0)
+        self._ahead = {name: max(0.0, account - least) for name, account in ahead.items()}
+        self._spent = {claim.name: claim.spent_s for claim in (*claims, *idle)}
+        self._claiming = names
         return [claim.name for claim in sorted(claims, key=self._rank)]
+
+    def pass_over(self, name: str) -> None:
+        """It was the turn of a model with a claim, which had nothing to compute: it waits for pages or token masks."""
+        self._claiming.discard(name)
 
     def _rank(self, claim: Claim) -> tuple[float, str]:
         lead_s = PROMPT_LEAD_S if claim.has_prompts else 0.0
-        return self._account[claim.name] - lead_s / claim.weight, claim.name
+        return self._ahead[claim.name] - lead_s / claim.weight, claim.name
 
 
 def allowed_depth(mine: Claim, claims: Sequence[Claim], depth: int) -> int:

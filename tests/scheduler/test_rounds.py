@@ -1,0 +1,83 @@
+"""Rounds over models on the same cores, with models that always have a step to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+from stages.scheduler.core.rounds import Rounds
+from stages.scheduler.core.version_runner import VersionRunner
+from stages.scheduler.draft.pairing import DraftPairs
+from stages.scheduler.policy.core_sharing import Claim
+
+STEP_S = 0.05
+
+
+class Model:
+    """As much of a `VersionRunner` as a round uses. A step takes `STEP_S` of the cores, which all models share."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_wanting = self.is_computing = False
+        self.lacks_pages = False
+        self.spent_s = 0.0
+        self.has_step_everywhere = False
+        self.engine = SimpleNamespace(steps=SimpleNamespace(pacing=SimpleNamespace(depth=2)))
+        self._depth = 0
+
+    def complete(self, now: float) -> None:
+        """Steps are completed by the test."""
+
+    def wants_cores(self, now: float) -> bool:
+        return self.is_wanting
+
+    def claim(self) -> Claim:
+        return Claim(self.name, frozenset(), self.spent_s, self.is_computing)
+
+    def set_allowed_depth(self, depth: int) -> None:
+        self._depth = depth
+
+    def run_round(self, now: float) -> None:
+        self.is_computing = self.is_computing or (self.is_wanting and self._depth > 0 and not self.lacks_pages)
+
+
+def compute(rounds: Rounds, models: Mapping[str, Model], steps: int) -> dict[str, int]:
+    """Steps of each model while the cores compute so many one after the other."""
+    counts = dict.fromkeys(models, 0)
+    for _ in range(steps):
+        rounds.run(0.0)
+        (computing,) = (model for model in models.values() if model.is_computing)
+        computing.is_computing = False
+        computing.spent_s += STEP_S
+        counts[computing.name] += 1
+    return counts
+
+
+def two_models() -> tuple[Rounds, dict[str, Model]]:
+    models = {name: Model(name) for name in "ab"}
+    runners = cast("dict[str, VersionRunner]", cast("Any", models))
+    return Rounds(runners, DraftPairs(), lambda runner: None), models
+
+
+def test_a_model_that_was_alone_for_long_shares_with_one_that_comes_back() -> None:
+    """What it has computed alone is no debt: its streams go on."""
+    rounds, models = two_models()
+    models["a"].is_wanting = models["b"].is_wanting = True
+    assert compute(rounds, models, 20) == {"a": 10, "b": 10}
+    models["b"].is_wanting = False
+    assert compute(rounds, models, 1000) == {"a": 1000, "b": 0}
+    models["b"].is_wanting = True
+    counts = compute(rounds, models, 20)
+    assert abs(counts["a"] - counts["b"]) <= 2, counts
+
+
+def test_a_model_that_waited_for_pages_does_not_make_up_for_it() -> None:
+    rounds, models = two_models()
+    models["a"].is_wanting = models["b"].is_wanting = True
+    compute(rounds, models, 20)
+    models["b"].lacks_pages = True
+    assert compute(rounds, models, 1000) == {"a": 1000, "b": 0}
+    models["b"].lacks_pages = False
+    counts = compute(rounds, models, 20)
+    assert abs(counts["a"] - counts["b"]) <= 2, counts
