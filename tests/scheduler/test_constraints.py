@@ -274,6 +274,21 @@ def test_a_cancelled_submission_is_not_queued_after_its_trial() -> None:
     assert not world.engine.is_busy
 
 
+def test_a_tenant_whose_submissions_wait_locks_no_other_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of one constraint, which is a single trial: the newest submission of the tenant with most of them goes."""
+    monkeypatch.setattr(constraints_module, "MAX_HELD", 3)
+    world = ConstrainedWorld()
+    for name in ("a1", "a2", "a3"):
+        world.submit(constrained(name, 1, tenant="a"))
+    world.submit(constrained("a4", 1, tenant="a"))
+    world.submit(constrained("b1", 1, tenant="b"))
+    world.submit(constrained("b2", 1, tenant="b"))
+    refused = [(frame.sequence, frame.code) for _, frame in world.engine.outbox.rejected]
+    assert refused == [("a4", "OVERLOADED"), ("a3", "OVERLOADED"), ("b2", "OVERLOADED")]
+    world.vet()
+    assert set(world.engine.table.live) == {"a1", "a2", "b1"}
+
+
 def test_a_mask_is_asked_for_with_the_rows_serial_number() -> None:
     world = ConstrainedWorld()
     world.submit(constrained("s", 1))

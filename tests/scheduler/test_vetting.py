@@ -133,6 +133,19 @@ def test_a_tenant_has_a_bounded_number_waiting() -> None:
     trial.vet("b", "b")
 
 
+def test_no_tenants_lock_another_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_JOBS", 6)
+    trial = Trial()
+    for i in range(3):
+        for tenant in "ab":
+            trial.vet(f"{tenant}{i}", tenant)
+    with pytest.raises(VettingFullError):
+        trial.vet("one more", "b")
+    trial.vet("c1", "c")
+    with pytest.raises(VettingFullError):
+        trial.vet("c2", "c")
+
+
 def test_what_has_passed_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PASSED", 2)
     trial = Trial()

@@ -12,6 +12,7 @@ Pure: frames for the mask process gather in `frames`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes wit
 POLL_S = 0.0005  # between two looks for a mask that came too late
 STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
 MAX_DEATHS = 5  # of the mask process while it owed a sequence a mask: then the sequence fails
-MAX_HELD = 1024  # submissions whose constraints are being vetted
+MAX_HELD = 1024  # submissions whose constraints are being vetted; with more the tenant that has most loses its newest
 
 
 class _Held(NamedTuple):
@@ -100,14 +101,26 @@ class Constraints:
             left_ms = frame.deadline_ms and max(1, frame.deadline_ms - int((then - held.since) * 1000))
             submit(gateway, msgspec.structs.replace(frame, deadline_ms=left_ms), then)
 
+        removed = ""
         try:
             if name not in self._held and len(self._held) >= MAX_HELD:
-                raise VettingFullError
+                removed = self._make_room(frame.tenant)
             vetting.vet(self._model, constraint, frame.tenant, on_vetted, now)
         except VettingFullError:
-            return Refusal("OVERLOADED", "too many new constraints wait to be compiled", constraint.field, 1.0)
+            return _overloaded(constraint.field)
+        if removed:
+            held = self._held.pop(removed)
+            refuse(held.gateway, held.frame, _overloaded(held.frame.constraint.field if held.frame.constraint else ""))
         self._held[name] = _Held(gateway, frame, now)
         return True
+
+    def _make_room(self, tenant: str) -> str:
+        """The submission that must go for one of `tenant`, which has none. Raises `VettingFullError` if none may."""
+        counts = Counter(held.frame.tenant for held in self._held.values())
+        longest, most = counts.most_common(1)[0]
+        if counts[tenant] or most < 2:
+            raise VettingFullError
+        return next(name for name in reversed(self._held) if self._held[name].frame.tenant == longest)
 
     def is_held(self, sequence: str) -> bool:
         """The submission waits for its constraint."""
@@ -299,6 +312,10 @@ class Constraints:
             and self._is_owed(sequence)
             for sequence in self._open.values()
         )
+
+
+def _overloaded(field: str) -> Refusal:
+    return Refusal("OVERLOADED", "too many new constraints wait to be compiled", field, 1.0)
 
 
 def any_stuck(all_constraints: Iterable[Constraints], now: float) -> bool:

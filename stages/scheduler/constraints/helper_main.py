@@ -8,6 +8,7 @@ than MEMORY_MB, or makes the library crash, costs only this process; the schedul
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import select
@@ -48,7 +49,8 @@ def serve_vet(fd: int) -> None:
     while packet := os.read(fd, RECEIVE_BYTES):
         for frame in f.decode_frames(packet):
             if isinstance(frame, f.Vocabulary):
-                vocabularies[frame.version] = read_vocabulary(frame.path)
+                with contextlib.suppress(FileNotFoundError):  # the version has been unloaded meanwhile
+                    vocabularies[frame.version] = read_vocabulary(frame.path)
                 tokenizers.pop(frame.version, None)
             elif isinstance(frame, f.Vet):
                 if frame.version not in tokenizers:

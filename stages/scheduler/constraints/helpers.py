@@ -51,8 +51,10 @@ class ConstraintHelpers:
             self._trial.send(f.packets([known]))
 
     def forget(self, version: str) -> None:
-        """The version is unloaded."""
-        self._vocabularies.pop(version, None)
+        """The version is unloaded: its file is removed."""
+        known = self._vocabularies.pop(version, None)
+        if known is not None:
+            Path(known.path).unlink(missing_ok=True)
 
     def send(self) -> None:
         """Send what the engines have for the helpers. Call at the end of each round."""

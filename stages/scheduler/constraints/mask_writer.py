@@ -11,6 +11,7 @@ alone.  Whether a sequence fails does not depend on the masks before, on draft t
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -105,7 +106,8 @@ class MaskWriter:
         elif isinstance(frame, f.Close):
             self._close(frame.sequence)
         elif isinstance(frame, f.Vocabulary):
-            self.set_vocabulary(frame.version, read_vocabulary(frame.path))
+            with contextlib.suppress(FileNotFoundError):  # the version has been unloaded meanwhile
+                self.set_vocabulary(frame.version, read_vocabulary(frame.path))
         elif isinstance(frame, f.Rows):
             arena, steps, _ = attach_steps(Path(frame.path))
             self._arenas[frame.version] = arena  # one that it replaces is unmapped with its last view

@@ -16,7 +16,7 @@ from stages.scheduler.constraints.frames import Begun, Vet, Vetted
 
 MAX_PASSED = 2048  # constraints that are remembered
 MAX_TENANT_JOBS = 64  # constraints of one tenant that wait
-MAX_JOBS = 256
+MAX_JOBS = 256  # in all; beyond that a tenant without a waiting one may add one
 # A process that has no result after so many times the limit hangs, even if it used no CPU time.  On a machine whose
 # cores are all busy a process of low priority has a fiftieth of a core.
 MAX_DELAY = 60
@@ -67,7 +67,7 @@ class Vetting:
         callbacks = self._callbacks.get(key)
         if callbacks is None:
             queue = self._waiting.get(tenant, ())
-            if len(queue) >= MAX_TENANT_JOBS or len(self._callbacks) >= MAX_JOBS:
+            if len(queue) >= MAX_TENANT_JOBS or (queue and len(self._callbacks) >= MAX_JOBS):
                 raise VettingFullError
             self._waiting.setdefault(tenant, deque()).append(key)
             callbacks = self._callbacks[key] = []
