@@ -152,6 +152,21 @@ def test_when_pages_run_out_the_youngest_is_preempted_and_ends_with_its_tokens()
     assert all(end == "length" for end in world.ends.values())
 
 
+def test_a_priority_preempts_no_sequence_of_another_tenant(monkeypatch):
+    """It orders a tenant's own requests: of the tenant with the youngest one the last one goes."""
+    world = World(batch=4, pages=24, page_tokens=16, cache=False)
+    preempted = []
+    table, preempt = world.engine.table, world.engine.table.preempt
+    monkeypatch.setattr(table, "preempt", lambda sequence: (preempted.append(sequence.id), preempt(sequence)))
+    world.submit(submission("quiet", [9] * 40, 200, tenant="quiet"))
+    for i, priority in enumerate((100, 0, 50)):
+        world.submit(submission(f"s{i}", [i + 1] * 40, 200, seed=i, tenant="other", priority=priority))
+    world.run_until_idle()
+    world.check_all()
+    assert preempted[0] == "s1"
+    assert "quiet" not in preempted
+
+
 def test_a_deadline_ends_the_sequence_with_an_error_and_frees_its_pages():
     world = World()
     world.submit(submission("a", [1, 2, 3], 300, deadline_ms=1000))

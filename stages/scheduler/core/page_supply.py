@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.protocol.messages import Denied, Granted, KvReady, KvState
 from stages.scheduler.core.leases import BadTableError, Leases
 from stages.scheduler.core.sequence import SequenceState
-from stages.scheduler.core.sequence_table import SequenceTable
+from stages.scheduler.core.sequence_table import SequenceTable, age
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.draft.draft_pool import DraftPool
 from stages.scheduler.policy.admission import Limits
@@ -134,6 +134,7 @@ class PageSupply:
     def preempt_if_starved(self) -> None:
         """If a sequence cannot continue because it has no pages, preempt the youngest sequence.
 
+        A priority orders the sequences of a tenant alone: of the tenant with the youngest one, the last one goes.
         One that is in a step of a group that does not respond releases no pages by that: it is left out.
         """
         scheduled, responds = self._table.scheduled, self._table.responds
@@ -143,7 +144,8 @@ class PageSupply:
         if any(s.is_preempting or s.is_done for s in holders) or len(holders) < 2:
             return  # pages will be released soon, or the last holder waits until kv finds some
         self._stats.preemptions += 1
-        self._table.preempt(holders[-1])
+        tenant = max(holders, key=lambda s: s.seniority).tenant
+        self._table.preempt(max((s for s in holders if s.tenant is tenant), key=age))
 
     # -------------------------------------------------------------- kv's life
 
