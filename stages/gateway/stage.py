@@ -228,6 +228,8 @@ class GatewayStage:
         self.service.readiness.is_handing_over = True
         self._stop_accepting()
         log.info("handing over", extra={"in_flight": self.service.in_flight.count})
+        self.endpoints.mark_active()  # ticks see the end of the last request, while new connections wait
+        self._tick_handover()
 
     async def _end_handover(self) -> None:
         log.warning("no successor has started: accepting connections again")

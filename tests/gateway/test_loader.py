@@ -163,6 +163,19 @@ def test_a_reload_takes_what_was_published_last(tmp_path: Path, monkeypatch: pyt
         catalog.switch(catalog.begin(settings, f"change-{seed}", "reload", SECONDS).id)
 
 
+@pytest.mark.parametrize("by", ["operator", "room"])
+def test_the_next_tick_comes_soon_when_a_version_retires(tmp_path: Path, file: Path, by: str) -> None:
+    """It drops the version, and a load may wait for its memory: a gateway at rest ticks every half second."""
+    loader = make_loader(tmp_path, str(file))
+    begun: list[list[str]] = []
+    loader.on_begun = lambda: begun.append([one.id for one in loader._catalog.retiring()])
+    if by == "operator":
+        loader.unload(NAME, "change", SECONDS)
+    else:
+        loader._eviction._unload(loader._catalog.serving(NAME), "room for another")  # type: ignore[arg-type]
+    assert begun == [[NAME]]
+
+
 def test_the_name_all_is_rejected(tmp_path: Path, file: Path) -> None:
     with pytest.raises(InvalidRequest, match="'all' cannot be used: reserved: commands use it for all models"):
         make_loader(tmp_path, str(file)).load("all", str(file), "change", SECONDS)

@@ -49,6 +49,7 @@ class Eviction:
         self._use = use
         self._measure = measure
         self._clock = clock
+        self.on_retired: Callable[[], object] = lambda: None  # called when a model's unloading has begun
 
     def tick(self) -> None:
         """At each tick: unload the models whose time is over."""
@@ -184,3 +185,4 @@ class Eviction:
             return
         self._use.unloaded(version.name)
         log.info("unloading a model", extra={"version": version.id, "reason": why})
+        self.on_retired()

@@ -112,7 +112,9 @@ class Loader:
         self._failed: dict[str, StarlingError] = {}  # by change id: changes that failed before they were in the table
         self._ended: dict[str, int] = {}  # by id of a retiring version: requests that did not finish in time
         self._load_lock = asyncio.Lock()  # one load at a time
-        self.on_begun: Callable[[], object] = lambda: None  # called when a new version is in the table
+        # Called when a new version is in the table, or one retires: ticks drop it, and a load may wait for its memory.
+        self.on_begun: Callable[[], object] = lambda: None
+        eviction.on_retired = lambda: self.on_begun()
         self.on_demand_failed: Callable[[str, StarlingError], object] = lambda name, error: None
         self.on_unloaded: Callable[[str], object] = lambda name: None  # called when an operator has unloaded a model
 
@@ -173,6 +175,7 @@ class Loader:
             raise _not_loaded(name, self._catalog.names)
         self._catalog.retire(serving.id, change, self._wall() + timeout_s)
         self._readiness.notify()
+        self.on_begun()
         log.info("unloading", extra={"version": serving.id, "in_flight": self._in_flight.on_version(serving.id)})
 
     def phase(self, name: str) -> str:
