@@ -66,7 +66,8 @@ class PacingPolicy(NamedTuple):
     def gap_bound_us(self, streams_us: float) -> float:
         """The longest gap that prompt tokens may cause where streams alone have steps of `streams_us`.
 
-        Tokens of short steps reach a stream together, after `wake_s`.
+        Tokens of short steps reach a stream together, after `wake_s`. Where each token is sent alone, as beside
+        constraints and on cores that models share, the bound is the same: 45 ms at least, though gaps were shorter.
         """
         return self.gap_factor * max(1e6 * self.wake_s, streams_us)
 
