@@ -54,11 +54,16 @@ def choose(config: Config) -> Expected | None:
     folder, table = paths.models_dir(), versions.read(config)
     loaded = {one.digest or _digest(one.settings, folder) for one in table.versions}
     found: set[tuple[bool, float, Path, str]] = set()
+    unusable: set[Path] = set()
     for model in (*config.models, *(one.settings for one in table.versions)) if config.performance.use_mmap else ():
         index_path = store.find_index(model, folder)
+        if index_path is None and store.is_checkpoint(model, folder):
+            unusable.add(store.gguf_path(model, folder))
         if index_path is not None and not model.adapters:
             is_loaded, used = index_path.stem in loaded, store.last_used(folder, index_path.stem)
             found.add((not is_loaded, used, index_path, model.kv_type))
+    for path in unusable:
+        usable_version(path, UNUSABLE)  # logs what is wrong with a file that is there
     # In this order, so that of many models few indexes are read.
     for _, _, index_path, kv_type in sorted(found, reverse=True):
         if usable_version(index_path, UNUSABLE) == VERSION:
