@@ -137,7 +137,7 @@ def test_short_requests_one_after_the_other_get_no_more_than_a_long_one() -> Non
     assert spent["new"] <= sum(spent.values()) / 3 + PROMPT_LEAD_S + 0.2
 
 
-def test_a_model_whose_turn_passes_is_owed_nothing() -> None:
+def test_a_model_whose_turn_passes_does_not_make_up_for_it() -> None:
     """Its sequences wait for pages: what others compute meanwhile is not made up for."""
     shares = CoreShares()
     spent = {"busy": 0.0, "waiting": 0.0}
@@ -154,3 +154,41 @@ def test_a_model_whose_turn_passes_is_owed_nothing() -> None:
         won.append(order()[0])
         spent[won[-1]] += 1.0
     assert 9 <= won.count("busy") <= 11
+
+
+def test_models_on_different_cores_are_not_compared() -> None:
+    """One of them has computed far more than the other one when a third shares the cores of both."""
+    shares = CoreShares()
+    spent = {"busy": 0.0, "quiet": 0.0, "late": 0.0}
+    cores = {"busy": frozenset({0}), "quiet": frozenset({1}), "late": frozenset({0, 1})}
+
+    def claims(*names: str) -> list[Claim]:
+        return [Claim(name, cores[name], spent[name], False) for name in names]
+
+    for _ in range(100):
+        shares.order(claims("busy", "quiet"), claims("late"))
+        spent["busy"] += 1.0
+        spent["quiet"] += 0.01
+    shares.order([], claims("busy", "quiet", "late"))
+    won = []
+    for _ in range(20):
+        won.append(shares.order(claims("busy", "late"), claims("quiet"))[0])
+        spent[won[-1]] += 1.0
+    assert 9 <= won.count("busy") <= 11
+
+
+def test_a_model_that_is_idle_for_a_moment_keeps_its_account_with_those_on_its_cores() -> None:
+    """Others that compute elsewhere do not pay it off."""
+    shares = CoreShares()
+    spent = {"old": 0.0, "new": 0.0, "elsewhere": 0.0}
+    cores = {"old": frozenset({0}), "new": frozenset({0}), "elsewhere": frozenset({1})}
+
+    def claims(*names: str) -> list[Claim]:
+        return [Claim(name, cores[name], spent[name], False, name == "new") for name in names]
+
+    shares.order(claims("old", "new", "elsewhere"))
+    spent["new"] += 3.0
+    shares.order(claims("old", "new", "elsewhere"))
+    spent["elsewhere"] += 100.0
+    shares.order(claims("elsewhere"), claims("old", "new"))
+    assert shares.order(claims("old", "new", "elsewhere"))[-1] == "new"

@@ -61,7 +61,7 @@ def two_models() -> tuple[Rounds, dict[str, Model]]:
 
 
 def test_a_model_that_was_alone_for_long_shares_with_one_that_comes_back() -> None:
-    """What it has computed alone is no debt: its streams go on."""
+    """It is not charged with what it has computed alone: its streams go on."""
     rounds, models = two_models()
     models["a"].is_wanting = models["b"].is_wanting = True
     assert compute(rounds, models, 20) == {"a": 10, "b": 10}
@@ -70,6 +70,21 @@ def test_a_model_that_was_alone_for_long_shares_with_one_that_comes_back() -> No
     models["b"].is_wanting = True
     counts = compute(rounds, models, 20)
     assert abs(counts["a"] - counts["b"]) <= 2, counts
+
+
+def test_a_model_that_was_the_only_one_shares_with_one_that_is_loaded() -> None:
+    """It is idle when that comes."""
+    rounds, models = two_models()
+    models["a"].is_wanting = models["b"].is_wanting = True
+    compute(rounds, models, 20)
+    del models["b"]
+    assert compute(rounds, models, 1000) == {"a": 1000}
+    models["c"] = Model("c")
+    models["a"].is_wanting = False
+    rounds.run(0.0)
+    models["a"].is_wanting = models["c"].is_wanting = True
+    counts = compute(rounds, models, 20)
+    assert abs(counts["a"] - counts["c"]) <= 2, counts
 
 
 def test_a_model_that_waited_for_pages_does_not_make_up_for_it() -> None:

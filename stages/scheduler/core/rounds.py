@@ -38,7 +38,10 @@ class Rounds:
                 else:
                     idle.append(claim)
             self._pairs.update_allowed(claims.values(), runners)
-            order = self._shares.order(list(claims.values()), idle)  # also of one: it owes nothing for computing alone
+            # Also of one: it is not charged with computing alone.
+            order = self._shares.order(list(claims.values()), idle)
+        else:
+            self._shares.forget()  # else a model that is loaded later starves this one
         if len(claims) < 2:
             for runner in runners.values():
                 runner.set_allowed_depth(runner.engine.steps.pacing.depth)

@@ -9,7 +9,7 @@ alone on its cores publishes ahead as usual; models on different cores do not wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PROMPT_LEAD_S = 1.0
@@ -31,8 +31,25 @@ def overlap(one: frozenset[int], other: frozenset[int]) -> bool:
     return not one or not other or bool(one & other)
 
 
+def connected(claims: Iterable[Claim]) -> list[list[Claim]]:
+    """The claims in sets: those whose cores overlap, directly or through others, are in the same one."""
+    found: list[list[Claim]] = []
+    for claim in claims:
+        joined, apart = [claim], []
+        for one in found:
+            if any(overlap(claim.cores, other.cores) for other in one):
+                joined += one
+            else:
+                apart.append(one)
+        found = [*apart, joined]
+    return found
+
+
 class CoreShares:
     """Orders the claims of all models. Time in which a model had nothing to compute is not made up for.
+
+    Models are compared while their claims are connected: what one computes on cores that another does not want is not
+    charged to it.
 
     What a model has had beyond its share is not forgotten when its claim ends: short requests one after the other get
     no more than a long one.
@@ -40,7 +57,7 @@ class CoreShares:
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}  # `Claim.spent_s` at the previous call
-        # Computing time / weight of each model beyond that of the model with a claim that has had least.
+        # Computing time / weight of each model beyond that of the model that has had least, of the claims on its cores.
         self._ahead: dict[str, float] = {}
         self._claiming: set[str] = set()  # at the previous call, and had something to compute when it was their turn
 
@@ -53,14 +70,24 @@ class CoreShares:
         for claim in (*claims, *idle):
             spent_s = claim.spent_s - self._spent.get(claim.name, claim.spent_s)
             ahead[claim.name] = self._ahead.get(claim.name, 0.0) + spent_s / claim.weight
-        names = {claim.name for claim in claims}
-        least = min((ahead[name] for name in names & self._claiming), default=0.0)
-        ahead |= {name: max(least, ahead[name]) for name in names}  # those whose claims have just begun
-        least = min((ahead[name] for name in names), default=0.0)
-        self._ahead = {name: max(0.0, account - least) for name, account in ahead.items()}
+        passed = dict.fromkeys(ahead, 0.0)  # computing time / weight that the others on a model's cores have all had
+        for rivals in connected(claims):
+            names = {claim.name for claim in rivals}
+            least = min((ahead[name] for name in names & self._claiming), default=0.0)
+            ahead |= {name: max(least, ahead[name]) for name in names}  # those whose claims have just begun
+            least = min(ahead[name] for name in names)
+            passed |= dict.fromkeys(names, least)
+            for claim in idle:
+                if any(overlap(claim.cores, rival.cores) for rival in rivals):
+                    passed[claim.name] = max(passed[claim.name], least)
+        self._ahead = {name: max(0.0, account - passed[name]) for name, account in ahead.items()}
         self._spent = {claim.name: claim.spent_s for claim in (*claims, *idle)}
-        self._claiming = names
+        self._claiming = {claim.name for claim in claims}
         return [claim.name for claim in sorted(claims, key=self._rank)]
+
+    def forget(self) -> None:
+        """Forget all models. To be called where `order` is not, as their computing time would be charged later."""
+        self._spent, self._ahead, self._claiming = {}, {}, set()
 
     def pass_over(self, name: str) -> None:
         """It was the turn of a model with a claim, which had nothing to compute: it waits for pages or token masks."""
