@@ -269,6 +269,7 @@ def test_a_later_revision_replaces_a_live_sequence_and_keeps_its_age() -> None:
         world.run_round()
         world.exchange_with_kv()
         world.compute_step()
+    world.now += 1.0
     for name in ("b", "c", "d"):
         world.submit(submission(name, [4, 5], 60))
     world.engine.outbox.tokens.clear()
@@ -279,6 +280,7 @@ def test_a_later_revision_replaces_a_live_sequence_and_keeps_its_age() -> None:
     after = world.engine.table.live["a"]
     assert after is not before
     assert after.key[0] == before.key[0]
+    assert after.arrival == before.arrival
     assert world.engine.outbox.tokens == {}, "the earlier one ends without an event"
     parts = []
     for _ in range(200):

@@ -2,7 +2,7 @@
 
     submit --> queue --(row, Acquire)--> scheduled --(Granted)--> steps --> finish
                  ^                                       |
-                 `------------- preempted ---------------'   pages ran out: the youngest
+                 `------------- preempted ---------------'   pages ran out: page_supply.py
 
 `Engine` builds the parts and connects them; each part receives the parts that it uses.  Frames for kv gather in
 `leases.frames`, frames for the gateways in `outbox`.

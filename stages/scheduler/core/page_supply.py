@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from pipeline.protocol.messages import Denied, Granted, KvReady, KvState
 from stages.scheduler.core.leases import BadTableError, Leases
 from stages.scheduler.core.sequence import SequenceState
@@ -132,9 +134,8 @@ class PageSupply:
                 leases.extend(run)
 
     def preempt_if_starved(self) -> None:
-        """If a sequence cannot continue because it has no pages, preempt the youngest sequence.
+        """If a sequence cannot continue because it has no pages, preempt the `victim` of those that have some.
 
-        A priority orders the sequences of a tenant alone: of the tenant with the youngest one, the last one goes.
         One that is in a step of a group that does not respond releases no pages by that: it is left out.
         """
         scheduled, responds = self._table.scheduled, self._table.responds
@@ -144,8 +145,7 @@ class PageSupply:
         if any(s.is_preempting or s.is_done for s in holders) or len(holders) < 2:
             return  # pages will be released soon, or the last holder waits until kv finds some
         self._stats.preemptions += 1
-        tenant = max(holders, key=lambda s: s.seniority).tenant
-        self._table.preempt(max((s for s in holders if s.tenant is tenant), key=age))
+        self._table.preempt(victim(holders, self._table.live.values()))
 
     # -------------------------------------------------------------- kv's life
 
@@ -173,3 +173,20 @@ class PageSupply:
         """kv is gone: steps continue with the pages that they have."""
         self._leases.kv_down()
         self._drafts.dismiss_all()
+
+
+def victim(holders: Sequence[SequenceState], live: Iterable[SequenceState]) -> SequenceState:
+    """The one of some `live` sequences that is preempted first.
+
+    Each tenant has the places of its live sequences in the order in which all of them have arrived, and its priorities
+    decide alone which sequence has which of them.  The holder of the last place goes, so that the one that has the
+    first place of all keeps its pages.
+    """
+    by_tenant: dict[str, list[SequenceState]] = {s.tenant.name: [] for s in holders}
+    for sequence in live:
+        if sequence.tenant.name in by_tenant:
+            by_tenant[sequence.tenant.name].append(sequence)
+    places: dict[SequenceState, tuple[float, int]] = {}
+    for sequences in by_tenant.values():
+        places.update(zip(sorted(sequences, key=age), sorted(s.arrival for s in sequences), strict=True))
+    return max(holders, key=places.__getitem__)

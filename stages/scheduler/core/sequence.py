@@ -59,6 +59,7 @@ class SequenceState:
         "accepted",
         "acquired_at",
         "adapter",
+        "arrival",
         "arrived",
         "breakers",
         "cached_tokens",
@@ -72,7 +73,6 @@ class SequenceState:
         "draft_tokens",
         "gateway",
         "has_emitted",
-        "head_start_s",
         "id",
         "is_done",
         "is_preempting",
@@ -134,9 +134,9 @@ class SequenceState:
             self.scores = PromptScores(frame.prompt_logprobs, self.prompt_len, frame.scored)
         self.deadline = now + frame.deadline_ms / 1000 if frame.deadline_ms > 0 else math.inf
         self.arrived = now
+        self.arrival = (now, order)  # of the first revision of its stream
         self.started = 0.0  # when its first step was published
-        self.head_start_s = head_start_s(frame.priority, self.deadline - now)
-        self.key = (now - self.head_start_s, order)
+        self.key = (now - head_start_s(frame.priority, self.deadline - now), order)
         self.phase = Phase.PENDING
         self.is_done = False  # finished or failed: no output is wanted any more
         self.has_emitted = False  # its first tokens (with cached_tokens) have been sent
@@ -165,11 +165,6 @@ class SequenceState:
         if phase not in LEGAL[self.phase]:
             raise IllegalTransitionError(f"{self.id}: {self.phase.value} -> {phase.value}")
         self.phase = phase
-
-    @property
-    def seniority(self) -> tuple[float, int]:
-        """Its age among the sequences of all tenants, lower first: as `key`, without its priority."""
-        return self.key[0] + self.head_start_s, self.key[1]
 
     @property
     def sharable(self) -> int:

@@ -83,6 +83,7 @@ class SubmissionQueue:
         sequence.max_draft_tokens = self._max_draft_tokens(frame)
         if replaced is not None and frame.revision > replaced.revision:  # the same stream: it keeps its age
             sequence.key = (replaced.key[0], sequence.key[1])
+            sequence.arrival = replaced.arrival
         refusal = check_limits(sequence, self._limits)
         if refusal is not None:
             if frame.forced:
