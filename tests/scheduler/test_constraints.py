@@ -23,13 +23,14 @@ from shm.step_ring import StepsGeometry
 from stages.scheduler.constraints import constraints as constraints_module
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
+from stages.scheduler.constraints import vetting as vetting_module
 from stages.scheduler.constraints.mask_writer import MaskWriter
 from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core import ring as ring_module
 from stages.scheduler.recovery import quarantine
 
 from .peers import VOCAB, submission
-from .world import World
+from .world import GATEWAY, World
 
 STOP = VOCAB - 1
 PIECES = [*(chr(32 + i).encode() for i in range(95)), *(b"ab", b"abc", b"xa") * 10, b"", b"bx", b"<end>"]
@@ -272,6 +273,34 @@ def test_a_cancelled_submission_is_not_queued_after_its_trial() -> None:
     world.vet()
     assert not world.engine.table.live
     assert not world.engine.is_busy
+
+
+def test_cancelled_submissions_leave_nothing_to_compile() -> None:
+    """Nor do those of a gateway that has left, or that are submitted again with another constraint."""
+    world = ConstrainedWorld()
+    world.submit(constrained("first", 1, "first"))  # its compilation begins
+    for i in range(300):
+        world.submit(constrained("a", 1, f"a{i}"))
+    world.submit(constrained("b", 1, "b"))
+    world.cancel("a")
+    assert len(world.vetting._jobs) == 2
+    world.constraints.drop_gateway(GATEWAY)
+    assert not world.constraints.is_busy
+    world.vet()
+    assert not world.vetting.is_busy
+    assert not world.vetting.has_passed("m", Constraint("regex", "b", "regex"))
+
+
+def test_a_submission_whose_constraint_is_displaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vetting_module, "MAX_JOBS", 3)
+    world = ConstrainedWorld()
+    for i in range(3):
+        world.submit(constrained(f"a{i}", 1, f"a{i}", tenant="a"))
+    world.submit(constrained("b", 1, "b", tenant="b"))
+    refused = [(frame.sequence, frame.code) for _, frame in world.engine.outbox.rejected]
+    assert refused == [("a2", "OVERLOADED")]
+    world.vet()
+    assert set(world.engine.table.live) == {"a0", "a1", "b"}
 
 
 def test_a_tenant_whose_submissions_wait_locks_no_other_one_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pipeline.protocol.messages import Constraint
 from stages.scheduler.constraints import vetting as module
 from stages.scheduler.constraints.frames import Begun, Vet, Vetted
-from stages.scheduler.constraints.vetting import Vetting, VettingFullError
+from stages.scheduler.constraints.vetting import Vetting, VettingFullError, Waiter
 
 
 def constraint(name: str) -> Constraint:
@@ -21,8 +21,13 @@ class Trial:
         self.vetting = Vetting(limit_s=5.0)
         self.results: list[tuple[str, str]] = []
 
-    def vet(self, name: str, tenant: str = "t", now: float = 0.0) -> None:
-        self.vetting.vet("m", constraint(name), tenant, lambda error, _: self.results.append((name, error)), now)
+    def vet(self, name: str, tenant: str = "t", now: float = 0.0, version: str = "m") -> Waiter:
+        def displaced() -> None:
+            self.results.append((name, "displaced"))
+
+        waiter = Waiter(lambda error, _: self.results.append((name, error)), displaced)
+        self.vetting.vet(version, constraint(name), tenant, waiter, now)
+        return waiter
 
     def take(self) -> Vet:
         [frame] = self.vetting.frames
@@ -142,8 +147,57 @@ def test_no_tenants_lock_another_one_out(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(VettingFullError):
         trial.vet("one more", "b")
     trial.vet("c1", "c")
+    assert trial.results == [("b2", "displaced")]
     with pytest.raises(VettingFullError):
         trial.vet("c2", "c")
+
+
+def test_no_number_of_tenants_exceeds_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_JOBS", 6)
+    trial = Trial()
+    refused = 0
+    for i in range(5):
+        trial.vet(f"a{i}", "a")
+    for i in range(20):
+        try:
+            trial.vet(f"b{i}", f"tenant {i}")
+        except VettingFullError:
+            refused += 1
+        assert len(trial.vetting._jobs) <= 6
+    assert trial.results == [(f"a{i}", "displaced") for i in (4, 3, 2)]
+    assert refused == 20 - 4
+    compiled = []
+    while trial.vetting.frames:
+        frame = trial.take()
+        compiled.append(frame.constraint.text)
+        trial.vetting.on_vetted(Vetted(frame.id, ""), 0.0)
+    assert compiled == ["a0", "a1", "b0", "b1", "b2", "b3"]
+
+
+def test_what_no_submission_waits_for_is_not_compiled() -> None:
+    trial = Trial()
+    waiters = {name: trial.vet(name) for name in ("first", "twice", "none")}
+    trial.vet("twice")
+    for name, waiter in waiters.items():
+        trial.vetting.cancel("m", constraint(name), waiter)
+    for compiled in ("first", "twice"):  # the compilation of the first one had begun
+        frame = trial.take()
+        assert frame.constraint.text == compiled
+        trial.vetting.on_vetted(Vetted(frame.id, ""), 0.0)
+    assert trial.results == [("twice", "")]
+    assert not trial.vetting.is_busy
+    assert not trial.vetting.frames
+
+
+def test_an_unloaded_versions_constraints_do_not_wait() -> None:
+    trial = Trial()
+    for name, version in (("a", "m"), ("b", "m"), ("c", "other")):
+        trial.vet(name, version=version)
+    frame = trial.take()
+    trial.vetting.forget("m")
+    trial.vetting.on_vetted(Vetted(frame.id, "the model has been unloaded"), 0.0)
+    assert trial.take().constraint.text == "c"
+    assert trial.results == []
 
 
 def test_what_has_passed_is_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:

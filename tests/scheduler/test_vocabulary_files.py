@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 from pipeline.config.load import resolve
 from pipeline.ipc.poll_loop import PollLoop
-from pipeline.protocol.messages import ModelVocabulary
+from pipeline.protocol.messages import Constraint, ModelVocabulary
 from stages.scheduler.constraints import frames as f
+from stages.scheduler.constraints import helper_main
 from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.constraints.helpers import ConstraintHelpers
 from stages.scheduler.constraints.mask_writer import MaskWriter
@@ -38,3 +40,30 @@ def test_a_helper_that_is_late_does_not_miss_the_file_of_an_unloaded_version(tmp
     writer = MaskWriter(lambda function: None, 4, 4)  # type: ignore[arg-type,return-value]
     writer.handle(f.Vocabulary("m@2", str(tmp_path / "gone.msgpack")))
     assert not writer.answers
+
+
+def test_a_helper_that_is_late_does_not_miss_the_rows_of_an_unloaded_version(tmp_path: Path) -> None:
+    """Nor those that are removed while it opens them."""
+    writer = MaskWriter(lambda function: None, 4, 4)  # type: ignore[arg-type,return-value]
+    (tmp_path / "cut").write_bytes(b"")
+    for name in ("gone", "cut"):
+        writer.handle(f.Rows("m@2", str(tmp_path / name)))
+    assert not writer.answers
+
+
+def test_a_constraint_of_an_unloaded_version_ends_no_trial_process(tmp_path: Path) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        missing = f.Vocabulary("m@2", str(tmp_path / "gone.msgpack"))
+        for number in (1, 2):
+            constraint = Constraint("regex", "a", "regex")
+            for packet in f.packets([missing, f.Vet(number, "m@2", constraint)]):
+                ours.send(packet)
+        ours.shutdown(socket.SHUT_WR)
+        helper_main.serve_vet(its.fileno())
+        its.close()
+        answers = []
+        while packet := ours.recv(1 << 16):
+            answers += f.decode_answers(packet)
+    why = "the model has been unloaded"
+    assert answers == [f.Begun(1), f.Vetted(1, why), f.Begun(2), f.Vetted(2, why)]

@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from pipeline.protocol.messages import Frame, Submit
+from pipeline.protocol.messages import Constraint, Frame, Submit
 from shm.step_ring import MASK_SLOTS
 from stages.scheduler.constraints.frames import Close, Failed, Kept, Mask, Open, Rows, Vocabulary
 from stages.scheduler.constraints.mask_state import Masks
-from stages.scheduler.constraints.vetting import Vetting, VettingFullError
+from stages.scheduler.constraints.vetting import Vetting, VettingFullError, Waiter
 from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.worker_link import WorkerLink
 from stages.scheduler.policy.admission import Refusal
@@ -37,7 +37,8 @@ MAX_HELD = 1024  # submissions whose constraints are being vetted; with more the
 class _Held(NamedTuple):
     gateway: bytes
     frame: Submit
-    since: float
+    constraint: Constraint  # of the frame
+    waiter: Waiter
 
 
 class Constraints:
@@ -51,6 +52,7 @@ class Constraints:
         self._vetting = vetting
         self._vocabulary = self._rows = ""  # paths
         self._held: dict[str, _Held] = {}  # by sequence
+        self._n_held = Counter[str]()  # by tenant
         self._open: dict[str, SequenceState] = {}
         self._dirty: dict[str, SequenceState] = {}  # a mask is to be asked for
         self._void: list[SequenceState] = []  # their masks came too late
@@ -85,42 +87,54 @@ class Constraints:
             return Refusal("INVALID_REQUEST", "constraints are not supported here", constraint.field)
         if not self._vocabulary:
             return Refusal("MODEL_UNAVAILABLE", "the model's vocabulary is not known yet", "model", 1.0)
+        name = frame.sequence
+        self.cancel_held(name)  # it is submitted again
         if frame.forced or vetting.has_passed(self._model, constraint):
             return False  # with forced tokens it was vetted before
-        name = frame.sequence
 
         def on_vetted(error: str, then: float) -> None:
-            held = self._held.get(name)
-            if held is None or held.frame is not frame:
-                return  # cancelled, or submitted again
-            del self._held[name]
+            self._take(name)
             if error:
                 message = f"{constraint.field or constraint.kind} cannot be used: {error}"
                 refuse(gateway, frame, Refusal("INVALID_REQUEST", message, constraint.field))
                 return
-            left_ms = frame.deadline_ms and max(1, frame.deadline_ms - int((then - held.since) * 1000))
+            left_ms = frame.deadline_ms and max(1, frame.deadline_ms - int((then - now) * 1000))
             submit(gateway, msgspec.structs.replace(frame, deadline_ms=left_ms), then)
 
-        removed = ""
+        def on_displaced() -> None:
+            self._take(name)
+            refuse(gateway, frame, _overloaded(constraint.field))
+
+        waiter = Waiter(on_vetted, on_displaced)
         try:
-            if name not in self._held and len(self._held) >= MAX_HELD:
-                removed = self._make_room(frame.tenant)
-            vetting.vet(self._model, constraint, frame.tenant, on_vetted, now)
+            newest = self._newest_of_most(frame.tenant) if len(self._held) >= MAX_HELD else None
+            vetting.vet(self._model, constraint, frame.tenant, waiter, now)
         except VettingFullError:
             return _overloaded(constraint.field)
-        if removed:
-            held = self._held.pop(removed)
-            refuse(held.gateway, held.frame, _overloaded(held.frame.constraint.field if held.frame.constraint else ""))
-        self._held[name] = _Held(gateway, frame, now)
+        if newest is not None and self.cancel_held(newest.frame.sequence):  # unless its constraint was displaced
+            newest.waiter.on_displaced()
+        self._held[name] = _Held(gateway, frame, constraint, waiter)
+        self._n_held[frame.tenant] += 1
         return True
 
-    def _make_room(self, tenant: str) -> str:
+    def _newest_of_most(self, tenant: str) -> _Held:
         """The submission that must go for one of `tenant`, which has none. Raises `VettingFullError` if none may."""
-        counts = Counter(held.frame.tenant for held in self._held.values())
-        longest, most = counts.most_common(1)[0]
-        if counts[tenant] or most < 2:
+        if tenant in self._n_held:
             raise VettingFullError
-        return next(name for name in reversed(self._held) if self._held[name].frame.tenant == longest)
+        longest, most = max(self._n_held.items(), key=lambda item: item[1])
+        if most < 2:
+            raise VettingFullError
+        return next(held for held in reversed(self._held.values()) if held.frame.tenant == longest)
+
+    def _take(self, sequence: str) -> _Held | None:
+        """The submission, which waits no more; None: it does not."""
+        held = self._held.pop(sequence, None)
+        if held is not None:
+            tenant = held.frame.tenant
+            self._n_held[tenant] -= 1
+            if not self._n_held[tenant]:
+                del self._n_held[tenant]
+        return held
 
     def is_held(self, sequence: str) -> bool:
         """The submission waits for its constraint."""
@@ -129,17 +143,21 @@ class Constraints:
     def take_held(self) -> list[tuple[bytes, Submit]]:
         """Give up all waiting submissions."""
         held = [(one.gateway, one.frame) for one in self._held.values()]
-        self._held.clear()
+        for _, frame in held:
+            self.cancel_held(frame.sequence)
         return held
 
     def cancel_held(self, sequence: str) -> bool:
         """The submission is not wanted any more. False: none of that name waits."""
-        return self._held.pop(sequence, None) is not None
+        held = self._take(sequence)
+        if held is not None and self._vetting is not None:
+            self._vetting.cancel(self._model, held.constraint, held.waiter)
+        return held is not None
 
     def drop_gateway(self, gateway: bytes) -> None:
         """The gateway is disconnected: it submits again what it still wants."""
         for name in [name for name, held in self._held.items() if held.gateway == gateway]:
-            del self._held[name]
+            self.cancel_held(name)
 
     # -------------------------------------------------------------- sequences
 

@@ -53,8 +53,12 @@ def serve_vet(fd: int) -> None:
                     vocabularies[frame.version] = read_vocabulary(frame.path)
                 tokenizers.pop(frame.version, None)
             elif isinstance(frame, f.Vet):
+                known = vocabularies.get(frame.version)
+                if known is None:
+                    _send(fd, [f.Begun(frame.id), f.Vetted(frame.id, "the model has been unloaded")])
+                    continue
                 if frame.version not in tokenizers:
-                    tokenizers[frame.version] = grammar.make_tokenizer(vocabularies[frame.version])
+                    tokenizers[frame.version] = grammar.make_tokenizer(known)
                 _send(fd, [f.Begun(frame.id)])
                 _send(fd, [vet(tokenizers[frame.version], frame)])
 

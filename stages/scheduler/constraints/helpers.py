@@ -52,6 +52,7 @@ class ConstraintHelpers:
 
     def forget(self, version: str) -> None:
         """The version is unloaded: its file is removed."""
+        self.vetting.forget(version)
         known = self._vocabularies.pop(version, None)
         if known is not None:
             Path(known.path).unlink(missing_ok=True)

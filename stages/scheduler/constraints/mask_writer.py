@@ -23,7 +23,7 @@ import msgspec
 from pipeline.procfs import anonymous_bytes
 from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
 from pipeline.runtime.malloc_trim import trim
-from shm.arena import Arena
+from shm.arena import Arena, ArenaError
 from shm.step_ring import MASK_SLOTS, SERIAL, Steps, attach_steps, mask_tag
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
@@ -109,9 +109,10 @@ class MaskWriter:
             with contextlib.suppress(FileNotFoundError):  # the version has been unloaded meanwhile
                 self.set_vocabulary(frame.version, read_vocabulary(frame.path))
         elif isinstance(frame, f.Rows):
-            arena, steps, _ = attach_steps(Path(frame.path))
-            self._arenas[frame.version] = arena  # one that it replaces is unmapped with its last view
-            self.set_rows(frame.version, steps)
+            with contextlib.suppress(FileNotFoundError, ArenaError):  # unloaded, or replaced: that has its own frame
+                arena, steps, _ = attach_steps(Path(frame.path))
+                self._arenas[frame.version] = arena  # one that it replaces is unmapped with its last view
+                self.set_rows(frame.version, steps)
 
     def set_rows(self, version: str, steps: Steps) -> None:
         """Masks of that version are written here from now on."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pipeline.protocol.messages import Constraint, Frame
 from stages.scheduler.constraints.frames import Begun, Vet, Vetted
 
 MAX_PASSED = 2048  # constraints that are remembered
 MAX_TENANT_JOBS = 64  # constraints of one tenant that wait
-MAX_JOBS = 256  # in all; beyond that a tenant without a waiting one may add one
+MAX_JOBS = 256  # in all; then one of a tenant without a waiting one takes the place of another tenant's newest one
 # A process that has no result after so many times the limit hangs, even if it used no CPU time.  On a machine whose
 # cores are all busy a process of low priority has a fiftieth of a core.
 MAX_DELAY = 60
@@ -24,11 +25,27 @@ MAX_ENDS = 2  # of the process while it compiles a constraint: once it may have 
 MAX_STARTS = 5  # of the process for a constraint, if it ends before it begins with that
 
 Key = tuple[str, Constraint]  # version; the field is part of it, for the error messages
-OnVetted = Callable[[str, float], None]  # called with the error, "" if there is none, and the time
+
+
+class Waiter(NamedTuple):
+    """A submission that waits for its constraint. One of the two is called, unless it is cancelled."""
+
+    on_vetted: Callable[[str, float], None]  # with the error, "" if there is none, and the time
+    on_displaced: Callable[[], None]  # too many constraints wait: another tenant's has the place of this one
 
 
 class VettingFullError(Exception):
     """Too many constraints wait, of this tenant or in all."""
+
+
+class _Job:
+    """A constraint that waits, or is being compiled."""
+
+    __slots__ = ("tenant", "waiters")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant = tenant  # that it waits in the queue of
+        self.waiters: list[Waiter] = []
 
 
 class Vetting:
@@ -39,8 +56,8 @@ class Vetting:
         self.frames: list[Frame] = []  # for the trial process
         self.limit_s = limit_s
         self._passed: OrderedDict[Key, None] = OrderedDict()
-        self._waiting: dict[str, deque[Key]] = {}  # by tenant, in the order of turns
-        self._callbacks: dict[Key, list[OnVetted]] = {}
+        self._waiting: dict[str, deque[Key]] = {}  # by tenant, in the order of turns; none is empty
+        self._jobs: dict[Key, _Job] = {}
         self._current: Key | None = None
         self._id = 0
         self._starts = self._ends = 0  # of the trial process for the current constraint
@@ -51,7 +68,7 @@ class Vetting:
     @property
     def is_busy(self) -> bool:
         """Some constraint waits for its result."""
-        return bool(self._callbacks)
+        return bool(self._jobs)
 
     def has_passed(self, version: str, constraint: Constraint) -> bool:
         """The constraint is known to work."""
@@ -61,18 +78,54 @@ class Vetting:
         self._passed.move_to_end(key)
         return True
 
-    def vet(self, version: str, constraint: Constraint, tenant: str, on_vetted: OnVetted, now: float) -> None:
-        """Call `on_vetted` when the result is there. Raises `VettingFullError`."""
+    def vet(self, version: str, constraint: Constraint, tenant: str, waiter: Waiter, now: float) -> None:
+        """Call the waiter when the result is there. Raises `VettingFullError`."""
         key = (version, constraint)
-        callbacks = self._callbacks.get(key)
-        if callbacks is None:
-            queue = self._waiting.get(tenant, ())
-            if len(queue) >= MAX_TENANT_JOBS or (queue and len(self._callbacks) >= MAX_JOBS):
+        job = self._jobs.get(key)
+        if job is None:
+            if len(self._waiting.get(tenant, ())) >= MAX_TENANT_JOBS:
                 raise VettingFullError
+            if len(self._jobs) >= MAX_JOBS:
+                self._make_room(tenant)
             self._waiting.setdefault(tenant, deque()).append(key)
-            callbacks = self._callbacks[key] = []
-        callbacks.append(on_vetted)
+            job = self._jobs[key] = _Job(tenant)
+        job.waiters.append(waiter)
         self._start_next(now)
+
+    def _make_room(self, tenant: str) -> None:
+        """Remove the newest constraint of the longest queue for one of `tenant`. Raises `VettingFullError`."""
+        longest = max(self._waiting.values(), key=len, default=deque[Key]())
+        if tenant in self._waiting or len(longest) < 2:
+            raise VettingFullError
+        for waiter in self._remove(longest[-1]).waiters:
+            waiter.on_displaced()
+
+    def cancel(self, version: str, constraint: Constraint, waiter: Waiter) -> None:
+        """The submission does not wait any more. If none does, a constraint whose compilation has not begun goes."""
+        key = (version, constraint)
+        job = self._jobs.get(key)
+        if job is None or waiter not in job.waiters:
+            return
+        job.waiters.remove(waiter)
+        if not job.waiters and key != self._current:
+            self._remove(key)
+
+    def forget(self, version: str) -> None:
+        """The version is unloaded: no constraint waits for it, and no waiter is called."""
+        for key in [key for key in self._jobs if key[0] == version]:
+            if key == self._current:
+                self._jobs[key].waiters.clear()
+            else:
+                self._remove(key)
+
+    def _remove(self, key: Key) -> _Job:
+        """Of a constraint whose compilation has not begun."""
+        job = self._jobs.pop(key)
+        queue = self._waiting[job.tenant]
+        queue.remove(key)
+        if not queue:
+            del self._waiting[job.tenant]
+        return job
 
     def _start_next(self, now: float) -> None:
         if self._current is not None or not self._waiting:
@@ -132,7 +185,7 @@ class Vetting:
             self._passed[key] = None
             while len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
-        callbacks = self._callbacks.pop(key)
+        waiters = self._jobs.pop(key).waiters
         self._start_next(now)
-        for callback in callbacks:
-            callback(error, now)
+        for waiter in waiters:
+            waiter.on_vetted(error, now)
