@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -48,6 +48,10 @@ VERSION_WITHOUT_TABLES, VERSION_WITHOUT_PIECES = 2, 1
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
+_INTEGER_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}  # behind these bytes of msgpack an integer has so many more
+_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # behind these binary data have a length of so many
+_HEAD_BYTES = 16  # 2 of an array and a small integer, up to 9 of an integer, up to 5 before binary data
+_MAX_BETWEEN = 128  # a checksum, the padding and what msgpack puts before that and the tables: 79 at most
 
 
 class CheckpointError(RuntimeError):
@@ -328,7 +332,7 @@ def load_index(path: Path, *, is_fresh: bool = False) -> Index:
     try:
         if not is_fresh and last is not None and last[0] == _identity(os.stat(path)):
             return last[1]
-        raw, info = _map(path)
+        raw, info = _map(path, has_tables=False)
     except FileNotFoundError:
         _last = None  # else it would keep the space of the file, which may be the one that is gone
         raise
@@ -373,7 +377,7 @@ def _decode_index(path: Path, raw: memoryview) -> Index:
 
 def load_tables(path: Path) -> dict[str, np.ndarray]:
     """Map the compiled vocabulary of an `.idx`: views by name; none in an older one. Raises as `load_index` does."""
-    raw, _ = _map(path)
+    raw, _ = _map(path, has_tables=True)
     try:
         if msgspec.msgpack.decode(raw, type=_Head).version != VERSION:
             return {}
@@ -385,17 +389,30 @@ def load_tables(path: Path) -> dict[str, np.ndarray]:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
 
 
-def _map(path: Path) -> tuple[memoryview, os.stat_result]:
+def _map(path: Path, *, has_tables: bool) -> tuple[memoryview, os.stat_result]:
+    """Map an `.idx`; all but the tables, or all, is in memory then. Raises `CheckpointError`, and as `open` does."""
     with open(path, "rb") as file:
         info = os.fstat(file.fileno())
         if not info.st_size:
             raise CheckpointError(f"{path}: the file is empty; remove it to ingest again")
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         try:
-            read_mapped(file.fileno(), found)
+            read_mapped(file.fileno(), found, info.st_size if has_tables else _tables_begin(file, info.st_size))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}; remove it to ingest again") from None
         return memoryview(found), info
+
+
+def _tables_begin(file: BinaryIO, size: int) -> int:
+    """Bytes of an `.idx` up to its tables and a few of these; `size` where that cannot be read. Raises `OSError`."""
+    head = os.pread(file.fileno(), _HEAD_BYTES, 0)  # msgpack: the array, version, checksum and length of the payload
+    if len(head) < _HEAD_BYTES or head[1] not in (VERSION, VERSION_WITHOUT_TABLES):
+        return size
+    at = 3 + _INTEGER_BYTES.get(head[2], 0)
+    if (n := _LENGTH_BYTES.get(head[at], 0)) == 0:
+        return size
+    begin = at + 1 + n
+    return min(size, begin + int.from_bytes(head[at + 1 : begin], "big") + _MAX_BETWEEN)
 
 
 def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,7 @@ from shm.checkpoint import (
     write_index,
 )
 from shm.checkpoint_writer import CheckpointWriter
+from shm.populate import read_mapped
 from shm.tensor_checksum import TensorChecksum, has_checksum
 from tests.shm.checkpoints import HYPER, TOKENIZER, finish
 
@@ -173,20 +176,17 @@ def test_the_index_of_a_file_that_has_just_been_written_is_not_kept(
 CUT_SHORT = """
 import mmap, os, sys
 from pathlib import Path
-from shm import checkpoint
+from shm import checkpoint, populate
 
 class CutShort(mmap.mmap):
     def __new__(cls, *arguments, **options):
         mapped = super().__new__(cls, *arguments, **options)
-        os.truncate(sys.argv[1], 10)
+        os.truncate(sys.argv[1], int(sys.argv[4]))
         return mapped
 
-    def madvise(self, option, *place):
-        if sys.argv[2] == "old kernel":
-            raise OSError(22, "Invalid argument")
-        super().madvise(option, *place)
-
 mmap.mmap = CutShort
+if sys.argv[2] == "old kernel":
+    populate._MADV_POPULATE_READ = 99  # which no kernel has
 try:
     getattr(checkpoint, sys.argv[3])(Path(sys.argv[1]))
 except checkpoint.CheckpointError as error:
@@ -202,10 +202,57 @@ def test_an_index_that_cannot_be_read_is_an_error(tmp_path: Path, kernel: str, l
     index = write(path)
     write_index(path, index, {"table": np.arange(100_000)})
     size = path.stat().st_size
-    command = [sys.executable, "-c", CUT_SHORT, str(path), kernel, load]
+    assert load_cut_short(path, kernel, load, 10) == (
+        f"{path}: cannot be read: it ends after 10 of {size} bytes; remove it to ingest again\n"
+    )
+
+
+@pytest.mark.parametrize("kernel", ["this kernel", "old kernel"])
+def test_an_index_is_read_without_its_tables(tmp_path: Path, kernel: str) -> None:
+    """The scheduler uses none of these, and they are the greater part."""
+    path = tmp_path / "m.idx"
+    write_index(path, write(path), {"table": np.arange(100_000)})
+    size = path.stat().st_size
+    assert load_cut_short(path, kernel, "load_index", size // 2) == ""
+    path.unlink()
+    write_index(path, write(path), {"table": np.arange(100_000)})
+    assert f"it ends after {size // 2} of {size} bytes" in load_cut_short(path, kernel, "load_tables", size // 2)
+
+
+def load_cut_short(path: Path, kernel: str, load: str, nbytes: int) -> str:
+    """The error of another process that loads the index, which has only `nbytes` as soon as it is mapped."""
+    command = [sys.executable, "-c", CUT_SHORT, str(path), kernel, load, str(nbytes)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{path}: cannot be read: it ends after 10 of {size} bytes; remove it to ingest again\n"
+    return done.stdout
+
+
+def test_other_threads_run_while_an_index_is_read(tmp_path: Path) -> None:
+    """As long as no thread has to give the interpreter up, another one runs only while a call has released it."""
+    path = tmp_path / "m"
+    path.write_bytes(bytes(1 << 20))
+    has_run = False
+
+    def run() -> None:
+        nonlocal has_run
+        begin.wait()
+        has_run = True
+
+    begin, thread, interval = threading.Event(), threading.Thread(target=run), sys.getswitchinterval()
+    thread.start()
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        sys.setswitchinterval(1000.0)
+        try:
+            begin.set()
+            for _ in range(100_000):
+                read_mapped(file.fileno(), mapped, len(mapped))
+                if has_run:
+                    break
+            ran_meanwhile = has_run
+        finally:
+            sys.setswitchinterval(interval)
+    thread.join()
+    assert ran_meanwhile
 
 
 def load_all(path: Path) -> None:
