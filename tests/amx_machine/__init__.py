@@ -36,6 +36,7 @@ from tests.amx_machine import layout
 
 ROOT = Path(__file__).parents[2]
 SITE = Path(__file__).parent / "site"
+FORBIDDEN = 77  # exit code of `sitecustomize.py` where filters are
 NEEDS = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}  # of the kernels of AMX, without tiles
 
 
@@ -86,14 +87,20 @@ def is_possible() -> bool:
 
 @functools.cache
 def refusal() -> str:
-    """Why this system lets no machine be emulated; "" if it does."""
+    """Why this system lets no machine be emulated; "" if it does.
+
+    Raises `RuntimeError` if that cannot be said: then the emulation has a fault, for which no test may be skipped.
+    """
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(SITE / "sitecustomize.py")], stderr=subprocess.PIPE, text=True
     )
     if -done.returncode == signal.SIGSYS:
         return ""
-    words = done.stderr.strip().splitlines() or [f"the program that tries it ended with {done.returncode}"]
-    return f"needs filters of system calls, and this system refuses them: {words[-1]}"
+    if done.returncode != FORBIDDEN:
+        raise RuntimeError(
+            f"the program that tries filters of system calls ended with {done.returncode}: {done.stderr}"
+        )
+    return f"needs filters of system calls, and this system refuses them: {done.stderr.strip()}"
 
 
 def _flags() -> set[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -339,15 +341,15 @@ def test_a_thread_with_the_number_of_an_ended_one_has_no_configuration(amx_machi
     assert [thread.instructions for thread in amx_machine.threads()] == counts
 
 
-# Forbids filters of system calls to this process, and prints why there is no machine.
+# Forbids filters of system calls to this process, by the error of the given number, and prints why there is no machine.
 FORBIDDEN = """
-import runpy, struct
+import runpy, struct, sys
 from tests import amx_machine
 
 site = runpy.run_path(str(amx_machine.SITE / "sitecustomize.py"), run_name="site")
 load, jump, leave, allow = site["_LOAD"], site["_JUMP_IF_EQUAL"], site["_RETURN"], site["_ALLOW"]
-prctl, set_seccomp, eperm = 157, 22, 0x00050001
-code = (load, 0, 0, 0), (jump, 0, 3, prctl), (load, 0, 0, 16), (jump, 0, 1, set_seccomp), (leave, 0, 0, eperm)
+prctl, set_seccomp, error = 157, 22, 0x00050000 | int(sys.argv[1])
+code = (load, 0, 0, 0), (jump, 0, 3, prctl), (load, 0, 0, 16), (jump, 0, 1, set_seccomp), (leave, 0, 0, error)
 site["filter_calls"](b"".join(struct.pack("<HBBI", *one) for one in (*code, (leave, 0, 0, allow))))
 print(amx_machine.refusal())
 """
@@ -356,9 +358,21 @@ print(amx_machine.refusal())
 def test_where_filters_are_forbidden_there_is_no_machine(amx_machine: Machine) -> None:
     """Its tests are skipped with this reason."""
     assert emulation.refusal() == ""
-    done = subprocess.run([sys.executable, "-c", FORBIDDEN], capture_output=True, text=True, check=True)
+    done = install_where_forbidden(errno.EPERM)
     assert done.stdout.startswith("needs filters of system calls, and this system refuses them: PermissionError")
     assert "PR_SET_SECCOMP" in done.stdout
+
+
+def test_a_fault_of_the_emulation_skips_no_test(amx_machine: Machine) -> None:
+    """Linux refuses a filter that is wrong by EINVAL."""
+    done = install_where_forbidden(errno.EINVAL)
+    assert done.returncode == 1
+    assert re.search("RuntimeError: .* ended with 1: .*Invalid argument", done.stderr, re.DOTALL)
+    assert not done.stdout
+
+
+def install_where_forbidden(error: int) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", FORBIDDEN, str(error)], capture_output=True, text=True)
 
 
 def test_linux_is_asked_for_other_components_in_vain(amx_machine: Machine) -> None:

@@ -1,7 +1,8 @@
 """Makes the machine of this process one with AMX: found through PYTHONPATH by every Python process of a server.
 
 STARLING_AMX_MACHINE names the object file of the handler of traps (handler.py), and the log (layout.py).  Without it
-this module does nothing, but as a program it shows whether the system permits the filter: then SIGSYS ends it.
+this module does nothing, but as a program it shows whether the system permits the filter: then SIGSYS ends it, else
+it ends with FORBIDDEN.
 
 The CPU raises #UD for an AMX instruction, and Linux SIGILL, whose handler executes it.  A request of tiles by
 arch_prctl is not answered by this machine's Linux: a seccomp filter turns it into SIGSYS, and the handler permits the
@@ -11,6 +12,7 @@ tiles to this process.  What Linux and LLVM report of the CPU is extended where 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib.util
 import mmap
@@ -26,6 +28,8 @@ from typing import Any
 
 VARIABLE = "STARLING_AMX_MACHINE"
 FLAGS = ("amx_tile", "amx_int8")  # of /proc/cpuinfo
+FORBIDDEN = 77  # exit code
+_PROHIBITIONS = (errno.EPERM, errno.EACCES, errno.ENOSYS)  # of the filter; any other error is a fault
 _SA_SIGINFO = 4
 _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 22, 38, 2
 _ARCH_X86_64, _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM = 0xC000003E, 158, 0x1023
@@ -157,7 +161,13 @@ class _Finder(MetaPathFinder):
 
 
 if __name__ == "__main__":
-    filter_calls(_FILTER)
+    try:
+        filter_calls(_FILTER)
+    except OSError as error:
+        if error.errno not in _PROHIBITIONS:
+            raise
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(FORBIDDEN)
     ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, 0)
 elif found := os.environ.get(VARIABLE):
     _directory, _name, _log = found.split(os.pathsep)
