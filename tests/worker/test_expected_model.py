@@ -218,17 +218,20 @@ def test_only_rank_0_of_a_spare_has_the_watch(home: Config) -> None:
     assert found.stdout == "1 0\n"
 
 
-# Prepares a spare of two ranks, with an index that is cut short when it has been mapped, and prints how many files are
-# watched, whether rank 1 has prepared itself, and how many lines name the damaged file.
+# Prepares a spare of two ranks, with an index that is cut short whenever it has been mapped, and prints how many files
+# are watched, whether rank 1 has prepared itself, and the lines that name the damaged file.
 DAMAGED = """
 import logging, mmap, os, sys
 from pipeline.config.load import resolve
 from stages.worker import waiting_ranks
 
 class CutShort(mmap.mmap):
-    def __new__(cls, *arguments, **options):
-        mapped = super().__new__(cls, *arguments, **options)
-        if len(mapped) == size:
+    def __new__(cls, fd, *arguments, **options):
+        is_index = os.path.sameopenfile(fd, index)
+        if is_index:
+            os.truncate(sys.argv[2], size)
+        mapped = super().__new__(cls, fd, *arguments, **options)
+        if is_index:
             os.truncate(sys.argv[2], 10)
         return mapped
 
@@ -236,7 +239,8 @@ lines = os.memfd_create("lines")
 handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
 handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
 logging.getLogger("starling").addHandler(handler)
-size, mmap.mmap = os.stat(sys.argv[2]).st_size, CutShort
+index = os.open(sys.argv[2], os.O_RDONLY)
+size, mmap.mmap = os.fstat(index).st_size, CutShort
 reader, writer = os.pipe()
 models = [{"name": "m", "path": sys.argv[2], "ranks": 2}]
 config = resolve({"server": {"run_dir": sys.argv[1]}, "models": models}, {})
