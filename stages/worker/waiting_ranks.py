@@ -11,7 +11,6 @@ more with rank 0 than files, forks its own; then, as when one of them has ended,
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import select
@@ -103,8 +102,10 @@ def fork_waiting(
 
     def body(channel: Channel) -> int:
         in_child()
-        with contextlib.suppress(Exception):  # as in rank 0, which logs it
+        try:
             _open(expected)
+        except Exception as error:  # mostly as in rank 0, whose log line has the level of its cause
+            log.debug("a rank opens no model ahead", extra={"reason": str(error)})
         finish()
         return _wait(channel)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import subprocess
 import sys
@@ -133,6 +134,25 @@ def test_a_probe_without_a_verdict_is_repeated_after_a_pause(
     for _ in range(2):
         assert chosen() == ALL_TILES
     assert (amx_host / "runs").read_text() == runs + "x"
+
+
+@pytest.mark.parametrize("found", [None, Found(None, "another process keeps the probe's lock")])
+def test_a_verdict_that_another_process_stores_meanwhile_is_used(
+    amx_host: Path, caplog: pytest.LogCaptureFixture, found: Found | None
+) -> None:
+    place = amx_verdict.cache_dir()
+    place.mkdir(parents=True)
+    (place / "amx-speedups.json").write_text(json.dumps(Verdict(speedups(1.3), "")._asdict()))
+    amx_verdict.pass_on(found)
+    assert amx_verdict.PASSED_ON not in os.environ
+    assert amx_verdict.tile_thresholds() == ALL_TILES
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("text", ["", "nonsense", "7", "[1]", '[{}, ""]', "[null, null, null]"])
+def test_what_is_no_finding_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Found.decode(text)
 
 
 def start_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

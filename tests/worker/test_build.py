@@ -134,6 +134,17 @@ def test_a_verdict_that_cannot_be_stored_is_that_of_the_build(tmp_path: Path, ca
     assert not (cache / "amx-speedups.json").exists()
 
 
+def test_a_probe_that_answers_something_else_leaves_no_verdict(tmp_path: Path, cache: Path) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE + '    amx_verdict.Found.encode = lambda found: "nonsense"\n')
+    (cache / "amx-speedups.part").mkdir()  # nothing is stored
+    parent = start_probing(tmp_path, PYTHONPATH=f"{site}{os.pathsep}{os.getcwd()}")
+    shown, against, _ = answers(parent)
+    assert shown[-1][1:] == ["7", "7"]
+    assert "its probe has left no verdict" in against
+
+
 def test_a_build_needs_no_probe(tmp_path: Path, cache: Path) -> None:
     """The process that should run it is killed while it waits for the lock."""
     with open(cache / "amx.lock", "w") as lock:

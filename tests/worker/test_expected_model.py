@@ -260,6 +260,39 @@ def test_an_index_that_cannot_be_read_ends_no_spare(home: Config) -> None:
     assert done.stdout == f"0 1 ['']\ncheckpoint cannot be used, no spare opens it: {reason}\n"
 
 
+# Prepares a spare of two ranks, of which the second alone cannot open the model, and prints the lines about that.
+ONE_RANK = """
+import logging, os, sys
+from pipeline.config.load import resolve
+from stages.worker import expected_model, waiting_ranks
+
+def open_in_rank_0(expected, rank_0=os.getpid(), open_expected=expected_model.open_expected):
+    if os.getpid() != rank_0:
+        raise OSError(5, "Input/output error")
+    open_expected(expected)
+
+lines = os.memfd_create("lines")
+handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
+handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
+log = logging.getLogger("starling.worker")
+log.addHandler(handler)
+log.setLevel(logging.DEBUG)
+expected_model.open_expected = open_in_rank_0
+reader, writer = os.pipe()
+config = resolve({"server": {"run_dir": sys.argv[1]}, "models": [{"name": "m", "path": sys.argv[2], "ranks": 2}]}, {})
+waiting_ranks.prepare_spare(config, lambda: None, lambda: os.write(writer, b"1"))
+os.read(reader, 1)
+print(os.pread(lines, 4096, 0).decode(), end="")
+"""
+
+
+def test_a_rank_that_alone_cannot_open_the_model_says_so(home: Config) -> None:
+    arguments = [str(paths.run_dir(home)), home.models[0].path]
+    done = subprocess.run([sys.executable, "-c", ONE_RANK, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "a rank opens no model ahead: [Errno 5] Input/output error\n"
+
+
 def test_weights_that_cannot_be_opened_end_no_spare(
     home: Config, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -66,7 +66,10 @@ class Found(NamedTuple):
     @staticmethod
     def decode(text: str) -> Found:
         """The reverse. Raises `ValueError` for anything else."""
-        verdict, unkept = json.loads(text)
+        try:
+            verdict, unkept = json.loads(text)
+        except TypeError as error:
+            raise ValueError(str(error)) from None
         return Found(None if verdict is None else _checked(verdict), str(unkept))
 
 
@@ -152,12 +155,15 @@ def why_not() -> str:
 def pass_on(found: Found | None) -> None:
     """Where no verdict is stored, let this process and those that it starts use what has been found, and say why.
 
-    None: the process that should have found one has ended.
+    None: the process that should have found one has ended.  Another process may have stored one meanwhile.
     """
-    if found is None:
+    if found is None or found.verdict is None:
         verdict, failure = amx_verdict(), last_failure()
-        reason = _until(failure) if failure is not None else "its probe has left no verdict; the next start tries again"
-        found = Found(verdict, "" if verdict is not None else reason)
+        if verdict is not None:
+            found = Found(verdict, "")
+        elif found is None:
+            reason = "its probe has left no verdict; the next start tries again"
+            found = Found(None, _until(failure) if failure is not None else reason)
     if found.unkept:
         event = "AMX is not used" if found.verdict is None else "AMX is probed at each start"
         log.warning(event, extra={"reason": found.unkept})

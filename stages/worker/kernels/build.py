@@ -126,7 +126,7 @@ def build(
                     answer = compiler.finish()
                     if compiler.entry == PROBE:
                         found = amx_verdict.Found.decode(answer)
-                except RuntimeError:
+                except (RuntimeError, ValueError):  # it has ended, or has printed something else
                     if compiler.entry != PROBE:
                         raise
                     has_ended = True  # without a verdict, of which `pass_on` says so
