@@ -30,13 +30,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 import numpy as np
 import xxhash
 
 from shm.decoding import DECODE_ERRORS
+from shm.index_head import HEAD_BYTES, tables_begin
 from shm.layer_groups import LayerGroups, divide_layers
 from shm.packed_arrays import pack, unpack
 from shm.populate import read_mapped
@@ -48,10 +49,6 @@ VERSION_WITHOUT_TABLES, VERSION_WITHOUT_PIECES = 2, 1
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
-_INTEGER_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}  # behind these bytes of msgpack an integer has so many more
-_LENGTH_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}  # behind these binary data have a length of so many
-_HEAD_BYTES = 16  # 2 of an array and a small integer, up to 9 of an integer, up to 5 before binary data
-_MAX_BETWEEN = 128  # a checksum, the padding and what msgpack puts before that and the tables: 79 at most
 
 
 class CheckpointError(RuntimeError):
@@ -397,22 +394,11 @@ def _map(path: Path, *, has_tables: bool) -> tuple[memoryview, os.stat_result]:
             raise CheckpointError(f"{path}: the file is empty; remove it to ingest again")
         found = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         try:
-            read_mapped(file.fileno(), found, info.st_size if has_tables else _tables_begin(file, info.st_size))
+            head = b"" if has_tables else os.pread(file.fileno(), HEAD_BYTES, 0)
+            read_mapped(file.fileno(), found, tables_begin(head, info.st_size))
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}; remove it to ingest again") from None
         return memoryview(found), info
-
-
-def _tables_begin(file: BinaryIO, size: int) -> int:
-    """Bytes of an `.idx` up to its tables and a few of these; `size` where that cannot be read. Raises `OSError`."""
-    head = os.pread(file.fileno(), _HEAD_BYTES, 0)  # msgpack: the array, version, checksum and length of the payload
-    if len(head) < _HEAD_BYTES or head[1] not in (VERSION, VERSION_WITHOUT_TABLES):
-        return size
-    at = 3 + _INTEGER_BYTES.get(head[2], 0)
-    if (n := _LENGTH_BYTES.get(head[at], 0)) == 0:
-        return size
-    begin = at + 1 + n
-    return min(size, begin + int.from_bytes(head[at + 1 : begin], "big") + _MAX_BETWEEN)
 
 
 def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:

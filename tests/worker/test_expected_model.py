@@ -227,20 +227,22 @@ from stages.worker import waiting_ranks
 
 class CutShort(mmap.mmap):
     def __new__(cls, fd, *arguments, **options):
-        is_index = os.path.sameopenfile(fd, index)
-        if is_index:
-            os.truncate(sys.argv[2], size)
         mapped = super().__new__(cls, fd, *arguments, **options)
-        if is_index:
-            os.truncate(sys.argv[2], 10)
+        if os.path.sameopenfile(fd, index):
+            os.truncate(index, 10)
         return mapped
+
+def restore(event, arguments):
+    if event == "open" and arguments[0] == sys.argv[2]:
+        os.pwrite(index, content, 0)
 
 lines = os.memfd_create("lines")
 handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
 handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
 logging.getLogger("starling").addHandler(handler)
-index = os.open(sys.argv[2], os.O_RDONLY)
-size, mmap.mmap = os.fstat(index).st_size, CutShort
+index, mmap.mmap = os.open(sys.argv[2], os.O_RDWR), CutShort
+content = os.pread(index, os.fstat(index).st_size, 0)
+sys.addaudithook(restore)
 reader, writer = os.pipe()
 models = [{"name": "m", "path": sys.argv[2], "ranks": 2}]
 config = resolve({"server": {"run_dir": sys.argv[1]}, "models": models}, {})
