@@ -40,6 +40,7 @@ from stages.worker.kernels.simd.register_tiles import tile_operation
 from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
 
 VECTORS = 4  # of 16 positions whose K is fetched together
+WIDTH = VECTORS * LANES
 # Vectors of 16 positions (scores) or 16 dims (values) that a register tile of so many rows spans.  Sums, K or V and a
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
@@ -206,18 +207,6 @@ def _make_scores(rows: int) -> Any:
     return scores
 
 
-@numba.njit(**MERGED)
-def prefetch_keys(table, i, head_dim, step):
-    """Prefetch part i of 64 of the K of NEXT; rows of a dim are `step` bytes apart."""
-    at = table + NEXT
-    k0, k1, k2, k3 = get_i64(at), get_i64(at + 8), get_i64(at + 16), get_i64(at + 24)
-    for d in range(i * head_dim // 64, (i + 1) * head_dim // 64):
-        prefetch(k0 + d * step)
-        prefetch(k1 + d * step)
-        prefetch(k2 + d * step)
-        prefetch(k3 + d * step)
-
-
 def _make_values(rows: int, columns: int) -> Any:
     """Weighted values of `rows` rows in 16 * `columns` dims."""
     n_tile, two, four, alone = rows * columns, columns >= 2, columns == 4, rows <= ALONE
@@ -240,6 +229,7 @@ def _make_values(rows: int, columns: int) -> Any:
         """o: rows of head_dim f32; adds positions begin .. end-1 of the split to dims from `dim` on."""
         width = code_bytes(kv)
         row_bytes, e_bytes = width * head_dim, scale_bytes(kv) * (head_dim // 32)
+        span = LANES * columns * width  # bytes of a position
         acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
         j = begin
         while j < end:
@@ -248,30 +238,38 @@ def _make_values(rows: int, columns: int) -> Any:
             v = get_i64(table + 256 + 8 * group) + slot * row_bytes + dim * width
             e = get_i64(table + 384 + 8 * group) + slot * e_bytes + dim // 32 * 2
             if alone:
-                # Prefetched with each position: V 64 positions ahead, or K of what follows the split.
+                # Prefetched with each position: V 64 positions ahead, or a dim of K of what follows the split.
                 following = get_i64(table + 256)
                 if group + VECTORS < KV_SPLIT // LANES:
                     following = get_i64(table + 288 + 8 * group)
                 if following != get_i64(table + 256):
-                    if dim == 0:
-                        ahead = following + slot * row_bytes
+                    if dim * width % 64 == 0:  # where a line begins
+                        ahead = following + slot * row_bytes + dim * width
                         for i in range(j, stop):
-                            # Most rows are 2 lines or 4; a loop over them takes longer than the position itself.
                             prefetch(ahead)
-                            if row_bytes > 64:
+                            if span > 64:
                                 prefetch(ahead + 64)
-                            for line in range(ahead + 128, ahead + row_bytes, 64):
-                                prefetch(line)
+                            if span > 128:
+                                prefetch(ahead + 128)
+                                prefetch(ahead + 192)
                             ahead += row_bytes
                             acc = position(kv, acc, s + 4 * i, v, e, width)
                             v, e = v + row_bytes, e + e_bytes
                         j = stop
-                elif dim + LANES * columns >= head_dim and get_i64(table + NEXT) != 0:
-                    for i in range(j, stop):
-                        prefetch_keys(table, i % (VECTORS * LANES), head_dim, width * page_tokens)
+                elif dim % WIDTH == 0 and get_i64(table + NEXT) != 0:
+                    step, skipped = width * page_tokens, dim + j % WIDTH
+                    k0, k1 = get_i64(table + NEXT) + skipped * step, get_i64(table + NEXT + 8) + skipped * step
+                    k2, k3 = get_i64(table + NEXT + 16) + skipped * step, get_i64(table + NEXT + 24) + skipped * step
+                    with_keys = min(stop, j + head_dim - skipped)
+                    for i in range(j, with_keys):
+                        prefetch(k0)
+                        prefetch(k1)
+                        prefetch(k2)
+                        prefetch(k3)
+                        k0, k1, k2, k3 = k0 + step, k1 + step, k2 + step, k3 + step
                         acc = position(kv, acc, s + 4 * i, v, e, width)
                         v, e = v + row_bytes, e + e_bytes
-                    j = stop
+                    j = max(j, with_keys)
             for i in range(j, stop):
                 acc = position(kv, acc, s + 4 * i, v, e, width)
                 v, e = v + row_bytes, e + e_bytes
