@@ -14,8 +14,8 @@ Scratch of one rank, in f32 words from `scratch` (`attention_words`); rows R = B
     STATE   (6, R)               M, L so far; m, l of the split; factors of O and of the split's O
     LIMITS  (2, R) i32           the first position of the split that a row sees, and the end of its positions
     TABLE   (4, 16) addresses    of each 16 positions of the split: K, K scales, V, V scales
-    NEXT    (4) addresses        of K of the first 64 positions that are read after the split, or 0
-    AFTER   (4) addresses        the same of what is read after the call; written by the caller (`set_next_prefetch`)
+    NEXT    (12) addresses       of each 16 of the first 192 positions that are read after the split: K; or 0
+    AFTER   (12) addresses       the same of what is read after the call; written by the caller (`set_next_prefetch`)
     KV_F32                       K, then V, as f32: see attention_blocks.py
 
 `ENTRIES` has the entry (entries.py) for each type of cache.
@@ -42,6 +42,7 @@ from stages.worker.kernels.attention_tiles import (
     AFTER,
     F16,
     F32,
+    FOLLOWING,
     INT8,
     NEXT,
     VECTORS,
@@ -102,14 +103,14 @@ def table_at(scratch, head_dim):
 
 @numba.njit(**INNER)
 def set_next_prefetch(to, pages, head_at, page_bytes, tables, split, last, page_tokens, k_width):
-    """Write K's addresses of the first 64 positions of a split of a row to `to` (NEXT or AFTER).
+    """Write K's addresses of the first 192 positions of a split of a row to `to` (NEXT or AFTER).
 
     Of the row's last position (`last`) on, the last 16 are named again; a `split` past it or below 0 is nothing.
     """
     position = split * KV_SPLIT
     place, slot = position // page_tokens, position % page_tokens
     is_there = 0 <= position <= last
-    for group in range(VECTORS):
+    for group in range(FOLLOWING):
         at = np.int64(0)
         if is_there:
             at = pages + get_i32(tables + 4 * place) * page_bytes + head_at + slot * k_width
@@ -130,12 +131,10 @@ def _fill_table(table, pages, head_at, page_bytes, tables, split, n, page_tokens
     """
     codes = head_dim * page_tokens * k_width
     both = codes + head_dim // 32 * page_tokens * e_width
-    # Tiles read four places at once, and ahead_step for the four after them.
-    groups = min(KV_SPLIT, (n + 2 * VECTORS * LANES - 1) // (VECTORS * LANES) * VECTORS * LANES) // LANES
     place, slot = split * KV_SPLIT // page_tokens, split * KV_SPLIT % page_tokens
     base = pages + get_i32(tables + 4 * place) * page_bytes + head_at
     first_base, first_slot = base, slot
-    for group in range(groups):
+    for group in range(KV_SPLIT // LANES):
         if LANES * group >= n:
             base, slot = first_base, first_slot
         elif slot == page_tokens:
@@ -226,7 +225,7 @@ def attend_split(
     )
     groups = (n + LANES - 1) // LANES
     is_direct = todo <= DIRECT_ROWS
-    converted, seen = table + AFTER + 32, np.int64(0)
+    converted, seen = table + AFTER + 8 * FOLLOWING, np.int64(0)
     for group in range(low // WIDTH * VECTORS, groups, VECTORS):
         if is_direct:
             all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)
@@ -337,7 +336,7 @@ def attend(
                 code_bytes(kv),
             )
         else:
-            for i in range(0, 32, 8):
+            for i in range(0, 8 * FOLLOWING, 8):
                 put_i64(table + NEXT + i, get_i64(table + AFTER + i))
         reached = rows  # the rows after it see later splits only
         if window:

@@ -5,7 +5,9 @@ side), values chains over ascending j (16 dims side by side), as docs/numerics.m
 
 Blocks of few rows are computed here, others in attention_blocks.py.  A single query is bound by memory: while K or V of
 64 positions is multiplied, the next 64 positions are prefetched line by line, evenly, so that computing and fetching
-overlap.  TABLE and NEXT are in the scratch that attention.py draws.
+overlap, and the first quarter of what is read 192 positions later.  The second-level cache reads the rest of such a run
+ahead by itself, so more lines are on their way than the core has buffers for.  TABLE and NEXT are in the scratch that
+attention.py draws.
 """
 
 from __future__ import annotations
@@ -44,8 +46,10 @@ WIDTH = VECTORS * LANES
 # Vectors of 16 positions (scores) or 16 dims (values) that a register tile of so many rows spans.  Sums, K or V and a
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
-NEXT, AFTER = 512, 544  # bytes from TABLE
+FOLLOWING = 3 * VECTORS  # addresses of K in NEXT and AFTER
+NEXT, AFTER = 512, 512 + 8 * FOLLOWING  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
+BEGUN = 16  # bytes, with f16, of each 4 KB that is read 192 positions later, prefetched with each dim or position
 
 
 @intrinsic(prefer_literal=True)
@@ -154,8 +158,11 @@ def _make_scores(rows: int) -> Any:
         return outer_fma(acc, q, row_bytes, b)
 
     @numba.njit(**INNER)
-    def part(kv, q, s, table, group, ahead, head_dim, page_tokens, scale):
-        """Scores at groups of 16 positions from `group` on; `ahead`: what is prefetched is in TABLE from there on."""
+    def part(kv, q, s, table, group, ahead, begun, head_dim, page_tokens, scale):
+        """Scores at groups of 16 positions from `group` on.
+
+        ahead, begun: addresses in TABLE, of the places of what is prefetched whole, and of what begins to be.
+        """
         acc = f32_tile(n_tile)
         at = table + 8 * group
         k0 = k1 = k2 = k3 = get_i64(at)
@@ -166,7 +173,12 @@ def _make_scores(rows: int) -> Any:
         if four:
             k2, a2, e2 = get_i64(at + 16), get_i64(ahead + 16), get_i64(at + 144)
             k3, a3, e3 = get_i64(at + 24), get_i64(ahead + 24), get_i64(at + 152)
+        b0 = b2 = get_i64(begun)
+        if four:
+            b2 = get_i64(begun + 16)
         step, row_bytes = code_bytes(kv) * page_tokens, 4 * head_dim
+        begun_step = BEGUN // 2 * code_bytes(kv)
+        skipped = WIDTH * (LANES * 2 * code_bytes(kv) - begun_step)
         ahead_step = step if ahead < table + 256 else code_bytes(kv) * LANES
         f0 = f1 = f2 = f3 = key_factor(kv, e0)
         for block in range(0, head_dim, 32):
@@ -183,10 +195,14 @@ def _make_scores(rows: int) -> Any:
                     if four:
                         prefetch(a2 + d * ahead_step)
                         prefetch(a3 + d * ahead_step)
+                        prefetch(b2 + d * begun_step)
+                    prefetch(b0 + d * begun_step)
                 acc = dim(kv, acc, q, row_bytes, k0, k1, k2, k3, f0, f1, f2, f3)
                 k0, k1, k2, k3, q = k0 + step, k1 + step, k2 + step, k3 + step, q + 4
             e_step = scale_bytes(kv) * page_tokens
             e0, e1, e2, e3 = e0 + e_step, e1 + e_step, e2 + e_step, e3 + e_step
+            if (block + 32) % WIDTH == 0:
+                b0, b2 = b0 + skipped, b2 + skipped
         tile_store(tile_scale(acc, splat_f32(scale)), s + 64 * group, 4 * KV_SPLIT, 64, columns)
 
     @numba.njit(**INNER)
@@ -200,9 +216,11 @@ def _make_scores(rows: int) -> Any:
         ahead = table + 256
         if alone and group + VECTORS < KV_SPLIT // LANES and get_i64(table + 8 * group + 32) != get_i64(table):
             ahead = table + 8 * group + 32
+        begun = group + 3 * VECTORS
+        begun = table + 8 * begun if begun < KV_SPLIT // LANES else table + 256 + 8 * (begun - KV_SPLIT // LANES)
         stop = VECTORS if alone else min(VECTORS, groups - group)
         for i in range(0, stop, columns):
-            part(kv, q, s, table, group + i, ahead + 8 * i, head_dim, page_tokens, scale)
+            part(kv, q, s, table, group + i, ahead + 8 * i, begun + 8 * i, head_dim, page_tokens, scale)
 
     return scores
 
@@ -229,7 +247,7 @@ def _make_values(rows: int, columns: int) -> Any:
         """o: rows of head_dim f32; adds positions begin .. end-1 of the split to dims from `dim` on."""
         width = code_bytes(kv)
         row_bytes, e_bytes = width * head_dim, scale_bytes(kv) * (head_dim // 32)
-        span = LANES * columns * width  # bytes of a position
+        span, begun_step = LANES * columns * width, BEGUN // 2 * width  # bytes of a position
         acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
         j = begin
         while j < end:
@@ -238,7 +256,16 @@ def _make_values(rows: int, columns: int) -> Any:
             v = get_i64(table + 256 + 8 * group) + slot * row_bytes + dim * width
             e = get_i64(table + 384 + 8 * group) + slot * e_bytes + dim // 32 * 2
             if alone:
-                # Prefetched with each position: V 64 positions ahead, or a dim of K of what follows the split.
+                # Prefetched with each position: V 64 positions ahead, or a dim of K of what follows the split; and a
+                # little of V 192 positions ahead, or of that K.
+                begun = table + 256 + 8 * (group // VECTORS * VECTORS + 3 * VECTORS)
+                if group >= VECTORS:
+                    begun += NEXT - 256 - 8 * KV_SPLIT // LANES
+                b0, b2 = get_i64(begun), get_i64(begun + 16)
+                if b0 == 0:  # nothing follows
+                    b0 = b2 = get_i64(table + 256)
+                begun_at = dim // WIDTH * (WIDTH * LANES * 2 * width) + j % WIDTH * begun_step
+                b0, b2 = b0 + begun_at, b2 + begun_at
                 following = get_i64(table + 256)
                 if group + VECTORS < KV_SPLIT // LANES:
                     following = get_i64(table + 288 + 8 * group)
@@ -252,6 +279,9 @@ def _make_values(rows: int, columns: int) -> Any:
                             if span > 128:
                                 prefetch(ahead + 128)
                                 prefetch(ahead + 192)
+                            prefetch(b0)
+                            prefetch(b2)
+                            b0, b2 = b0 + begun_step, b2 + begun_step
                             ahead += row_bytes
                             acc = position(kv, acc, s + 4 * i, v, e, width)
                             v, e = v + row_bytes, e + e_bytes
@@ -266,6 +296,9 @@ def _make_values(rows: int, columns: int) -> Any:
                         prefetch(k1)
                         prefetch(k2)
                         prefetch(k3)
+                        prefetch(b0)
+                        prefetch(b2)
+                        b0, b2 = b0 + begun_step, b2 + begun_step
                         k0, k1, k2, k3 = k0 + step, k1 + step, k2 + step, k3 + step
                         acc = position(kv, acc, s + 4 * i, v, e, width)
                         v, e = v + row_bytes, e + e_bytes

@@ -91,7 +91,7 @@ V_DIMS = 64  # V that is converted takes up whole runs of so many dims
 def attention_words(head_dim: int) -> int:
     """f32 words of one rank's scratch."""
     converted = KV_SPLIT * -(-head_dim // V_DIMS) * V_DIMS
-    return BUFFER_ROWS * (3 * head_dim + KV_SPLIT + 8) + 2 * (4 * 16 + 2 * 4) + converted
+    return BUFFER_ROWS * (3 * head_dim + KV_SPLIT + 8) + 2 * (4 * 16 + 2 * 12) + converted
 
 
 # ------------------------------------------------------------------ projections.py, rank_sync.py
