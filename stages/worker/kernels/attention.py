@@ -31,7 +31,6 @@ import numpy as np
 from shm.pages import KV_SPLIT
 from stages.worker.kernels.attention_blocks import (
     ENDS,
-    WIDTH,
     block_scores,
     convert_keys,
     convert_values,
@@ -46,6 +45,7 @@ from stages.worker.kernels.attention_tiles import (
     INT8,
     NEXT,
     VECTORS,
+    WIDTH,
     all_scores,
     all_values,
     code_bytes,

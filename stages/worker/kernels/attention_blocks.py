@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 from shm.pages import KV_SPLIT
 from stages.worker.kernels.attention_tiles import (
     VECTORS,
+    WIDTH,
     code_bytes,
     converted,
     key_factor,
@@ -52,7 +53,6 @@ from stages.worker.kernels.simd.vectors import FLOAT, I32, call, load, splat
 
 COLUMNS = VECTORS if VNNI else 1  # vectors of a tile's row: sums, K or V and a factor fit into the registers
 SUMS = TILE_ROWS * COLUMNS  # vectors of a tile
-WIDTH = VECTORS * LANES  # positions whose K is converted at once, and dims of a column of V
 UNROLLED = 4  # dims of K that are multiplied in each turn of a loop
 K_STEP = 4 * WIDTH  # bytes between dims of converted K, and between positions of converted V
 V_AHEAD = 8 * K_STEP  # bytes of converted V between what is fetched from the second-level cache and what is multiplied

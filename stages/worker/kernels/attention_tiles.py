@@ -42,7 +42,7 @@ from stages.worker.kernels.simd.register_tiles import tile_operation
 from stages.worker.kernels.simd.vectors import FLOAT, call, load, splat
 
 VECTORS = 4  # of 16 positions whose K is fetched together
-WIDTH = VECTORS * LANES
+WIDTH = VECTORS * LANES  # positions of K that are read or converted at once, and dims of a column of V
 # Vectors of 16 positions (scores) or 16 dims (values) that a register tile of so many rows spans.  Sums, K or V and a
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
