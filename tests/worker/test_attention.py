@@ -286,6 +286,27 @@ def test_windows_and_caps_equal_the_twin(
     assert (plain != expected).any() == (cap > 0 or 0 < window < length)
 
 
+@pytest.mark.parametrize("page_tokens", [16, 32, 64, 128, 256])
+def test_what_is_prefetched_next_ends_with_the_row(page_tokens: int) -> None:
+    """K of each 16 of the first 192 positions of a split; behind the row's last position its last 16 again."""
+    pages, head_at, page_bytes, width = 1 << 40, 1 << 13, 1 << 20, 2
+    for length in (1, 15, 16, 17, 40, 64, 65, 191, 192, 193, 256, 257, 300, 448, 449, 600):
+        n_pages = -(-length // page_tokens)
+        table = np.full(n_pages + 12, 1 << 18, np.int32)  # pages of no address that is expected
+        table[:n_pages] = np.random.default_rng(length).permutation(n_pages)
+        for split in range(-1, 4):
+            to = np.full(13, -1)
+            attention.set_next_prefetch(
+                at(to), pages, head_at, page_bytes, at(table), split, length - 1, page_tokens, width
+            )
+            expected = np.zeros(12, np.int64)
+            if 0 <= 256 * split < length:
+                positions = np.minimum(256 * split + 16 * np.arange(12), (length - 1) // 16 * 16)
+                numbers = table[positions // page_tokens].astype(np.int64)
+                expected = pages + numbers * page_bytes + head_at + positions % page_tokens * width
+            np.testing.assert_array_equal(to, [*expected, -1])
+
+
 def test_functions_for_several_widths_have_names_of_their_own() -> None:
     """Else code for two types of cache, which two processes compiled, is mixed up in the process that loads both."""
     functions = {blocks.convert_column, blocks.convert_part, blocks.wide, blocks.thin}
