@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -9,14 +11,17 @@ from hypothesis import strategies as st
 
 from stages.worker.kernels import sampler_nucleus as nucleus
 from stages.worker.kernels.buffer_sizes import SUM_BLOCK, sampler_bytes
-from stages.worker.kernels.sampler_vocabulary import shares_at
+from stages.worker.kernels.sampler_vocabulary import parts_at
 from tests.worker.sampler_row import logits_of
 from tools.reference.candidates import Candidates, block_sums, running
 
 pytestmark = pytest.mark.slow
 
 ALMOST_ONE = float(np.float32(1) - np.float32(2**-24))
-KINDS = ("normal", "ties", "flat", "close", "equal", "outlier", "zeros", "coarse", "tail")
+KINDS = (
+    *("normal", "ties", "flat", "close", "equal", "outlier", "zeros", "coarse", "tail"),
+    *("wide", "levels", "halves", "binade", "ladder", "denormal"),
+)
 
 
 class Plain:
@@ -49,7 +54,14 @@ class Kernel:
 
     @property
     def total(self) -> float:
-        at = shares_at(0, self.vocab) + nucleus._SUM
+        return self._result(nucleus._SUM)
+
+    @property
+    def slack(self) -> float:
+        return self._result(nucleus._SLACK)
+
+    def _result(self, offset: int) -> float:
+        at = parts_at(0, self.vocab) + offset
         return float(self.scratch[at : at + 8].view(np.float64)[0])
 
     def ids(self, n: int) -> list[int]:
@@ -66,13 +78,33 @@ def values_of(kind: str, vocab: int, seed: int) -> np.ndarray:
         values = rng.uniform(-16, -9, vocab).astype(np.float32)
         values[rng.permutation(vocab)[:200]] = -0.01
         return values
+    if kind == "wide":
+        return (rng.standard_normal(vocab) * 3).astype(np.float32)
+    if kind == "levels":  # two, and hardly anything between their values
+        return (rng.integers(0, 2, vocab) * 9 + rng.standard_normal(vocab) * 1e-4).astype(np.float32)
+    if kind == "halves":  # many weights lie in the middle between two places of the sum
+        values = np.full(vocab, -15.0, np.float32)
+        values += (rng.standard_normal(vocab) * 0.3).astype(np.float32)
+        values[rng.permutation(vocab)[:300]] = -0.02
+        return values
+    if kind == "binade":  # light weights are added below and above 256, where sums have another last place
+        values = (-15 + rng.standard_normal(vocab) * 0.3).astype(np.float32)
+        values[: min(256, vocab)] = -1e-6
+        values[0] = 0
+        return rng.permutation(values)
+    if kind == "ladder":  # an outlier at each scale
+        values = (rng.standard_normal(vocab) * 1e-7).astype(np.float32)
+        values[:20] = 4.0 ** -np.arange(20, dtype=np.float32)
+        return rng.permutation(values)
+    if kind == "denormal":
+        return (rng.integers(-3, 4, vocab) * np.float32(1e-45)).astype(np.float32)
     return logits_of(rng, vocab, kind)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(KINDS),
-    st.sampled_from([1, 15, 1025, 2049, 3000, 5000, 9001]),
+    st.sampled_from([1, 15, 1025, 4096, 4097, 5000, 9001, 20_000]),
     st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.999, ALMOST_ONE]),
     st.sampled_from([0.0, 0.5]),
     st.integers(0, 1000),
@@ -80,6 +112,10 @@ def values_of(kind: str, vocab: int, seed: int) -> np.ndarray:
 )
 @example("outlier", 9001, 0.9, 0.0, 1, [0.0, 0.3, 1 - 2**-53])
 @example("tail", 9001, ALMOST_ONE, 0.0, 1, [0.5])
+@example("binade", 20_000, ALMOST_ONE, 0.0, 1, [0.5])
+@example("halves", 20_000, ALMOST_ONE, 0.0, 1, [0.5, 0.999999])
+@example("outlier", 151_936, 0.9, 0.0, 1, [0.5])
+@example("normal", 151_936, ALMOST_ONE, 0.0, 1, [0.5, 1 - 2**-53])
 def test_what_is_kept_and_drawn_is_that_of_the_definition(
     kind: str, vocab: int, p: float, forbidden: float, seed: int, draws: list[float]
 ) -> None:
@@ -91,16 +127,50 @@ def test_what_is_kept_and_drawn_is_that_of_the_definition(
     if kernel.n != nucleus.CUT:
         assert kernel.ids(kernel.n) == plain.ids
         return
-    assert kernel.total == plain.total  # nothing was rounded
-    for u in draws:
-        assert nucleus.draw_of_cut(kernel.address, vocab, u) == plain.draw(u)
+    assert abs(kernel.total - plain.total) <= kernel.slack
+    at_sums = [float(plain.sums[int(u * len(plain.sums))] / plain.total) for u in draws]  # a rounding decides
+    for u in [*draws, *(u for u in at_sums if u < 1)]:
+        token = nucleus.draw_of_cut(kernel.address, vocab, u)
+        assert token == plain.draw(u) or (token == -1 and kernel.slack > 0)
     assert kernel.ids(nucleus.list_of_cut(kernel.address, vocab)) == plain.ids
 
 
 @pytest.mark.parametrize(
-    ("kind", "p", "is_sorted"),
-    [(kind, 0.9, False) for kind in ("ties", "flat", "close", "equal", "outlier", "zeros", "coarse")]
-    + [("normal", 0.9, True), ("tail", ALMOST_ONE, True)],
+    ("kind", "p"),
+    [(kind, 0.9) for kind in KINDS if kind != "normal"] + [("tail", ALMOST_ONE), ("wide", ALMOST_ONE)],
 )
-def test_a_list_is_made_only_of_few_candidates_or_where_sums_are_rounded(kind: str, p: float, is_sorted: bool) -> None:
-    assert (Kernel(values_of(kind, 40_000, 3), p).n != nucleus.CUT) == is_sorted
+def test_only_few_candidates_are_sorted(kind: str, p: float) -> None:
+    values = values_of(kind, 40_000, 3)
+    assert (Kernel(values, p).n == nucleus.CUT) == (len(Plain(values, p).ids) > nucleus.SORTED)
+
+
+def test_where_a_rounding_decides_the_candidates_are_sorted() -> None:
+    """Of some shares close to 1, one needs a sum that no other order gives; what is kept is still right."""
+    is_sorted = 0
+    for seed in range(2):
+        values = values_of("halves", 60_000, seed)
+        for step in range(1, 900, 3):
+            p = 1 - step * 2**-24
+            kernel = Kernel(values, p)
+            if kernel.n != nucleus.CUT:
+                is_sorted += 1
+                assert kernel.ids(kernel.n) == Plain(values, p).ids
+    assert 0 < is_sorted < 60  # of 600
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from([1, 100, 3000]), st.sampled_from([0, 100, 20_000]), st.floats(-40, -8))
+def test_rounded_weights_add_up_to_the_sums_of_the_definition(
+    seed: int, n_heavy: int, n_light: int, middle: float
+) -> None:
+    """In any order, but for the slack."""
+    rng = np.random.default_rng(seed)
+    weights = np.exp(np.concatenate([[0.0], rng.uniform(-3, 0, n_heavy), middle + 3 * rng.standard_normal(n_light)]))
+    weights = np.minimum(weights, 1).astype(np.float32)
+    rounded = np.zeros(-(-len(weights) // 16) * 16, np.float32)
+    rounded[: len(weights)] = weights
+    slack = nucleus._round_weights(rounded.ctypes.data, len(weights), float(weights.astype(np.float64).sum()))
+    order = np.argsort(-weights, kind="stable")
+    sums = np.cumsum(weights[order].astype(np.float64))
+    exact = [math.fsum(rounded[order[: i + 1]].tolist()) for i in range(0, len(order), 997)]
+    assert slack == -1 or (np.abs(np.array(exact) - sums[::997]) <= slack).all()

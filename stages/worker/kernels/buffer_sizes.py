@@ -144,12 +144,18 @@ def adapter_sums_stride(max_rank: int) -> int:
 SUM_BLOCK = 1024  # ids of which the weights are summed apart
 MAX_BLOCK = 64  # ids of which the maximum is taken apart
 DIGIT = 11  # bits of one pass of the radix sort
-SHARE_BINS = 2048  # bins of values whose weights are summed apart
-SHARE_BYTES = 8 * (SHARE_BINS + 16) + 64 + 8 * 4  # bins, one for each lane that counts nowhere; numbers; four results
+SAMPLES = 128  # values from which it is guessed how all are distributed
+PIVOTS = 15  # values between which candidates are divided
+PIVOT_BYTES = 4 * (PIVOTS + 1) + 8 * (PIVOTS + 1)  # f32, and sums of weights above them, f64
+BINS = 2048  # of values, whose weights are summed apart
+BINS_AT = 2 * (PIVOT_BYTES + 4 * SAMPLES)  # of the sums of bins, f64, behind two sets of pivots and samples
+NUMBERS_AT = BINS_AT + 8 * (BINS + 16)  # of 16 numbers of bins, the last of which is one for each lane
+CUT_AT = NUMBERS_AT + 64 + 16  # of three results of top_p, behind what defines a bin
+PARTS_BYTES = CUT_AT + 3 * 8
 
 
 def sampler_bytes(vocab_size: int, max_tokens: int) -> int:
     """Scratch of one rank's sampler; zeroed when it is made. `max_tokens`: of a sequence."""
     n = -(-vocab_size // SUM_BLOCK) * SUM_BLOCK
     arrays = 8 * 4 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
-    return arrays + SHARE_BYTES + 4 * (max_tokens + 1)
+    return arrays + PARTS_BYTES + 4 * (max_tokens + 1)

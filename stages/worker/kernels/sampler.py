@@ -16,7 +16,7 @@ from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, weigh_list
 from stages.worker.kernels.sampler_dry import dry
 from stages.worker.kernels.sampler_filters import min_p, top_n_sigma, typical_p, xtc
-from stages.worker.kernels.sampler_nucleus import CUT, draw_of_cut, list_of_cut, top_p
+from stages.worker.kernels.sampler_nucleus import CUT, draw_of_cut, list_of_cut, min_p_of_cut, top_p
 from stages.worker.kernels.sampler_scalars import log, uniform
 from stages.worker.kernels.sampler_vocabulary import (
     first_largest,
@@ -299,7 +299,7 @@ def sample(
         order = (order >> 4) & 0x0FFFFFFFFFFFFFFF
         if not _is_active(step, ints, floats, greedy):
             continue
-        if is_cut:
+        if is_cut and step != CUT_MIN_P:
             n, is_cut = list_of_cut(scratch, vocab), False
         changed = False
         if step == MASK:
@@ -342,7 +342,11 @@ def sample(
             if kept >= 0:
                 whole, n = False, kept
         elif step == CUT_MIN_P:
-            n = min_p(scratch, vocab, n, whole, get_f32(floats + _MIN_P))
+            p = get_f32(floats + _MIN_P)
+            if is_cut:
+                min_p_of_cut(scratch, vocab, p)
+            else:
+                n = min_p(scratch, vocab, n, whole, p)
         elif step == XTC:
             # As in the draw, a number below the bound is a success: it is certain at 1.
             u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM)
@@ -353,7 +357,12 @@ def sample(
     if greedy:  # a list that is not made begins with the first of the vocabulary
         return first_largest(scratch, vocab) if whole or is_cut else get_i32(scratch + 4 * size)
     u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), DRAW_STREAM)
-    return draw_of_cut(scratch, vocab, u) if is_cut else _draw(scratch, vocab, n, whole, u)
+    if is_cut:
+        token = draw_of_cut(scratch, vocab, u)
+        if token >= 0:
+            return token
+        n = list_of_cut(scratch, vocab)
+    return _draw(scratch, vocab, n, whole, u)
 
 
 @numba.njit(**INNER)

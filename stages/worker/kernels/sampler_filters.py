@@ -59,10 +59,16 @@ def _keep_above(scratch, vocab, n, whole, threshold):
 
 
 @numba.njit(**INNER)
+def least_value(top, p):
+    """The least value whose probability is `p` times that of the value `top`, or more."""
+    return _F(np.float64(top) - log(1.0 / np.float64(p)))
+
+
+@numba.njit(**INNER)
 def min_p(scratch, vocab, n, whole, p):
     """Keep the candidates with a probability of `p` times the highest one or more."""
     top = largest(scratch, vocab) if whole else get_f32(scratch + 12 * padded(vocab))
-    return _keep_above(scratch, vocab, n, whole, _F(np.float64(top) - log(1.0 / np.float64(p))))
+    return _keep_above(scratch, vocab, n, whole, least_value(top, p))
 
 
 @numba.njit(**INNER)

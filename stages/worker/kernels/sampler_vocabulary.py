@@ -12,7 +12,8 @@ Scratch of one rank (`sampler_bytes`), n = vocabulary rounded up to SUM_BLOCK, i
     HIST   2048 i32     digit counts
     SUM    n / 1024 f64 block sums
     BEST   n / 64 f32   block maxima
-    SHARES f64          shares of the weight by bins of values (sampler_nucleus.py)
+    PARTS               pivots of VAL, pivots of some candidates, samples, bins of VAL (sampler_select.py); results of
+                        top_p (sampler_nucleus.py)
     REPEAT tokens + 1 i32  lengths of repetitions, by distance
 """
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, SHARE_BYTES, SUM_BLOCK
+from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, PARTS_BYTES, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
     LANES,
@@ -56,8 +57,8 @@ def padded(vocab):
 
 
 @numba.njit(**INNER)
-def shares_at(scratch, vocab):
-    """Address of SHARES."""
+def parts_at(scratch, vocab):
+    """Address of PARTS."""
     n = padded(vocab)
     return scratch + 32 * n + 4 * (1 << DIGIT) + 8 * (n // SUM_BLOCK) + 4 * (n // MAX_BLOCK)
 
@@ -65,7 +66,7 @@ def shares_at(scratch, vocab):
 @numba.njit(**INNER)
 def repeat_at(scratch, vocab):
     """Address of REPEAT."""
-    return shares_at(scratch, vocab) + SHARE_BYTES
+    return parts_at(scratch, vocab) + PARTS_BYTES
 
 
 @numba.njit(**INNER)
@@ -192,3 +193,16 @@ def nth_equal(x, n, value, number):
             return i + lowest_bit(found)
         number -= count
     return n - 1
+
+
+@numba.njit(**INNER)
+def last_equal(x, n, value):
+    """The highest index of those of n f32 that equal `value`; there is one."""
+    wanted = splat_f32(value)
+    for i in range((n - 1) // LANES * LANES, -1, -LANES):
+        found = lanes_set(load_f32_part(x + 4 * i, min(n - i, LANES), _F(np.inf)) == wanted)
+        while found & (found - 1):
+            found &= found - 1
+        if found:
+            return i + lowest_bit(found)
+    return 0
