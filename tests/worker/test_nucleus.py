@@ -94,7 +94,7 @@ def values_of(kind: str, vocab: int, seed: int) -> np.ndarray:
         return rng.permutation(values)
     if kind == "ladder":  # an outlier at each scale
         values = (rng.standard_normal(vocab) * 1e-7).astype(np.float32)
-        values[:20] = 4.0 ** -np.arange(20, dtype=np.float32)
+        values[:20] = 4.0 ** -np.arange(min(20, vocab), dtype=np.float32)
         return rng.permutation(values)
     if kind == "denormal":
         return (rng.integers(-3, 4, vocab) * np.float32(1e-45)).astype(np.float32)
