@@ -20,7 +20,7 @@ from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
-from tools.bench.phases import attention, sampler, shared_prefix, static_cycles, steps
+from tools.bench.phases import attention, sampler, sampler_shapes, shared_prefix, static_cycles, steps
 from tools.tiny_gguf import SHAPES, write_model
 
 DECODE = Work("decode", batch=1, cached=16)
@@ -201,6 +201,10 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(sampler.main, ["--vocabulary", "4096", "--repeats", "5"], catch_exceptions=False)
     found = json.loads(result.output.splitlines()[-1])["us"]
     assert 0 < found["greedy"] < found["top-p 0.9 of a flat distribution"]
+    arguments = ["--vocabulary", "8192", "--repeats", "3", "--only", "peaked", "--only", "flat", "-p", "0.5"]
+    result = CliRunner().invoke(sampler_shapes.main, arguments, catch_exceptions=False)
+    shapes_us = json.loads(result.output.splitlines()[-1])["us"]
+    assert 0 < shapes_us["peaked"]["0.5"][0] < shapes_us["flat"]["0.5"][0]  # one candidate, and thousands
     arguments = ["--contexts", "64,2048", "--heads", "64", "--groups", "2", "--repeats", "3"]
     result = CliRunner().invoke(attention.main, arguments, catch_exceptions=False)
     report = json.loads(result.output.splitlines()[-1])

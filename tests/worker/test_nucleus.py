@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from stages.worker.kernels import sampler_nucleus as nucleus
 from stages.worker.kernels.buffer_sizes import SUM_BLOCK, sampler_bytes
 from stages.worker.kernels.sampler_vocabulary import parts_at
+from tests.properties import examples
 from tests.worker.sampler_row import logits_of
 from tools.reference.candidates import Candidates, block_sums, running
 
@@ -101,7 +102,7 @@ def values_of(kind: str, vocab: int, seed: int) -> np.ndarray:
     return logits_of(rng, vocab, kind)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(200), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(KINDS),
     st.sampled_from([1, 15, 1025, 4096, 4097, 5000, 9001, 20_000]),
@@ -158,7 +159,7 @@ def test_where_a_rounding_decides_the_candidates_are_sorted() -> None:
     assert 0 < is_sorted < 60  # of 600
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 1000), st.sampled_from([1, 100, 3000]), st.sampled_from([0, 100, 20_000]), st.floats(-40, -8))
 def test_rounded_weights_add_up_to_the_sums_of_the_definition(
     seed: int, n_heavy: int, n_light: int, middle: float

@@ -67,7 +67,7 @@ def call_us(logits: np.ndarray, p: float, repeats: int) -> list[float]:
 @click.command()
 @click.option("--vocabulary", default=128_256, show_default=True)
 @click.option("--repeats", default=100, show_default=True)
-@click.option("--only", multiple=True, help="A shape; others are left out.")
+@click.option("--only", multiple=True, type=click.Choice(list(SHAPES)), help="A shape; others are left out.")
 @click.option("-p", "shares", multiple=True, type=float, default=(0.9, 0.99, 0.9999, LARGEST_P))
 def main(vocabulary: int, repeats: int, only: tuple[str, ...], shares: tuple[float, ...]) -> None:
     """Microseconds of the sampler for one row: median and 95th percentile."""
@@ -76,7 +76,7 @@ def main(vocabulary: int, repeats: int, only: tuple[str, ...], shares: tuple[flo
         logits = SHAPES[name](np.random.default_rng(1), vocabulary).astype(np.float32)
         for p in shares:
             us = call_us(logits, p, repeats)
-            found.setdefault(name, {})[f"{p:.6g}"] = [
+            found.setdefault(name, {})[f"{p:.8g}"] = [
                 round(statistics.median(us), 1),
                 round(us[len(us) * 95 // 100], 1),
             ]
