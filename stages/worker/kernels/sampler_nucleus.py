@@ -24,7 +24,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stages.worker.kernels.buffer_sizes import CUT_AT, DIGIT
+from stages.worker.kernels.buffer_sizes import CUT_AT, DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import sort_list
 from stages.worker.kernels.sampler_filters import least_value
@@ -42,9 +42,11 @@ from stages.worker.kernels.simd import (
     LANES,
     absolute,
     f32_to_f64,
+    first_lanes,
     get_f32,
     get_f64,
     get_i32,
+    lanes_set,
     load_f32,
     minimum,
     put_f32,
@@ -70,6 +72,20 @@ _SUM, _SLACK, _ID = (CUT_AT + 8 * i for i in range(3))
 
 
 @numba.njit(**INNER)
+def _has_light(w, n, bound):
+    """Whether any of the n f32 at w is above 0 and below `bound`."""
+    limit, zero = splat_f32(bound), splat_f32(_F(0.0))
+    for start in range(0, n, SUM_BLOCK):
+        light = first_lanes(0)
+        for i in range(start, min(start + SUM_BLOCK, n), LANES):
+            weight = load_f32(w + 4 * i)
+            light = light | ((weight < limit) & (weight > zero))
+        if lanes_set(light):
+            return True
+    return False
+
+
+@numba.njit(**INNER)
 def _round_weights(w, n, total):
     """Round the n f32 at w as the sums around `total`, the sum of all, round them. Returns the slack; -1: not possible.
 
@@ -79,6 +95,8 @@ def _round_weights(w, n, total):
     while 2.0 * base <= total:
         base *= 2.0
     unit = base * 2.0**-52
+    if not _has_light(w, n, _F(base * 2.0**-29)):
+        return 0.0  # all are multiples of U, and no sum reaches 2 B
     small, heavy = splat_f32(_F(base * 2.0**-29)), splat_f32(_F(base * 2.0**-28))
     half, zero = splat_f32(_F(unit * 0.5)), splat_f32(_F(0.0))
     one, none, halves = splat_i32(1), splat_i32(0), splat_i32(0)
@@ -151,7 +169,7 @@ def top_p(scratch, vocab, p):
     enough = np.float64(p) * all_weights
     below, last, threshold = _F(2.0), False, _F(-np.inf)
     while not last:
-        last = below > _F(_LAST_BOUND)
+        last = bool(below > _F(_LAST_BOUND))
         threshold = _F(-np.inf) if last else top - below
         n = gather_between(scratch, vocab, threshold, top, SORTED + 1, values, ids)
         if n > SORTED:

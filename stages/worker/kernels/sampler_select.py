@@ -105,15 +105,17 @@ def _bin(value, high, scale):
 
 @numba.njit(**INNER)
 def _choose_bins(parts, threshold):
-    """Whether bins of the values above `threshold` are of use; then what defines them is written down."""
+    """Whether bins of the values from `threshold` on are of use; then what defines them is written down."""
     samples, n = parts + _SAMPLES_AT, SAMPLES
     put_i32(parts + _HAS_BINS, 0)
-    while n > 8 and not get_f32(samples + 4 * n - 4) > threshold:
+    while n > 8 and not get_f32(samples + 4 * n - 4) >= threshold:
         n -= 1
     high, low = get_f32(samples + 8), get_f32(samples + 4 * (n - 3))  # outliers are in the outer bins
+    if n < SAMPLES:  # the wanted value may be the threshold, below the samples, and must not be in the last bin
+        low = min(max(threshold, low - (high - low) * _F(0.125)), low)
     if not _F(_SMALLEST_RANGE) < high - low < _F(np.inf):
         return False
-    scale = _F(BINS - 1) / (high - low)
+    scale = _F(BINS - 2) / (high - low)
     for i in range(_CROWDED, n):
         later, earlier = get_f32(samples + 4 * i), get_f32(samples + 4 * (i - _CROWDED))
         if _bin(later, high, scale) == _bin(earlier, high, scale):
@@ -227,7 +229,8 @@ def _find_equal(x, w, ids, n, value, total, target, exceeds):
     weight = np.float64(get_f32(w + 4 * nth_equal(x, n, value, 1)))
     if weight == 0.0:
         return -1, total
-    count = max(np.int64(min((target - total) / weight, np.float64(n))) - 1, 1)
+    count = np.int64(min((target - total) / weight, np.float64(n))) - 1
+    count = count if count > 1 else np.int64(1)
     while count < n and not _reaches(total + count * weight, target, exceeds):
         count += 1
     at = nth_equal(x, n, value, count)
@@ -236,11 +239,14 @@ def _find_equal(x, w, ids, n, value, total, target, exceeds):
 
 @numba.njit(**INNER)
 def _is_one_value(parts, x, n, low, high):
-    """Whether the candidates in a range have one value; only looked for where two samples have."""
+    """Whether the candidates in a range have one value; only looked for where the samples in it, two or more, have."""
     samples, value, times = parts + _SAMPLES_AT, _F(0.0), 0
     for i in range(SAMPLES):
-        if low <= get_f32(samples + 4 * i) < high:
-            value = get_f32(samples + 4 * i)
+        sample = get_f32(samples + 4 * i)
+        if low <= sample < high:
+            if times and sample != value:
+                return False, value
+            value = sample
             times += 1
     if times < 2:
         return False, value
