@@ -31,7 +31,7 @@ SHAPES: dict[str, Callable[[Random, int], np.ndarray]] = {
     "equal": lambda r, n: np.zeros(n),
     "flat": lambda r, n: r.standard_normal(n) * 0.1,
     "flat but for an outlier 5 above": lambda r, n: _outlier(r.standard_normal(n) * 0.1, 5.0),
-    "very flat but for an outlier 10 above": lambda r, n: _outlier(r.standard_normal(n) * 1e-4, 10.0),
+    "nearly equal but for an outlier 10 above": lambda r, n: _outlier(r.standard_normal(n) * 1e-4, 10.0),
     "two close levels, 8 apart": lambda r, n: r.integers(0, 2, n) * 8.0 + r.standard_normal(n) * 1e-4,
     "20 different values": lambda r, n: r.integers(0, 20, n) * 0.25,
     "normal, deviation 1": lambda r, n: r.standard_normal(n),
