@@ -201,7 +201,7 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(sampler.main, ["--vocabulary", "4096", "--repeats", "5"], catch_exceptions=False)
     found = json.loads(result.output.splitlines()[-1])["us"]
     assert 0 < found["greedy"] < found["top-p 0.9 of a flat distribution"]
-    arguments = ["--vocabulary", "8192", "--repeats", "3", "--only", "peaked", "--only", "flat", "-p", "0.5"]
+    arguments = ["--vocabulary", "65536", "--repeats", "5", "--only", "peaked", "--only", "flat", "-p", "0.5"]
     result = CliRunner().invoke(sampler_shapes.main, arguments, catch_exceptions=False)
     shapes_us = json.loads(result.output.splitlines()[-1])["us"]
     assert 0 < shapes_us["peaked"]["0.5"][0] < shapes_us["flat"]["0.5"][0]  # one candidate, and thousands
