@@ -228,8 +228,8 @@ class GatewayStage:
         self.service.readiness.is_handing_over = True
         self._stop_accepting()
         log.info("handing over", extra={"in_flight": self.service.in_flight.count})
-        # Ticks see the end of the last request, while new connections wait. The next one is early enough, and leaves the
-        # heads of requests that are on their way the time to arrive.
+        # Ticks see the end of the last request, while new connections wait. The next one is early enough, and leaves
+        # the heads of requests that are on their way the time to arrive.
         self.endpoints.mark_active()
 
     async def _end_handover(self) -> None:
