@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.protocol.messages import Commit, Extend
+from pipeline.protocol.messages import Commit, Extend, Submit
 from stages.scheduler.core.sequence import Phase
 from stages.scheduler.policy.pacing import PacingPolicy
 
@@ -183,20 +183,40 @@ def test_the_next_step_is_published_earlier_if_the_worker_had_to_wait():
     assert engine.steps.lead.seconds == pytest.approx(PACING.min_lead_s, rel=1.0), "the lead shrinks again"
 
 
+def stream(world: World, frames: list[Submit]) -> None:
+    """Submit sequences and run until each has two tokens. A step is expected to take 60 ms."""
+    engine = world.engine
+    world.set_cost(60_000.0, 1.0, 0.001, is_fixed=True)
+    for frame in frames:
+        world.submit(frame)
+    while len(engine.table.live) < len(frames) or any(s.outputs < 2 for s in engine.table.live.values()):
+        world.run_round()
+        world.exchange_with_kv()
+        world.now += max(group.steps.publish_wait_s(world.now) for group in engine.groups)
+        world.run_round()
+        world.compute_step()
+    world.run_round()
+
+
+def entries_after_arrival(world: World, frame: Submit) -> set[str]:
+    """Submit a sequence during a step. Returns the sequences of the step behind it."""
+    engine = world.engine
+    world.submit(frame)
+    world.run_round()
+    world.exchange_with_kv()
+    world.run_round()
+    world.now += engine.steps.publish_wait_s(world.now)
+    world.run_round()
+    _, behind = engine.steps.unacknowledged
+    return {entry.sequence.id for entry in behind.entries}
+
+
 @pytest.mark.parametrize("streams", [3, 4])
-def test_a_long_step_is_published_early_if_no_request_that_arrives_could_join_it(streams: int) -> None:
+def test_a_long_step_is_published_early_if_the_batch_is_full(streams: int) -> None:
     """Places are free in a batch of 4 with three streams; and with four behind the last token of one of them."""
     world = World(batch=4, pages=128)
     engine = world.engine
-    world.set_cost(60_000.0, 1.0, 0.001, is_fixed=True)
-    for i in range(streams):
-        world.submit(submission(f"s{i}", [1, 2, 3 + i], 20 if i else 12))
-    while len(engine.table.live) < streams or any(s.outputs < 2 for s in engine.table.live.values()):
-        world.run_round()
-        world.exchange_with_kv()
-        world.now += engine.steps.publish_wait_s(world.now)
-        world.run_round()
-        world.compute_step()
+    stream(world, [submission(f"s{i}", [1, 2, 3 + i], 20 if i else 12) for i in range(streams)])
     seen = set()
     while "s0" not in world.ends:
         world.run_round()
@@ -216,5 +236,65 @@ def test_a_long_step_is_published_early_if_no_request_that_arrives_could_join_it
         world.run_round()
         world.collect()
     assert seen == ({(True, False), (False, True)} if streams == 4 else {(False, False), (False, True)})
+    world.run_until_idle()
+    world.check_all()
+
+
+@pytest.mark.parametrize("cause", ["stop id", "cancel"])
+def test_a_request_that_arrives_takes_the_place_of_a_stream_that_has_ended_in_the_next_step(cause: str) -> None:
+    """The step that computes when the stream ends was published with it."""
+    world = World(batch=4, pages=128)
+    engine = world.engine
+    frames = [submission(f"s{i}", [1, 2, 3 + i], 30) for i in range(4)]
+    if cause == "stop id":
+        output = reference(frames[0])[0]
+        assert output[8] not in output[:8]
+        frames[0] = submission("s0", [1, 2, 3], 30, stop_ids=(output[8],))
+    stream(world, frames)
+    while "s0" in engine.table.live:
+        assert len(engine.steps.unacknowledged) == 2, "the batch is full"
+        if cause == "cancel" and engine.table.live["s0"].outputs == 8:
+            world.cancel("s0")
+        world.compute_step()
+        world.run_round()
+    world.collect()
+    assert world.ends == {"s0": "stop" if cause == "stop id" else "cancelled"}
+    assert [entry.sequence.id for entry in engine.steps.unacknowledged[0].entries] == ["s0", "s1", "s2", "s3"]
+    assert entries_after_arrival(world, submission("late", [7, 8], 4)) == {"s1", "s2", "s3", "late"}
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_a_request_of_one_of_two_tenants_joins_the_next_step_of_a_full_batch() -> None:
+    """Its tenant has had less, and the other one's youngest stream makes room."""
+    world = World(batch=4, pages=128)
+    stream(world, [submission(f"s{i}", [1, 2, 3 + i], 30, tenant="few" if i == 3 else "many") for i in range(4)])
+    assert entries_after_arrival(world, submission("late", [7, 8], 4, tenant="few")) == {"s0", "s1", "s3", "late"}
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_no_step_is_published_early_where_other_models_may_want_the_cores() -> None:
+    world = World(batch=4, pages=128)
+    steps = world.engine.steps
+    steps.is_alone = False
+    stream(world, [submission(f"s{i}", [1, 2, 3 + i], 20) for i in range(4)])
+    assert len(steps.unacknowledged) == 1
+    assert steps.publish_wait_s(world.now) > 0
+    steps.is_alone = True
+    assert world.run_round() == 1
+    world.run_until_idle()
+    world.check_all()
+
+
+def test_no_step_is_published_early_while_places_are_free_and_pages_are_short() -> None:
+    """Pages may be free again before the step ends."""
+    world = World(batch=4, pages=128)
+    stream(world, [submission(f"s{i}", [1, 2, 3 + i], 20) for i in range(3)])
+    steps = world.engine.steps
+    world.engine.pages.is_short = True
+    assert steps.publish_wait_s(world.now) > 0
+    assert world.run_round() == 0
+    world.engine.pages.is_short = False
     world.run_until_idle()
     world.check_all()

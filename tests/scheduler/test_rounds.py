@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from stages.scheduler.core.rounds import Rounds
+from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.version_runner import VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
 from stages.scheduler.policy.core_sharing import Claim
@@ -15,10 +19,12 @@ STEP_S = 0.05
 
 
 class Model:
-    """As much of a `VersionRunner` as a round uses. A step takes `STEP_S` of the cores, which all models share."""
+    """As much of a `VersionRunner` as a round uses. A step takes `step_s` of its cores; without any, of all of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, cores: frozenset[int] = frozenset(), step_s: float = STEP_S) -> None:
         self.name = name
+        self.cores = cores
+        self.step_s = step_s
         self.is_wanting = self.is_computing = False
         self.lacks_pages = False
         self.spent_s = 0.0
@@ -33,7 +39,10 @@ class Model:
         return self.is_wanting
 
     def claim(self) -> Claim:
-        return Claim(self.name, frozenset(), self.spent_s, self.is_computing)
+        return Claim(self.name, self.cores, self.spent_s, self.is_computing)
+
+    def set_alone(self, is_alone: bool) -> None:
+        """See `test_rounds_say_which_models_are_alone_on_their_cores`."""
 
     def set_allowed_depth(self, depth: int) -> None:
         self._depth = depth
@@ -56,8 +65,12 @@ def compute(rounds: Rounds, models: Mapping[str, Model], steps: int) -> dict[str
 
 def two_models() -> tuple[Rounds, dict[str, Model]]:
     models = {name: Model(name) for name in "ab"}
+    return rounds_of(models), models
+
+
+def rounds_of(models: dict[str, Model]) -> Rounds:
     runners = cast("dict[str, VersionRunner]", cast("Any", models))
-    return Rounds(runners, DraftPairs(), lambda runner: None), models
+    return Rounds(runners, DraftPairs(), lambda runner: None)
 
 
 def test_a_model_that_was_alone_for_long_shares_with_one_that_comes_back() -> None:
@@ -96,3 +109,44 @@ def test_a_model_that_waited_for_pages_does_not_make_up_for_it() -> None:
     models["b"].lacks_pages = False
     counts = compute(rounds, models, 20)
     assert abs(counts["a"] - counts["b"]) <= 2, counts
+
+
+@pytest.mark.parametrize(
+    ("cores", "alone"),
+    [
+        ([frozenset({0})], [True]),
+        ([frozenset({0}), frozenset({1})], [True, True]),
+        ([frozenset({0, 1}), frozenset({1, 2}), frozenset({3})], [False, False, True]),
+        ([frozenset({0}), frozenset()], [False, False]),
+    ],
+)
+def test_rounds_say_which_models_are_alone_on_their_cores(
+    tmp_path: Path, cores: list[frozenset[int]], alone: list[bool]
+) -> None:
+    """A model that has nothing to compute now counts: it may have something before the next step ends."""
+    runners: dict[str, VersionRunner] = {}
+    rounds = Rounds(runners, DraftPairs(), lambda runner: None)
+    for i, one in enumerate(cores):
+        name = f"m{i}"
+        runner = runners[name] = VersionRunner(
+            Settings(name, 4, worker_groups=2),
+            tmp_path / f"{name}.steps",
+            16,
+            0,
+            10.0,
+            0.0,
+            lambda _: 1.0,
+            lambda peer, frame: True,
+            lambda frame: True,
+        )
+        runner.cores = one
+    rounds.run(0.0)
+    for runner, is_alone in zip(runners.values(), alone, strict=True):
+        assert [group.steps.is_alone for group in runner.engine.groups] == [is_alone] * 2
+    kept, *unloaded = runners.values()
+    for runner in unloaded:
+        del runners[runner.name]
+        runner.close()
+    rounds.run(0.0)
+    assert all(group.steps.is_alone for group in kept.engine.groups)
+    kept.close()

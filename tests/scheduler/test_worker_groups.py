@@ -344,3 +344,31 @@ def test_a_tenant_that_is_left_out_in_one_group_keeps_its_place() -> None:
     world.engine.groups[1].steps.settle([])
     assert seen == [{"left out"}, {"left out"}, set()]
     assert settle is not None
+
+
+def test_no_step_is_published_early_while_the_sequences_are_divided_among_groups() -> None:
+    """All groups have `max_batch_size` places together: the end of a stream in one is a place in each."""
+    world = GroupsWorld(batch=4, pages=128)
+    world.set_cost(60_000.0, 1.0, 0.001, is_fixed=True)
+    for i in range(4):
+        world.submit(submission(f"s{i}", [1, 2, 3 + i], 40, seed=i))
+    groups = world.engine.groups
+    while any(s.outputs < 2 for s in world.engine.table.live.values()):
+        world.run_round()
+        world.exchange_with_kv()
+        world.now += max(group.steps.publish_wait_s(world.now) for group in groups)
+        world.run_round()
+        world.compute_step()
+    world.run_round()
+    assert [len(group.members) for group in groups] == [2, 2]
+    assert [len(group.steps.unacknowledged) for group in groups] == [1, 1]
+    world.kill(1)
+    for _ in range(3):
+        world.run_round()
+        world.step(0)
+    world.run_round()
+    assert [len(group.members) for group in groups] == [4, 0]
+    assert len(groups[0].steps.unacknowledged) == 2
+    world.start(1)
+    world.run_until_idle()
+    world.check_all()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from stages.scheduler.core.version_runner import VersionRunner
 from stages.scheduler.draft.pairing import DraftPairs
-from stages.scheduler.policy.core_sharing import Claim, CoreShares, allowed_depth
+from stages.scheduler.policy.core_sharing import Claim, CoreShares, allowed_depth, overlap
 
 
 class Rounds:
@@ -26,6 +26,7 @@ class Rounds:
     def run(self, now: float) -> None:
         """Every version completes its steps, then publishes."""
         runners = self._runners
+        self._set_alone()
         claims: dict[str, Claim] = {}
         order: list[str] = []
         if len(runners) > 1:
@@ -62,3 +63,10 @@ class Rounds:
                 claims[name] = runner.claim()
                 if depth and not claims[name].is_computing:
                     self._shares.pass_over(name)
+
+    def _set_alone(self) -> None:
+        """A model that is idle now may want its cores before a step ends that is composed now."""
+        runners = self._runners.values()
+        for runner in runners:
+            others = (other for other in runners if other is not runner)
+            runner.set_alone(not any(overlap(runner.cores, other.cores) for other in others))

@@ -68,6 +68,7 @@ class StepLoop:
         self.pacing = budget.pacing
         self.lead = LeadTime(self.pacing)
         self.allowed_depth = self.pacing.depth  # less while other models want the same cores (policy/core_sharing.py)
+        self.is_alone = True  # no other model is loaded that may want the same cores
         # Called with the tenants that have work and found no place in a step. Of all groups, if there are several.
         self.settle: Callable[[Sequence[Tenant]], None] = queues.settle
         self._worker = worker
@@ -284,11 +285,24 @@ class StepLoop:
 
     @property
     def _is_full(self) -> bool:
-        """No request that arrives could join the next step: no place is free, nor is one behind a published step.
+        """The next step is for running streams alone, also if a request of their tenant arrives before it begins.
 
-        A step with news may have the last token of a stream, whose place is free in the next one.
+        They fill all places of the batch.  One that has ended leaves its place, though published steps compute it; a
+        step with news may have the last token of another one.
+
+        Not full: a batch of several tenants, because their streams make room for each other's requests; one of a model
+        that shares its cores, whose next step another model's requests would wait for; one that is divided among
+        worker groups, because a stream that ends in one of them leaves a place in each.
         """
-        return not (any(step.has_news for step in self.unacknowledged) or self._rows.free_places)
+        members = self._members
+        if not self.is_alone or len(members) < self.budget.max_entries:
+            return False
+        if any(step.has_news for step in self.unacknowledged):
+            return False
+        tenant = members[0].tenant
+        if any(sequence.tenant is not tenant for sequence in self._table.scheduled):
+            return False
+        return sum(not sequence.is_done for sequence in members) >= self.budget.max_entries
 
     @property
     def wake_step(self) -> int:
@@ -306,8 +320,10 @@ class StepLoop:
         """Seconds until the current step is near enough to its end to publish the next one.
 
         A step that is composed late includes what has arrived meanwhile; after a step that is composed early,
-        an arriving request waits for two steps.  Where it could not join the next step, that is composed early: this
-        saves a wake-up, and falls into the time in which the gateway writes the tokens of the last step.
+        an arriving request waits for two steps.  A step of a full batch is composed early: this saves a wake-up, and
+        falls into the time in which the gateway writes the tokens of the last step.  Two kinds of requests wait for one
+        step more than if it were composed late: the first one of another tenant, and one for whose place a stream is
+        cancelled meanwhile.
         """
         steps, pacing = self.unacknowledged, self.pacing
         if len(steps) != 1 or pacing.depth < 2:

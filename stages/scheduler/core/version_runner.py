@@ -288,6 +288,11 @@ class VersionRunner:
         for group in self.engine.groups:
             group.steps.allowed_depth = depth
 
+    def set_alone(self, is_alone: bool) -> None:
+        """Whether no other model is loaded that may want its cores."""
+        for group in self.engine.groups:
+            group.steps.is_alone = is_alone
+
     def delay_s(self, now: float) -> float:
         """Seconds until `run_round` may have something to do without an event; inf: never."""
         return min([group.steps.delay_s(now) for group in self.engine.groups])
