@@ -19,6 +19,18 @@ def test_a_model_alone_runs_ahead() -> None:
     assert allowed_depth(mine, [mine, other._replace(cores=frozenset(), is_computing=False)], 2) == 1
 
 
+def test_cores_are_kept_for_a_model_that_waits_for_others() -> None:
+    first = Claim("a", frozenset({0, 1}), 0.0, False)
+    busy = Claim("b", frozenset({0}), 0.0, True)
+    later = Claim("c", frozenset({1}), 0.0, False)
+    elsewhere = Claim("d", frozenset({2}), 0.0, False)
+    claims = [first, busy, later, elsewhere]
+    assert allowed_depth(first, claims, 2) == 0
+    assert allowed_depth(later, claims, 2) == 1
+    assert allowed_depth(later, claims, 2, {"a"}) == 0
+    assert allowed_depth(elsewhere, claims, 2, {"a"}) == 2
+
+
 @given(
     cores=st.lists(CORES, min_size=2, max_size=4),
     costs=st.lists(st.floats(0.001, 1.0), min_size=4, max_size=4),
@@ -41,11 +53,15 @@ def test_one_step_at_a_time_and_a_fair_share(
         def claims(now: set[int] = wanting) -> list[Claim]:
             return [Claim(str(i), cores[i], spent[i], i in computing) for i in sorted(now)]
 
+        waiting: set[str] = set()
         for name in shares.order(claims()):
             i = int(name)
             mine = next(claim for claim in claims() if claim.name == name)
-            if i not in computing and allowed_depth(mine, claims(), 2):
+            depth = allowed_depth(mine, claims(), 2, waiting)
+            if i not in computing and depth:
                 computing.append(i)
+            elif i not in computing:
+                waiting.add(name)
             waited[i] = 0 if i in computing else waited[i] + 1
         for i in range(len(cores)):
             if i not in wanting:

@@ -111,6 +111,59 @@ def test_a_model_that_waited_for_pages_does_not_make_up_for_it() -> None:
     assert abs(counts["a"] - counts["b"]) <= 2, counts
 
 
+@pytest.mark.parametrize("a_s", [0.013, 0.031, 0.05])
+@pytest.mark.parametrize("b_s", [0.05, 0.083])
+@pytest.mark.parametrize("c_s", [0.011, 0.04, 0.12])
+def test_a_model_on_the_cores_of_two_others_gets_its_share(a_s: float, b_s: float, c_s: float) -> None:
+    """Their steps hardly ever end in the same round: one computes whenever the other has ended."""
+    models = {
+        "a": Model("a", frozenset({0}), a_s),
+        "b": Model("b", frozenset({1}), b_s),
+        "c": Model("c", frozenset({0, 1}), c_s),
+    }
+    rounds = rounds_of(models)
+    longest_s = max(a_s, b_s, c_s)
+    ends: dict[str, float] = {}
+    waits_since = dict.fromkeys(models, 0.0)
+    now = 0.0
+    for model in models.values():
+        model.is_wanting = True
+    while now < 20.0:
+        rounds.run(now)
+        computing = {name for name, model in models.items() if model.is_computing}
+        assert computing
+        assert computing <= {"a", "b"} or computing == {"c"}
+        for name in computing - set(ends):
+            # Two others that take turns both catch up with its last step, and end the steps that they have begun.
+            assert now - waits_since[name] <= 3 * longest_s + 1e-9, name
+            ends[name] = now + models[name].step_s
+        name = min(ends, key=lambda name: (ends[name], name))
+        now = waits_since[name] = ends.pop(name)
+        models[name].is_computing = False
+        models[name].spent_s += models[name].step_s
+    spent = {name: model.spent_s for name, model in models.items()}
+    assert max(spent.values()) - min(spent.values()) <= 2 * longest_s, spent
+
+
+def test_cores_are_kept_no_longer_than_until_the_turn_of_a_model_that_has_nothing_to_compute() -> None:
+    models = {
+        "a": Model("a", frozenset({0})),
+        "b": Model("b", frozenset({1})),
+        "c": Model("c", frozenset({0, 1})),
+    }
+    rounds = rounds_of(models)
+    models["a"].is_wanting = models["b"].is_wanting = models["c"].is_wanting = True
+    models["c"].lacks_pages = True
+    for _ in range(50):
+        rounds.run(0.0)
+        assert models["a"].is_computing and models["b"].is_computing, "both begin at its turn, which passes"
+        for name in "ab":  # one after the other: meanwhile the core of the first is kept for the third model
+            models[name].is_computing = False
+            models[name].spent_s += STEP_S
+            if name == "a":
+                rounds.run(0.0)
+
+
 @pytest.mark.parametrize(
     ("cores", "alone"),
     [

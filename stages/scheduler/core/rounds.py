@@ -53,11 +53,14 @@ class Rounds:
                 runner.run_round(now)
             return
         depth = 0
+        waiting: set[str] = set()  # for cores that are in use: those that are free are kept for them
         for name in [*order, *(name for name in runners if name not in claims)]:
             runner = runners[name]
             if name in claims:
-                depth = allowed_depth(claims[name], list(claims.values()), runner.engine.steps.pacing.depth)
+                depth = allowed_depth(claims[name], list(claims.values()), runner.engine.steps.pacing.depth, waiting)
                 runner.set_allowed_depth(depth)
+                if not depth and not claims[name].is_computing:
+                    waiting.add(name)
             runner.run_round(now)
             if name in claims:
                 claims[name] = runner.claim()

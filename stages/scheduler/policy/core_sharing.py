@@ -5,11 +5,15 @@ one waits for a time slice of the other, and both together compute less than one
 and the model that has computed least for its weight gets the next one.  A model with a prompt to compute, whose
 request waits for a first token, goes first for at most `PROMPT_LEAD_S` of computing beyond its share.  A model that is
 alone on its cores publishes ahead as usual; models on different cores do not wait for each other.
+
+A model whose turn it is waits until all its cores are free, and those that are free already are kept for it: models
+that come later in the order begin no step on them.  Otherwise one on the cores of two others, which end their steps at
+different times, would never find both idle.  A model that has nothing to compute when they are free is passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 PROMPT_LEAD_S = 1.0
@@ -98,9 +102,12 @@ class CoreShares:
         return self._ahead[claim.name] - lead_s / claim.weight, claim.name
 
 
-def allowed_depth(mine: Claim, claims: Sequence[Claim], depth: int) -> int:
-    """Steps of it that may be unacknowledged now: `depth` if it is alone on its cores."""
+def allowed_depth(mine: Claim, claims: Sequence[Claim], depth: int, waiting: Container[str] = ()) -> int:
+    """Steps of it that may be unacknowledged now: `depth` if it is alone on its cores.
+
+    `waiting`: the models before it in the order that were allowed none, and compute none.
+    """
     rivals = [claim for claim in claims if claim.name != mine.name and overlap(mine.cores, claim.cores)]
     if not rivals:
         return depth
-    return 0 if any(claim.is_computing for claim in rivals) else 1
+    return 0 if any(claim.is_computing or claim.name in waiting for claim in rivals) else 1
