@@ -27,7 +27,7 @@ from stages.worker.model import Model
 
 log = logging.getLogger("starling.worker")
 
-UNUSABLE = "checkpoint cannot be used, no spare opens it"  # the event of a log line
+UNUSABLE = "no spare opens it"  # what the log says of one that is damaged
 MAX_BYTES = 1 << 30  # of the weights: 2 MiB of page tables in each rank, which take 10 ms to be removed
 
 

@@ -26,7 +26,7 @@ from stages.worker.rank_places import place_ranks
 
 log = logging.getLogger("starling.worker")
 
-UNUSABLE = "checkpoint cannot be used, it is not read ahead"  # the event of a log line
+UNUSABLE = "it is not read ahead"  # what the log says of one that is damaged
 _has_read = False  # this process has read a model, or tried
 
 

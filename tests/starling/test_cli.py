@@ -283,7 +283,7 @@ def test_a_warning_is_printed_with_its_reason(home: Path, tmp_path: Path) -> Non
     done = subprocess.run([sys.executable, "-c", WARNED, str(path)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert f"checkpoint cannot be used, ingesting again  reason={path}: not a checkpoint index" in line
+    assert f"checkpoint cannot be used  effect=it is made again  reason={path}: not a checkpoint index" in line
 
 
 @pytest.mark.parametrize("duration", ["0", "0.0s", "-5s", "1d", "nan", ""])

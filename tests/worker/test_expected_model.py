@@ -238,7 +238,7 @@ def restore(event, arguments):
 
 lines = os.memfd_create("lines")
 handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
-handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
+handler.setFormatter(logging.Formatter("%(message)s, %(effect)s: %(reason)s"))
 logging.getLogger("starling").addHandler(handler)
 index, mmap.mmap = os.open(sys.argv[2], os.O_RDWR), CutShort
 content = os.pread(index, os.fstat(index).st_size, 0)
@@ -275,7 +275,7 @@ def open_in_rank_0(expected, rank_0=os.getpid(), open_expected=expected_model.op
 
 lines = os.memfd_create("lines")
 handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
-handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
+handler.setFormatter(logging.Formatter("%(message)s, %(effect)s: %(reason)s"))
 log = logging.getLogger("starling.worker")
 log.addHandler(handler)
 log.setLevel(logging.DEBUG)

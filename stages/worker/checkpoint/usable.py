@@ -15,10 +15,10 @@ def is_usable(index_path: Path) -> bool:
     return usable_version(index_path) == VERSION
 
 
-def usable_version(index_path: Path, event: str = "checkpoint cannot be used, ingesting again") -> int:
+def usable_version(index_path: Path, effect: str = "it is made again") -> int:
     """Version of an index whose `.bin` has the size that it names; 0 when there is none that can be used.
 
-    event: what is logged with the reason where there is one that cannot be.
+    effect: what is logged, with the reason, of one that cannot be.
     """
     try:
         index = load_index(index_path)
@@ -29,6 +29,6 @@ def usable_version(index_path: Path, event: str = "checkpoint cannot be used, in
     except FileNotFoundError:
         return 0
     except (OSError, CheckpointError) as error:
-        log.warning(event, extra={"reason": str(error)})
+        log.warning("checkpoint cannot be used", extra={"effect": effect, "reason": str(error)})
         return 0
     return index.version if is_complete else 0

@@ -165,8 +165,10 @@ def pass_on(found: Found | None) -> None:
             reason = "its probe has left no verdict; the next start tries again"
             found = Found(None, _until(failure) if failure is not None else reason)
     if found.unkept:
-        event = "AMX is not used" if found.verdict is None else "AMX is probed at each start"
-        log.warning(event, extra={"reason": found.unkept})
+        if found.verdict is None:
+            log.warning("AMX is not used", extra={"reason": found.unkept})
+        else:
+            log.warning("AMX is probed at each start", extra={"reason": found.unkept})
         os.environ[PASSED_ON] = json.dumps((found.verdict or Verdict({}, found.unkept))._asdict())
 
 
