@@ -275,7 +275,7 @@ def open_in_rank_0(expected, rank_0=os.getpid(), open_expected=expected_model.op
 
 lines = os.memfd_create("lines")
 handler = logging.StreamHandler(os.fdopen(lines, "w", closefd=False))
-handler.setFormatter(logging.Formatter("%(message)s, %(effect)s: %(reason)s"))
+handler.setFormatter(logging.Formatter("%(message)s: %(reason)s"))
 log = logging.getLogger("starling.worker")
 log.addHandler(handler)
 log.setLevel(logging.DEBUG)
