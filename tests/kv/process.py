@@ -64,11 +64,6 @@ def _tick() -> None:
         peer.tick()
 
 
-def page_bytes_of(hyper: checkpoint.Hyper) -> int:
-    values = hyper.n_layers * hyper.n_kv_heads * hyper.head_dim * PAGE_TOKENS
-    return -(-2 * 2 * values // 4096) * 4096
-
-
 def write_model(home: Path, name: str = MODEL, seed: int = 0) -> str:
     """A GGUF file (its first bytes) and its index. Returns the digest."""
     gguf = home / f"{name}.gguf"

@@ -171,10 +171,6 @@ class SequenceState:
         """Leading positions that kv may share with other sequences; -1: all but the last."""
         return -1 if self.scores is None or self.scores.is_complete else self.scores.sharable
 
-    def is_scoring(self, start: int, count: int) -> bool:
-        """Whether positions start .. start + count - 1 score tokens of the prompt."""
-        return self.scores is not None and self.scores.part(start, count)[1] > 0
-
     @property
     def session(self) -> str:
         """Whose turn it is; "": none."""
