@@ -19,7 +19,7 @@ from shm.pages import HEADER, PAGE_FULL, attach_kv
 from stages.agent.held_prefixes import read_names
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import Server, poll_until
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_shared_prefix_is_computed_once(demo_server: Server) -> None:
 
 
 def test_the_pages_of_a_prompt_are_named_to_an_orchestrator(demo_server: Server) -> None:
-    """By the names that an agent reads in the arena."""
+    """By the names that an agent reads in the arena, soon after the answer: the kv stage publishes pages on its own."""
     tokens = prompt(30, 3 * PAGE_TOKENS + 5)
     body = {"prompt": tokens, "max_tokens": 1}
     _, _, headers = demo_server.request("POST", "/v1/generate", body, {RELAY: "1"})
@@ -63,7 +63,8 @@ def test_the_pages_of_a_prompt_are_named_to_an_orchestrator(demo_server: Server)
     assert named is not None and named.n_tokens == len(tokens)
     assert [end for end, _ in named.pages] == [PAGE_TOKENS, 2 * PAGE_TOKENS, 3 * PAGE_TOKENS]
     (arena,) = demo_server.arenas.rglob("*.kv")
-    assert {name for _, name in named.pages} <= read_names(arena.parent)
+    expected = {name for _, name in named.pages}
+    poll_until(lambda: expected <= read_names(arena.parent), lambda: f"{expected - read_names(arena.parent)} not held")
     _, _, headers = demo_server.request("POST", "/v1/generate", body)
     assert page_names.HEADER not in headers
 
