@@ -39,14 +39,17 @@ def test_deaths_of_all_stages_change_no_byte_of_a_vector_or_a_stream(demo_server
     thread = threading.Thread(target=embed_all_the_time)
     thread.start()
     events: list[dict[str, Any]] = []
-    names = iter(("worker/1", "kv", "scheduler", "tokenizer"))
+    names = ("worker/1", "kv", "scheduler", "tokenizer")
+    n_tokens = killed = 0
     for event in demo_server.stream("/v1/generate", **STREAM):
         events.append(event)
-        if len(events) in (3, 12, 24, 36):
-            os.kill(demo_server.pid_of(process(next(names), DEMO_MODEL)), signal.SIGKILL)
+        n_tokens += len(event.get("tokens", ()))  # an event may have several
+        if killed < len(names) and n_tokens > 12 * killed + 2:
+            os.kill(demo_server.pid_of(process(names[killed], DEMO_MODEL)), signal.SIGKILL)
+            killed += 1
     is_over.set()
     thread.join(300)
-    assert next(names, None) is None
+    assert killed == len(names)
     assert comparable(events) == expected
     assert found
     assert all(vectors == alone for vectors in found)
