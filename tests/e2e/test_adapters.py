@@ -16,7 +16,7 @@ import pytest
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import comparable, events, wait_answering
-from tests.e2e.server import Server, wait_gone
+from tests.e2e.server import Server, poll_until, wait_gone
 from tools.reference.exact_forward import ExactModel, ExactSequence
 from tools.tiny_adapter import write_adapter, write_peft
 from tools.tiny_gguf import SHAPES, write_model
@@ -115,10 +115,15 @@ def test_cached_pages_belong_to_one_adapter(server: Server) -> None:
 
 
 def test_models_are_listed_with_their_adapters(server: Server) -> None:
-    listed = server.request("GET", "/v1/models")[1]["data"]
+    listed: list[dict[str, Any]] = []
+
+    def are_ready() -> bool:  # a stage that is silent for a moment makes them unready
+        listed[:] = server.request("GET", "/v1/models")[1]["data"]
+        return all(one["ready"] for one in listed)
+
+    poll_until(are_ready, lambda: listed)
     assert [one["id"] for one in listed] == ["tiny", "tiny:first", "tiny:second", "tiny:peft"]
     assert [one.get("parent") for one in listed] == [None, "tiny", "tiny", "tiny"]
-    assert all(one["ready"] for one in listed)
     shown = server.request("GET", "/v1/models/tiny:first")[1]
     assert shown["adapter_digest"] == listed[3]["adapter_digest"] != listed[2]["adapter_digest"]
     assert server.request("GET", "/v1/models/tiny:third")[0] == 404

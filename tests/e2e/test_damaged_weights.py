@@ -15,6 +15,7 @@ from pipeline.errors import ConfigError
 from shm.checkpoint import bin_path, load_index
 from starling import Embedded
 from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import wait_answering
 from tests.e2e.server import ROOT, Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -48,6 +49,21 @@ def when_ready(server: Server, model: str) -> tuple[int, Any]:
 
     poll_until(is_ready, lambda: answers[-1])
     return answers[-1]
+
+
+def is_ready_without(server: Server, model: str, reason: str) -> bool:
+    """Whether the model `sound` is ready and the other one not, for this reason; a stage may be silent for a moment."""
+    status, ready, _ = server.request("GET", "/ready")
+    assert status == 503
+    models = ready["models"]
+    return bool(models["sound"]["ready"]) and str(models[model]["reason"]).startswith(reason)
+
+
+def is_refused(server: Server, model: str, named: str) -> bool:
+    """Whether a request for the model, which is refused, gets a message that names the reason."""
+    status, body = generate(server, model)
+    assert (status, body["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
+    return named in str(body["error"]["message"])
 
 
 def starling(server: Server, *arguments: str) -> tuple[int, str]:
@@ -97,15 +113,11 @@ def test_a_damaged_file_fails_only_its_model(tmp_path: Path) -> None:
     try:
         server.start()
         server.wait_for("worker group has given up, other models go on")
+        wait_answering(server)
         assert when_ready(server, "sound") == expected["sound"]
         server.wait_output(named)
-        poll_until(lambda: server.request("GET", "/ready")[1]["models"]["sound"]["ready"])
-        status, ready, _ = server.request("GET", "/ready")
-        assert status == 503
-        assert ready["models"]["damaged"]["reason"].startswith(f"its worker cannot start: {named}")
-        status, body = generate(server, "damaged")
-        assert (status, body["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
-        assert named in body["error"]["message"]
+        poll_until(lambda: is_ready_without(server, "damaged", f"its worker cannot start: {named}"))
+        poll_until(lambda: is_refused(server, "damaged", named))
         # The remedy of the message; the pool would start the group again after a minute, and does so when asked.
         index_path.unlink()
         code, output = starling(server, "restart", "worker-damaged")
