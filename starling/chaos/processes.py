@@ -7,6 +7,7 @@ process of another program is hit.
 from __future__ import annotations
 
 import os
+import select
 import signal
 
 from pipeline import procfs
@@ -14,6 +15,8 @@ from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.observe.status import read_all
 from shm.arena import process_ticks
+
+END_S = 10.0  # at most, until a process that was sent a signal has ended
 
 
 class NoTargetError(RuntimeError):
@@ -34,7 +37,11 @@ def find_processes(config: Config) -> dict[str, tuple[int, int]]:
 
 
 def send_signal(config: Config, name: str, number: signal.Signals) -> str:
-    """Send a signal to one process and describe it. Raises `NoTargetError` if the process does not run."""
+    """Send a signal to one process and wait for its end. Returns a description.
+
+    A supervisor kills what is stopped a moment later; before that the server may still look ready.  Raises
+    `NoTargetError` if the process does not run.
+    """
     pid, ticks = find_processes(config).get(name, (0, 0))
     try:
         pidfd = os.pidfd_open(pid) if pid else -1
@@ -46,6 +53,9 @@ def send_signal(config: Config, name: str, number: signal.Signals) -> str:
         if process_ticks(pid) != ticks:
             raise NoTargetError(f"{name} has just ended")
         signal.pidfd_send_signal(pidfd, number)
+        end = select.poll()
+        end.register(pidfd, select.POLLIN)
+        end.poll(1000 * END_S)
     except ProcessLookupError:
         raise NoTargetError(f"{name} has just ended") from None
     finally:

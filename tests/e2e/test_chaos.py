@@ -45,7 +45,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert server.leftovers() == []
 
 
+def wait_all_ready(server: Server) -> None:
+    """For the command, which needs a server that is ready: a stage may be silent for a moment."""
+    poll_until(lambda: server.request("GET", "/ready")[0] == 200, lambda: server.request("GET", "/ready")[1])
+
+
 def chaos(server: Server, scenario: str, seconds: int) -> dict[str, Any]:
+    wait_all_ready(server)
     report: dict[str, Any] = json.loads(
         starling(
             server,
@@ -118,6 +124,7 @@ def test_a_full_disk_ends_when_the_chaos_command_is_killed(server: Server) -> No
             return resource.prlimit(server.pid_of("kv"), resource.RLIMIT_FSIZE)[0] == 0
         return False
 
+    wait_all_ready(server)
     command = [sys.executable, "-m", "starling", "chaos", "--scenario", "disk-full", "--requests", "4"]
     with subprocess.Popen(command, cwd=ROOT, env=server.environment, stdout=subprocess.DEVNULL) as running:
         poll_until(is_full)
@@ -164,6 +171,7 @@ def mixed(
     found = Mixed({}, "")
     for attempt in range(4):
         seed = next(seed for seed in range(100_000) if set(order(seed)[: len(first)]) == first)
+        wait_all_ready(server)
         done = subprocess.run(
             [
                 sys.executable,
