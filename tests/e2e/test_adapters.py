@@ -193,6 +193,7 @@ def test_a_replaced_file_counts_from_the_next_reload_on(server: Server, files: F
     pid = server.pid_of("worker-tiny")
     os.kill(pid, signal.SIGKILL)
     assert wait_gone(pid)
+    server.pid_of("worker-tiny")  # requests wait 10 s for a stage that is restarted
     assert generate(server, "tiny:first")["choices"] == before["choices"]
     starling(server, "reload", "tiny")
     assert server.request("GET", "/v1/models/tiny:first")[1]["adapter_digest"] != digest

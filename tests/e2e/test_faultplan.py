@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -66,6 +66,9 @@ def test_a_log_disk_that_stands_still_stops_no_stage(tmp_path: Path) -> None:
     with Server(tmp_path, config, {"STARLING_FAULTS": "disk:slow@logs=1000000"}) as server:  # ms: no end in sight
         first = ask(server, 1)
         # The worker attaches to the arenas of the scheduler's successor, and logs it.
-        os.kill(server.pid_of("scheduler"), signal.SIGKILL)
+        pid = server.pid_of("scheduler")
+        os.kill(pid, signal.SIGKILL)
+        assert wait_gone(pid)
+        server.pid_of("scheduler")  # requests wait 10 s for a stage that is restarted
         assert ask(server, 1) == first
         assert not any("has been killed" in line for line in server.output), "a stage hung"

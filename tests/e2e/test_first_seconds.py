@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server
+from tests.e2e.server import Server, wait_gone
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -27,5 +27,8 @@ def test_long_outputs_of_a_tiny_model_are_not_refused_after_a_start(tmp_path: Pa
             status, answer, _ = server.request("POST", "/v1/generate", {**first, "n": 8, "max_tokens": 1200})
             assert status == 200, answer
             assert [len(choice["tokens"]) for choice in answer["choices"]] == [1200] * 8
-            os.kill(server.pid_of(stage), signal.SIGKILL)
+            pid = server.pid_of(stage)
+            os.kill(pid, signal.SIGKILL)
+            assert wait_gone(pid)
+            server.pid_of(stage)  # requests wait 10 s for a stage that is restarted
         server.stop()
