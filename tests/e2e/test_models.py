@@ -85,7 +85,7 @@ def test_requests_wait_a_bounded_time_for_a_model_that_is_loading(server: Server
     os.kill(record.pid, signal.SIGKILL)
     try:
         # Requests that arrive before the gateway receives the new state wait in the scheduler's queue, and longer.
-        poll_until(lambda: server.request("GET", "/ready")[0] != 200)
+        poll_until(lambda: not server.request("GET", "/ready")[1]["models"]["two"]["ready"])
         status, answer, headers = ask(server, "two")
         assert (status, answer["error"]["code"]) == (503, "MODEL_UNAVAILABLE")
         assert int(headers["Retry-After"]) >= 1

@@ -21,7 +21,7 @@ from pipeline.models import capacity
 from tests.e2e import small_disk
 from tests.e2e.arenas import arenas_of
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import ROOT, Server
+from tests.e2e.server import ROOT, Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ def test_a_model_that_cannot_attach_is_an_error_within_seconds(server: Server) -
     status, answer, _ = server.request("GET", "/ready")
     assert status == 503
     assert "tiny.act: needs" in answer["models"]["tiny"]["reason"]
-    assert answer["stages"]["kv"]["ready"]
+    poll_until(lambda: server.request("GET", "/ready")[1]["stages"]["kv"]["ready"])
     status, answer, _ = server.request("POST", "/v1/generate", REQUEST)
     assert status == 503
     assert "tiny.act: needs" in answer["error"]["message"]
