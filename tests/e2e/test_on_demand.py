@@ -225,7 +225,9 @@ def test_what_an_operator_has_unloaded_is_not_loaded_by_a_request(server: Server
 @pytest.mark.parametrize("victim", ["gateway", "scheduler", "tokenizer", "kv", "worker"])
 def test_a_waiting_request_survives_the_death_of(victim: str, server: Server) -> None:
     """SIGKILL while the model is being loaded, and the client's stream has only comments."""
-    body = {**REQUEST, "model": "second", "stream": True, "keep_alive": 0}
+    # A worker is killed as soon as the test finds it: its answer is long, so that it is not unloaded before.
+    n_tokens = 2000 if victim == "worker" else REQUEST["max_tokens"]
+    body = {**REQUEST, "model": "second", "stream": True, "keep_alive": 0, "max_tokens": n_tokens}
     undisturbed = comparable([data for _, data in events(server, "/v1/generate", body, {})])
     wait_state(server, "second", "unloaded")
     name = f"req-{os.urandom(12).hex()}"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,14 +28,16 @@ from tools.tiny_gguf import SHAPES, write_model
 pytestmark = pytest.mark.slow
 
 LONG = ("run", "tiny", "Go on.", "--seed", "5", "--max-tokens", "600", "--json")
+MOST = "7500"  # tokens of an answer that must not end before the test ends it; with its prompt they fit the context
+SLOW_STEPS = {"STARLING_FAULTS": "worker:slow@step=10"}  # 10 ms of sleep: `LONG` takes seconds on any machine
 
 
-def configured(home: Path, **server: object) -> Server:
+def configured(home: Path, environment: Mapping[str, str] | None = None, **server: object) -> Server:
     share_caches(home)
-    path = write_model(home / "tiny.gguf", SHAPES["small"])
+    path = write_model(home / "tiny.gguf", SHAPES["small"]._replace(context_length=8192))
     models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]
     keys = [{"key": "sk-admin", "admin": True}, {"key": "sk-user", "tenant": "user"}]
-    return Server(home, {"models": models, "auth": {"api_keys": keys}, "server": server})
+    return Server(home, {"models": models, "auth": {"api_keys": keys}, "server": server}, environment)
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +123,7 @@ def test_a_conversation_has_all_its_messages(server: Server) -> None:
         (("run", "absent", "x"), 2, "no model 'absent'"),
         (("run", "tiny"), 2, "no prompt: give PROMPT"),
         (("run", "tiny", "x", "--temperature", "3"), 2, "not in the range 0<=x<=2"),
-        (("run", "tiny", "x " * 5000), 2, "context"),
+        (("run", "tiny", "x " * 20_000), 2, "context"),
         (("run", "tiny", "x", "--max-tokens", "90000"), 2, "context"),
         (("run", "tiny", "x", "--key", "sk-wrong"), 78, "--key or STARLING_API_KEY"),
         (("run", "tiny", "x", "--url", "http://127.0.0.1:9"), 1, "no server answers at http://127.0.0.1:9"),
@@ -138,7 +140,7 @@ def test_what_is_wrong_is_said_in_one_line(server: Server, args: tuple[str, ...]
 
 
 def test_ctrl_c_cancels_the_request(server: Server) -> None:
-    process = begin(server, *LONG[:-1], "--max-tokens", "1900")
+    process = begin(server, *LONG[:-1], "--max-tokens", MOST)
     first_byte(process)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
@@ -162,10 +164,9 @@ def test_a_stage_that_dies_costs_no_byte(server: Server, stage: str) -> None:
 
 
 def test_a_request_that_the_gateway_forgot_is_sent_again(tmp_path: Path) -> None:
-    with configured(tmp_path, journal_mb=0) as server:
-        longer = (*LONG, "--max-tokens", "1900")  # so that the gateway is killed before the end
-        undisturbed = json.loads(starling(server, *longer))
-        process = begin(server, *longer)
+    with configured(tmp_path, SLOW_STEPS, journal_mb=0) as server:
+        undisturbed = json.loads(starling(server, *LONG))
+        process = begin(server, *LONG)
         server.wait_metrics("starling_requests_in_flight", lambda found: any(found.values()))
         os.kill(server.pid_of("gateway"), signal.SIGKILL)
         out, errors = process.communicate(timeout=120)
@@ -236,7 +237,7 @@ def chat_on_terminal(server: Server, *options: str) -> Iterator[Chat]:
     master, slave = pty.openpty()
     environment = {**server.environment, "TERM": "dumb", "COLUMNS": "80"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "starling", "chat", "--max-tokens", "2000", "--seed", "1", *options],
+        [sys.executable, "-m", "starling", "chat", "--max-tokens", MOST, "--seed", "1", *options],
         cwd=ROOT,
         env=environment,
         stdin=slave,
@@ -311,7 +312,7 @@ def test_a_server_is_started_and_ended(stopped: Server) -> None:
 
 def test_commands_share_the_server_that_one_of_them_started(stopped: Server) -> None:
     """It ends with the last of them, also when that is not the one that started it."""
-    first = begin(stopped, *LONG[:-1], "--max-tokens", "1900")
+    first = begin(stopped, *LONG[:-1], "--max-tokens", MOST)
     first_byte(first)
     up = pid_of_up(stopped)
     second = begin(stopped, "chat", "--seed", "1", "--max-tokens", "5", stdin=subprocess.PIPE)

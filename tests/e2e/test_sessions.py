@@ -47,7 +47,7 @@ def test_turns_give_the_text_of_one_prompt(demo_server: Server) -> None:
         assert tokens == once["tokens"]
         history += tokens
 
-    turn = server.stream("/v1/generate", prompt=" Go on", max_tokens=400, ignore_eos=True, session_id=name)
+    turn = server.stream("/v1/generate", prompt=" Go on", max_tokens=4000, ignore_eos=True, session_id=name)
     next(turn)
     status, body, _ = server.request("POST", "/v1/generate", {"prompt": "x", "session_id": name})
     assert (status, body["error"]["code"]) == (409, "CONFLICT")
