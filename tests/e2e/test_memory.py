@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from pipeline.config.load import load
 from pipeline.observe.status import read_all
 from tests.e2e.conftest import share_caches
 from tests.e2e.resumable import events
+from tests.e2e.server import poll_until
 from tests.e2e.up_server import Up
 from tools.bench.memory import Process, measure, table
 from tools.tiny_gguf import SHAPES, write_model
@@ -56,6 +56,4 @@ def bound(process: Process) -> float:
 
 def wait_idle(home: Path) -> None:
     """Until no stage is busy: buffers of the request have been freed."""
-    deadline = time.monotonic() + 60
-    while any(record.busy for record in read_all(home / "run")):
-        assert time.monotonic() < deadline
+    poll_until(lambda: not any(record.busy for record in read_all(home / "run")))

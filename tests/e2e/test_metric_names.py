@@ -21,9 +21,13 @@ def test_a_live_server_exports_the_documented_names(demo_server: Server) -> None
     status, answer, _ = demo_server.request("POST", "/v1/generate", body)
     assert status == 200, answer
     demo_server.wait_metrics("starling_model_load_seconds", bool)  # stages publish their metrics once per second
-    demo_server.wait_metrics(
-        "starling_arena_bytes", lambda found: any('"kv"' in key and '"used"' in key and found[key] for key in found)
-    )
+    wanted = [("kv", "used"), *((arena, "reserved") for arena in ("kv", "steps", "activations"))]
+
+    def has_arenas(found: dict[str, float]) -> bool:
+        """Each stage publishes its own."""
+        return all(any(f'"{a}"' in key and f'"{b}"' in key and found[key] for key in found) for a, b in wanted)
+
+    demo_server.wait_metrics("starling_arena_bytes", has_arenas)
     status, text, _ = demo_server.request("GET", "/metrics")
     assert status == 200
     families = {family.name: family for family in text_string_to_metric_families(text)}

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.ipc import control
 from starling.cli.kv_clear import cleared
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
@@ -134,7 +135,7 @@ def test_a_drain_refuses_new_requests_and_lets_others_finish(server: Up) -> None
     begun = [next(stream)]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "starling", "drain", "--timeout", "60"],
+            [sys.executable, "-m", "starling", "drain", "--timeout", "600"],
             cwd=ROOT,
             env=server.environment,
             stdout=subprocess.PIPE,
@@ -154,22 +155,38 @@ def test_a_drain_refuses_new_requests_and_lets_others_finish(server: Up) -> None
         assert server.request("GET", "/ready")[0] == 503
     finally:
         starling(server, "resume")
-    assert server.request("GET", "/ready")[0] == 200
+    poll_until(lambda: server.request("GET", "/ready")[0] == 200)  # the new gateway needs heartbeats of all stages
     assert server.post("/v1/generate", prompt=[1], max_tokens=1)["choices"]
 
 
 def test_a_drain_ends_late_requests_with_an_error(server: Up) -> None:
     # One stream of a tiny model may end before the command has started; these need ten times as long. Two of them fill
     # a batch: some have begun when they are ended, most have not.
+    begun = threading.Event()
+
     def last_event(seed: int) -> tuple[int, dict[str, Any]]:
-        status, text, _ = server.request("POST", "/v1/generate", {**ENDLESS, "seed": seed, "stream": True})
-        if status == 200:
-            return status, json.loads(text.split("data: ")[-1 - text.count("[DONE]")])
-        return status, text
+        connection = server.connect()
+        try:
+            body = json.dumps({**ENDLESS, "seed": seed, "stream": True}).encode()
+            connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status == 200:
+                begun.set()  # the headers are sent when the request leaves the queue
+            text = response.read().decode()
+        finally:
+            connection.close()
+        if response.status == 200:
+            text = text.split("data: ")[-1 - text.count("[DONE]")]
+        return response.status, json.loads(text)
 
     with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(last_event, seed) for seed in range(10)]
-        server.wait_metrics("starling_requests_in_flight", lambda found: sum(found.values()) >= 5)
+        assert begun.wait(120)
+
+        def have_all_come(found: dict[str, float]) -> bool:
+            return sum(found.values()) + sum(answer.done() for answer in answers) >= len(answers)
+
+        server.wait_metrics("starling_requests_in_flight", have_all_come)
         try:
             output = starling(server, "drain", "tiny", "--timeout", "0.2", code=1)
             cut = [(status, event["error"]) for status, event in (a.result() for a in answers) if "error" in event]
@@ -211,8 +228,13 @@ def test_clearing_the_cache_changes_no_byte(server: Up) -> None:
         usage = server.post("/v1/completions", model="tiny", prompt=prompt, max_tokens=1)["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
+    def n_leased() -> int:
+        (model,) = control.call(server.home / "run", "kv", {"op": "audit"})["models"]
+        return int(model["page_table"][2])
+
     cached()
     assert cached() > 0
+    poll_until(lambda: n_leased() == 0)  # the pages of a sequence are released after its last token is sent
     assert "tiny: dropped" in starling(server, "kv", "clear", "--model", "tiny")
     assert cached() == 0
     assert by_choice(list(server.stream("/v1/generate", **request))) == undisturbed
