@@ -25,7 +25,7 @@ from stages.worker.arriving_weights import layer_ends
 from stages.worker.checkpoint.ingest import ingest
 from tests.e2e.bare import BareServer
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import START_S, STOP_S, wait_gone
+from tests.e2e.server import START_S, STOP_S, poll_until, wait_gone
 from tools.tiny_gguf import Shape, write_model
 
 pytestmark = pytest.mark.slow
@@ -137,10 +137,13 @@ def test_a_worker_that_waits_for_weights_handles_messages(tmp_path: Path) -> Non
         expected = server.answer()
         assert len(expected) == REQUEST["max_tokens"]
         server.end("worker")
+        poll_until(lambda: server.request("GET", "/ready")[0] == 503)
         download = Download(index_path)
         with download.running():
             since = len(server.output)
             server.start_stage("worker")
+            # A request waits for its model for some seconds only, and this worker is a new program.
+            poll_until(lambda: server.request("GET", "/ready")[0] == 200, timeout_s=START_S)
             answer = pool.submit(server.answer)
             server.wait_step(since)
 
