@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -192,7 +194,10 @@ def test_leaders_of_real_processes_never_overlap_though_they_are_killed_and_stop
             assert leader is not None
             assert leader not in led
             led.append(leader)
-            os.kill(leader, action)
+            if action == signal.SIGSTOP:
+                _stop(leader, *address)
+            else:
+                os.kill(leader, action)
         before = _last_fence(log)
         os.kill(led[1], signal.SIGCONT)  # it must not go on leading, but may be elected again
         deadline = time.monotonic() + 120
@@ -212,6 +217,17 @@ def test_leaders_of_real_processes_never_overlap_though_they_are_killed_and_stop
     assert len(ordered) >= 4
     for (_, end), (begin, _) in pairwise(ordered):
         assert end < begin
+
+
+def _stop(leader: int, address: str) -> None:
+    """Stop a process between two transactions: within one it would keep all others out of a SQLite file."""
+    with contextlib.ExitStack() as stack:
+        if address.startswith("sqlite:"):
+            path = address.removeprefix("sqlite:")
+            database = stack.enter_context(contextlib.closing(sqlite3.connect(path, 60.0, isolation_level=None)))
+            database.execute("BEGIN IMMEDIATE")
+        os.kill(leader, signal.SIGSTOP)
+        os.waitid(os.P_PID, leader, os.WSTOPPED | os.WNOWAIT)  # all of its threads stand still
 
 
 def _last(log: Path) -> list[str]:
