@@ -36,6 +36,12 @@ def make_store(request: pytest.FixtureRequest, folder: Path, clock: Clock) -> Co
     return request.getfixturevalue("etcd").open(folder.name + "/")  # type: ignore[no-any-return]
 
 
+def remove_database(path: Path) -> None:
+    """Remove a SQLite file and those beside it. The file itself last: who misses it makes all of them anew, at once."""
+    for file in sorted(path.parent.glob(f"{path.name}*"), reverse=True):
+        file.unlink()
+
+
 async def until(condition: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     async with asyncio.timeout(limit_s):
         while not condition():

@@ -14,7 +14,7 @@ from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import ConfigError, InvalidRequest, StorageUnavailable
 from pipeline.fleet import records
 from stages.agent.lease import AgentLease
-from tests.fleet.coordination_stores import LIMIT_S, Clock, Watcher, until
+from tests.fleet.coordination_stores import LIMIT_S, Clock, Watcher, remove_database, until
 from tests.fleet.peers import Etcd, compact
 
 # ------------------------------------------------------------------ values and transactions
@@ -275,8 +275,7 @@ async def test_processes_go_on_with_the_file_that_has_the_name(tmp_path: Path) -
             await one.put(f"a/{number}", b"1", lease)
         watcher = Watcher(other, "")
         await until(lambda: len(watcher.values) == 5)
-        for file in tmp_path.glob("c.db*"):
-            file.unlink()
+        remove_database(tmp_path / "c.db")
         await until(lambda: not watcher.values)
         assert watcher.updates[-1].is_snapshot and not await one.renew(lease)
         assert (await one.grant(3600)) and await one.put("b", b"2")
@@ -307,8 +306,7 @@ async def test_an_agent_registers_in_a_new_file(tmp_path: Path) -> None:
             for _ in range(2):
                 while await store.get("agents/a") is None:
                     await asyncio.sleep(0.01)
-                for file in tmp_path.glob("c.db*"):
-                    file.unlink()
+                remove_database(tmp_path / "c.db")
             while await store.get("agents/a") is None:
                 await asyncio.sleep(0.01)
         assert lease.is_valid and "end" not in served

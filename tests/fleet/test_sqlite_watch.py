@@ -16,7 +16,7 @@ from pipeline.coordination.file_changes import FileChanges
 from pipeline.coordination.sqlite_store import READ_S, SqliteStore
 from pipeline.runtime import file_watch
 
-from .coordination_stores import LIMIT_S, Watcher, until
+from .coordination_stores import LIMIT_S, Watcher, remove_database, until
 
 NEVER_S = 3600.0  # a watcher that looks so rarely depends on what is reported to it
 OTHER_PROCESS = """
@@ -97,8 +97,7 @@ async def test_another_file_of_the_name_is_noticed(tmp_path: Path) -> None:
         await store.put("a", b"1")
         watcher = Watcher(store, "")
         await until(lambda: bool(watcher.values))
-        for file in tmp_path.glob("c.db*"):
-            file.unlink()
+        remove_database(path)
         await until(lambda: not watcher.values)
         async with SqliteStore(path) as other:
             await other.put("b", b"2")

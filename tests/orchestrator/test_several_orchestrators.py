@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from pipeline.fleet import token
 from starling.cli import cli
 from tests.e2e.server import poll_until
+from tests.fleet.coordination_stores import remove_database
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import POLL_S, Fleet
@@ -197,8 +198,7 @@ def test_streams_and_routing_go_on_without_the_store(pair: Pair, engines: list[S
         assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
         assert "coordination store" in refused.error["message"] and not agent.loads
     else:
-        for file in first.home.glob("fleet.db*"):
-            file.unlink()
+        remove_database(first.home / "fleet.db")
     for one in engines:
         hold(one, False)
     answer = second.post("/v1/generate", BODY, MINE)
