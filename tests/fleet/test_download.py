@@ -23,7 +23,7 @@ from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.errors import ConfigError, NotFound, StorageUnavailable
 from shm.checkpoint import PIECE_BYTES
-from stages.agent.downloads.model import _fetch_index
+from stages.agent.downloads.model import PHASE, _fetch_index, download_model
 from starling.cli import cli
 from tests.fleet.range_server import Handler, served
 from tests.fleet.site import Site
@@ -268,23 +268,29 @@ async def test_damaged_pieces_of_the_local_file_are_fetched_and_no_others(site: 
 
 
 async def test_a_cancelled_download_is_continued(site: Site) -> None:
-    arrived = asyncio.Event()
-    loop = asyncio.get_running_loop()
+    """While the server holds its last pieces back."""
+    arrived, released = asyncio.Event(), threading.Event()
     count = iter(range(5))
 
-    def some(handler: Handler, body: bytes) -> bool:
+    def hold(handler: Handler, body: bytes) -> bool:
         if handler.path.endswith(".bin") and next(count, None) is None:
-            loop.call_soon_threadsafe(arrived.set)
-            handler.refuse(503)
-            return True
+            released.wait(120)
         return False
 
-    site.server.fault = some
-    task = asyncio.create_task(site.pull())
-    await asyncio.wait_for(arrived.wait(), 60)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase == PHASE and done:  # a piece is on the disk
+            arrived.set()
+
+    site.server.fault = hold
+    try:
+        async with HttpStore(site.server.url) as store:
+            task = asyncio.create_task(download_model(site.context(), site.entry, [store], progress))
+            await asyncio.wait_for(arrived.wait(), 60)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+    finally:
+        released.set()
     assert not (site.models_dir / f"{site.entry.digest}.idx").exists()
     assert site.unfinished == [f"{site.entry.digest}.bin.part"]
     site.server.fault = lambda handler, body: False
