@@ -161,9 +161,8 @@ async def test_a_server_that_forgets_everything_is_noticed(own: Redis, clock: Cl
 async def test_no_one_leads_before_a_forgotten_lease_has_ended(own: Redis, clock: Clock) -> None:
     async with opened(own, clock) as (store, other):
         elections = [Election(one, "leader", b"x", 10, clock=clock) for one in (store, other)]
-        asking = asyncio.create_task(elections[0].campaign())
-        await until_settled(clock, asking)
-        term = await asking
+        await settle(clock, store)
+        term = await elections[0].campaign()
         own.restart()
         campaign = asyncio.create_task(elections[1].campaign())
         await answering(other)
@@ -234,10 +233,10 @@ async def test_data_that_are_removed_are_noticed(own: Redis, clock: Clock) -> No
 
 
 async def test_a_server_that_hangs_is_unavailable(own: Redis, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.coordination.redis_store.CALL_S", 0.3)
     assert own.process is not None
     async with own.open("x") as store:
         await store.put("a", b"1")
+        monkeypatch.setattr("pipeline.coordination.redis_store.CALL_S", 0.3)
         os.kill(own.process.pid, signal.SIGSTOP)
         try:
             with pytest.raises(StorageUnavailable):
@@ -320,11 +319,3 @@ async def settle(clock: Clock, store: RedisStore) -> None:
     """Let so much time pass that no lease of 10 s can last from before the server's start."""
     await store.scan("")
     clock.now += 10
-
-
-async def until_settled(clock: Clock, task: asyncio.Task[object]) -> None:
-    """Let time pass until a candidate may lead."""
-    async with asyncio.timeout(LIMIT_S):
-        while not task.done():
-            clock.now += 1
-            await asyncio.sleep(0.05)
