@@ -8,6 +8,7 @@ import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
@@ -34,7 +35,10 @@ def test_a_request_in_flight_is_cancelled_by_its_tenant(fleet: Fleet, engines: l
         assert b"cancelled by its client" in response.read()
         again = fleet.request("DELETE", path, None, MINE)
         assert (again.status, again.error["code"]) == (404, "NOT_FOUND")
-        assert not any(engine.peers.do(lambda e=engine: list(e.peers.generator.running)) for engine in engines)
+        # The engines are told before the answer, and read it a moment later.
+        poll_until(
+            lambda: not any(engine.peers.do(lambda e=engine: list(e.peers.generator.running)) for engine in engines)
+        )
     finally:
         connection.close()
         for engine in engines:

@@ -79,7 +79,7 @@ def test_an_engine_says_what_it_has_computed(fleet: Fleet, engines: list[Server]
     poll_until(lambda: n_gaps(engine) == before + sent - 1)
     connection.close()
     poll_until(lambda: used(fleet) == PROMPT + sent)
-    assert not engine.peers.do(lambda: bool(engine.peers.generator.running)), "nothing more is computed"
+    poll_until(lambda: not engine.peers.do(lambda: bool(engine.peers.generator.running)), lambda: "more is computed")
 
 
 def test_a_request_with_a_key_goes_on_and_is_charged_once(
