@@ -273,8 +273,10 @@ async def test_a_request_whose_rest_does_not_come_is_aiohttps(monkeypatch: pytes
     monkeypatch.setattr(text_connection, "PART_S", 0.01)
     async with serving() as (site, client):
         data = request(b"hello")
+        while not site.server.connections:  # until it is accepted
+            await asyncio.sleep(0)
         client.writer.write(data[:-3])
-        while site.server.connections:  # until it is handed over; the first round accepts it
+        while site.server.connections:  # until it is handed over
             await asyncio.sleep(0)
         client.writer.write(data[-3:])
         assert await client.answer() == (200, "aiohttp", b"hello")
