@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tests.e2e.server import poll_until
 from tests.orchestrator.fleet import Fleet, Pair
 from tests.orchestrator.streams import MINE
 
@@ -38,6 +39,17 @@ def serving(orchestrator: Fleet) -> int:
     """The agent that has the one request under way, by its place in `NAMES`."""
     state = orchestrator.wait(lambda state: any(one["under_way"] for one in state["agents"]))
     return [bool(one["under_way"]) for one in state["agents"]].index(True)
+
+
+def runner_of(pair: Pair) -> Pair:
+    """The orchestrator that runs the one request in the background, whichever has taken it, and the other one."""
+
+    def runs(orchestrator: Fleet) -> bool:
+        return any(one["under_way"] for one in orchestrator.state()["agents"])
+
+    poll_until(lambda: any(map(runs, pair)))
+    first, second = pair
+    return (first, second) if runs(first) else (second, first)
 
 
 def wait_ready(orchestrator: Fleet, count: int = 2) -> None:

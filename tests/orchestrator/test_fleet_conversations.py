@@ -17,7 +17,7 @@ from tests.gateway.response_bodies import assembled, read_events, said
 from tests.gateway.server import Server
 from tests.gateway.test_conversations import CALL, REFUSED, TOOL, message
 from tests.orchestrator.fleet import Fleet, Pair
-from tests.orchestrator.pairs import NAMES, begin, kill, read_until, serving, wait_ready, without_agent
+from tests.orchestrator.pairs import NAMES, begin, kill, read_until, runner_of, serving, wait_ready, without_agent
 from tests.orchestrator.stores import every_store
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
@@ -250,22 +250,21 @@ def test_a_stream_is_not_continued_from_another_context(pair: Pair, engines: lis
 
 @on_every_store
 def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines: list[Server]) -> None:
-    first, second = pair
-    name = make(first)
+    name = make(pair[0])
     for engine in engines:
         hold(engine)
-    made = first.post(RESPONSES, said("Hello", conversation=name, background=True), MINE).json
-    serving(first)
-    kill(first)
+    made = pair[0].post(RESPONSES, said("Hello", conversation=name, background=True), MINE).json
+    runner, other = runner_of(pair)
+    kill(runner)
     for engine in engines:
         hold(engine, False)
     path = f"{RESPONSES}/{made['id']}"
-    while (response := second.get(path, MINE).json)["status"] in ("queued", "in_progress"):
+    while (response := other.get(path, MINE).json)["status"] in ("queued", "in_progress"):
         pass
     assert response["status"] == "completed"
-    assert texts(second, name) == ["please say Hello", "Hello"]
-    first.restart()
-    wait_ready(first)
+    assert texts(other, name) == ["please say Hello", "Hello"]
+    runner.restart()
+    wait_ready(runner)
 
 
 @on_every_store

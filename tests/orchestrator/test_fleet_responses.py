@@ -17,7 +17,7 @@ from tests.gateway.peers import MODEL
 from tests.gateway.response_bodies import CUT, PARIS, assembled, parse_events, prompt, read_events, said
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet, Pair
-from tests.orchestrator.pairs import NAMES, begin, kill, read_until, serving, wait_ready, without_agent
+from tests.orchestrator.pairs import NAMES, begin, kill, read_until, runner_of, serving, wait_ready, without_agent
 from tests.orchestrator.stores import every_store
 from tests.orchestrator.streams import MINE, OTHER, hold, step
 
@@ -208,36 +208,34 @@ def test_a_response_in_the_background_ends_at_any_orchestrator(pair: Pair, engin
 
 @on_every_store
 def test_another_orchestrator_runs_what_a_dead_one_has_begun(pair: Pair, engines: list[Server]) -> None:
-    first, second = pair
     for engine in engines:
         hold(engine)
-    name = first.post(PATH, said("Hello again", background=True), MINE).json["id"]
-    first.wait(lambda state: any(one["under_way"] for one in state["agents"]))
-    kill(first)
+    name = pair[0].post(PATH, said("Hello again", background=True), MINE).json["id"]
+    runner, other = runner_of(pair)
+    kill(runner)
     for engine in engines:
         hold(engine, False)
-    response = ended(second, name)
+    response = ended(other, name)
     assert (response["status"], texts(response)) == ("completed", "Hello again")
     computed = [f for one in engines for f in one.peers.generator.submitted if f.request[4:] == name[5:]]
     assert len(computed) == 1  # the engine has gone on with it
-    first.restart()
-    wait_ready(first)
-    assert first.get(f"{PATH}/{name}", MINE).json == response
+    runner.restart()
+    wait_ready(runner)
+    assert runner.get(f"{PATH}/{name}", MINE).json == response
 
 
 def test_a_response_in_the_background_is_cancelled_at_any_orchestrator(pair: Pair, engines: list[Server]) -> None:
-    first, second = pair
     for engine in engines:
         hold(engine)
-    name = first.post(PATH, said("Hello", background=True), MINE).json["id"]
-    first.wait(lambda state: any(one["under_way"] for one in state["agents"]))
-    cancelled = second.post(f"{PATH}/{name}/cancel", {}, MINE)
+    name = pair[0].post(PATH, said("Hello", background=True), MINE).json["id"]
+    runner, other = runner_of(pair)
+    cancelled = other.post(f"{PATH}/{name}/cancel", {}, MINE)
     assert (cancelled.status, cancelled.json["status"]) == (200, "cancelled"), cancelled.body
     for orchestrator in pair:
         assert orchestrator.get(f"{PATH}/{name}", MINE).json == cancelled.json
-    first.wait(lambda state: not any(one["under_way"] for one in state["agents"]))
-    assert second.post(f"{PATH}/{name}/cancel", {}, MINE).json == cancelled.json
-    assert second.request("DELETE", f"{PATH}/{name}", None, MINE).status == 200
+    runner.wait(lambda state: not any(one["under_way"] for one in state["agents"]))
+    assert other.post(f"{PATH}/{name}/cancel", {}, MINE).json == cancelled.json
+    assert other.request("DELETE", f"{PATH}/{name}", None, MINE).status == 200
 
 
 def test_a_stream_in_the_background_outlives_its_client(pair: Pair, engines: list[Server]) -> None:
