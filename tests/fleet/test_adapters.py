@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ NAMES = ("tiny", "tiny:first", "tiny:second")
 PROMPT = list(range(5, 105))
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 12, "seed": 7, "temperature": 2.0, "ignore_eos": True}
 STREAM = {**BODY, "model": "tiny:first", "max_tokens": 1500, "n": 2, "stream": True}
+TRIES = 5  # an engine may be far ahead of a client that a busy machine holds up
 
 
 class AdapterHosts(Hosts):
@@ -177,18 +178,34 @@ def test_an_adapter_is_asked_for_without_its_model(hosts: AdapterHosts, expected
     assert answer.json["choices"] == expected["tiny:second"]
 
 
+def interrupted(hosts: AdapterHosts, act: Callable[[str], object]) -> list[Any]:
+    """The data of `STREAM`, in the middle of which `act` is called with the agent that has it."""
+    for _ in range(TRIES):
+        received, is_interrupted = [], False
+        for event in events(hosts.fleet, "/v1/generate", STREAM, MINE):  # type: ignore[arg-type]
+            received.append(event[1])
+            if len(received) == 40:
+                busy = [one["agent_id"] for one in hosts.fleet.state()["agents"] if one["under_way"]]
+                assert len(busy) <= 1
+                if is_interrupted := bool(busy):
+                    act(busy[0])
+        if is_interrupted:
+            return received
+    raise AssertionError("each time the answer was complete before 40 events were read")
+
+
 def test_a_stream_goes_on_when_its_agent_is_killed(hosts: AdapterHosts, expected: dict[str, Any]) -> None:
     reader = hosts.fleet
     (victim,) = hosts.serving("tiny:first")
     other = next(name for name in hosts.agents if name != victim)
-    received = []
-    for event in events(reader, "/v1/generate", STREAM, MINE):  # type: ignore[arg-type]
-        received.append(event[1])
-        if len(received) == 40:
-            process = hosts.agents[victim].process
-            assert process is not None
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+
+    def kill(name: str) -> None:
+        process = hosts.agents[name].process
+        assert process is not None and name == victim
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    received = interrupted(hosts, kill)
     assert comparable(received) == expected["stream"]
     assert len(received) > 40
     loads = [(one["agent"], one["model"]) for one in reader.fleet_events() if one["kind"] == "loaded"]
@@ -207,13 +224,7 @@ def test_a_stream_goes_on_when_its_agent_is_killed(hosts: AdapterHosts, expected
 
 def test_a_stream_goes_on_when_its_engine_is_killed(hosts: AdapterHosts, expected: dict[str, Any]) -> None:
     hosts.wait_agents(("READY", "READY"))
-    received = []
-    for event in events(hosts.fleet, "/v1/generate", STREAM, MINE):  # type: ignore[arg-type]
-        received.append(event[1])
-        if len(received) == 40:
-            busy = [one["agent_id"] for one in hosts.fleet.state()["agents"] if one["under_way"]]
-            assert len(busy) == 1
-            os.kill(engine_of(hosts, busy[0]), signal.SIGKILL)
+    received = interrupted(hosts, lambda name: os.kill(engine_of(hosts, name), signal.SIGKILL))
     assert comparable(received) == expected["stream"]
 
 
@@ -230,17 +241,19 @@ def test_a_stream_moves_when_its_agent_drains(hosts: AdapterHosts, expected: dic
     hosts.wait_agents(("READY", "READY"))
     load_everywhere(hosts, "tiny:first")
     before = hosts.fleet.state()["moves"].get("moved", 0)
-    received, source = [], ""
+    sources: list[str] = []
+
+    def drain(name: str) -> None:
+        sources.append(name)
+        hosts.cordon(name, True, drain=True)
+
     try:
-        for event in events(hosts.fleet, "/v1/generate", STREAM, MINE):  # type: ignore[arg-type]
-            received.append(event[1])
-            if len(received) == 40:
-                (source,) = [one["agent_id"] for one in hosts.fleet.state()["agents"] if one["under_way"]]
-                hosts.cordon(source, True, drain=True)
+        received = interrupted(hosts, drain)
         assert comparable(received) == expected["stream"]
         assert hosts.fleet.state()["moves"].get("moved", 0) == before + 1
     finally:
-        hosts.cordon(source, False)
+        for source in sources:
+            hosts.cordon(source, False)
 
 
 def turn(hosts: AdapterHosts, session: str, number: int) -> str:
