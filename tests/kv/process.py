@@ -50,8 +50,8 @@ from starling.cli import main
 from stages.kv import model, page_ins
 from stages.kv.storage import disk_store
 disk_store.SLOW_S = {slow_s}
-if {is_patient}:
-    model.OPEN_WAIT_S = page_ins.WAIT_S = {slow_s}
+model.OPEN_WAIT_S = {open_wait_s}
+page_ins.WAIT_S = {read_wait_s}
 main()
 """
 
@@ -119,14 +119,21 @@ def load_config(home: Path) -> Any:
 class KvProcess:
     """`starling stage kv`. No access to a disk counts as slow, however busy the machine is."""
 
-    def __init__(self, home: Path, faults: str = "", site: Path | None = None, is_patient: bool = True) -> None:
+    def __init__(
+        self,
+        home: Path,
+        faults: str = "",
+        site: Path | None = None,
+        open_wait_s: float = WAIT_S,
+        read_wait_s: float = WAIT_S,
+    ) -> None:
         """`site`: a directory with a sitecustomize.py for the process.
 
-        `is_patient`: a start waits until page files are open, and a grant until its pages are read.
+        `open_wait_s`: for which a start waits for its page files; `read_wait_s`: and a grant for its pages.
         """
         self.home = home
         self.site = site
-        self.is_patient = is_patient
+        self.open_wait_s, self.read_wait_s = open_wait_s, read_wait_s
         self.faults = faults
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -138,9 +145,10 @@ class KvProcess:
             "STARLING_CONFIG": str(self.home / "starling.yaml"),
             "STARLING_FAULTS": self.faults,
         }
+        start = START.format(slow_s=WAIT_S, open_wait_s=self.open_wait_s, read_wait_s=self.read_wait_s)
         with open(self.home / "kv.log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", START.format(slow_s=WAIT_S, is_patient=self.is_patient), "stage", "kv"],
+                [sys.executable, "-c", start, "stage", "kv"],
                 env=environment,
                 cwd=ROOT,
                 stdout=log,
