@@ -82,13 +82,13 @@ class HonchoRunner:
 
     def _end(self) -> None:
         """SIGTERM, then SIGKILL after `KILL_S` or at a second signal."""
+        received = self._signals  # before honcho announces its end, at which a user may ask again
         self._honcho.terminate()
-        if not self._wait_until(time.monotonic() + KILL_S):
+        if not self._wait_until(time.monotonic() + KILL_S, received):
             self._honcho.kill()
 
-    def _wait_until(self, deadline: float) -> bool:
-        """Has honcho ended by `deadline`? Returns early at another signal."""
-        received = self._signals
+    def _wait_until(self, deadline: float, received: int) -> bool:
+        """Has honcho ended by `deadline`? Returns early if there are more signals than `received`."""
         while (left := deadline - time.monotonic()) > 0 and received == self._signals:
             if self._is_over(left):
                 return True
