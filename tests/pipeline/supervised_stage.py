@@ -69,9 +69,10 @@ def stage(report: str, behaviour: str, config: Config) -> int:
 
 
 def main(report: str, behaviour: str, how: str, run_dir: str) -> int:
+    drain_ms = 300 if behaviour == "stubborn" else 60_000  # an end in order takes longer on a busy machine
     config = Config(
         models=(ModelConfig(name="m"),),
-        server=ServerConfig(run_dir=run_dir, arena_dir=run_dir + "-arenas", drain_timeout_ms=300),
+        server=ServerConfig(run_dir=run_dir, arena_dir=run_dir + "-arenas", drain_timeout_ms=drain_ms),
     )
 
     def preload() -> None:
