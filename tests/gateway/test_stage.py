@@ -96,7 +96,7 @@ def test_a_disconnect_cancels_the_request(server: Server) -> None:
         stream.sock.shutdown(socket.SHUT_RDWR)
         stream.close()
         wait_until(server, lambda: {c.sequence for c in generator.cancelled} >= sequences)
-        assert not [s for s in generator.running if s.startswith(mine)]
+        assert not server.peers.do(lambda: [s for s in generator.running if s.startswith(mine)])
         # The same for a client that waits for a whole response.
         connection = server.connect()
         body = b'{"prompt": "whole", "max_tokens": 50}'
@@ -161,10 +161,8 @@ def test_readiness_names_the_missing_stage(make_server: MakeServer) -> None:
     server = make_server(server={"request_timeout_ms": 60_000})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "model_ready", False))
-    wait_until(server, lambda: server.get("/ready").status == 503)
-    report = server.get("/ready").json
-    assert report["models"][MODEL]["reason"] == "its worker is compiling"
-    assert "its worker is compiling" in report["reason"]
+    wait_until(server, lambda: "its worker is compiling" in str(server.get("/ready").json["reason"]))
+    assert server.get("/ready").json["models"][MODEL]["reason"] == "its worker is compiling"
     assert server.get("/health").status == 200
     server.peers.do(server.peers.kill_tokenizer)
     wait_until(server, lambda: server.get("/ready").json["stages"]["tokenizer"]["reason"] == "not running")
@@ -267,14 +265,17 @@ def test_waiting_for_a_model_is_bounded_by_the_request_timeout(make_server: Make
     server = make_server(server={"request_timeout_ms": 600})
     server.wait_ready()
     server.peers.do(lambda: setattr(server.peers, "model_ready", False))
-    wait_until(server, lambda: server.get("/ready").status == 503)
+    wait_until(server, lambda: "its worker is compiling" in str(server.get("/ready").json["reason"]))
     for stream in (False, True):
-        begun = time.monotonic()
-        refused = server.post("/v1/generate", {"prompt": "x", "stream": stream})
-        assert 0.59 <= time.monotonic() - begun < 30.0  # the gateway's timers have milliseconds
-        assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
-        assert int(refused.headers["Retry-After"]) >= 1
-        assert "its worker is compiling" in refused.error["message"]
+        message = ""
+        while "its worker is compiling" not in message:
+            begun = time.monotonic()
+            refused = server.post("/v1/generate", {"prompt": "x", "stream": stream})
+            assert 0.59 <= time.monotonic() - begun < 30.0  # the gateway's timers have milliseconds
+            assert (refused.status, refused.error["code"]) == (503, "MODEL_UNAVAILABLE")
+            assert int(refused.headers["Retry-After"]) >= 1
+            message = refused.error["message"]
+            assert "its worker is compiling" in message or "silent for" in message  # the peers had no core
 
 
 def test_waiting_for_the_tokenizer_is_bounded_by_the_request_timeout(
