@@ -65,10 +65,13 @@ def test_a_version_that_is_being_loaded_is_described_when_its_vocabulary_is_buil
 
 def test_short_requests_are_answered_while_many_texts_are_encoded(tokenizer: TokenizerProcess) -> None:
     texts = [m.Encode(f"t{i}", MODEL, "12 a" * 4000) for i in range(300)]
-    for frame in texts:
+    tokenizer.process.send_signal(signal.SIGSTOP)  # it gets all of them at once
+    for frame in (*texts, m.Detokenize("short", MODEL, (70, 71))):
         assert tokenizer.link.send(frame)
-    tokenizer.request(m.Detokenize("short", MODEL, (70, 71)))
-    done = sum(isinstance(frame, m.Encoded) for frame in tokenizer.replies)
+    tokenizer.process.send_signal(signal.SIGCONT)
+    tokenizer.until(lambda: bool(tokenizer.of("short")))
+    before = tokenizer.replies[: tokenizer.replies.index(tokenizer.of("short")[0])]
+    done = sum(isinstance(frame, m.Encoded) for frame in before)
     assert done < len(texts) / 2
     tokenizer.until(lambda: all(tokenizer.of(frame.id) for frame in texts))
     assert all(isinstance(frame, m.Encoded) for text in texts for frame in tokenizer.of(text.id))
