@@ -6,7 +6,9 @@ import json
 import os
 import random
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -20,11 +22,12 @@ from starling.bench.figures import percentile
 from starling.bench.load import Run, drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench import disturbance
-from tools.bench.http import baseline, command
+from tools.bench.http import baseline, bound, command
 from tools.bench.http.bound import first_token_lines, gap_lines, replay_s
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
 from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
+from tools.bench.offline.candidate import Candidate
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 from tools.tiny_gguf import SHAPES, write_model
@@ -177,8 +180,9 @@ def test_gaps_are_compared_with_their_targets() -> None:
 
 
 @pytest.mark.slow
-def test_steps_are_computed_again_without_a_server(tmp_path: Path) -> None:
-    """Rows keep their sequences, whatever their numbers; four times as many steps take more time."""
+def test_steps_are_computed_again_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows keep their sequences, whatever their numbers; four times as many steps take more time of the one rank."""
+    monkeypatch.setattr(bound, "Candidate", partial(Candidate, clock=time.thread_time))  # without waits for a core
     model = ModelConfig(name="m", path=str(write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0")))
     index = prepare_checkpoint(model, tmp_path / "models")
     cores = sorted(os.sched_getaffinity(0))[:1]
