@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import threading
-import time
 from collections.abc import Iterator
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -22,12 +19,11 @@ from starling.bench.figures import percentile
 from starling.bench.load import Run, drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench import disturbance
-from tools.bench.http import baseline, bound, command
-from tools.bench.http.bound import first_token_lines, gap_lines, replay_s
+from tools.bench.http import baseline, command
+from tools.bench.http.bound import first_token_lines, gap_lines
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
 from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
-from tools.bench.offline.candidate import Candidate
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 from tools.tiny_gguf import SHAPES, write_model
@@ -177,19 +173,6 @@ def test_gaps_are_compared_with_their_targets() -> None:
     assert gap == "16 streams: 930 of 1,000 tokens/s of the kernels alone, gap 7 % (6 to 11), target 10 %: met"
     assert parts.startswith("  control plane 0.084 and client 0.020 of a core; ")
     assert parts.endswith("; ranks waited for their cores 6.1 % of the time, without a step 1.2 %")
-
-
-@pytest.mark.slow
-def test_steps_are_computed_again_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows keep their sequences, whatever their numbers; four times as many steps take more time of the one rank."""
-    monkeypatch.setattr(bound, "Candidate", partial(Candidate, clock=time.thread_time))  # without waits for a core
-    model = ModelConfig(name="m", path=str(write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0")))
-    index = prepare_checkpoint(model, tmp_path / "models")
-    cores = sorted(os.sched_getaffinity(0))[:1]
-    steps = [[(9, 0, 40, 1), (70, 0, 20, 0)], [(9, 40, 1, 1), (70, 20, 30, 1)]]
-    steps += [[(9, 41 + i, 1, 1), (70, 50 + i, 1, 1)] for i in range(100)]
-    short, long = replay_s(index, cores, steps[:26]), replay_s(index, cores, steps)
-    assert 0 < short < long
 
 
 def test_clients_may_begin_later(address: tuple[str, int]) -> None:

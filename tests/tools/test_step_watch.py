@@ -14,8 +14,8 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from shm import step_ring as sh
 from shm.step_ring import Steps, StepsGeometry, create_steps
-from tools.bench.http.scenarios import LOOK_S, StepWatch
 from tools.bench.http.server_under_test import ServerUnderTest
+from tools.bench.http.step_watch import LOOK_S, StepWatch
 
 
 @pytest.fixture

@@ -27,8 +27,8 @@ from starling.bench.load import Run, drive
 from starling.bench.response import ClientRequest
 from tools.bench.disturbance import Watch
 from tools.bench.http.command import describe
-from tools.bench.http.scenarios import StepWatch
 from tools.bench.http.server_under_test import ServerUnderTest
+from tools.bench.http.step_watch import StepWatch
 from tools.bench.http.workload import Prompts, body
 from tools.bench.offline.results import machine
 from tools.simulate import Machine, Simulation, arrivals, closed_loop, poisson, report

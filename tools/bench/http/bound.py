@@ -1,10 +1,10 @@
 """What the kernels alone would give: the steps that a server has computed, once more in this process, without a server.
 
-The steps are read from the arena while the server computes them, and computed again right after it by the same number
-of ranks on the cores that these had.  Nothing runs between two of them.  The gap is the share of the throughput that is
-missing over HTTP: control plane, client, waits, and what these take from the ranks' cores, but not the cores that the
-control plane has alone.  Each gap is reported with what makes it: CPU time of the control plane and of this client, the
-time that ranks waited for their cores, and the time without a step.
+The steps are read from the arena while the server computes them, and computed again by the same number of ranks on the
+cores that these have, in turns with the server (turns.py).  Nothing runs between two of them.  The gap is the share of
+the throughput that is missing over HTTP: control plane, client, waits, and what these take from the ranks' cores, but
+not the cores that the control plane has alone.  Each gap is reported with what makes it: CPU time of the control plane
+and of this client, the time that ranks waited for their cores, and the time without a step.
 """
 
 from __future__ import annotations
@@ -18,15 +18,12 @@ from typing import Any, NamedTuple
 
 import click
 
-from shm import step_ring as sh
 from tools.bench.disturbance import Watch
 from tools.bench.http.scenarios import CLIENT, watched
 from tools.bench.http.server_under_test import CONTROL_PLANE, ServerUnderTest
+from tools.bench.http.turns import Replay, Turns
 from tools.bench.http.workload import OUTPUT, Prompts, Row, Spread, body
-from tools.bench.offline.candidate import Candidate
-from tools.step_runner import Entry
 
-AT_ONCE = sh.SLOTS // 2  # steps that are published together
 FIRST_TOKEN_SHARE = 0.4  # of the baseline's time to a first token: the target
 FIRST_TOKEN_CLIENTS = (8, 16)  # of the workloads that have that target
 
@@ -42,6 +39,7 @@ class Load(NamedTuple):
 
 
 CLIENTS = 16
+DRAFTED = 16  # positions of a sequence beyond its output, and samples of a step beyond one of each, at most
 PARTS = ("control", "client", "taken", "without_step")  # fields of `Measured`
 LOADS = (
     Load("16 streams of 256 tokens", 16, 256, 1, 0.10),
@@ -49,27 +47,8 @@ LOADS = (
 )
 
 
-def replay_s(index: Path, cores: list[int], steps: Sequence[Sequence[Entry]]) -> float:
-    """Seconds that the kernels take for these steps, after some that map what they use."""
-    numbers = {row: place for place, row in enumerate(sorted({row for step in steps for row, *_ in step}))}
-    tokens = 1 + max(start + count for step in steps for _, start, count, _ in step)
-    again = [[(numbers[row], start, count, n) for row, start, count, n in step] for step in steps]
-    samples = max(sum(entry[sh.SAMPLES] for entry in step) for step in steps)
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
-        Candidate(index, Path(directory), cores, len(numbers), tokens, samples=samples) as candidate,
-    ):
-        candidate.fill_cache()
-        candidate.fill_tokens(len(numbers), tokens)
-        candidate.runner.run_all(again[:AT_ONCE])
-        begun = candidate.clock()
-        for at in range(0, len(again), AT_ONCE):
-            candidate.runner.run_all(again[at : at + AT_ONCE])
-        return candidate.clock() - begun
-
-
 class Measured(NamedTuple):
-    """One run of a workload over HTTP, and its steps once more without a server."""
+    """One run of a workload over HTTP in turns with its kernels alone. All but `kernels` is of the server's turns."""
 
     served: float  # tokens/s over HTTP
     kernels: float  # tokens/s of the kernels alone
@@ -89,21 +68,43 @@ def measure(server: ServerUnderTest, prompts: Prompts, index: Path, load: Load) 
     texts = [[prompts.text(load.prompt) for _ in range(load.requests)] for _ in range(CLIENTS)]
     requests = [[server.request(body(server.model, text, load.output)) for text in own] for own in texts]
     before, cores = server.rank_waits_s(), server.rank_cores()
-    run, watch, used = watched(server, requests)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as directory,
+        Replay(
+            index,
+            Path(directory),
+            cores,
+            rows=CLIENTS * load.requests,  # each may have one of its own
+            tokens=load.prompt + load.output + DRAFTED,
+            samples=CLIENTS * (1 + DRAFTED),
+        ) as replay,
+    ):
+        turns = Turns(server.pids, replay)
+        run, watch, used = watched(server, requests, turns)
     waits = [after - first for after, first in zip(server.rank_waits_s(), before, strict=True)]
     failed = [response for response in run.responses if not response.is_good]
     if failed or watch.missed:
         raise RuntimeError(f"{load.title}: {len(failed)} requests failed, {watch.missed} steps were not seen")
     tokens = sum(response.tokens for response in run.responses)
-    seconds = max(response.times[-1] for response in run.responses) - run.began
+    seconds = max(response.times[-1] for response in run.responses) - run.began - turns.stopped_s
     return Measured(
         tokens / seconds,
-        tokens / replay_s(index, cores, watch.entries),
+        tokens / turns.kernels_s,
         sum(used.get(stage, 0.0) for stage in CONTROL_PLANE),
         used[CLIENT],
         statistics.fmean(waits) / seconds,
-        max(0.0, 1 - sum(us for _, _, us in watch.steps) / 1e6 / seconds),
+        max(0.0, 1 - computing_s(watch.spans, turns.spans) / seconds),
     )
+
+
+def computing_s(steps: Sequence[tuple[int, int]], stops: Sequence[tuple[float, float]]) -> float:
+    """The time of steps (ns of the monotonic clock) without that of the stops (s) within them."""
+    within = sum(
+        max(0.0, min(end, step_end / 1e9) - max(begin, step_begin / 1e9))
+        for step_begin, step_end in steps
+        for begin, end in stops
+    )
+    return sum(end - begin for begin, end in steps) / 1e9 - within
 
 
 def gaps(
