@@ -1,4 +1,4 @@
-"""A server and its kernels alone in turns of 0.4 s, within one run: the speed of cores changes too often for two runs.
+"""A server and its kernels alone in turns of 0.8 s, within one run: the speed of cores changes too often for two runs.
 
 All processes of the server are stopped, the steps that it has finished since the last turn are computed once more by
 the kernels in this process, on the cores that the ranks have, and the server continues.  Its clients wait meanwhile,
@@ -21,7 +21,7 @@ from tools.bench.offline.candidate import Candidate
 from tools.step_runner import Entry
 
 AT_ONCE = sh.SLOTS // 2  # steps that are published together
-TURN_S = 0.4  # short beside the seconds for which a core keeps its speed, long beside what a stop costs
+TURN_S = 0.8  # short beside the seconds for which a core keeps its speed, long beside what a stop costs
 STOPPED_S = 5.0
 
 
@@ -73,7 +73,10 @@ class Turns:
     """Call `look` often while the server is under load, and `finish` at the end."""
 
     def __init__(self, pids: Sequence[int], replay: Replay) -> None:
-        """`pids`: all processes of the server."""
+        """`pids`: all processes of the server, parents before their children.
+
+        A supervisor kills a stage that it finds stopped, so it is stopped before its stage and continues after it.
+        """
         self._pids = list(pids)
         self._replay = replay
         self._since = time.perf_counter()
@@ -102,7 +105,7 @@ class Turns:
                 _wait_stopped(pid)
             self.finish(watch)
         finally:
-            for pid in self._pids:
+            for pid in reversed(self._pids):
                 os.kill(pid, signal.SIGCONT)
             self.cpu_s += time.process_time() - cpu
             self.spans.append((begun, time.perf_counter()))
