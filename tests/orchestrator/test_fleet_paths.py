@@ -35,7 +35,7 @@ def test_a_request_in_flight_is_cancelled_by_its_tenant(fleet: Fleet, engines: l
         assert b"cancelled by its client" in response.read()
         again = fleet.request("DELETE", path, None, MINE)
         assert (again.status, again.error["code"]) == (404, "NOT_FOUND")
-        # The engines are told before the answer, and read it a moment later.
+        # The engines receive the end before the answer is sent, and read it a moment later.
         poll_until(
             lambda: not any(engine.peers.do(lambda e=engine: list(e.peers.generator.running)) for engine in engines)
         )

@@ -65,7 +65,8 @@ class Bench:
     def server_under_test(self, slots: int) -> ServerUnderTest:
         """Start a server with `slots` sequences in a step, and a key for each tenant."""
         keys = {tenant: f"sk-bench-tenant-{tenant}" for tenant in TENANTS}
-        settings = {"performance": {"batch_size": slots}}
+        server = {"request_timeout_ms": int(1000 * scenarios.LONG_S)}
+        settings = {"performance": {"batch_size": slots}, "server": server}
         return self.stack.enter_context(ServerUnderTest(describe(self.model), self.cores, settings, keys))
 
     def table(self, works: tuple[Work, ...], slots: int, baseline: bool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tools.bench.http.workload import OUTPUT, Prompts, body
 
 LONG_PROMPT = 4000
 OUTPUT_BESIDE = 480  # tokens of each stream beside such a prompt; more beside a longer one
+LONG_S = 4 * 3600.0  # limit of a run with such a prompt
 GAP_MS = 25.0  # longest gap of running streams that a long prompt may cause, or
 GAP_FACTOR = 3.0  # times their usual gap, if that is longer
 FLAT = 0.02  # share by which a process's memory may grow
@@ -90,12 +91,15 @@ def at_rest(server: ServerUnderTest, seconds: float = 10.0) -> dict[str, float]:
 def long_prompt(server: ServerUnderTest, prompts: Prompts, batch: int, tokens: int = LONG_PROMPT) -> dict[str, Any]:
     """Gaps of `batch` running streams, with and without a prompt of `tokens` tokens computed at the same time.
 
-    Also the time to that prompt's first token, and whether all streams were running until then.
+    Also the time to that prompt's first token, and whether all streams were running until then.  `RuntimeError` if the
+    prompt is not answered.
     """
     output = OUTPUT_BESIDE * max(1, 2 * tokens // LONG_PROMPT - 1)
     requests = [[server.request(body(server.model, prompts.text(16), output))] for _ in range(batch)]
     late = _Late(server, server.request(body(server.model, prompts.text(tokens), 4)), after_s=OUTPUT_BESIDE / 4 * 0.008)
     run = late.drive(requests)
+    if not late.response.is_good:
+        raise RuntimeError(f"the prompt of {tokens} tokens failed: {late.response.error or late.response.finish}")
     arrived, first = late.response.sent, late.response.times[0]
     beside, usual = [], []
     for response in run.responses:
@@ -135,11 +139,11 @@ class _Late:
 
         def later() -> None:
             time.sleep(self._after_s)
-            found.append(drive(self._server.address, [[self._request]]))
+            found.append(drive(self._server.address, [[self._request]], LONG_S))
 
         thread = threading.Thread(target=later)
         thread.start()
-        run = drive(self._server.address, clients)
+        run = drive(self._server.address, clients, LONG_S)
         thread.join()
         self.response = found[0].responses[0]
         return run
