@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.config.schema import DEMO_MODEL, ModelConfig
+from shm.checkpoint import load_index
+from shm.pages import KvGeometry, pages_that_fit
 from stages.scheduler.core.settings import Settings
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from starling.bench.figures import percentile
@@ -203,6 +205,20 @@ def test_simulated_and_real_traffic_are_the_same() -> None:
     sim.run()
     assert [record.submitted for record in sim.records.values()] == [when for when, _, _ in plan]
     assert [len(record.tokens) for record in sim.records.values()] == [output for _, _, output in plan]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequences", [[], [100], [4_000_000, 3, 33, 64]])
+def test_the_kv_cache_holds_all_sequences_at_once(tmp_path: Path, sequences: list[int]) -> None:
+    model = ModelConfig(name="m", path=str(write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0")))
+    index = prepare_checkpoint(model, tmp_path / "models")
+    geometry = KvGeometry.of(load_index(index).hyper, 32, "f16")
+    size = command.kv_cache_mb(model, index, sequences)
+    n_pages = pages_that_fit(geometry, size << 20)
+    assert n_pages >= sum(-(-tokens // 32) for tokens in sequences)
+    assert size >= 512
+    if len(sequences) > 1:
+        assert pages_that_fit(geometry, (size - 2) << 20) < 125_000 + 1 + 2 + 2
 
 
 def test_percentiles_without_values_are_zero() -> None:

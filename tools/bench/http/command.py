@@ -22,8 +22,10 @@ from typing import Any
 import click
 
 from pipeline.config import paths
-from pipeline.config.schema import DEMO_MODEL, ModelConfig
+from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.models import store
+from shm.checkpoint import load_index
+from shm.pages import KvGeometry, kv_arena_bytes
 from stages.worker.checkpoint.prepare import prepare
 from starling.bench.load import drive
 from tools.bench.disturbance import Watch
@@ -40,12 +42,21 @@ SLOTS = 16
 SLOT_TOKENS = 1024  # of context for each of the baseline's slots
 SECTIONS = ("table", "gaps", "steps", "long", "speculation", "prediction", "constrained", "idle")
 LONG_STREAMS = (1, 8, 16)  # beside a long prompt
+PROMPT_BESIDE = 64  # at least the tokens of the streams' prompts, and those that a step drafts
 BATCHES = (1, 16, 32)  # streams of the runs that measure pauses between steps
 
 
 def describe(model: ModelConfig) -> dict[str, Any]:
     """The model's entry in a server's configuration."""
     return {"name": model.name, **({"path": model.path} if model.path else {})}
+
+
+def kv_cache_mb(model: ModelConfig, index: Path, sequences: Sequence[int]) -> int:
+    """The KV cache, in MiB, that holds sequences of so many tokens: at least what a server has without a setting."""
+    geometry = KvGeometry.of(load_index(index).hyper, model.page_tokens, model.kv_type)
+    places = sum(-(-tokens // geometry.page_tokens) for tokens in sequences)
+    needed = kv_arena_bytes(geometry, geometry.groups.n_pages(places))
+    return max(Config().cache.max_size_mb, 1 + (needed >> 20))
 
 
 def _brief(name: str, one: Outcome) -> str:
@@ -62,12 +73,13 @@ class Bench:
         self.source = store.fetch(model, paths.models_dir())
         self.prompts = Prompts(self.index, int.from_bytes(os.urandom(4)))
 
-    def server_under_test(self, slots: int) -> ServerUnderTest:
-        """Start a server with `slots` sequences in a step, and a key for each tenant."""
+    def server_under_test(self, slots: int, sequences: Sequence[int] = ()) -> ServerUnderTest:
+        """Start a server with `slots` sequences in a step, a key for each tenant, and pages for `sequences` at once."""
         keys = {tenant: f"sk-bench-tenant-{tenant}" for tenant in TENANTS}
         server = {"request_timeout_ms": int(1000 * scenarios.LONG_S)}
         settings = {"performance": {"batch_size": slots}, "server": server}
-        return self.stack.enter_context(ServerUnderTest(describe(self.model), self.cores, settings, keys))
+        model = describe(self.model) | {"kv_cache_mb": kv_cache_mb(self.model, self.index, sequences)}
+        return self.stack.enter_context(ServerUnderTest(model, self.cores, settings, keys))
 
     def table(self, works: tuple[Work, ...], slots: int, baseline: bool) -> dict[str, Any]:
         """Every workload on every server, alternating, round by round."""
@@ -148,7 +160,9 @@ def measure(
             report["table"] = bench.table(works, slots, baseline)
         if not flat_s and set(sections) <= {"table"}:
             return report
-        server, prompts = bench.server_under_test(max(BATCHES)), bench.prompts
+        beside = PROMPT_BESIDE + scenarios.beside_tokens(long_prompt)
+        together = [long_prompt + beside] + max(long_streams) * [beside] if "long" in sections else []
+        server, prompts = bench.server_under_test(max(BATCHES), together), bench.prompts
         drive(server.address, [[server.request(body(server.model, prompts.text(100)))]])
 
         def section(name: str, figures: Callable[[], Any]) -> None:

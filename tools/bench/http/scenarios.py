@@ -88,13 +88,18 @@ def at_rest(server: ServerUnderTest, seconds: float = 10.0) -> dict[str, float]:
     return {"all": round(sum(used.values()), 4), **used}
 
 
+def beside_tokens(prompt: int) -> int:
+    """Tokens of each stream beside a prompt of so many tokens, so that it runs until that has its first token."""
+    return OUTPUT_BESIDE * max(1, 2 * prompt // LONG_PROMPT - 1)
+
+
 def long_prompt(server: ServerUnderTest, prompts: Prompts, batch: int, tokens: int = LONG_PROMPT) -> dict[str, Any]:
     """Gaps of `batch` running streams, with and without a prompt of `tokens` tokens computed at the same time.
 
     Also the time to that prompt's first token, and whether all streams were running until then.  `RuntimeError` if the
     prompt is not answered.
     """
-    output = OUTPUT_BESIDE * max(1, 2 * tokens // LONG_PROMPT - 1)
+    output = beside_tokens(tokens)
     requests = [[server.request(body(server.model, prompts.text(16), output))] for _ in range(batch)]
     late = _Late(server, server.request(body(server.model, prompts.text(tokens), 4)), after_s=OUTPUT_BESIDE / 4 * 0.008)
     run = late.drive(requests)
