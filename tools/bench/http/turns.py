@@ -57,7 +57,7 @@ class Replay:
             self._places.setdefault(row, len(self._places))
         if len(self._places) > self._rows:
             raise ValueError(f"the steps have {len(self._places)} rows, at most {self._rows} were announced")
-        again = [[(self._places[row], *rest) for row, *rest in step] for step in steps]
+        again = [[(self._places[row], start, count, n) for row, start, count, n in step] for step in steps]
         os.sched_setaffinity(0, {self._core})  # this thread is rank 0
         try:
             self._candidate.runner.run_all(again[:1])
