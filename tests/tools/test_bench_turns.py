@@ -10,19 +10,16 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from pipeline.config import paths
-from pipeline.config.schema import Config, ModelConfig, ServerConfig
+from pipeline.config.schema import ModelConfig
 from shm import step_ring as sh
-from shm.step_ring import Steps, StepsGeometry, create_steps
+from shm.step_ring import Steps, StepsGeometry
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tests.e2e.server import poll_until
+from tests.tools.watched_steps import watched_steps
 from tools.bench.http.bound import computing_s
-from tools.bench.http.server_under_test import ServerUnderTest
 from tools.bench.http.step_watch import StepWatch
 from tools.bench.http.turns import TURN_S, Replay, Turns
 from tools.step_runner import Entry
@@ -74,19 +71,9 @@ class Recorded(Replay):
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[tuple[StepWatch, Steps]]:
-    """A watch on the steps of a server, and the place where the test writes these."""
-    config = Config(server=ServerConfig(run_dir=str(tmp_path)), models=(ModelConfig(name="m"),))
-    folder = paths.arena_dir(config)
-    folder.mkdir(parents=True)
     geometry = StepsGeometry(max_rows=80, max_entries=2, max_samples=2, max_tokens=256, max_pages=8)
-    steps_arena, views = create_steps(folder / f"{config.models[0].slug}.steps", geometry, bytes(32))
-    place: Any = SimpleNamespace(run_dir=tmp_path, model="m")
-    watch = StepWatch(cast(ServerUnderTest, place))
-    yield watch, views
-    watch.close()
-    steps_arena.close()
-    steps_arena.unlink()
-    os.rmdir(folder)
+    with watched_steps(tmp_path, geometry) as both:
+        yield both
 
 
 @pytest.fixture

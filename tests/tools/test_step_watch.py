@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from pipeline.config import paths
-from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from shm import step_ring as sh
-from shm.step_ring import Steps, StepsGeometry, create_steps
-from tools.bench.http.server_under_test import ServerUnderTest
+from shm.step_ring import Steps, StepsGeometry
+from tests.tools.watched_steps import watched_steps
 from tools.bench.http.step_watch import LOOK_S, StepWatch
 
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Iterator[tuple[StepWatch, Steps]]:
-    """A watch on an arena without a server."""
-    config = Config(server=ServerConfig(run_dir=str(tmp_path)), models=(ModelConfig(name="m"),))
-    folder = paths.arena_dir(config)
-    folder.mkdir(parents=True)
     geometry = StepsGeometry(max_rows=2, max_entries=2, max_samples=2, max_tokens=64, max_pages=4)
-    arena, views = create_steps(folder / f"{config.models[0].slug}.steps", geometry, bytes(32))
-    place: Any = SimpleNamespace(run_dir=tmp_path, model="m")
-    watch = StepWatch(cast(ServerUnderTest, place))
-    yield watch, views
-    watch.close()
-    arena.close()
-    arena.unlink()
-    os.rmdir(folder)
+    with watched_steps(tmp_path, geometry) as both:
+        yield both
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
