@@ -28,7 +28,7 @@ from pipeline.protocol import messages as m
 from pipeline.runtime import process
 from shm.arena import remove_stale_arenas
 from shm.checkpoint import Index
-from stages.scheduler.constraints.helpers import ConstraintHelpers
+from stages.scheduler.constraints.helper_processes import ConstraintHelpers
 from stages.scheduler.core.outbox import rejected_frame
 from stages.scheduler.core.rounds import Rounds
 from stages.scheduler.core.settings import Settings

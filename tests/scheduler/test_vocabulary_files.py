@@ -11,7 +11,7 @@ from pipeline.protocol.messages import Constraint, ModelVocabulary
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import helper_main
 from stages.scheduler.constraints.constraints import Constraints
-from stages.scheduler.constraints.helpers import ConstraintHelpers
+from stages.scheduler.constraints.helper_processes import ConstraintHelpers
 from stages.scheduler.constraints.mask_writer import MaskWriter
 from stages.scheduler.core.worker_link import WorkerLink
 
