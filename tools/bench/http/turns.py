@@ -7,6 +7,7 @@ and the time of these waits counts for neither side.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -101,12 +102,12 @@ class Turns:
         try:
             for pid in self._pids:
                 os.kill(pid, signal.SIGSTOP)
-            for pid in self._pids:
                 _wait_stopped(pid)
             self.finish(watch)
         finally:
             for pid in reversed(self._pids):
-                os.kill(pid, signal.SIGCONT)
+                with contextlib.suppress(ProcessLookupError):  # the others must continue
+                    os.kill(pid, signal.SIGCONT)
             self.cpu_s += time.process_time() - cpu
             self.spans.append((begun, time.perf_counter()))
 
