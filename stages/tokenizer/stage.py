@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from contextlib import suppress
+from queue import SimpleQueue
 
 import msgspec
 
@@ -51,8 +52,11 @@ class TokenizerStage:
         self._spent = 0.0  # CPU time of the background thread, s
         self.loop.on_tick += [self._count_progress, MallocTrimmer(self.loop.clock).tick]
         self.follower = versions.VersionFollower(config)
-        self._opening: dict[ModelSource, threading.Thread] = {}  # of versions that are being loaded
-        self._failed: dict[ModelSource, StarlingError] = {}
+        # Versions that are being loaded.  Only the main thread changes `_opening`: a vocabulary whose thread ends while
+        # a request is handled counts as being built until `_take_built`, which answers that request.
+        self._opening: dict[ModelSource, threading.Thread] = {}
+        self._built: SimpleQueue[tuple[ModelSource, StarlingError | None]] = SimpleQueue()  # by their threads
+        self._failed: dict[ModelSource, StarlingError] = {}  # of the builds that `_take_built` ends
         self._waiting: dict[tuple[bytes, str], m.Describe] = {}  # by peer and version, which is being opened
 
     def run(self) -> int:
@@ -89,7 +93,7 @@ class TokenizerStage:
     def _open_in_background(self, source: ModelSource, name: str) -> None:
         """Build a vocabulary on a separate thread while the stage serves. Raises until it is built."""
         if source in self._failed:
-            raise self._failed.pop(source)
+            raise self._failed[source]
         if source not in self._opening:
             thread = threading.Thread(target=self._build, args=(source,), name="open", daemon=True)
             self._opening[source] = thread
@@ -97,13 +101,27 @@ class TokenizerStage:
         raise ModelUnavailable(f"the vocabulary of model {name!r} is being loaded", param="model", retry_after_s=1)
 
     def _build(self, source: ModelSource) -> None:
+        failure: StarlingError | None = None
         try:
             opened_models.open_model(source)
         except StarlingError as error:
-            self._failed[source] = error
+            failure = error
         finally:
-            self._opening.pop(source, None)
+            self._built.put((source, failure))
             os.eventfd_write(self._wake, 1)
+
+    def _take_built(self) -> None:
+        """End the builds whose threads are done, and answer those that have waited for them."""
+        while not self._built.empty():
+            source, failure = self._built.get()
+            del self._opening[source]
+            if failure is not None:
+                self._failed[source] = failure
+        for (peer, name), frame in list(self._waiting.items()):
+            if not self._is_opening(name):
+                del self._waiting[peer, name]
+                self._send(peer, self.service.reply(frame))
+        self._failed.clear()  # a later request builds it again
 
     def _unload_removed(self) -> None:
         """Unload the versions that are no longer in the version table."""
@@ -163,13 +181,6 @@ class TokenizerStage:
             and ModelSource.of(index_path, version.settings) in self._opening
         )
 
-    def _describe_opened(self) -> None:
-        """Answer those that have waited for a vocabulary."""
-        for (peer, name), frame in list(self._waiting.items()):
-            if not self._is_opening(name):
-                del self._waiting[peer, name]
-                self._send(peer, self.service.reply(frame))
-
     def _drop_client(self, peer: bytes) -> None:
         for key in [key for key in self._waiting if key[0] == peer]:
             del self._waiting[key]
@@ -223,7 +234,7 @@ class TokenizerStage:
 
     def _on_done(self) -> None:
         os.eventfd_read(self._wake)
-        self._describe_opened()
+        self._take_built()
         for peer, reply in self.encode_queue.take_results():
             self._send(peer, reply)
             self.loop.progress += 1

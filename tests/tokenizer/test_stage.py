@@ -1,0 +1,91 @@
+"""The tokenizer stage: a vocabulary that is built on a thread of its own, however fast that thread is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.config import paths
+from pipeline.models import store, versions
+from pipeline.models.versions import ModelVersion
+from pipeline.protocol import messages as m
+from stages.tokenizer import opened_models
+from stages.tokenizer.stage import TokenizerStage
+from tests.kv.process import MODEL, load_config
+from tests.tokenizer.process import configure, write_model
+
+NEW = f"{MODEL}@1"
+
+
+class ThreadThatEndsInStart(threading.Thread):
+    """A thread that is done before its starter goes on, as one may be whose starter loses its core."""
+
+    def start(self) -> None:
+        super().start()
+        self.join()
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenizerStage]:
+    """A stage with `NEW`, a version that is being loaded; its vocabulary is not built yet."""
+    configure(tmp_path, [MODEL])
+    write_model(tmp_path)
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    config = load_config(tmp_path)
+    index = store.find_index(config.models[0], paths.models_dir())
+    assert index is not None
+    known = versions.initial(config)
+    new = ModelVersion(name=MODEL, serial=1, settings=config.models[0], digest=index.stem, state="loading")
+    table = msgspec.structs.replace(known, versions=(*known.versions, new), serial=1)
+    path = tmp_path / "run" / versions.TABLE_FILE
+    path.parent.mkdir(mode=0o700)
+    path.write_bytes(msgspec.json.encode(table))
+    stage = TokenizerStage(config)
+    yield stage
+    stage.loop.close()
+    opened_models.close_except(set())
+
+
+@pytest.fixture
+def sent(stage: TokenizerStage, monkeypatch: pytest.MonkeyPatch) -> list[m.Frame]:
+    """The replies of `stage`."""
+    frames: list[m.Frame] = []
+    monkeypatch.setattr(stage.hub, "send", lambda peer, frame: frames.append(frame))
+    return frames
+
+
+def describe(stage: TokenizerStage, *keys: str) -> None:
+    for key in keys:
+        stage._on_frame(key.encode(), m.Describe(key, NEW))
+
+
+def test_a_vocabulary_that_is_built_at_once_is_described(
+    stage: TokenizerStage, sent: list[m.Frame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "Thread", ThreadThatEndsInStart)
+    describe(stage, "first", "second")
+    stage._on_done()
+    assert all(isinstance(frame, m.Described) for frame in sent)
+    assert sorted(frame.id for frame in sent if isinstance(frame, m.Described)) == ["first", "second"]
+
+
+def test_everyone_who_waits_gets_the_failure_and_the_next_request_tries_again(
+    stage: TokenizerStage, sent: list[m.Frame], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(threading, "Thread", ThreadThatEndsInStart)
+    (index,) = (tmp_path / "models").glob("*.idx")
+    whole = index.read_bytes()
+    index.write_bytes(whole[: len(whole) // 2])
+    describe(stage, "first", "second")
+    stage._on_done()
+    failed = [frame for frame in sent if isinstance(frame, m.TokenizerFailed)]
+    assert [frame.id for frame in failed] == ["first", "second"] == [frame.id for frame in sent]  # type: ignore[attr-defined]
+    assert all(str(index) in frame.message for frame in failed)
+    index.write_bytes(whole)
+    describe(stage, "third")
+    stage._on_done()
+    assert isinstance(sent[-1], m.Described)
