@@ -42,7 +42,8 @@ PAGES = 12
 ROWS = 16
 MODEL = "tiny"
 WAIT_S = 120.0
-HEARTBEAT_MS = 200  # a peer of which nothing came for ten times as long counts as dead
+# A peer of which nothing came for ten times as long counts as dead: longer than this process may have no core.
+HEARTBEAT_MS = 500
 
 # The limits on disks, which a busy machine would reach as well: pages would be computed that a test expects to be read.
 START = """

@@ -20,14 +20,14 @@ from pipeline.models.vocabulary_tables import make_tables
 from pipeline.protocol import messages as m
 from pipeline.protocol.topology import EDGES
 from shm import checkpoint
-from tests.kv.process import MODEL, ROOT, WAIT_S, load_config
+from tests.kv.process import HEARTBEAT_MS, MODEL, ROOT, WAIT_S, load_config
 from tests.tokenizer.byte_vocabulary import byte_spec
 
 
 def configure(home: Path, names: Collection[str]) -> None:
     """Write `home`/starling.yaml with these models."""
     settings = {
-        "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": 50},
+        "server": {"run_dir": str(home / "run"), "arena_dir": str(home / "shm"), "heartbeat_ms": HEARTBEAT_MS},
         "models": [{"name": name, "path": str(home / f"{name}.gguf")} for name in names],
     }
     (home / "starling.yaml").write_text(yaml.safe_dump(settings))
@@ -85,7 +85,7 @@ class TokenizerProcess:
                 stderr=log,
             )
         address = addresses.edge_address(load_config(home), "gateway-tokenizer", {"STARLING_HOME": str(home)})
-        self.link = Link(EDGES["gateway-tokenizer"], address, "gateway", heartbeat_ms=50)
+        self.link = Link(EDGES["gateway-tokenizer"], address, "gateway", heartbeat_ms=HEARTBEAT_MS)
         self.replies: list[m.Frame] = []
 
     def close(self) -> None:
