@@ -8,7 +8,7 @@ the path, but GET for `state`, which has no field there and is answered at once.
     {"op": "resume", "target": "all" or a model}
     {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
-    {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}
+    {"op": "unload", "target": model, "timeout_s": 30.0, "change": id, "wait": true}  an adapter: 600.0
     {"op": "trace", "request": id}  only over the control socket: answered by the request's timeline
 
 The target of `load`, `reload` and `unload` may be MODEL:ADAPTER, and `path` then a PEFT directory as well.
@@ -44,7 +44,7 @@ MAX_TIMEOUT_S = 86_400.0
 POLL_S = 0.05  # between two checks whether a change has ended, if no event comes
 PROGRESS_S = 0.2  # until a repeated operation returns the progress of a change that has not ended
 MAX_WAITING = 8  # operations; further ones are answered at once, so that the control socket has connections left
-LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s
+LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S = 600.0, 30.0  # defaults of timeout_s; an adapter's unload is a load
 MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
 FIELDS = {
@@ -114,7 +114,8 @@ class Admin:
         if not target:
             raise InvalidRequest("target is missing: the model's name", "target")
         change = _text(request, "change", 64) or new_change_id()
-        timeout_s = _seconds(request, UNLOAD_TIMEOUT_S if op == "unload" else LOAD_TIMEOUT_S)
+        is_model_unloaded = op == "unload" and ":" not in target
+        timeout_s = _seconds(request, UNLOAD_TIMEOUT_S if is_model_unloaded else LOAD_TIMEOUT_S)
         waits, is_repeated = _flag(request, "wait"), self._loader.is_known(change)
         if op == "unload":
             self._loader.unload(target, change, timeout_s)

@@ -16,6 +16,7 @@ from typing import Any
 
 import click
 import msgspec
+from click.core import ParameterSource
 
 from pipeline.config import paths
 from pipeline.config.load import load as load_config
@@ -108,9 +109,11 @@ def unload(model: str, timeout: float, as_json: bool) -> int:
     New requests are refused (503, then 404). Streams in flight finish. Then the model's processes end and its memory
     is freed.
 
-    MODEL:ADAPTER removes an adapter: new requests for it get 404, those in flight finish.
+    MODEL:ADAPTER removes an adapter: new requests for it get 404, those in flight finish. --timeout is then how long
+    the model may take to be ready without it; default: 600.
     """
-    return run("unload", model, timeout, as_json)
+    is_default = click.get_current_context().get_parameter_source("timeout") is ParameterSource.DEFAULT
+    return run("unload", model, LOAD_TIMEOUT_S if is_default and ":" in model else timeout, as_json)
 
 
 def absolute(path: str) -> str:

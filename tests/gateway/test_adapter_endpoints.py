@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.errors import InvalidRequest, ModelNotFound
 from pipeline.models import versions
+from stages.gateway.admin import LOAD_TIMEOUT_S, UNLOAD_TIMEOUT_S, Admin
 from stages.gateway.endpoints.lora_adapters import read_load, read_scales, read_unload
 from stages.gateway.http.adapter_endpoints import find_adapter
 from stages.gateway.versions.catalog import VersionCatalog
@@ -99,6 +101,21 @@ def test_an_adapter_that_is_not_there_cannot_be_unloaded(server: Server) -> None
         got = server.request("POST", UNLOAD, {"lora_name": name}, ADMIN)
         assert (got.status, got.error["code"]) == (404, "MODEL_NOT_FOUND")
     assert server.request("POST", LIST, [], ADMIN).json == {"success": True}
+
+
+@pytest.mark.parametrize(("target", "timeout_s"), [("m", UNLOAD_TIMEOUT_S), ("m:a", LOAD_TIMEOUT_S)])
+async def test_an_unload_of_an_adapter_has_the_time_of_a_load(tmp_path: Path, target: str, timeout_s: float) -> None:
+    """A version of the model without it is loaded; requests in flight finish on the other one, however long."""
+    unloaded: list[tuple[str, float]] = []
+    loader = SimpleNamespace(
+        is_known=lambda change: False,
+        unload=lambda name, change, seconds: unloaded.append((name, seconds)),
+        report=lambda change: {"done": True},
+    )
+    admin = Admin(SimpleNamespace(loader=loader), tmp_path / "drains")  # type: ignore[arg-type]
+    for given in ({}, {"timeout_s": 7.0}):
+        assert (await admin._change("unload", {"target": target, **given}))["done"]
+    assert unloaded == [(target, timeout_s), (target, 7.0)]
 
 
 def test_names_of_adapters_and_their_models() -> None:

@@ -236,6 +236,19 @@ def test_a_time_that_never_comes_is_refused(home: Path, command: str, seconds: s
 
 
 @pytest.mark.parametrize(
+    ("words", "seconds"),
+    [("m", 30.0), ("m:adapter", 600.0), ("m --timeout 30", 30.0), ("m:adapter --timeout 30", 30.0)],
+)
+def test_an_unload_of_an_adapter_has_the_time_of_a_load(
+    home: Path, monkeypatch: pytest.MonkeyPatch, words: str, seconds: float
+) -> None:
+    given: list[float] = []
+    monkeypatch.setattr("starling.cli.reload.run", lambda op, model, timeout, as_json: given.append(timeout) or 0)
+    CliRunner().invoke(cli, ["unload", *words.split()], catch_exceptions=False)
+    assert given == [seconds]
+
+
+@pytest.mark.parametrize(
     "line",
     [
         *(f"{command} --temperature nan" for command in ("run m hi", "chat", "bench")),
