@@ -228,8 +228,7 @@ class GatewayStage:
         self.service.readiness.is_handing_over = True
         self._stop_accepting()
         log.info("handing over", extra={"in_flight": self.service.in_flight.count})
-        # Ticks see the end of the last request, while new connections wait. The next one is early enough, and leaves
-        # the heads of requests that are on their way the time to arrive.
+        # Ticks see the end of the last request, while new connections wait.
         self.endpoints.mark_active()
 
     async def _end_handover(self) -> None:
@@ -238,11 +237,17 @@ class GatewayStage:
         self._is_handed_over = self.service.readiness.is_handing_over = False
         await self._listen()
 
+    @property
+    def _connected(self) -> list[Connection]:
+        return cast("list[Connection]", self._runner.server.connections) if self._runner.server is not None else []
+
     def _tick_handover(self) -> None:
-        if not self.service.in_flight.count and not self._is_handed_over:
+        connections = self._connected
+        is_used = self.service.in_flight.count or any(one.is_busy or one.awaits_first_request for one in connections)
+        if not is_used and not self._is_handed_over:
             self._is_handed_over = True
             # All connections are idle: their clients connect again and wait for the successor.
-            for connection in self._runner.server.connections if self._runner.server else ():
+            for connection in connections:
                 connection.force_close()
         if self.service.clock() >= self._handover_until and not self.endpoints.stopping:
             self._handover_until = float("inf")
@@ -262,7 +267,7 @@ class GatewayStage:
         if not endpoints.stopping:
             service.loader.tick()
         if self._runner.server is not None:
-            self._connections.sweep(cast("list[Connection]", self._runner.server.connections))
+            self._connections.sweep(self._connected)
             self._gate.tick()
             self._follow_expiry()
             self._backlogs.tick()

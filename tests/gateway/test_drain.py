@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from stages.gateway.admission.drain import ALL, Drains, drain_timeout
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
 
+SLOW_CLIENTS = "import stages.gateway.http.connection as c; c.FIRST_REQUEST_S = 600.0"  # a `preamble`
 TEXT = {"prompt": "words", "max_tokens": 290, "seed": 7, "ignore_eos": True}
 
 
@@ -255,6 +257,39 @@ def test_new_connections_wait_during_a_handover(homes: Callable[[], Path], monke
             waiting.join()
             assert answers[0].status == 200
             kept.close()
+        finally:
+            assert server.close() == 0
+
+
+HEAD = "POST /v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+BODY = json.dumps(TEXT)
+WHOLE = f"{HEAD}Content-Length: {len(BODY)}\r\n\r\n{BODY}".encode()
+
+
+@pytest.mark.parametrize("n_sent", [0, len(HEAD)], ids=["nothing", "a part"])
+def test_a_handover_waits_for_requests_that_are_on_their_way(
+    homes: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, n_sent: int
+) -> None:
+    """A client may lose its core after it has connected: its connection is not closed."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        held.set_inheritable(True)
+        monkeypatch.setenv("STARLING_LISTEN_FD", str(held.fileno()))
+        server = Server(homes(), pass_fds=(held.fileno(),), preamble=SLOW_CLIENTS)
+        try:
+            server.wait_ready()
+            with socket.create_connection(("127.0.0.1", server.port), 60) as client:
+                client.sendall(WHOLE[:n_sent])
+                assert server.get("/health").status == 200  # it was accepted after the other one
+                ask(server, op="handover", timeout_s=0.5)
+                server.wait_log("no successor has started: accepting connections again")
+                client.sendall(WHOLE[n_sent:])
+                answer = b""
+                while data := client.recv(65536):
+                    answer += data
+                assert answer.startswith(b"HTTP/1.1 200"), answer
+            state = ask(server, op="handover", timeout_s=600)
+            while not state["handed_over"]:
+                state = ask(server, op="state")
         finally:
             assert server.close() == 0
 

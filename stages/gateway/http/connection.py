@@ -25,6 +25,7 @@ from pipeline.errors import StarlingError
 
 log = logging.getLogger("starling.gateway")
 
+FIRST_REQUEST_S = 5.0  # in which a client that has connected sends its request, on a machine with few free cores
 MAX_HEAD_BYTES = 64 << 10  # aiohttp bounds a line (8,190 bytes) and their number (128): together a megabyte
 # Set by the application when the headers of a response are about to be written: no other response can be sent.
 BEGUN = web.RequestKey("begun", web.StreamResponse)
@@ -49,6 +50,7 @@ class Connection(RequestHandler):
         super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
         self.peer = peer
         self._on_lost = on_lost
+        self._opened_at = time.monotonic()
         self.head_since = math.inf  # s, monotonic: when the first bytes of an incomplete head arrived
         self.is_half_closed = False
         self._is_started = False
@@ -61,6 +63,11 @@ class Connection(RequestHandler):
         # aiohttp waits for the next request in `_waiter`, once its task runs.
         is_waiting = self._waiter is not None and not self._waiter.done()
         return bool(self._messages) or (self._is_started and not is_waiting)
+
+    @property
+    def awaits_first_request(self) -> bool:
+        """Whether its client has just connected, and its request is probably on its way."""
+        return not self._request_count and time.monotonic() - self._opened_at < FIRST_REQUEST_S
 
     @property
     def has_next(self) -> bool:
