@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import re
@@ -21,6 +22,7 @@ import pytest
 
 from pipeline.config.schema import DEMO_MODEL
 from pipeline.fleet import token
+from stages.orchestrator.page_transfers import PAUSE_S
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import poll_until
 from tests.e2e.up_server import Up
@@ -42,6 +44,7 @@ GREEDY = {**SAMPLED, "temperature": 0.0}
 CONSTRAINED = {**SAMPLED, "ignore_eos": False, "regex": "[a-z]{3,9}( [a-z]{3,9}){39}\\."}
 N_EVENTS = 10
 STREAMS = (SAMPLED, GREEDY, CONSTRAINED)
+SENT_S = 6 * PAUSE_S  # until the pages of a stream have gone with it
 
 
 class FleetUp(Up):
@@ -157,6 +160,8 @@ def move_a_stream(fleet: FleetUp, operator: Operator, body: dict[str, Any]) -> d
     why = operator.get(f"/v1/fleet/why/{name}")
     if why["choices"][-1]["agent_id"] != "agent-2":
         return {"outcome": "the stream ended before it was moved"}
+    if not why["transfers"]:  # one of the agents has not answered the last poll, on a busy machine
+        return {"outcome": "no transfer was tried"}
     first = why["transfers"][0]
     assert (first["source"], first["target"]) == ("agent-1", "agent-2"), why["transfers"]
     return dict(first)
@@ -166,10 +171,13 @@ def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
     operator = Operator(fleet)
     words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
     before = operator.total("agent-2", "starling_kv_cache_hits_total")
-    for attempt in range(6):  # on a busy machine pages may come too late, or take longer than computing them again
+    # On a busy machine pages may come too late, or take longer than computing them again. After a failure none are sent
+    # between these agents for `PAUSE_S`.
+    deadline = time.monotonic() + SENT_S
+    for attempt in itertools.count():
         prompt = f"Night {attempt}. " + 60 * words
         first = move_a_stream(fleet, operator, {**SAMPLED, "prompt": prompt, "max_tokens": 300})
-        if first["outcome"] == "sent":
+        if first["outcome"] == "sent" or time.monotonic() > deadline:
             break
     assert first["outcome"] == "sent", first
     assert first["pages"] > 20 and 0 < first["sending_s"] < first["computing_s"]
@@ -189,8 +197,11 @@ def test_streams_outlive_their_agent(fleet: FleetUp) -> None:
         assert status == 200, found
         return dict(found)
 
-    _, models, _ = fleet.request("GET", "/v1/models")
-    assert [(one["id"], one["ready"], len(one["agents"])) for one in models["data"]] == [(DEMO_MODEL, True, 2)]
+    def shown() -> list[tuple[str, bool, int]]:
+        models = fleet.request("GET", "/v1/models")[1]["data"]
+        return [(one["id"], one["ready"], len(one["agents"])) for one in models]
+
+    poll_until(lambda: shown() == [(DEMO_MODEL, True, 2)], shown)
     undisturbed = []
     for body in STREAMS:
         connection, response = begin(fleet, body)
