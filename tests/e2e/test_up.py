@@ -8,15 +8,18 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import START_S, poll_until, wait_gone
+from tests.e2e.server import START_S, STOP_S, poll_until, wait_gone
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
+
+ATTEMPTS = 4  # to stop a server
 
 
 @pytest.fixture
@@ -73,9 +76,20 @@ def test_the_stages_do_not_outlive_up(tmp_path: Path, config: dict[str, object])
 def test_a_stream_finishes_while_all_stages_are_stopping(
     tmp_path: Path, config: dict[str, object], number: signal.Signals
 ) -> None:
-    # Short, for slow cores: stages that stop have 4 s for their streams (server.drain_timeout_ms).
+    for _ in range(ATTEMPTS):
+        whole, events = stopped_meanwhile(Up(tmp_path, config), number)
+        # Stages that stop have 4 s for their streams (server.drain_timeout_ms), which may be too few on a busy machine.
+        if "did not finish within 4 s" not in str(events[-1].get("error")):
+            break
+    assert not [event for event in events if "error" in event], events[-1]
+    assert [token for event in events for token in event.get("tokens", ())] == whole["tokens"]
+    assert "".join(event.get("text", "") for event in events) == whole["text"]
+
+
+def stopped_meanwhile(server: Up, number: signal.Signals) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """An answer, and the events of the same one in the middle of which the server is stopped."""
     request = {"prompt": [1, 2, 3], "max_tokens": 300, "seed": 3, "ignore_eos": True}
-    server = Up(tmp_path, config).start()
+    server.start()
     try:
         server.wait_ready()
         whole = server.post("/v1/generate", **request)["choices"][0]
@@ -84,11 +98,11 @@ def test_a_stream_finishes_while_all_stages_are_stopping(
         assert server.process is not None
         os.killpg(server.process.pid, number)  # as a terminal does
         events += stream
-        assert not [event for event in events if "error" in event], events[-1]
-        assert [token for event in events for token in event.get("tokens", ())] == whole["tokens"]
-        assert "".join(event.get("text", "") for event in events) == whole["text"]
-        assert server.process.wait(60) == 0
-        assert server.leftovers() == []
+        code = server.process.wait(STOP_S)
+        if "error" not in events[-1]:
+            assert code == 0
+            assert server.leftovers() == []
+        return whole, events
     finally:
         server.stop(signal.SIGKILL)
 
