@@ -60,11 +60,12 @@ def shows_drain(server: Server) -> bool:
 
 
 def status(server: Server) -> dict[str, dict[str, Any]]:
+    """Of all stages, when each has recorded that it is ready: others know it a moment before."""
+    poll_until(lambda: shows_ready(server))
     return {row["stage"]: row for row in json.loads(starling(server, "status", "--json"))}
 
 
 def test_status_shows_every_stage(server: Up) -> None:
-    poll_until(lambda: shows_ready(server))  # the gateway answers before its record says so
     rows = status(server)
     assert sorted(rows) == sorted(STAGES)
     for row in rows.values():
