@@ -74,7 +74,8 @@ def test_the_pages_of_a_prompt_are_named_to_an_orchestrator(demo_server: Server)
 def test_page_table_and_headers_agree_under_load(demo_server: Server) -> None:
     """Pages change state all the time; the kv stage counts them between two frames."""
     starling(demo_server, "kv", "check", "--json")  # imports what the command needs
-    body = {"prompt": prompt(20, 300), "max_tokens": 1600, "temperature": 0, "ignore_eos": True}
+    # It outlasts the command, and is then left.
+    body = {"prompt": prompt(20, 300), "max_tokens": 4000, "temperature": 0, "ignore_eos": True}
     events = demo_server.stream("/v1/generate", **body)
     next(events)
     (model,) = json.loads(starling(demo_server, "kv", "check", "--json"))["models"]

@@ -167,12 +167,12 @@ def undisturbed() -> Undisturbed:
 
     It is computed once, on the first server that needs it: the bytes of a request do not depend on the server.
     """
-    found: dict[tuple[str, int], str] = {}
+    found: dict[tuple[str, int, int], str] = {}
 
-    def result(server: Server, file: str, seed: int = LONG["seed"]) -> str:
-        if (file, seed) not in found:
-            found[file, seed] = Stream(server, seed=seed).result()
-        return found[file, seed]
+    def result(server: Server, file: str, seed: int = LONG["seed"], max_tokens: int = LONG["max_tokens"]) -> str:
+        if (file, seed, max_tokens) not in found:
+            found[file, seed, max_tokens] = Stream(server, seed=seed, max_tokens=max_tokens).result()
+        return found[file, seed, max_tokens]
 
     return result
 
@@ -207,7 +207,7 @@ def test_a_reload_switches_new_requests_and_old_streams_finish_on_the_old_versio
 def test_a_new_version_of_the_same_file_inherits_cached_pages(server: Server, files: Files) -> None:
     prompt = [5 + i % 90 for i in range(200)]
     first = server.post("/v1/generate", **{**REQUEST, "prompt": prompt})
-    stream = Stream(server, max_tokens=4000, n=1)  # outlasts any reload, and is then left
+    stream = Stream(server, max_tokens=8000, n=1)  # outlasts any reload, and is then left
     assert stream.begun.wait(TIMEOUT_S)
     state = reload(server)
     assert stream.is_alive()
@@ -217,7 +217,7 @@ def test_a_new_version_of_the_same_file_inherits_cached_pages(server: Server, fi
     # A version of another file inherits no page.
     stream.leave()
     gone(run_dir(server), state, float("inf"))
-    stream = Stream(server, max_tokens=4000, n=1)
+    stream = Stream(server, max_tokens=8000, n=1)
     assert stream.begun.wait(TIMEOUT_S)
     reload(server, files.b)
     assert stream.is_alive()
@@ -335,6 +335,8 @@ def test_load_and_unload(server: Server, files: Files) -> None:
     assert expected != tokens(server)
     assert [m["id"] for m in server.request("GET", "/v1/models")[1]["data"]] == ["tiny", "two"]
     assert sorted(server.request("GET", "/ready")[1]["models"]) == ["tiny", "two"]
+    # Its worker records that it is ready a moment after the gateway knows it.
+    poll_until(lambda: any(one.ready for one in read_all(run_dir(server)) if one.stage == "worker-two@1"))
     rows = {row["stage"]: row["state"] for row in json.loads(starling(server, "status", "--json"))}
     assert rows["worker-two@1"] == "ready"
     # The model stays loaded after every stage has been restarted.
@@ -452,11 +454,12 @@ def test_a_stream_of_the_old_version_outlives_the_gateway(
     key = {"Authorization": "Bearer sk-user"}
     begun: list[tuple[str, dict[str, Any]]] = []
     for version in range(1, 9):
-        expected = undisturbed(server, "a" if version % 2 else "b")
+        body = {**LONG, "max_tokens": version * LONG["max_tokens"]}  # a reload takes longer on a busy machine
+        expected = undisturbed(server, "a" if version % 2 else "b", max_tokens=body["max_tokens"])
         begun.clear()
         is_under_way = False
         with contextlib.suppress(OSError, ValueError):
-            for event in events(server, "/v1/generate", {**LONG, "stream": True}, key):
+            for event in events(server, "/v1/generate", {**body, "stream": True}, key):
                 begun.append(event)
                 if len(begun) == 10:
                     state = reload(server, files.b if version % 2 else files.a)
