@@ -131,7 +131,8 @@ def test_a_worker_that_waits_for_weights_handles_messages(tmp_path: Path) -> Non
     config = {
         "models": [{"name": "tiny", "path": str(index_path), "kv_cache_mb": 16, "ranks": 2}],
         "cache": {"enabled": False},  # pages of the first answer would be used for the second one
-        "server": {"drain_timeout_ms": 600_000},
+        # The request waits for the starts of five programs, beside other work.
+        "server": {"drain_timeout_ms": 600_000, "request_timeout_ms": 3_600_000},
     }
     with Waiting(tmp_path, config) as server, ThreadPoolExecutor() as pool:
         expected = server.answer()

@@ -24,7 +24,7 @@ from pipeline.coordination.etcd_store import EtcdStore
 from pipeline.coordination.redis_store import RedisStore
 from tools.ports import free_port
 
-START_S = 60.0
+START_S = 180.0  # beside other work
 _S3_IDENTITY = """{"identities": [{"name": "test", "actions": ["Admin", "Read", "Write", "List"],
  "credentials": [{"accessKey": "test", "secretKey": "testtest"}]}]}"""
 
