@@ -144,7 +144,7 @@ class Pages:
         """The server of the demo model that pages share."""
         if self._shared is None:
             self._shared = Server(self._home(), {})
-            self._shared.start().wait_ready()
+            self._shared.start().wait_ready().wait_recorded()
         return self._shared
 
     def _end_shared(self) -> None:

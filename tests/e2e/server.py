@@ -135,6 +135,10 @@ class Server:
         self.wait_for(rf"http://127\.0\.0\.1:{self.port}")
         return self
 
+    def wait_recorded(self) -> None:
+        """Wait until each stage has recorded that it is ready, as `starling status` shows it: a moment after it is."""
+        poll_until(lambda: all(one.ready for one in read_all(self.home / "run")), lambda: read_all(self.home / "run"))
+
     def __enter__(self) -> Server:
         try:
             return self.start().wait_ready()

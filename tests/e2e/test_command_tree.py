@@ -72,6 +72,7 @@ def commands(demo_server: Server) -> Iterator[Commands]:
     """Runs commands against the demo server, which has answered a request."""
     body = {"prompt": "Once", "max_tokens": 2, "model": "smollm2-135m-instruct"}
     assert demo_server.request("POST", "/v1/completions", body, {"X-Request-Id": REQUEST})[0] == 200
+    demo_server.wait_recorded()
     with Commands(demo_server.environment) as commands:
         yield commands
 

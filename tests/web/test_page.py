@@ -179,6 +179,7 @@ def test_a_stream_continues_after_a_reload_and_after_the_gateways_death(open_pag
         page.press("ArrowRight", 39)
         page.wait(f"document.querySelector('#announcer').textContent === '{character}: 60.7 %'")
     page.reload()  # from the browser's own store
+    wait_done(page, 2)
     assert answer(page) == LONG
 
 
