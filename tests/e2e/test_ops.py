@@ -30,10 +30,11 @@ ENDLESS: dict[str, Any] = {**REQUEST, "max_tokens": 2000, "n": 8, "seed": 1}
 
 
 def make_config(home: Path) -> dict[str, Any]:
-    """The configuration of one tiny model."""
+    """The configuration of one tiny model, and so much time for requests that none is refused for want of it."""
     share_caches(home)
     path = write_model(home / "tiny.gguf", SHAPES["small"])
-    return {"models": [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]}
+    models = [{"name": "tiny", "path": str(path), "kv_cache_mb": 16}]
+    return {"models": models, "server": {"request_timeout_ms": 3_600_000}}
 
 
 @pytest.fixture(scope="module")

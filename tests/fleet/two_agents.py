@@ -19,6 +19,8 @@ from tools.tiny_gguf import SHAPES, Shape
 NAMES = ("one", "two")
 SECTIONS = {"auth": {"api_keys": [{"key": "sk-mine", "tenant": "mine"}]}}
 MINE = {"Authorization": "Bearer sk-mine"}
+# Engines refuse what they would not finish in the time of a request: on a busy machine many streams take long.
+UNHURRIED = {"request_timeout_ms": 3_600_000}
 # A lease, or a silence, that outlasts any pause of a busy machine: after a shorter one an agent serves nothing.
 PATIENT = {"poll_ms": 50, "wait_ms": 60_000, "silent_ms": 600_000}
 
@@ -79,6 +81,7 @@ class Hosts:
             store = f"sqlite:{self.fleet.home / 'fleet.db'}"
             agent = {"id": name, "lease_ms": 600_000}
             config = {
+                "server": UNHURRIED,
                 "cache": {"max_size_mb": cache_mb.get(name, 32)},
                 "fleet": {"store": store, "blobs": str(blobs), "agent": agent},
             }
