@@ -102,9 +102,9 @@ class EncodeQueue(Generic[Result]):
             if end is None and not job.is_dropped:
                 self._waiting.append(job)
                 return
-            self._remove(job)
             if end is not None and not job.is_dropped:
-                self._results.append((job.client, end.value))
+                self._results.append((job.client, end.value))  # before the job goes: `is_busy` is read without the lock
+            self._remove(job)
         self._on_done()
 
     def _remove(self, job: _Job[Result]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,26 @@ def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
         go_on.set()
         assert worker.wait(3) == [(b"b", "other"), (b"a", "again")]
         assert not worker.queue.is_busy
+
+
+def test_the_queue_is_busy_until_the_last_result_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that drains ends as soon as it is not: it reads that at any moment, without the thread's lock."""
+    with Worker() as worker:
+        queue, remove = worker.queue, worker.queue._remove
+        seen: list[bool] = []
+
+        def removed(job: Any) -> None:
+            seen.append(queue.is_busy)
+            remove(job)
+            seen.append(queue.is_busy)
+
+        monkeypatch.setattr(queue, "_remove", removed)
+        queue.submit(b"a", 1, worker.job("x", 1))
+        worker.thread.start()
+        assert worker.finished.acquire(timeout=60)
+        assert [*seen, queue.is_busy] == [True, True, True]
+        assert queue.take_results() == [(b"a", "x")]
+        assert not queue.is_busy
 
 
 def test_stop_ends_after_the_step_in_progress() -> None:
