@@ -222,5 +222,6 @@ def is_open(source: ModelSource) -> bool:
 def close_except(digests: set[str]) -> None:
     """Forget the checkpoints of other digests."""
     for models in (_opened, _unusable):
-        for source in [source for source in models if source.index_path.stem not in digests]:
-            models.pop(source, None)
+        for source in list(models):  # a copy: a thread that builds a vocabulary may add it meanwhile
+            if source.index_path.stem not in digests:
+                models.pop(source, None)

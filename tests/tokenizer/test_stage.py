@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from pipeline.models import store, versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
 from stages.tokenizer import opened_models
+from stages.tokenizer.opened_models import ModelSource
 from stages.tokenizer.stage import TokenizerStage
 from tests.kv.process import MODEL, load_config
 from tests.tokenizer.process import configure, write_model
@@ -71,6 +73,28 @@ def test_a_vocabulary_that_is_built_at_once_is_described(
     stage._on_done()
     assert all(isinstance(frame, m.Described) for frame in sent)
     assert sorted(frame.id for frame in sent if isinstance(frame, m.Described)) == ["first", "second"]
+
+
+def test_a_vocabulary_that_a_thread_adds_meanwhile_ends_no_unload(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: dict[Any, object] = {}
+
+    class PathSeenByAThread:
+        """A path that is asked for its name, while a thread has built another vocabulary."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def stem(self) -> str:
+            opened.setdefault(ModelSource(Path(f"other-{self.name}.idx")), object())
+            return self.name
+
+    for name in ("kept", "removed"):
+        path: Any = PathSeenByAThread(name)
+        opened[ModelSource(path)] = object()
+    monkeypatch.setattr(opened_models, "_opened", opened)
+    opened_models.close_except({"kept"})
+    assert [source.index_path.name for source in opened] == ["kept", "other-kept.idx", "other-removed.idx"]
 
 
 def test_everyone_who_waits_gets_the_failure_and_the_next_request_tries_again(
