@@ -79,25 +79,38 @@ class TokenizerService:
         return isinstance(frame, TextRequest)
 
     def reply_steps(self, frame: TextRequest) -> Generator[None, None, m.Frame]:
-        """Make the reply in steps of some tens of ms: a generator that returns it. Does not raise, like `reply`."""
+        """Make the reply in steps of some tens of ms: a generator that returns it. Does not raise, like `reply`.
+
+        This call opens the model.  The steps do not, so that another thread may run them while models change.
+        """
+        opened: TokenizerModel | Exception
+        try:
+            opened = self.model(frame.model)
+        except Exception as error:
+            opened = error  # the reply
+        return self._logged_steps(frame, opened)
+
+    def _logged_steps(self, frame: TextRequest, opened: TokenizerModel | Exception) -> Generator[None, None, m.Frame]:
         began = time.monotonic()
-        reply = yield from self._reply_steps(frame)
+        reply = yield from self._reply_steps(frame, opened)
         if log.isEnabledFor(logging.DEBUG):
             made = len(reply.tokens) if isinstance(reply, m.Encoded) else None
             took_ms = round((time.monotonic() - began) * 1000, 3)
             log.debug("a text is converted", extra={**_of(frame), "tokens": made, "duration_ms": took_ms})
         return reply
 
-    def _reply_steps(self, frame: TextRequest) -> Generator[None, None, m.Frame]:
+    def _reply_steps(self, frame: TextRequest, opened: TokenizerModel | Exception) -> Generator[None, None, m.Frame]:
         try:
+            if isinstance(opened, Exception):
+                raise opened
             try:
                 match frame:
                     case m.Encode():
-                        return (yield from self._encode(frame))
+                        return (yield from self._encode(frame, opened.vocabulary))
                     case m.Render():
-                        return (yield from self._render(frame))
+                        return (yield from self._render(frame, opened))
                     case m.Detokenize():
-                        return (yield from self._decode(frame))
+                        return (yield from self._decode(frame, opened.vocabulary))
             except RunTooLong as error:
                 param = "prompt" if isinstance(frame, m.Encode) else "messages"
                 raise InvalidRequest(
@@ -113,8 +126,7 @@ class TokenizerService:
             failed = InternalError(f"cannot tokenize the text: {type(error).__name__}: {error}")
             return m.TokenizerFailed(frame.id, failed.code, failed.message)
 
-    def _encode(self, frame: m.Encode) -> Generator[None, None, m.Encoded]:
-        vocabulary = self.model(frame.model).vocabulary
+    def _encode(self, frame: m.Encode, vocabulary: Vocabulary) -> Generator[None, None, m.Encoded]:
         if frame.suffix:
             return (yield from self._encode_middle(frame, vocabulary))
         text = _utf8(frame.text, "prompt")
@@ -146,8 +158,7 @@ class TokenizerService:
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))
 
-    def _render(self, frame: m.Render) -> Generator[None, None, m.Encoded]:
-        model = self.model(frame.model)
+    def _render(self, frame: m.Render, model: TokenizerModel) -> Generator[None, None, m.Encoded]:
         if model.template is None:
             raise InvalidRequest(
                 f"model {frame.model!r} has no chat template; set its chat_template, or use /v1/completions",
@@ -172,8 +183,8 @@ class TokenizerService:
         self.tokens_encoded += len(tokens)
         return m.Encoded(frame.id, tuple(tokens))
 
-    def _decode(self, frame: m.Detokenize) -> Generator[None, None, m.Detokenized]:
-        pieces, decoder = self.model(frame.model).vocabulary.decoder(frame.skip_special), _decoder("replace")
+    def _decode(self, frame: m.Detokenize, vocabulary: Vocabulary) -> Generator[None, None, m.Detokenized]:
+        pieces, decoder = vocabulary.decoder(frame.skip_special), _decoder("replace")
         texts: list[str] = []
         size = 0  # bytes
         for at in range(0, len(frame.tokens), TOKENS_PER_STEP):

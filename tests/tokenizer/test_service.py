@@ -15,6 +15,7 @@ from pipeline.errors import ModelNotFound
 from pipeline.protocol import messages as m
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.tokenizer.service import TokenizerModel, TokenizerService
+from stages.tokenizer.steps import result_of
 from stages.tokenizer.template import ChatTemplate
 from stages.tokenizer.vocabulary import Vocabulary
 from tests.tokenizer.byte_vocabulary import byte_spec
@@ -35,6 +36,28 @@ def service(vocabulary: Vocabulary = VOCABULARY) -> TokenizerService:
         return TokenizerModel(vocabulary, TEMPLATE, described)
 
     return TokenizerService(load)
+
+
+def test_the_steps_of_a_reply_open_no_model() -> None:
+    """A thread may run them while the stage loads and unloads models, which is for one thread only."""
+    opened: list[str] = []
+
+    def load(name: str) -> TokenizerModel:
+        opened.append(name)
+        if name != "m":
+            raise ModelNotFound(f"no model {name!r}", param="model")
+        return TokenizerModel(VOCABULARY, TEMPLATE, m.Described("", "m", "00", 0, 64, (), True))
+
+    tokenizer = TokenizerService(load)
+    frames = m.Encode("1", "m", "a text"), m.Detokenize("2", "m", (65,)), m.Encode("3", "other", "a text")
+    steps = [tokenizer.reply_steps(frame) for frame in frames]
+    assert opened == ["m", "other"]
+    tokenizer.keep_models(())
+    encoded, decoded, failed = map(result_of, steps)
+    assert opened == ["m", "other"]
+    assert isinstance(encoded, m.Encoded) and encoded.tokens
+    assert isinstance(decoded, m.Detokenized)
+    assert isinstance(failed, m.TokenizerFailed) and failed.code == "MODEL_NOT_FOUND"
 
 
 def described(*known: str) -> m.Described:
