@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from pipeline.api.output_tokens import RELAY
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, EngineConfig
 from pipeline.errors import ConfigError, InvalidRequest
-from stages.agent.engines import local_model
+from stages.agent.engines import external_engine, local_model
 from stages.agent.engines.door.request_body import read
 from stages.agent.engines.external_engine import DIALECTS, ExternalEngine
 from stages.agent.engines.interface import EngineDied
@@ -68,11 +69,11 @@ class Site:
         one = {"model": "m", "engine": "vllm", "path": str(self.model), "program": str(self._program), **fields}
         return resolve({"fleet": {"agent": {"engines": [one]}}}, env={})
 
-    async def start(self, **fields: Any) -> ExternalEngine:
+    async def make(self, **fields: Any) -> ExternalEngine:
         config = self.config(**fields)
         (configured,) = config.fleet.agent.engines
         found = await asyncio.to_thread(local_model.find, configured, self.home)
-        self.engine = ExternalEngine(
+        return ExternalEngine(
             config,
             found,
             self.home,
@@ -80,6 +81,9 @@ class Site:
             lambda: free_port("127.0.0.1"),
             lambda app: open_door(app, "127.0.0.1"),
         )
+
+    async def start(self, **fields: Any) -> ExternalEngine:
+        self.engine = await self.make(**fields)
         await self.engine.start()
         await self.engine.ready()
         return self.engine
@@ -113,6 +117,29 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield made
         if hasattr(made, "engine"):
             await made.engine.stop(at_once=True)
+
+
+async def test_a_start_that_is_cancelled_ends_after_its_fence(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fence that went on in its thread would end the next engine of the home."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def fence(*arguments: object) -> int:
+        begun.set()
+        assert may_end.wait(60)
+        return 0
+
+    engine = await site.make()
+    monkeypatch.setattr(external_engine, "fence", fence)
+    start = asyncio.create_task(engine.start())
+    await until(begun.is_set)
+    start.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    was_over = start.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not was_over
 
 
 async def test_answers_are_ours_and_the_engine_gets_our_defaults(site: Site) -> None:

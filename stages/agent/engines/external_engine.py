@@ -27,6 +27,7 @@ from pipeline.errors import ResourceError
 from pipeline.files import make_directory
 from pipeline.fleet.records import advertised_host
 from pipeline.runtime.process import EXIT_CONFIG
+from pipeline.threads import uninterrupted
 from stages.agent.engines.child import Child
 from stages.agent.engines.dialect import Dialect
 from stages.agent.engines.door.door import Door
@@ -90,7 +91,7 @@ class ExternalEngine(Engine):
 
     async def start(self) -> None:
         """Fence what an earlier one has left, start the program, and open the door."""
-        await asyncio.to_thread(self._fence)
+        await uninterrupted(self._fence)  # in a thread that went on it would meet the next engine of this home
         try:
             make_directory(self._home)
         except OSError as error:
