@@ -130,11 +130,14 @@ class Placement:
 
     async def measure(self) -> None:
         """Update `queue`."""
-        if self.engine is not None and self._was_ready:
+        engine = self.engine
+        if engine is not None and self._was_ready:
             try:
-                self.queue = await self.engine.queue()
+                queue = await engine.queue()
             except EngineDied:
                 return  # `_run` learns of its end by itself
+            if engine is self.engine and self._was_ready:  # otherwise it has ended since, with its requests
+                self.queue = queue
 
     def adapter_use(self, name: str) -> AdapterUse:
         """The requests that named an adapter, as of the engine's last metrics."""
@@ -269,13 +272,16 @@ class Placement:
         await self._switch(False)
 
     async def _switch(self, is_open: bool) -> None:
-        if self.engine is None or not self._was_ready:
+        engine = self.engine
+        if engine is None or not self._was_ready:
             return
         try:
-            await (self.engine.resume() if is_open else self.engine.suspend())
+            await (engine.resume() if is_open else engine.suspend())
         except EngineDied as error:
+            if engine is not self.engine or not self._was_ready:
+                return  # it has ended since, and what is started now is not to be ended
             log.warning("an engine is ended", extra={"model": self.model_id, "reason": error.message})
-            await self.engine.stop(at_once=True)
+            await engine.stop(at_once=True)
 
     def note_progress(self, phase: str, done: int, total: int) -> None:
         """How far the download is."""

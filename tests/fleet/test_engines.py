@@ -9,7 +9,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -234,6 +234,68 @@ async def test_a_model_with_requests_is_not_idle() -> None:
             await placement.check_idle()
     engine.has = Queue(submitted=7)
     await placement.check_idle()
+    await placement.stop()
+
+
+class Mortal(Busy):
+    """An engine that ends, and answers calls, when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dies, self.may_answer = asyncio.Event(), asyncio.Event()
+        self.is_called = False
+
+    async def ended(self) -> EngineDied:
+        await self.dies.wait()
+        return EngineDied("killed")
+
+    async def queue(self) -> Queue:
+        await self._call()
+        return Queue(running=1)
+
+    async def suspend(self) -> None:
+        await self._call()
+        raise EngineDied("it does not answer")
+
+    async def _call(self) -> None:
+        self.is_called = True
+        await self.may_answer.wait()
+
+
+async def replaced(call: Callable[[Placement], Awaitable[None]]) -> tuple[Placement, Mortal]:
+    """A placement whose first engine has been asked by `call`, and answers when the second one is ready; both."""
+    made: list[Mortal] = []
+
+    async def bring(placement: Placement) -> None:
+        return
+
+    def make(entry: Entry, arriving: Path | None) -> Mortal:
+        made.append(Mortal())
+        return made[-1]
+
+    placement = Placement(ENTRY, bring, make, lambda: True, jitter=lambda: 0.0)
+    await placement.wait()
+    caller = asyncio.create_task(call(placement))
+    await until(lambda: made[0].is_called)
+    made[0].dies.set()
+    await until(lambda: len(made) == 2 and placement.state == "READY")
+    made[0].may_answer.set()
+    await caller
+    return placement, made[1]
+
+
+async def test_an_engine_that_could_not_be_suspended_is_ended_and_not_its_successor() -> None:
+    placement, successor = await replaced(Placement.close)
+    assert (placement.state, successor.stops) == ("READY", 0)
+    await placement.stop()
+
+
+async def test_requests_of_an_engine_that_has_ended_do_not_count() -> None:
+    placement, successor = await replaced(Placement.measure)
+    assert placement.queue == Queue()
+    successor.may_answer.set()
+    await placement.measure()
+    assert placement.queue == Queue(running=1)
     await placement.stop()
 
 
