@@ -268,14 +268,18 @@ class Models:
                     self._signed.end(name)
                 del self._placed[name]
                 self._store()
-        if not drop_cached or name in self.other_engines:  # whose files are not the agent's
-            return
-        record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
-        digest = placement.entry.digest if placement is not None else record.entry.digest if record is not None else ""
-        if digest in self.pinned:
-            raise Conflict(f"the files of {name!r} are those of another loaded model; unload that first", "drop_cached")
-        if digest:
-            await asyncio.to_thread(self.cache.remove, digest)
+            if not drop_cached or name in self.other_engines:  # whose files are not the agent's
+                return
+            # Under the lock: a model that is placed between the question and the removal would lose its files.
+            record = await asyncio.to_thread(pulled.read, self.cache.models_dir, name)
+            known = placement.entry.digest if placement is not None else ""
+            digest = known or (record.entry.digest if record is not None else "")
+            if digest in self.pinned:
+                raise Conflict(
+                    f"the files of {name!r} are those of another loaded model; unload that first", "drop_cached"
+                )
+            if digest:
+                await asyncio.to_thread(self.cache.remove, digest)
 
     async def stop(self) -> None:
         """End all engines. They stay stored: the next agent loads them again."""
