@@ -26,6 +26,7 @@ from pipeline.config.rules import MAX_ADAPTERS
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable, ResourceError, StarlingError
 from pipeline.fleet.bodies import LoadModelRequest
+from pipeline.threads import uninterrupted
 from stages.agent.downloads.adapter import AdapterSource, bring_adapter
 from stages.agent.downloads.model import Context
 from stages.agent.downloads.signed_store import SignedModels
@@ -100,6 +101,7 @@ class Adapters:
         self._make_memory = make_memory
         self._loads: dict[str, AdapterLoad] = {}  # by MODEL:ADAPTER
         self._unloads: dict[str, asyncio.Task[None]] = {}  # likewise
+        self._dropping = asyncio.Lock()  # held from the question whether a file is used to its removal
         self.on_loaded: Callable[[], object] = lambda: None
 
     @property
@@ -119,9 +121,7 @@ class Adapters:
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
         if engine := self._engine_of(base):
             raise no_adapters(engine)
-        if unloading := self._unloads.get(name):
-            await asyncio.wait([unloading])
-        if known := self._known(request):
+        if known := await self._settled(request):
             return known
         entry = await self._entry_of(request)
         for asked, found, of in (
@@ -134,7 +134,7 @@ class Adapters:
                     f"published one",
                     "digest",
                 )
-        if known := self._known(request):  # since the question
+        if known := await self._settled(request):  # since the question
             return known
         self._check_bounds(entry)
         load = self._loads[name] = AdapterLoad(entry)
@@ -152,11 +152,14 @@ class Adapters:
         if reason := check_adapter_names(name):
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
         load = self._loads.get(name)
-        digest = load.entry.digest if load is not None else ""
-        if load is not None and only_idle:
+        while load is not None and only_idle:
             self._check_settled(load)
             if load.placement is not None:
                 await load.placement.check_adapter_idle(load.entry.adapter)
+            if (now := self._loads.get(name)) is load:
+                break
+            load = now  # unloaded and perhaps loaded again since the question
+        digest = load.entry.digest if load is not None else ""
         if load is not None:
             task = self._unloads.get(name)
             if task is None:
@@ -167,10 +170,13 @@ class Adapters:
             return
         if not digest and (entry := await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)) is not None:
             digest = entry.digest
-        if digest in self.digests:
-            raise Conflict(f"the file of {name!r} is that of another loaded adapter; unload that first", "drop_cached")
-        if digest:
-            await asyncio.to_thread(self._context.cache.remove_adapter, digest)
+        async with self._dropping:
+            if digest in self.digests:
+                raise Conflict(
+                    f"the file of {name!r} is that of another loaded adapter; unload that first", "drop_cached"
+                )
+            if digest:
+                await uninterrupted(self._context.cache.remove_adapter, digest)
 
     async def _unload(self, name: str, load: AdapterLoad) -> None:
         load.task.cancel()
@@ -218,6 +224,12 @@ class Adapters:
     @property
     def _timeout_s(self) -> float:
         return float(self._config.fleet.agent.start_timeout_s)
+
+    async def _settled(self, request: LoadModelRequest) -> AdapterLoad | None:
+        """As `_known`, after the end of an unload: a load that is being unloaded must not begin again."""
+        while unloading := self._unloads.get(request.model_id):
+            await asyncio.wait([unloading])
+        return self._known(request)
 
     def _known(self, request: LoadModelRequest) -> AdapterLoad | None:
         """The load that runs already. Raises `Conflict` if it has another digest."""
@@ -307,6 +319,8 @@ class Adapters:
 
     async def _run(self, load: AdapterLoad, request: LoadModelRequest) -> None:
         entry = load.entry
+        async with self._dropping:  # its file may be about to be removed, because this load was not known yet
+            pass
         pinned = {*self._pinned(), *self.digests}
         path = await bring_adapter(self._context, entry, self._sources(entry, request), pinned)
         load.file = AdapterFile(adapter_of(entry.name), entry.digest, path, entry.bytes)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -29,6 +31,7 @@ from pipeline.errors import (
 )
 from pipeline.fleet.bodies import LoadModelRequest
 from pipeline.models.collect import collect
+from stages.agent import adapters
 from stages.agent.adapters import PARAM, Adapters
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
@@ -392,3 +395,100 @@ def test_a_damaged_record_counts_as_none(tmp_path: Path) -> None:
     assert pulled_adapters.read(tmp_path, "m:a") == entry("a", 1)
     pulled_adapters.record_path(tmp_path, "m:a").write_bytes(msgspec.json.encode({"base": "m"}))
     assert pulled_adapters.read(tmp_path, "m:a") is None and pulled_adapters.read_all(tmp_path) == []
+
+
+# ------------------------------------------------------------------ loads and unloads at the same time
+
+
+async def turns() -> None:
+    """Let every task go on until it waits for what the test holds back."""
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def test_a_load_that_has_waited_for_its_entry_waits_for_an_unload(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.load("m:a")
+    (engine,) = bench.engines
+    asked, may_go, entry_of = asyncio.Event(), asyncio.Event(), bench.adapters._entry_of
+
+    async def late(request: LoadModelRequest) -> AdapterEntry:
+        found = await entry_of(request)
+        asked.set()
+        await may_go.wait()
+        return found
+
+    monkeypatch.setattr(bench.adapters, "_entry_of", late)
+    loading = asyncio.create_task(bench.load("m:b"))
+    await asked.wait()
+    monkeypatch.setattr(bench.adapters, "_entry_of", entry_of)
+    await bench.load("m:b")
+    engine.may_unload.clear()
+    unloading = asyncio.create_task(bench.adapters.unload("m:b", drop_cached=False))
+    await until(lambda: "-b" in engine.changes)
+    may_go.set()
+    await turns()
+    engine.may_unload.set()
+    await asyncio.gather(unloading, loading)
+    assert bench.placement is not None and list(bench.placement.serving) == ["a", "b"]
+    assert bench.adapters.names == ("m:a", "m:b"), "what the engine has can be unloaded"
+
+
+async def test_an_unload_of_an_idle_adapter_does_not_end_the_load_that_has_replaced_it(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await bench.load("m:a")
+    await bench.load("m:b")
+    bench.now += 2.1
+    (engine,) = bench.engines
+    asked, may_answer = asyncio.Event(), asyncio.Event()
+
+    async def queue() -> Queue:
+        asked.set()
+        await may_answer.wait()
+        return Queue()
+
+    monkeypatch.setattr(engine, "queue", queue)
+    unloading = asyncio.create_task(bench.adapters.unload("m:b", drop_cached=False, only_idle=True))
+    await asked.wait()
+    await bench.adapters.unload("m:b", drop_cached=False)
+    await bench.load("m:b")
+    may_answer.set()
+    with pytest.raises(Conflict, match="was loaded just now"):
+        await unloading
+    assert bench.placement is not None and list(bench.placement.serving) == ["a", "b"]
+    assert engine.changes == ["+b", "-b", "+b"]
+
+
+async def test_a_load_begins_after_its_file_has_been_removed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    await bench.load("m:a")
+    order: list[str] = []
+    begun, may_end = threading.Event(), threading.Event()
+    remove, bring = bench.adapters._context.cache.remove_adapter, adapters.bring_adapter
+
+    def removing(digest: str) -> None:
+        order.append("removal")
+        begun.set()
+        assert may_end.wait(60)
+        remove(digest)
+        order.append("removed")
+
+    def bringing(*arguments: Any) -> Awaitable[Path]:
+        order.append("brought")
+        return bring(*arguments)
+
+    async def found(request: LoadModelRequest) -> AdapterEntry:
+        return entry("a", 1)
+
+    monkeypatch.setattr(bench.adapters._context.cache, "remove_adapter", removing)
+    monkeypatch.setattr(adapters, "bring_adapter", bringing)
+    monkeypatch.setattr(bench.adapters, "_entry_of", found)
+    unloading = asyncio.create_task(bench.adapters.unload("m:a", drop_cached=True))
+    await until(begun.is_set)
+    loading = asyncio.create_task(bench.load("m:a"))
+    await turns()
+    may_end.set()
+    await asyncio.gather(unloading, loading)
+    assert order == ["removal", "removed", "brought"]
+    assert bench.file(1).exists()
