@@ -178,6 +178,42 @@ def test_reading_ahead_is_bounded_and_shared(
     assert not store._wanted
 
 
+def test_a_page_that_was_read_ahead_before_it_was_written_is_fetched_afterwards(
+    store: ThreadedPageStore, gate: threading.Event
+) -> None:
+    page_hash, _, content = page(1)
+    store.save(*page(1))
+    wanted = store.read_ahead([page_hash])
+    assert wanted == [page_hash] and not store.is_reading(page_hash), "the thread need not read it"
+    gate.set()
+    wait(store, lambda: not store.is_busy)
+    out = np.zeros(PAGE_BYTES, np.uint8)
+    assert store.fetch(page_hash, out) is not None
+    assert out.tobytes() == content.tobytes()
+    store.release(wanted)
+    assert not store._staged
+
+
+def test_a_page_that_is_saved_again_waits_for_its_own_write(store: ThreadedPageStore) -> None:
+    may_write = threading.Semaphore(0)
+    point = points.fault_point("disk", "spill")
+    point.trigger = lambda _: not may_write.acquire(timeout=60)
+    try:
+        store.save(*page(1))
+        store.remove(page(1)[0])
+        store.save(*page(1))
+        may_write.release()
+        wait(store, lambda: not store._removed)  # the first copy has been written and removed
+        assert page(1)[0] in store and store.is_busy
+        assert store.fetch(page(1)[0], np.zeros(PAGE_BYTES, np.uint8)) is not None
+        may_write.release()
+        wait(store, lambda: not store.is_busy)
+    finally:
+        may_write.release(2)
+        point.trigger = None
+    assert read(store, 1) == page(1)[2].tobytes()
+
+
 def test_closing_does_not_wait_for_the_disk_and_the_next_user_does(store: ThreadedPageStore, gate: Gate) -> None:
     store.save(*page(0))
     store.save(*page(1))

@@ -45,7 +45,7 @@ class _Result(NamedTuple):
     page_hash: PageHash
     is_written: bool = False
     identity: PageIdentity | None = None  # of a page that was read; None: it is missing or damaged
-    content: np.ndarray | None = None  # (page_bytes,) u8
+    content: np.ndarray | None = None  # (page_bytes,) u8, that was read or written
     hashes: list[PageHash] | None = None  # of a list
     on_listed: Callable[[list[PageHash]], object] | None = None
     ranked: list[RankedPage] | None = None
@@ -182,7 +182,7 @@ class ThreadedPageStore:
             try:
                 is_written = not self._is_closing and self._store.save(page_hash, record, copy)
             finally:
-                self._finish(_Result("write", page_hash, is_written))
+                self._finish(_Result("write", page_hash, is_written, content=copy))
 
         self._jobs.put(write)
         return True
@@ -334,8 +334,8 @@ class ThreadedPageStore:
             identity, content = self._staged[page_hash]
         elif page_hash in self._unwritten:
             record, content = self._unwritten[page_hash]
-            identity = unpack_identity(record)
-            if identity is None or checksum(content) != identity.checksum:  # it was damaged in the arena
+            identity = _checked(record, content)
+            if identity is None:
                 return None
         else:
             return None
@@ -369,9 +369,18 @@ class ThreadedPageStore:
                 result.on_listed(result.hashes or [])
             else:
                 self._n_queued -= 1
-                self._unwritten.pop(page_hash, None)
+                self._end_write(page_hash, result.content)
                 if not result.is_written:
                     self._on_lost(page_hash)
+
+    def _end_write(self, page_hash: PageHash, content: np.ndarray | None) -> None:
+        record, queued = self._unwritten.get(page_hash, (b"", None))
+        if queued is None or queued is not content:  # it was removed meanwhile, and perhaps saved again
+            return
+        del self._unwritten[page_hash]
+        identity = _checked(record, queued) if self._wanted[page_hash] else None
+        if identity is not None:  # `read_ahead` has counted on this copy
+            self._staged[page_hash] = identity, queued
 
     def _read(self, page_hash: PageHash, is_use: bool) -> None:
         if page_hash not in self._wanted:
@@ -415,3 +424,9 @@ class ThreadedPageStore:
     def join(self, timeout_s: float) -> None:
         """Wait for the end of the thread, at most `timeout_s`."""
         self._thread.join(timeout_s)
+
+
+def _checked(record: bytes, content: np.ndarray) -> PageIdentity | None:
+    """The identity of a page that waits to be written; None if it was damaged in the arena."""
+    identity = unpack_identity(record)
+    return identity if identity is not None and checksum(content) == identity.checksum else None
