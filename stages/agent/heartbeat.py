@@ -73,8 +73,8 @@ class Reporter:
                 await self._look_at_prefixes(prefixes_after)
                 self._asked = self._clock()
             if self._clock() >= self._looked + CACHE_AGE_S:
-                await asyncio.to_thread(self._look)
-                self._looked = self._clock()
+                self._looked = self._clock()  # before: files that change during the look are a reason for another one
+                self._cached, self._disk_free, self._disk_problem = await asyncio.to_thread(self._look)
         loaded = tuple(self.loaded(one, prefixes_after.get(one.model_id)) for one in self._models.placed)
         reasons = tuple(self.reasons())
         return HeartbeatResponse(
@@ -217,8 +217,8 @@ class Reporter:
         found = next((one for one in self._cached if one.digest in wanted and one.is_complete), None)
         return found.cache_level if found is not None else "REMOTE"
 
-    def _look(self) -> None:
-        """Look at the models directory and its disk. Runs in a thread."""
+    def _look(self) -> tuple[tuple[CachedModel, ...], int, str]:
+        """The models directory, and what `probe_disk` says of its disk. Runs in a thread."""
         cache = self._models.cache
         folder = cache.models_dir
         names: dict[str, list[str]] = {}
@@ -258,8 +258,7 @@ class Reporter:
             for one in self._models.other_engines.values()
             if (nbytes := local_model.nbytes(one))
         ]
-        self._cached = tuple(found)
-        self._disk_free, self._disk_problem = probe_disk(folder, self._config.fleet.free_mb * MEGABYTE)
+        return tuple(found), *probe_disk(folder, self._config.fleet.free_mb * MEGABYTE)
 
 
 def state_of(loaded: tuple[LoadedModel, ...], reasons: tuple[str, ...]) -> AgentState:
