@@ -91,7 +91,8 @@ class CertificateFollower:
                 self.certificate = found
                 log.info("took a new certificate", extra={"file": self._files.cert, "not_after": found.not_after})
         finally:
-            self._next_look = self._clock() + LOOK_S
+            if self._state:  # otherwise another one was requested meanwhile, and is due
+                self._next_look = self._clock() + LOOK_S
             self._task = None
 
     def _read_changed(self) -> Certificate | None:

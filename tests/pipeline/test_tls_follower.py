@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from pipeline.config.schema import Config, ServerConfig
 from pipeline.errors import ConfigError
 from pipeline.supervise import listen_fd
 from pipeline.tls import follower as following
-from pipeline.tls.certificate import CertificateFiles, Contents
+from pipeline.tls.certificate import Certificate, CertificateFiles, Contents
 from pipeline.tls.follower import LOOK_S, CertificateFollower
 from pipeline.tls.kept import KeptCertificate
 from tests.tls_files import DATA, place
@@ -72,6 +73,32 @@ async def test_a_request_takes_them_at_the_next_look(followed: Followed) -> None
     followed.follower.tick()
     while (task := followed.follower._task) is not None:
         await task
+    assert followed.name == "two"
+
+
+async def test_a_request_at_the_end_of_a_look_has_a_look_of_its_own(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, may_end, read = threading.Event(), threading.Event(), followed.follower._read_changed
+
+    def late() -> Certificate | None:
+        found = read()
+        looked.set()
+        assert may_end.wait(60)
+        return found
+
+    monkeypatch.setattr(followed.follower, "_read_changed", late)
+    followed.clock.now += LOOK_S
+    followed.follower.tick()
+    while not looked.is_set():
+        await asyncio.sleep(0)
+    place(followed.directory, "two")
+    followed.follower.look_soon()
+    may_end.set()
+    for _ in range(2):
+        while (task := followed.follower._task) is not None:
+            await task
+        followed.follower.tick()
     assert followed.name == "two"
 
 
