@@ -94,14 +94,14 @@ class StageLock:
 
     def __init__(self, run_dir: Path, stage: str) -> None:
         self.path = run_dir / f"{stage}.lock"
-        with _no_sweep(run_dir):
+        with _directory_locked(run_dir, fcntl.LOCK_SH):
             while not self._take(run_dir, stage):
                 pass  # the file has been removed in between: the next attempt makes a new one
-        # On a full disk the lock holds all the same; only the holder's pid is missing.
-        with contextlib.suppress(OSError):
-            points.DiskPoints("locks").write.hit()
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            # On a full disk the lock holds all the same; only the holder's pid is missing.
+            with contextlib.suppress(OSError):
+                points.DiskPoints("locks").write.hit()
+                os.ftruncate(self._fd, 0)
+                os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _take(self, run_dir: Path, stage: str) -> bool:
         """Open and lock the file. False: what has been locked is not the file at the path any more."""
@@ -139,15 +139,20 @@ class StageLock:
 
 
 @contextlib.contextmanager
-def _no_sweep(run_dir: Path) -> Iterator[None]:
-    """Wait for a sweep that is under way, which holds all locks, and hold off the next one (supervise/cleanup.py)."""
+def _directory_locked(run_dir: Path, operation: int) -> Iterator[None]:
+    """Hold a lock of the directory itself, which orders those that take the locks in it and those that examine them.
+
+    A stage takes its lock, and writes its pid, under a shared one.  A sweep (supervise/cleanup.py) and a question
+    (`lock_holder`) hold other stages' locks for a moment, under an exclusive one: a stage that started meanwhile would
+    be refused, as if it ran already.
+    """
     try:
         fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # the error about the lock says what is wrong
         yield
         return
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH)
+        fcntl.flock(fd, operation)
         yield
     finally:
         os.close(fd)
@@ -169,10 +174,13 @@ def lock_holder(run_dir: Path, stage: str) -> int:
     except OSError:
         return 0
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        pid = os.pread(fd, 32, 0).strip()
-        return int(pid) if pid.isdigit() else 0
+        with _directory_locked(run_dir, fcntl.LOCK_EX):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = os.pread(fd, 32, 0).strip()
+                return int(pid) if pid.isdigit() else 0
+            fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
     return 0

@@ -154,3 +154,51 @@ def test_a_full_disk_does_not_prevent_the_lock(tmp_path: Path) -> None:
 def test_a_missing_directory_prevents_the_lock(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"kv.lock cannot be made: .*server.run_dir"):
         run_dir.StageLock(tmp_path / "gone", "kv")
+
+
+def can_lock(directory: Path, operation: int) -> bool:
+    """Whether a process that locks the directory would not have to wait."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def test_no_stage_starts_while_a_process_asks_for_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be refused: who asks holds the lock for a moment."""
+    run_dir.StageLock(tmp_path, "up").release()
+    flock, may_start = fcntl.flock, []
+
+    def asked(fd: int, operation: int) -> None:
+        flock(fd, operation)
+        if operation == fcntl.LOCK_SH | fcntl.LOCK_NB:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            may_start.append(can_lock(tmp_path, fcntl.LOCK_SH))
+            monkeypatch.setattr(fcntl, "flock", asked)
+
+    monkeypatch.setattr(fcntl, "flock", asked)
+    assert run_dir.lock_holder(tmp_path, "up") == 0
+    assert may_start == [False]
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run_dir.StageLock(tmp_path, "up").release()
+
+
+def test_the_holder_of_a_lock_is_named_before_a_process_can_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file has the pid of the last holder, or none, until it is written."""
+    pwrite, may_ask = os.pwrite, []
+
+    def write(fd: int, data: bytes, at: int) -> int:
+        may_ask.append(can_lock(tmp_path, fcntl.LOCK_EX))
+        return pwrite(fd, data, at)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    lock = run_dir.StageLock(tmp_path, "up")
+    assert may_ask == [False]
+    assert run_dir.lock_holder(tmp_path, "up") == os.getpid()
+    lock.release()
