@@ -98,6 +98,23 @@ class ServerLocks:
             lock.release()
 
 
+def is_held(directory: Path) -> bool:
+    """Whether a process holds the lock of a directory. No process joins it while this is examined."""
+    try:
+        fd = os.open(directory / FILE_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        with _short_lock(directory):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+
+
 def _claim(directory: Path, run_dir: Path, key: str) -> int:
     """A descriptor that holds the lock. Raises `ConfigError`, `OSError`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -17,8 +17,8 @@ from pipeline.config.load import find_file
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.models import digests, registry, sources, store
-from pipeline.models.locks import is_locked
 from pipeline.observe import status
+from pipeline.runtime import directory_lock
 from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import listen_fd
 from pipeline.tls.certificate import files_of, read_certificate
@@ -229,7 +229,7 @@ def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/s
         if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
             continue
         files = [path for path in folder.iterdir() if path.is_file()]
-        if not files or is_locked(folder / "server.lock"):
+        if not files or directory_lock.is_held(folder):
             continue
         size = megabytes(sum(path.stat().st_blocks * 512 for path in files))
         if folder == own:

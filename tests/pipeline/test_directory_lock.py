@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -79,3 +80,28 @@ def test_a_damaged_file_is_replaced(tmp_path: Path, runs: tuple[Path, Path]) -> 
     with pytest.raises(ConfigError, match="in use by another server"):
         DirectoryLock(tmp_path, runs[0], KEY)
     lock.release()
+
+
+def test_no_process_joins_while_another_one_asks_whether_it_is_held(
+    tmp_path: Path, runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would find the lock held by no process that it knows, and use the directory without it."""
+    state = tmp_path / "state"
+    assert not directory_lock.is_held(state)
+    held = DirectoryLock(state, runs[0], KEY)
+    assert directory_lock.is_held(state)
+    held.release()
+    flock, may_join = fcntl.flock, []
+
+    def asked(fd: int, operation: int) -> None:
+        flock(fd, operation)
+        if operation == fcntl.LOCK_EX | fcntl.LOCK_NB:
+            directory = os.open(state, os.O_RDONLY | os.O_DIRECTORY)
+            with pytest.raises(BlockingIOError):
+                flock(directory, operation)
+            os.close(directory)
+            may_join.append(False)
+
+    monkeypatch.setattr(fcntl, "flock", asked)
+    assert not directory_lock.is_held(state)
+    assert may_join == [False]
