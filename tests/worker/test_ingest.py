@@ -19,6 +19,7 @@ import pytest
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.models.store import no_progress
 from shm.checkpoint import Checkpoint, bin_path
+from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint import ingest as ingest_module
 from stages.worker.checkpoint.bit_program import pack_rows
 from stages.worker.checkpoint.gguf import GgufFile
@@ -152,6 +153,25 @@ def test_a_file_that_is_written_while_it_is_ingested_is_refused(tiny_gguf, tmp_p
     with pytest.raises(SourceChanged, match=r"m.gguf was changed while it was read; run this again"):
         ingest(source, tmp_path / "m.idx", sha256(source), write)
     assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_a_file_that_cannot_be_hashed_has_no_checkpoint(
+    tiny_gguf: TinyGguf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that hashes it reads it by itself. Without an expected digest any other one would do."""
+
+    def fail(file: GgufFile, at: int, nbytes: int) -> bytes:
+        raise OSError(errno.EIO, "cannot be read")
+
+    source, found = tiny_gguf("small", "Q8_0"), list[str]()
+    part = PartialCheckpoint(tmp_path / "part", "")
+    monkeypatch.setattr(GgufFile, "read", fail)
+    with pytest.raises(OSError, match="cannot be read"):
+        ingest(source, tmp_path / "m.idx", sha256(source))
+    with pytest.raises(OSError, match="cannot be read"):
+        ingest_module.convert_and_hash(GgufFile(source), tmp_path, no_progress, "", part, found.append)
+    assert not found
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".idx", ".bin") or path.name == ".idx"]
 
 
 def test_a_path_that_names_another_file_meanwhile_changes_nothing(tiny_gguf, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

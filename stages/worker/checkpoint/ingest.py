@@ -354,6 +354,7 @@ class _SourceCheck:
         self.is_expected = bool(digest)
         self._identity = file.identity()
         self._found = ""
+        self._error: OSError | None = None
         self._is_abandoned = False
         self.core = _HashingCore(True)
         self._thread = threading.Thread(target=self._hash, name="sha256", daemon=True)
@@ -369,6 +370,8 @@ class _SourceCheck:
     def _hash(self) -> None:
         try:
             self._hash_file()
+        except OSError as error:
+            self._error = error
         finally:
             self.core.release()
 
@@ -381,11 +384,13 @@ class _SourceCheck:
         self._found = sha256.hexdigest()
 
     def finish(self) -> str:
-        """Wait for the digest. Raises `SourceChanged`."""
+        """Wait for the digest. Raises `SourceChanged`, or the error of the thread."""
         self._thread.join()
         path = self._file.path
         if self._file.identity() != self._identity:
             raise SourceChanged(f"{path} was changed while it was read; run this again when it is complete", "model")
+        if self._error is not None:
+            raise self._error
         if self._expected and self._found != self._expected:
             raise SourceChanged(
                 f"{path}: the bytes that were read have SHA-256 {self._found}, expected {self._expected}: the file has "
