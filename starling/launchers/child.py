@@ -45,21 +45,28 @@ class Child:
                 return code
             if now - self._begun > STEADY_S:
                 self._backoff_s = FIRST_BACKOFF_S
-            terminal.print_error(f"{self.name} ended with {code}; it is started again in {self._backoff_s:g} s")
-            self._next = now + self._backoff_s
-            self._backoff_s = min(2 * self._backoff_s, MOST_BACKOFF_S)
+            self._pause(now, f"ended with {code}")
         if now >= self._next:
             parent = os.getpid()
             self._begun = now
-            self.starts += 1
-            self._process = subprocess.Popen(
-                self._command,
-                env=dict(self._env),
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-                preexec_fn=lambda: die_with_parent(parent),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    env=dict(self._env),
+                    stdin=subprocess.DEVNULL,
+                    process_group=0,
+                    preexec_fn=lambda: die_with_parent(parent),
+                )
+            except OSError as error:  # too many processes, or too little memory
+                self._pause(now, f"cannot be started: {error.strerror}")
+            else:
+                self.starts += 1
         return None
+
+    def _pause(self, now: float, why: str) -> None:
+        terminal.print_error(f"{self.name} {why}; it is started again in {self._backoff_s:g} s")
+        self._next = now + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, MOST_BACKOFF_S)
 
     def ask_to_end(self) -> None:
         """SIGTERM; `end` waits."""

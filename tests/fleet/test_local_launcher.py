@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -150,6 +152,23 @@ def test_a_reader_of_the_lock_refuses_no_fleet(env: dict[str, str], monkeypatch:
     launcher._lock.release()
     other.claim()
     assert LocalLauncher(env).list() == ()
+
+
+def test_a_part_that_cannot_be_forked_is_started_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that holds an agent of a Ray cluster would end with the error, and never start it again."""
+    child, popen = Child("agent", [], os.environ), subprocess.Popen
+    child._command = [sys.executable, "-c", ""]
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "too many processes")
+
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    assert child.tick(0.0) is None and (child.pid, child.starts) == (0, 0)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    assert child.tick(0.0) is None and child.pid == 0, "it pauses"
+    assert child.tick(100.0) is None
+    assert child.pid and child.starts == 1
+    child.end(time.monotonic() + 60.0)
 
 
 def test_a_part_is_started_again_when_nothing_reads_its_output() -> None:
