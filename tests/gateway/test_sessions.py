@@ -99,6 +99,22 @@ class World:
             self.relay._finish(line, len(tokens))
 
 
+async def test_a_turn_whose_client_has_just_left_is_aborted(tmp_path: Path) -> None:
+    """The answer comes before the client's task has run."""
+    world = World(tmp_path)
+    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    await asyncio.sleep(0)
+    world.kv_reads()
+    turn.cancel()
+    world.gateway_reads()
+    with pytest.raises(asyncio.CancelledError):
+        await turn
+    world.settle()
+    assert not world.kv.all(), "without its first turn there is no session"
+    assert not world.sessions._busy and not world.sessions._pending
+
+
 STEPS = st.sampled_from(["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"])
 
 

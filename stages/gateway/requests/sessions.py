@@ -250,16 +250,28 @@ class Sessions:
         If the caller stops waiting, `on_late_answer` gets the answer, or None if there will be none.
         """
         future: asyncio.Future[m.Frame] = asyncio.get_running_loop().create_future()
+        is_late = False
+
+        def on_answer(answer: m.Frame) -> None:
+            nonlocal is_late
+            if future.done():  # the caller has stopped waiting, and its task has not run since
+                is_late = True
+                on_late_answer(answer)
+            else:
+                future.set_result(answer)
+
         try:
             if len(self._pending) >= MAX_PENDING:
                 raise Overloaded(
                     f"{MAX_PENDING} turns of sessions wait for the KV manager; try again", retry_after_s=1.0
                 )
-            self._put(frame, future.set_result)  # replaced below if the caller stops waiting
+            self._put(frame, on_answer)  # replaced below if the caller stops waiting
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await future
         except BaseException as error:
-            if future.done() and not future.cancelled():
+            if is_late:
+                pass
+            elif future.done() and not future.cancelled():
                 on_late_answer(future.result())
             elif frame.id in self._pending and self._is_up:
                 self._pending[frame.id] = _Pending(frame, on_late_answer)
