@@ -321,8 +321,8 @@ class Adapters:
         entry = load.entry
         async with self._dropping:  # its file may be about to be removed, because this load was not known yet
             pass
-        pinned = {*self._pinned(), *self.digests}
-        path = await bring_adapter(self._context, entry, self._sources(entry, request), pinned)
+        sources = self._sources(entry, request)
+        path = await bring_adapter(self._context, entry, sources, lambda: {*self._pinned(), *self.digests})
         load.file = AdapterFile(adapter_of(entry.name), entry.digest, path, entry.bytes)
         of_model = LoadModelRequest(model_id=entry.base, digest=entry.base_digest, signed=request.signed)
         load.placement = await self._place(of_model, load.file)

@@ -350,7 +350,7 @@ class Models:
                     entry,
                     stores,
                     placement.note_progress,
-                    pinned={*self.pinned, *self.adapters.digests},
+                    pinned=lambda: {*self.pinned, *self.adapters.digests},
                     showcase=showcase,
                 ),
             )

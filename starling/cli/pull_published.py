@@ -77,7 +77,7 @@ async def pull_all(
             entry = await _find(stores, name)
             arrival = await queue.wait_for(
                 f"{entry.digest}/{name}",
-                lambda: download_model(context, entry, stores, progress_of(name), pinned=pinned, verify=verify),
+                lambda: download_model(context, entry, stores, progress_of(name), pinned=lambda: pinned, verify=verify),
             )
             return entry, arrival
 

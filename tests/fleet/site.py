@@ -46,7 +46,7 @@ class Site:
                 [store, *more],
                 lambda phase, done, total: None,
                 verify=verify,
-                pinned=pinned,
+                pinned=lambda: pinned,
             )
 
     def is_right(self) -> bool:

@@ -60,7 +60,9 @@ async def test_a_model_that_cannot_fit_is_refused_before_a_byte_is_fetched(site:
     assert not any(path.endswith(".bin") for path in site.server.requests)
 
 
-async def test_the_least_recently_used_model_goes_and_pinned_and_own_ones_stay(site: Site, tmp_path: Path) -> None:
+async def test_the_least_recently_used_model_goes_and_pinned_and_own_ones_stay(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "many"
     entries = []
     for seed in (11, 12, 13):
@@ -76,9 +78,18 @@ async def test_the_least_recently_used_model_goes_and_pinned_and_own_ones_stay(s
         pulled.touch(site.models_dir, entries[0].name)
         arrival = await download_model(site.context(), entries[2], [store], lambda phase, done, total: None)
         assert arrival.evicted == [entries[1].digest]
-        pinned = [entries[0].digest, entries[2].digest]
+        pinned: list[str] = []
+        get = store.get
+
+        async def pinning(key: str, offset: int, nbytes: int) -> bytes:
+            pinned[:] = [entries[0].digest, entries[2].digest]  # the models are placed meanwhile
+            return await get(key, offset, nbytes)
+
+        monkeypatch.setattr(store, "get", pinning)
         with pytest.raises(ResourceError, match="are in use"):
-            await download_model(site.context(), entries[1], [store], lambda phase, done, total: None, pinned=pinned)
+            await download_model(
+                site.context(), entries[1], [store], lambda phase, done, total: None, pinned=lambda: tuple(pinned)
+            )
     left = sorted(path.stem for path in site.models_dir.glob("*.bin"))
     assert left == sorted([entries[0].digest, entries[2].digest, own.stem])
     assert sorted(record.entry.name for record, _ in pulled.read_all(site.models_dir)) == ["m11", "m13"]

@@ -35,9 +35,12 @@ class AdapterSource(NamedTuple):
 
 
 async def bring_adapter(
-    context: Context, entry: AdapterEntry, sources: Sequence[AdapterSource], pinned: Collection[str] = ()
+    context: Context,
+    entry: AdapterEntry,
+    sources: Sequence[AdapterSource],
+    pinned: Callable[[], Collection[str]] = tuple,
 ) -> Path:
-    """The adapter's file. `pinned`: digests of models and adapters that are not evicted for it.
+    """The adapter's file. `pinned`: digests of models and adapters that are not evicted for it, when room is made.
 
     Raises `NotFound`, `ConfigError` (no source has the right bytes), `ResourceError`, `StorageUnavailable`.
     """
@@ -46,10 +49,10 @@ async def bring_adapter(
     async with locked(models_dir, entry.digest, context.sleep):
         is_here = await asyncio.to_thread(digest_of, path) == entry.digest
         if not is_here:
-            await asyncio.to_thread(context.cache.make_room_for_adapter, entry, {*pinned, entry.digest})
+            await asyncio.to_thread(context.cache.make_room_for_adapter, entry, {*pinned(), entry.digest})
         try:
             # Before the file: a process that is killed leaves none that no entry names.
-            await uninterrupted(context.cache.record_adapter, entry, {*pinned, entry.digest})
+            await uninterrupted(context.cache.record_adapter, entry, {*pinned(), entry.digest})
         except OSError as error:
             raise disk_error(error, path, 0) from None
         if not is_here:

@@ -75,13 +75,13 @@ async def download_model(
     stores: list[BlobStore],
     progress: Progress,
     *,
-    pinned: Collection[str] = (),
+    pinned: Callable[[], Collection[str]] = tuple,
     verify: bool = False,
     showcase: Showcase | None = None,
 ) -> Arrival:
     """Bring a model here unless it is; `verify` reads it then, and repairs it.
 
-    stores: where it may be fetched from.  pinned: digests that are not evicted for it.
+    stores: where it may be fetched from.  pinned: digests that are not evicted for it, when there must be room.
     showcase: shows the file to an engine while it is downloaded.
     Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`, of which `DiskFailed`; what has arrived is
     kept.
@@ -97,7 +97,7 @@ async def download_model(
         if is_here and await _is_right(index_path.with_suffix(".bin"), index, progress):
             _record(models_dir, entry, is_new=False)
             return Arrival(index_path, None, [])
-        kept = {*pinned, entry.digest}
+        kept = {*pinned(), entry.digest}
         try:
             evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
         except OSError as error:
