@@ -8,6 +8,7 @@ takes no more, files are left to the kernel, which writes them within about 30 s
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -43,8 +44,12 @@ class BackgroundSync:
                 self._errors.failed("sync", path, error)
                 return
             if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="sync", daemon=True).start()
+                try:
+                    threading.Thread(target=self._run, name="sync", daemon=True).start()
+                except RuntimeError as error:  # there are too many: the next file has another attempt
+                    self._errors.failed("sync", path, OSError(errno.EAGAIN, str(error)))
+                else:
+                    self._is_running = True
 
     def _run(self) -> None:
         while (taken := self._take()) is not None:

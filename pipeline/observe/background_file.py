@@ -69,11 +69,14 @@ class BackgroundFile:
 
     def _start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             # Signals are the main thread's: one that this thread took would not end the main thread's poll().
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             try:
-                self._thread.start()
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # there are too many: the next line has another attempt
+                return
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._changed.notify()
@@ -104,4 +107,6 @@ class BackgroundFile:
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
                 return  # it holds the file
+        while self._waiting:  # for a thread that could not be started
+            self._file.write(self._waiting.popleft())
         self._file.close()

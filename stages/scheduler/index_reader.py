@@ -28,8 +28,12 @@ class IndexReader:
     def begin(self, version: ModelVersion) -> None:
         """Read the index of a version, unless that of another one is being read."""
         if not self._is_reading:
-            self._is_reading = True
-            threading.Thread(target=self._run, args=(version,), name="index", daemon=True).start()
+            self._is_reading = True  # before: the thread may end at once
+            try:
+                threading.Thread(target=self._run, args=(version,), name="index", daemon=True).start()
+            except RuntimeError as error:  # there are too many
+                self._is_reading = False
+                log.info("no step arena ahead", extra={"version": version.id, "reason": str(error)})
 
     def take(self) -> tuple[str, Index] | None:
         """The id of a version and its index, once."""

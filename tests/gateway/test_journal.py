@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from array import array
 from pathlib import Path
@@ -434,3 +435,20 @@ def test_failed_writes_and_syncs_are_counted(tmp_path: Path, monkeypatch: pytest
     monkeypatch.undo()
     points.fault_point("disk", "journal_sync")  # without a plan
     assert set(recovered(tmp_path)) == {"req-c"}
+
+
+def test_a_thread_that_cannot_be_started_is_started_at_a_tick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer, written = StateWriter(open_journal(tmp_path)), threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        writer.open(make_spec("req-a"), written.set)
+        writer.sync()
+        writer.sync()
+    assert not written.is_set()
+    writer.sync()
+    assert written.wait(60)
+    writer.close()
+    assert set(recovered(tmp_path)) == {"req-a"}

@@ -166,6 +166,19 @@ def test_what_does_not_fit_is_dropped_and_counted() -> None:
     one.close()
 
 
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = exporter(lambda spans: True)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        one.add(ended(1))
+    one.add(ended(2))
+    one.close()
+    assert one.sent == 2
+
+
 def test_waiting_traces_are_sent_together_and_at_the_end() -> None:
     batches: list[int] = []
 

@@ -120,3 +120,22 @@ def test_a_forked_process_writes_its_lines_itself(tmp_path: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     file.close()
     assert sorted((tmp_path / "a.log").read_bytes().splitlines()) == [b"child", b"parent"]
+
+
+@pytest.mark.parametrize("lines", [[b"first\n"], [b"first\n", b"second\n"]])
+def test_a_thread_that_cannot_be_started_loses_no_line(lines: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    gated = Gated()
+    gated.opened.set()
+    file = BackgroundFile(gated)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        file.write(lines[0])
+        if len(lines) == 1:
+            file.close()
+    for line in lines[1:]:
+        file.write(line)
+    file.close()
+    assert gated.lines == lines

@@ -72,3 +72,22 @@ def test_an_error_is_counted_and_logged_once(tmp_path: Path, caplog: pytest.LogC
         sync.request(tmp_path / "file", file.fileno())
         wait(lambda: len(caplog.records) == 2)
     assert caplog.records[1].levelname == "WARNING"
+
+
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    errors, synced = DiskErrors(log, "test"), threading.Semaphore(0)
+    sync = BackgroundSync(errors, synced.release)
+    fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        sync.request(tmp_path / "a", fd)
+    assert errors.count == 1
+    sync.request(tmp_path / "b", fd)
+    assert synced.acquire(timeout=60) and synced.acquire(timeout=60), "both files"
+    os.close(fd)
+    wait(lambda: not sync._is_running)

@@ -107,3 +107,22 @@ def test_a_file_that_cannot_be_read_keeps_no_other_from_being_read(home: Path) -
         assert woken.acquire(timeout=WAIT_S)
         read = reader.take()
         assert (read is not None) == (version is loading)
+
+
+def test_a_thread_that_cannot_be_started_is_started_for_the_next_version(
+    home: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    write_model(home)
+    woken = threading.Event()
+    reader = IndexReader(paths.models_dir(), woken.set)
+    (version,) = versions.initial(load_config(home)).versions
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        reader.begin(version)
+    disk.answers.set()
+    reader.begin(version)
+    assert woken.wait(WAIT_S)
+    assert reader.take() is not None

@@ -13,6 +13,7 @@ file for more than look-ups.  A request in flight has at most three jobs here, s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -161,6 +162,8 @@ class StateWriter:
         if self._has_written and not self._syncs and not self._is_sync_queued:
             self._has_written, self._is_sync_queued = False, True
             self._put(self._begin_sync, is_write=False)
+        elif not self._jobs.empty():
+            self._start()
 
     def _begin_sync(self) -> None:
         try:
@@ -186,9 +189,15 @@ class StateWriter:
     def _put(self, job: Callable[[], object], is_write: bool = True) -> None:
         self._has_written = self._has_written or is_write
         self._jobs.put(job)
+        self._start()
+
+    def _start(self) -> None:
+        """Start the thread unless it runs."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="state", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="state", daemon=True)
+            with contextlib.suppress(RuntimeError):  # there are too many: the next job or tick has another attempt
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

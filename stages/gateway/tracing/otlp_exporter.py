@@ -73,8 +73,10 @@ class OtlpExporter:
             self.dropped += 1
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="otlp", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="otlp", daemon=True)
+            with contextlib.suppress(RuntimeError):  # there are too many: the next request has another attempt
+                thread.start()
+                self._thread = thread
 
     def close(self) -> None:
         """Send what waits, for `CLOSE_S` at most."""
