@@ -42,7 +42,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shm import huge_pages
+from shm import huge_pages, words
 from shm.decoding import DECODE_ERRORS
 
 MAGIC = b"STARLING"
@@ -120,7 +120,6 @@ class Arena:
     def __init__(self, path: Path, fd: int, map_: memoryview, fields: tuple[Any, ...]) -> None:
         self.path = path
         self._fd = fd
-        self._map = map_
         (
             _,
             self.layout,
@@ -140,6 +139,7 @@ class Arena:
         except DECODE_ERRORS as error:
             raise ArenaError(f"{path}: geometry in the header does not decode: {error}") from None
         self.buffer: np.ndarray = np.frombuffer(map_, np.uint8, offset=HEADER_BYTES)
+        self._reserved: np.ndarray = np.frombuffer(map_, np.uint64, 1, _RESERVED_AT)
 
     # -------------------------------------------------------------- create and attach
 
@@ -287,7 +287,7 @@ class Arena:
     @property
     def reserved(self) -> int:
         """Bytes of `buffer` that have memory."""
-        (end,) = _RESERVED.unpack_from(self._map, _RESERVED_AT)
+        end = words.load(self._reserved, 0)
         return (min(end, self.size) if end else self.size) - HEADER_BYTES
 
     def reserve(self, nbytes: int, huge: bool = False) -> bool:
@@ -309,7 +309,7 @@ class Arena:
         except OSError:
             self._punch(now, end)
             raise
-        _RESERVED.pack_into(self._map, _RESERVED_AT, end)
+        words.store(self._reserved, 0, end)  # `pack_into` would store 0 before it: all of them have memory
         return is_granted
 
     def give_back(self, nbytes: int) -> None:
@@ -320,7 +320,7 @@ class Arena:
         now, end = HEADER_BYTES + self.reserved, HEADER_BYTES + align(nbytes, 4096)
         if end >= now:
             return
-        _RESERVED.pack_into(self._map, _RESERVED_AT, end)  # first: a killed owner's successor reserves it again
+        words.store(self._reserved, 0, end)  # first: a killed owner's successor reserves it again
         self._punch(end, now)
 
     def _punch(self, begin: int, end: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.models import capacity
+from shm import arena as arena_module
 from shm import huge_pages
 from shm.arena import HEADER_BYTES, Arena, ArenaError, unreserved_bytes
 from shm.memory_nodes import TURN_BYTES
@@ -241,6 +242,55 @@ def test_memory_that_is_given_back_is_zero_again(tmp_path: Path) -> None:
     assert not arena.buffer[4096:].any()
     with pytest.raises(ArenaError, match="cannot be reserved"):
         arena.reserve((1 << 20) + 1)
+    arena.close()
+
+
+def test_a_kill_while_the_reservation_is_stored_leaves_the_old_one_or_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0 would name all memory: a successor would give out pages that are holes."""
+    path, found = tmp_path / "m", []
+
+    class Watched:
+        """The number of bytes. A store takes its value last: then the process is killed."""
+
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+        def __radd__(self, other: int) -> Watched:
+            return Watched(self.value + other)
+
+        def __rsub__(self, other: int) -> int:
+            return other - self.value
+
+        def __sub__(self, other: int) -> int:
+            return self.value - other
+
+        def __le__(self, other: int) -> bool:
+            return self.value <= other
+
+        def __gt__(self, other: int) -> bool:
+            return self.value > other
+
+        def __ge__(self, other: int) -> bool:
+            return self.value >= other
+
+        def __index__(self) -> int:
+            successor = Arena.attach(path, "test", 1)
+            found.append(successor.reserved)
+            successor.close()
+            return self.value
+
+        __int__ = __index__
+
+    arena = Arena.create(path, "test", 1, 1 << 20, {}, reserved=4096)
+    monkeypatch.setattr(arena_module, "align", lambda nbytes, to: Watched(nbytes))
+    monkeypatch.setattr(Arena, "_punch", lambda self, begin, end: None)
+    arena.reserve(65536)
+    arena.give_back(8192)
+    assert arena.reserved == 8192
+    assert found
+    assert set(found) <= {4096, 65536}
     arena.close()
 
 
