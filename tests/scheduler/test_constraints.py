@@ -22,7 +22,7 @@ from shm import step_ring as sh
 from shm.step_ring import StepsGeometry
 from stages.scheduler.constraints import constraints as constraints_module
 from stages.scheduler.constraints import frames as f
-from stages.scheduler.constraints import grammar
+from stages.scheduler.constraints import grammar, mask_writer
 from stages.scheduler.constraints import vetting as vetting_module
 from stages.scheduler.constraints.mask_writer import MaskWriter
 from stages.scheduler.constraints.vetting import Vetting
@@ -228,6 +228,65 @@ def test_draft_tokens_that_break_the_constraint_are_not_verified() -> None:
     undisturbed.submit(frame)
     undisturbed.run_until_idle()
     assert world.tokens["a"] == undisturbed.tokens["a"]
+
+
+@pytest.mark.parametrize("arrival", range(2, 12))
+def test_a_step_behind_skipped_draft_tokens_takes_no_mask_of_theirs(arrival: int) -> None:
+    """A prompt arrives while draft tokens are vetted, so they are not verified; then all masks are late."""
+    letters = b"abcd"
+    frame = constrained("a", 1, "(a[0-4]|b[5-9]|c[x-z]|d[A-F]){3,40}y")
+    expected, end = alone(frame)
+    ids = [PIECES.index(bytes([letter])) for letter in letters]
+
+    def may_draft(at: int) -> bool:
+        return at < len(expected) and expected[at] in ids
+
+    world = ConstrainedWorld(speculate=8, max_step_tokens=64)
+    proposer = world.engine.proposer
+    with pytest.MonkeyPatch.context() as patch:
+        # A letter that the constraint allows, and that is not the sampled one: other characters follow it.
+        patch.setattr(
+            proposer,
+            "_propose",
+            lambda s, room: tuple(i for i in ids if may_draft(s.outputs) and i != expected[s.outputs])[:1],
+        )
+        patch.setattr(proposer, "expects_match", lambda s: may_draft(s.outputs + s.run.ahead))
+        world.submit(frame)
+        for i in range(100):
+            world.vet()
+            if i == arrival:
+                world.submit(submission("x", [1, 2, 3, 4, 5] * 40, 5, seed=9))
+            world.run_round()
+            world.exchange_with_kv()
+            world.exchange_with_masks()
+            world.compute_step()
+            if i >= arrival:
+                world.compute_step()
+            world.collect()
+            world.now += 0.001
+        world.run_until_idle()
+    assert (world.tokens["a"], world.ends["a"]) == (expected, end)
+
+
+def test_a_failure_after_masks_of_draft_tokens_does_not_hide_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the scheduler would use their epoch for tokens that are not the drafts."""
+    write, calls = mask_writer.write_mask, 0
+
+    def fail_at_third(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:  # after the known tokens, and after the first draft token
+            raise MemoryError
+        write(*args)
+
+    monkeypatch.setattr(mask_writer, "write_mask", fail_at_third)
+    world = ConstrainedWorld()
+    world.writer.handle(f.Open("a", "m", "", Constraint("regex", "[a-c]{9}", "regex")))
+    drafts = tuple(PIECES.index(piece) for piece in (b"a", b"b", b"c"))
+    world.writer.handle(f.Mask("a", 0, 4, 4, 7, drafts))
+    tags = [int(world.steps.mask_ready[0, known % sh.MASK_SLOTS]) for known in (4, 5, 6)]
+    assert tags == [sh.mask_tag(7, 4), sh.mask_tag(7, 5), 0]
+    assert world.writer.answers == [f.Kept("a", 7, 1)]
 
 
 def test_a_late_mask_delays_its_own_sequence_only() -> None:

@@ -248,6 +248,13 @@ class Constraints:
             masks.asked_at = length  # one attempt for each token
         return ()
 
+    def skip_drafts(self, sequence: SequenceState) -> None:
+        """The next step is published without the draft tokens that were asked for, whose masks may be in the row.
+
+        The step behind it must not take such a mask for that of the token that is sampled now.
+        """
+        self._renew(sequence)
+
     # -------------------------------------------------------------- answers
 
     def on_kept(self, frame: Kept) -> None:

@@ -275,7 +275,7 @@ class MaskWriter:
         except grammar.GrammarError:
             pass
         except Exception:  # such as `MemoryError`: drafts are only for speed
-            tried = kept = 0
+            tried = 0  # but `kept` masks are in the row, and their epoch must not be used without the drafts
             sequence.forget_matcher()
         if matcher.is_error() or (tried and not matcher.rollback(tried)):
             sequence.forget_matcher()

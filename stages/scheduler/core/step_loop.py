@@ -220,6 +220,8 @@ class StepLoop:
             n_samples = entry.samples + entry.scored
             samples += n_samples
             masks = sequence.masks
+            if masks is not None and masks.has_drafts and not entry.draft_tokens:
+                self._constraints.skip_drafts(sequence)
             epoch = masks.epoch if masks is not None and not entry.scored else 0
             rows.append((run.row, start, count, n_samples, epoch))
             if run.planned > run.extend_at and not run.pending_id:
