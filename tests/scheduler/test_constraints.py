@@ -289,6 +289,17 @@ def test_a_failure_after_masks_of_draft_tokens_does_not_hide_them(monkeypatch: p
     assert world.writer.answers == [f.Kept("a", 7, 1)]
 
 
+def test_epochs_stay_within_an_entry_of_a_step() -> None:
+    world = ConstrainedWorld(speculate=-1)
+    world.constraints._epochs = constraints_module.MAX_EPOCH - 1
+    frames = [constrained(name, seed) for seed, name in enumerate("abc")]
+    for frame in frames:
+        world.submit(frame)
+    world.run_until_idle()
+    for frame in frames:
+        assert (world.tokens[frame.sequence], world.ends[frame.sequence]) == alone(frame)
+
+
 def test_a_late_mask_delays_its_own_sequence_only() -> None:
     world = ConstrainedWorld(speculate=-1)
     world.submit(constrained("a", 1))

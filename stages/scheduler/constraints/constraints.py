@@ -31,6 +31,7 @@ DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes wit
 POLL_S = 0.0005  # between two looks for a mask that came too late
 STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
 MAX_DEATHS = 5  # of the mask process while it owed a sequence a mask: then the sequence fails
+MAX_EPOCH = (1 << 31) - 1  # an entry of a step has it in an i32; months pass before one is used again
 MAX_HELD = 1024  # submissions whose constraints are being vetted; with more the tenant that has most loses its newest
 
 
@@ -199,7 +200,7 @@ class Constraints:
     def _renew(self, sequence: SequenceState) -> None:
         masks = sequence.masks
         assert masks is not None
-        self._epochs += 1
+        self._epochs = self._epochs % MAX_EPOCH + 1  # 0: no masks
         masks.epoch, masks.asked, masks.asked_at, masks.kept = self._epochs, (), -1, -1
         masks.has_drafts = False
         self._dirty[sequence.id] = sequence
