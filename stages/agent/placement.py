@@ -93,6 +93,7 @@ class Placement:
         self.adapters = {one.name: one for one in adapters}  # that engines are started with
         self.serving: dict[str, str] = {}  # the adapters of the engine: digest by name
         self._adapting = asyncio.Lock()
+        self._switching = asyncio.Lock()  # one call lets the engine take requests, or ends that
         self._in_engine: set[str] = set()  # names of adapters that the engine may have, also those that left meanwhile
         self._proven: set[str] = set()  # digests of adapters with which an engine was ready
         self._refused: dict[str, StarlingError] = {}  # why an adapter is not among `adapters` any more, by its name
@@ -272,16 +273,17 @@ class Placement:
         await self._switch(False)
 
     async def _switch(self, is_open: bool) -> None:
-        engine = self.engine
-        if engine is None or not self._was_ready:
-            return
-        try:
-            await (engine.resume() if is_open else engine.suspend())
-        except EngineDied as error:
-            if engine is not self.engine or not self._was_ready:
-                return  # it has ended since, and what is started now is not to be ended
-            log.warning("an engine is ended", extra={"model": self.model_id, "reason": error.message})
-            await engine.stop(at_once=True)
+        async with self._switching:
+            engine = self.engine
+            if engine is None or not self._was_ready:
+                return
+            try:
+                await (engine.resume() if is_open else engine.suspend())
+            except EngineDied as error:
+                if engine is not self.engine or not self._was_ready:
+                    return  # it has ended since, and what is started now is not to be ended
+                log.warning("an engine is ended", extra={"model": self.model_id, "reason": error.message})
+                await engine.stop(at_once=True)
 
     def note_progress(self, phase: str, done: int, total: int) -> None:
         """How far the download is."""
@@ -410,8 +412,10 @@ class Placement:
                 self.load_s = ready_at - begun
                 self.incarnation = self._next_incarnation()
                 self._set("READY")
-                if is_suspended and self._is_open():  # since the question
-                    await engine.resume()
+                if is_suspended:
+                    async with self._switching:  # a lease that ends meanwhile suspends it afterwards
+                        if self._is_open():  # since the question
+                            await engine.resume()
                 log.info("model is ready", extra={"model": self.model_id, "url": engine.url, "s": self.load_s})
                 raise await _while_arriving(download, self._watched(engine, download))
             finally:

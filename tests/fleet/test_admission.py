@@ -35,8 +35,8 @@ class Switched(Busy):
         self.death: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
 
         self.calls: list[str] = []
-        self.may_start, self.may_answer, self.may_suspend = (asyncio.Event() for _ in range(3))
-        for one in (self.may_start, self.may_answer, self.may_suspend):
+        self.may_start, self.may_answer, self.may_suspend, self.may_resume = (asyncio.Event() for _ in range(4))
+        for one in (self.may_start, self.may_answer, self.may_suspend, self.may_resume):
             one.set()
 
     async def start(self) -> None:
@@ -56,6 +56,8 @@ class Switched(Busy):
         await self.may_suspend.wait()
 
     async def resume(self) -> None:
+        self.calls.append("resume")
+        await self.may_resume.wait()
         self.is_suspended = False
 
 
@@ -196,6 +198,29 @@ async def test_a_download_that_fails_while_its_engine_is_called_fails_the_model(
         with pytest.raises(StorageUnavailable, match="the store has ended"):
             await asyncio.wait_for(slow.placement.wait(), LIMIT_S)
         assert (slow.placement.state, slow.engine.stops, slow.placement.restarts) == ("FAILED", 1, 0)
+    finally:
+        await slow.placement.stop()
+
+
+async def test_a_lease_that_ends_while_a_started_engine_is_resumed_suspends_it() -> None:
+    slow = Slow()
+    engine = slow.engine
+    slow.is_open = False
+    engine.may_suspend.clear()
+    engine.may_resume.clear()
+    slow.end.set_result(None)
+    await until(lambda: engine.calls[-1:] == ["suspend"])
+    slow.is_open = True
+    engine.may_suspend.set()
+    await until(lambda: engine.calls[-1:] == ["resume"])
+    slow.is_open = False
+    closing = asyncio.create_task(slow.placement.close())
+    try:
+        await asyncio.sleep(0)  # its call has begun
+        engine.may_resume.set()
+        await closing
+        assert engine.is_suspended
+        assert engine.calls == ["start", "suspend", "resume", "suspend"]
     finally:
         await slow.placement.stop()
 
