@@ -115,6 +115,30 @@ async def test_a_turn_whose_client_has_just_left_is_aborted(tmp_path: Path) -> N
     assert not world.sessions._busy and not world.sessions._pending
 
 
+@pytest.mark.parametrize("is_admitted", [False, True])
+async def test_a_turn_that_is_being_admitted_is_under_way_at_the_next_kv_manager(
+    tmp_path: Path, is_admitted: bool
+) -> None:
+    """Its prompt is being tokenized, or its journal record written: the relay does not have its request yet."""
+    world = World(tmp_path)
+    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    await asyncio.sleep(0)
+    world.settle()
+    begun, _ = await turn
+    if is_admitted:
+        world.sessions.bind(make_state("req-1", begun, tenant="t", prompt=b""))
+    world.kv_dies()
+    world.settle()
+    (session,) = world.kv.all()
+    assert session.holder == ME, "it could expire, or move to another agent, before the answer is complete"
+    assert begun.turn is not None
+    world.sessions.abort(MODEL, "t", begun.turn)
+    world.settle()
+    assert not world.kv.all(), "without its first turn there is no session"
+    assert not world.sessions._busy and not world.sessions._begun
+
+
 STEPS = st.sampled_from(["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"])
 
 

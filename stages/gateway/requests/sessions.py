@@ -64,6 +64,8 @@ class Sessions:
         self._outbox: deque[m.Frame] = deque()  # frames that wait because the KV manager's queue is full
         self._busy: dict[Key, str] = {}  # sessions with a turn under way: id of its request, "" before admission
         self._commits: dict[str, int] = {}  # request id -> id of its `SessionCommit`
+        # How turns begin again at the next KV manager, also those whose request the relay does not have yet.
+        self._begun: dict[Key, m.SessionBegin] = {}
 
     # ---------------------------------------------------------------- a turn
 
@@ -102,6 +104,7 @@ class Sessions:
         tokens = array("i")
         tokens.frombytes(held.tokens)
         turn = SessionTurn(name, held.turn, len(tokens))
+        self._begun[key] = msgspec.structs.replace(frame, create=held.turn == 1, salt=held.salt, resume=held.turn)
         if without_adapter(held.salt)[1] != without_adapter(salt)[1]:
             self.abort(model, tenant, turn)
             raise InvalidRequest(
@@ -124,7 +127,9 @@ class Sessions:
 
     def abort(self, model: str, tenant: str, turn: SessionTurn) -> None:
         """Abort a turn that `begin` began."""
-        self._busy.pop((model, tenant, turn.session), None)
+        key = model, tenant, turn.session
+        self._busy.pop(key, None)
+        self._begun.pop(key, None)
         self._send(m.SessionAbort(model, tenant, turn.session, turn.number))
 
     def bind(self, request: RequestState) -> None:
@@ -163,6 +168,7 @@ class Sessions:
         key = _key(request, turn)
         if self._busy.get(key) == request.id:
             del self._busy[key]
+            self._begun.pop(key, None)
             if request.outcome is not Outcome.FINISHED:
                 self._send(m.SessionAbort(*key, turn.number))
 
@@ -191,10 +197,12 @@ class Sessions:
         """A new KV manager process: pin the turns under way, then repeat the unanswered frames."""
         self._is_up = True
         self._outbox.clear()
-        for request_id in self._busy.values():
+        for key, request_id in self._busy.items():
             request = self._relay.requests.get(request_id)
             if request is not None:
                 self._pin(request)
+            elif (begin := self._begun.get(key)) is not None:  # its request is still being admitted
+                self._send(msgspec.structs.replace(begin, id=self._number()))
         for pending in list(self._pending.values()):
             self._send(pending.frame)
 
