@@ -53,8 +53,17 @@ class ColdLoads:
         """The agents that load a model, or one of its adapters."""
         return {load.agent_id for load in self._loads.values() if base_of(load.model) == base}
 
-    async def wait(self, model: str, agent_id: str, evict: str = "", predicted_s: float = 0.0) -> str:
+    async def wait(
+        self,
+        model: str,
+        agent_id: str,
+        evict: str = "",
+        predicted_s: float = 0.0,
+        on_join: Callable[[str], object] = lambda agent_id: None,
+    ) -> str:
         """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.
+
+        `on_join` is called with the agent that loads it, which may be another one than `agent_id`.
 
         A waiter that is cancelled leaves the load to the others; without any it goes on as well: the next request for
         the model will find it.
@@ -75,6 +84,7 @@ class ColdLoads:
             load.task = asyncio.get_running_loop().create_task(self._run(load, evict))
         load.n_waiting += 1
         self.n_waiting += 1
+        on_join(load.agent_id)
         try:
             assert load.task is not None
             await asyncio.shield(load.task)

@@ -117,7 +117,9 @@ class RouteFinder:
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded."""
         model = forward.routed.model
-        waiter = asyncio.ensure_future(self._cold.wait(model, route.agent_id, route.evict, route.predicted_s))
+        agents = [route.agent_id]
+        loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append)
+        waiter = asyncio.ensure_future(loaded)
         try:
             while not waiter.done():
                 await asyncio.wait({waiter}, timeout=COMMENT_S)
@@ -128,8 +130,9 @@ class RouteFinder:
         try:
             await waiter
         except StarlingError as error:
-            tries.not_loaded(forward, route.agent_id, error)
-            log.warning("a model was not loaded", extra={"model": model, "agent": route.agent_id, "reason": str(error)})
+            # The load that was joined may be at another agent than the route's, which must not count as unfit.
+            tries.not_loaded(forward, agents[-1], error)
+            log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
 
 
 async def comment(out: Out, text: str) -> None:

@@ -7,7 +7,13 @@ import asyncio
 import pytest
 
 from pipeline.errors import ModelUnavailable, Overloaded
+from pipeline.fleet.bodies import HeartbeatResponse
 from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator.forward import Bounds, Forward, Tries
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.relay import Relay
+from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
+from tests.orchestrator.loopback_engine import Clock, WatchedClient
 
 
 class Loader:
@@ -82,3 +88,28 @@ async def test_a_waiter_that_leaves_ends_no_load() -> None:
     loader.ends["m"].set_result(None)
     assert await other == "a" and len(loader.calls) == 1
     await loader.cold.close()
+
+
+async def test_a_load_that_fails_at_another_agent_is_no_failure_of_the_one_that_was_chosen() -> None:
+    """The agent that loads the model is lost; a request that comes then joins its load until that ends."""
+
+    async def poll(record: object) -> HeartbeatResponse:
+        return heartbeat("A")
+
+    loader, clock = Loader(), Clock()
+    routing = router(view("A", health="SUSPECT", cached_models=(cached(),)), view("B", cached_models=(cached(),)))
+    bounds = Bounds(1.0, 1000.0)
+    relay = Relay(WatchedClient(), routing, Registry(poll, clock), loader.cold, bounds, clock, clock.wait)
+    first = loader.wait(MODEL, "A")
+    await loader.begun(MODEL)
+    sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
+    finding = asyncio.ensure_future(relay.routes.find(sent, Tries(clock), None))
+    while loader.cold.n_waiting < 2:
+        await asyncio.sleep(0)
+    loader.ends.pop(MODEL).set_exception(ModelUnavailable("A does not answer"))
+    await asyncio.gather(first, return_exceptions=True)
+    await loader.begun(MODEL)
+    assert loader.calls == [("A", MODEL, ""), ("B", MODEL, "")]
+    routing.update_routing_table([view("B", engine())])
+    loader.ends[MODEL].set_result(None)
+    assert (await finding).agent_id == "B"
