@@ -13,6 +13,7 @@ from pipeline.config.schema import ModelConfig
 from pipeline.errors import ConfigError
 from pipeline.models.store import damaged
 from pipeline.models.versions import write_failure
+from pipeline.protocol import messages as m
 from stages.gateway.requests.readers import FanOutSink
 from tests.gateway.on_demand import ANN, BOB, Gateway, refused, with_gateway
 
@@ -111,6 +112,49 @@ def test_a_load_fails_when_each_worker_group_has_failed(tmp_path: Path) -> None:
         assert not gateway.loading("b")
 
     with_gateway(tmp_path, test, performance={"worker_groups": 2})
+
+
+def test_a_load_that_fails_while_a_prompt_is_tokenized_refuses_its_request(tmp_path: Path) -> None:
+    """The tokenizer's answer may still come: the request must not be journaled, and submitted to no version."""
+
+    async def test(gateway: Gateway) -> None:
+        run_dir = paths.run_dir(gateway.config)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        task = gateway.ask("b", prompt="text")
+        await gateway.until(lambda: gateway.loading("b"))
+        gateway.report(is_ready=False)
+        pending = gateway.service.tokenizer._pending
+        await gateway.until(lambda: any(isinstance(frame, m.Encode) for frame, _ in pending.values()))
+        (name,) = [name for name, (frame, _) in pending.items() if isinstance(frame, m.Encode)]
+        (version,) = gateway.loading("b")
+        write_failure(run_dir, version.stage, ConfigError("no such file"))
+        await gateway.until(lambda: not gateway.loading("b"))
+        gateway.service.on_tokenizer(m.Encoded(name, (1, 2)))
+        await refused(task)
+
+    with_gateway(tmp_path, test)
+
+
+def test_an_idle_model_stays_loaded_while_a_request_waits_until_it_is_ready(tmp_path: Path) -> None:
+    """Also for one that only tokenizes, which counts for no version until then."""
+
+    async def test(gateway: Gateway) -> None:
+        await gateway.use("b")
+        readiness = gateway.service.readiness
+        readiness.plugin_problem = lambda: "it restarts"
+        task = asyncio.ensure_future(gateway.service.admission.ensure_loaded("b", ANN, 30.0))
+        await asyncio.sleep(0)
+        gateway.now += 2.0
+        gateway.tick()
+        assert gateway.catalog.serving("b") and not task.done()
+        readiness.plugin_problem = lambda: ""
+        gateway.state(is_ready=True)
+        readiness.notify()
+        await task
+        gateway.tick()
+        assert not gateway.catalog.serving("b")
+
+    with_gateway(tmp_path, test, keep_alive=1)
 
 
 def test_a_model_that_is_unloaded_while_requests_wait_for_it_stays_unloaded(tmp_path: Path) -> None:

@@ -147,10 +147,11 @@ class Admission:
         left_s: of the request's time.  keep_alive: how long the model stays after the request, as the client gives it
         (s).  Raises `StarlingError`.
         """
-        await self._on_demand.version(model, caller.tenant, left_s, is_streamed, needs_serving)
-        self._on_demand.used(model, caller.tenant, keep_alive)
-        if self._catalog.serving(model) is not None:
-            await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
+        with self._in_flight.admitting(model):  # else an idle model could be unloaded before it is used
+            await self._on_demand.version(model, caller.tenant, left_s, is_streamed, needs_serving)
+            self._on_demand.used(model, caller.tenant, keep_alive)
+            if self._catalog.serving(model) is not None:
+                await self._readiness.wait_ready(model, min(READY_WAIT_S, left_s))
 
     def charge_attempt(self, caller: Caller) -> None:
         """Charge a request to its tenant before its body is read. Raises `RateLimited`."""
@@ -269,9 +270,7 @@ class Admission:
         self, version: ModelVersion, generation: GenerationRequest, held: tuple[int, ...], call: _Call
     ) -> RequestState:
         """Check everything that depends on the model. `held`: the tokens of the session before the prompt."""
-        described = self._loaded.described.get(version.id)
-        if described is None:  # its load has just failed
-            raise ModelUnavailable(f"model {version.name!r} could not be loaded", "model", retry_after_s=RETRY_AFTER_S)
+        described = self._described(version)
         if not described.generates:
             raise InvalidRequest(
                 f"model {version.name!r} has embeddings alone and generates no text: send it to /v1/embeddings, "
@@ -314,8 +313,16 @@ class Admission:
         ]
         generation = await self._with_end_ids(generation, described, version.id, owner)
         prediction = await tokenize_prediction(generation, version.id, self._tokenizer, bounds, owner)
+        self._described(version)  # its load may have failed meanwhile
         self.charge_tokens(call.caller, sum(map(len, prompts)))
         return self._state(version, described, generation, prompts, budgets, echoes, created, prediction, call)
+
+    def _described(self, version: ModelVersion) -> m.Described:
+        """The version's description. Raises `ModelUnavailable` if its load has failed."""
+        described = self._loaded.described.get(version.id)
+        if described is None:
+            raise ModelUnavailable(f"model {version.name!r} could not be loaded", "model", retry_after_s=RETRY_AFTER_S)
+        return described
 
     async def _with_end_ids(
         self, generation: GenerationRequest, described: m.Described, version_id: str, owner: TextOwner
