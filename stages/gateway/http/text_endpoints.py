@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -74,6 +74,9 @@ class WholeFormatter(Protocol):
 
     def whole_response(self) -> bytes:
         """Return the body of a response that is not streamed."""
+
+
+AnySink = StreamSink | WholeResponse | FanOutSink
 
 
 class TextEndpoint(NamedTuple):
@@ -212,43 +215,71 @@ async def _load_and_serve(
         return await _serve(request, service, admitted)
     name = name or new_request_name()
     opening = LoadingStream(request, name.id, lambda: service.on_demand.progress(model))
-    try:
-        state = await opening.until_done(_admit(request, service, generation, name))
+
+    async def begin(answering: ExitStack) -> tuple[AnySink, Any]:
+        # In one task: what was admitted is started, whether the client takes comments meanwhile or leaves.
+        state = await _admit(request, service, generation, name)
         on_admitted(state)
-        return await _serve(request, service, state, opening)
+        return await _begin(request, service, state, answering)
+
+    try:
+        with ExitStack() as answering:
+            sink, formatter = await opening.until_done(begin(answering))
+            if isinstance(sink, StreamSink):
+                await opening.until(sink.begun)
+            return await _answer(request, sink, formatter, answering, opening.take())
     except StarlingError as error:
         if opening.response is None:
             raise
         return await opening.fail(error, generation)
 
 
-async def _serve(
-    request: web.Request, service: Service, state: RequestState, opening: LoadingStream | None = None
+async def _serve(request: web.Request, service: Service, state: RequestState) -> web.StreamResponse:
+    """Start an admitted request and send its response."""
+    with ExitStack() as answering:
+        sink, formatter = await _begin(request, service, state, answering)
+        return await _answer(request, sink, formatter, answering)
+
+
+async def _answer(
+    request: web.Request,
+    sink: AnySink,
+    formatter: Any,
+    answering: ExitStack,
+    response: web.StreamResponse | None = None,
 ) -> web.StreamResponse:
-    """Start an admitted request and send its response. `opening`: of a stream that has to wait for a load."""
+    """Send the response to a request that was begun. `response`: of a stream that had to wait for a load."""
+    if isinstance(sink, FanOutSink):  # it goes on in the background
+        answering.close()
+        return await send_body(request, formatter.whole_response())
+    return await _deliver(request, sink, formatter, response)
+
+
+async def _begin(
+    request: web.Request, service: Service, state: RequestState, answering: ExitStack
+) -> tuple[AnySink, Any]:
+    """Start an admitted request; its sink and formatter. `answering` is closed when its response has ended.
+
+    A `FanOutSink` is that of a request that goes on in the background.
+    """
     request[STATE] = state
     state.is_relayed = RELAY in request.headers
     if state.is_relayed and _is_trusted(request, service):
         request[PAGES] = service.page_namer.header(state.spec)
     formatter = _formatter(service, state)
-    if state.spec.generation.is_in_background and not state.spec.generation.stream:
-        state.sink = FanOutSink()
-        with service.in_flight.using(state.spec.version), service.timelines.responding(state):
-            await _start(request, service, state)
-        return await send_body(request, formatter.whole_response())
-    sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
+    is_unread = state.spec.generation.is_in_background and not state.spec.generation.stream
+    sink: AnySink
+    if is_unread:
+        sink = FanOutSink()
+    else:
+        sink = _stream_sink(request, state, formatter) if state.spec.generation.stream else WholeResponse()
     state.sink = sink
-    with service.timelines.responding(state):
-        with service.in_flight.using(state.spec.version):
-            await _start(request, service, state)
-        try:
-            response = None
-            if opening is not None and isinstance(sink, StreamSink):
-                await opening.until(sink.begun)
-                response = opening.take()
-            return await _deliver(request, sink, formatter, response)
-        finally:
-            service.readers.leave(state, sink)  # no effect unless the client has disconnected
+    answering.enter_context(service.timelines.responding(state))
+    with service.in_flight.using(state.spec.version):
+        await _start(request, service, state)
+    if not is_unread:
+        answering.callback(service.readers.leave, state, sink)  # no effect unless the client has disconnected
+    return sink, formatter
 
 
 async def _start(request: web.Request, service: Service, state: RequestState) -> None:
