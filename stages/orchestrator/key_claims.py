@@ -172,13 +172,15 @@ class KeyClaims:
         """Remove claims whose requests have ended, unless they were changed by others."""
         while self._ended and self._store is not None:
             await asyncio.sleep(REMOVE_S)
-            for request_id in list(self._ended):
-                claim = self._ended.pop(request_id, None)
-                if claim is None:
-                    continue  # another request of its key has come
-                try:
-                    await self._store.swap(CLAIMS + request_id, claim.revision, None)
-                except StarlingError:
-                    pass  # its lease ends it
-                finally:
+            for request_id, claim in list(self._ended.items()):
+                async with claim.lock:  # a repetition that comes meanwhile agrees afterwards
+                    if self._ended.get(request_id) is not claim:
+                        continue  # another request of its key has come
+                    try:
+                        await self._store.swap(CLAIMS + request_id, claim.revision, None)
+                    except StarlingError:
+                        pass  # its lease ends it
+                    claim.revision = 0
+                if self._ended.get(request_id) is claim:
+                    del self._ended[request_id]
                     self._count(claim, -1)

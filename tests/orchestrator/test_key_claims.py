@@ -169,6 +169,45 @@ async def test_what_was_written_for_a_request_that_has_left_is_removed() -> None
     assert not one.claims.count
 
 
+async def test_the_removal_of_a_claim_removes_none_of_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It read the record, which was then removed: another orchestrator could claim the request for another agent."""
+
+    class SlowStore(MemoryStore):
+        """It removes a value when the test says so."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.may_remove, self.is_removing = asyncio.Event(), asyncio.Event()
+
+        async def transact(self, conditions: Any, changes: Any, *given: Any) -> int | None:
+            if any(change.value is None for change in changes):
+                self.is_removing.set()
+                await self.may_remove.wait()
+            return await super().transact(conditions, changes, *given)
+
+    monkeypatch.setattr(key_claims, "REMOVE_S", 0.0)
+    store = SlowStore()
+    claims = KeyClaims(store, lambda: True, time.monotonic)
+    claim = claims.enter("req-1", "t")
+    assert await claims.take(claim, "A", ()) == "A"
+    claims.leave(claim)
+    await store.is_removing.wait()
+    again = claims.enter("req-1", "t")
+    taking = asyncio.ensure_future(claims.take(again, "B", ()))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    store.may_remove.set()
+    agent = await taking
+    while claims._removing is not None and not claims._removing.done():
+        await asyncio.sleep(0)
+    item = await store.get(CLAIMS + "req-1")
+    assert item is not None and item.value.decode() == agent
+    claims.leave(again)
+    while claims.count:
+        await asyncio.sleep(0)
+    assert await store.get(CLAIMS + "req-1") is None and not claims._of_tenant
+
+
 async def test_a_tenant_has_a_bounded_number_of_claims(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_claims, "MAX_OF_TENANT", 2)
     store = MemoryStore()
