@@ -11,6 +11,7 @@ import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,40 @@ def test_a_parser_that_does_not_answer_is_killed(make_server: MakeServer) -> Non
     assert (refused.status, refused.error["code"]) == (503, "TIMEOUT")
     post_until_parsed(server)
     assert not set(stopped) & set(parsers_of(server))
+
+
+async def test_a_body_does_not_wait_for_one_that_an_idle_parser_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both come before the parser runs."""
+    may_answer, under_way = asyncio.Event(), list[bytes]()
+    may_answer.set()
+
+    async def start() -> Any:
+        return SimpleNamespace(child=SimpleNamespace(returncode=None))
+
+    async def end(process: Any) -> None:
+        return
+
+    async def exchange(process: Any, body: Body) -> tuple[bool, Any]:
+        under_way.append(bytes(body.data))
+        await may_answer.wait()
+        return True, "parsed"
+
+    for name, function in (("_start", start), ("_end", end), ("_exchange", exchange)):
+        monkeypatch.setattr(parser_pool, name, function)
+    pool = parser_pool.ParserPool()
+
+    def read(data: bytes) -> asyncio.Task[Any]:
+        return asyncio.ensure_future(pool.read(Body(bytearray(data), "generate", "", "gzip", 1 << 20), "t"))
+
+    assert await read(b"first") == "parsed"
+    may_answer.clear()
+    both = [read(b"second"), read(b"third")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert under_way == [b"first", b"second", b"third"]
+    may_answer.set()
+    assert await asyncio.gather(*both) == ["parsed", "parsed"]
+    await pool.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])

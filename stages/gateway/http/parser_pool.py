@@ -71,7 +71,9 @@ class ParserPool:
     async def _read_elsewhere(self, body: Body, tenant: str) -> Any:
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(tenant, deque()).append((body, result))
-        if not self._n_idle and len(self._parsers) < PROCESSES and not self._is_closed:
+        # An idle parser that was notified of an earlier body counts as idle until it runs.
+        is_late = sum(map(len, self._waiting.values())) > self._n_idle
+        if is_late and len(self._parsers) < PROCESSES and not self._is_closed:
             parser = asyncio.get_running_loop().create_task(self._parse())
             self._parsers.add(parser)
             parser.add_done_callback(self._parsers.discard)
