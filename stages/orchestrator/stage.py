@@ -18,7 +18,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -87,6 +87,7 @@ HEARTBEAT_S = 2.0  # for an agent to answer a poll
 LEADER_S = 5.0  # lease of the leader
 PLACE_S = 1.0  # between two looks at the placements
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
+AGAIN_S = 1.0  # after an error that was not expected
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
 
 
@@ -235,8 +236,8 @@ class OrchestratorStage:
             self._texts = TextServer(app, runner.server, TEXT_PATHS, handle_text, connections_of(self.config))
             collapse_heap()  # takes tens of milliseconds, in which no client could be served
             server = await self._listen(self._texts)
-            works = (self.follower.follow(), self.follower.probe(), self._poll(), self._lead(), self._catalog.follow())
-            tasks = [loop.create_task(work) for work in (*works, self.quotas.run(), self._run_responses())]
+            works = (self.follower.follow, self.follower.probe, self._poll, self._lead, self._catalog.follow)
+            tasks = [loop.create_task(keep_running(work)) for work in (*works, self.quotas.run, self._run_responses)]
             log.info("listening", extra={"host": self.config.fleet.orchestrator.host, "port": self.port})
             # Objects that live until the end are not traversed by later collections, which would delay streams.
             gc.collect()
@@ -449,6 +450,18 @@ class OrchestratorStage:
 
     def _placed(self, agent_id: str, done: asyncio.Task[None]) -> None:
         self._placing.pop(agent_id, None)
+
+
+async def keep_running(
+    work: Callable[[], Coroutine[Any, Any, None]], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+) -> None:
+    """Do what has no end; again after an error that it does not expect, which no one else would see."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("internal error of the orchestrator", extra={"work": work.__qualname__})
+        await sleep(AGAIN_S)
 
 
 def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None, pages: Pages | None = None) -> int:
