@@ -139,6 +139,28 @@ async def test_a_turn_that_is_being_admitted_is_under_way_at_the_next_kv_manager
     assert not world.sessions._busy and not world.sessions._begun
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_a_session_that_was_closed_does_not_come_back_with_the_next_kv_manager(
+    tmp_path: Path, is_running: bool
+) -> None:
+    """Its first turn was being admitted when it was closed, and may have been submitted since."""
+    world = World(tmp_path)
+    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    await asyncio.sleep(0)
+    world.settle()
+    begun, _ = await turn
+    closing = asyncio.ensure_future(world.sessions.close(MODEL, "t", "s"))
+    await asyncio.sleep(0)
+    world.settle()
+    await closing
+    if is_running:
+        world.request(begun, (1, 2), 1)
+    world.kv_dies()
+    world.settle()
+    assert not world.kv.all()
+
+
 STEPS = st.sampled_from(["kv_reads", "gateway_reads", "kv_dies", "kv_comes", "finish", "leave", "cancel", "tick"])
 
 

@@ -179,6 +179,7 @@ class Sessions:
         answer = await self._request(m.SessionClose(self._number(), model, tenant, session_id), lambda _: None)
         if isinstance(answer, m.SessionRefused):
             raise answer.to_error()
+        self._begun.pop((model, tenant, session_id), None)  # not again: nothing of the session is to come back
         request = self._relay.requests.get(self._busy.get((model, tenant, session_id), ""))
         if request is not None:
             gone = NotFound(f"session {session_id!r} was closed while this turn was under way", "session_id")
@@ -198,11 +199,11 @@ class Sessions:
         self._is_up = True
         self._outbox.clear()
         for key, request_id in self._busy.items():
-            request = self._relay.requests.get(request_id)
-            if request is not None:
-                self._pin(request)
-            elif (begin := self._begun.get(key)) is not None:  # its request is still being admitted
+            begin, request = self._begun.get(key), self._relay.requests.get(request_id)
+            if begin is not None:
                 self._send(msgspec.structs.replace(begin, id=self._number()))
+            elif request is not None and request.is_recovered:
+                self._pin(request)
         for pending in list(self._pending.values()):
             self._send(pending.frame)
 
