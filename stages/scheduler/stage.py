@@ -244,10 +244,12 @@ class SchedulerStage:
     def _send_output(self, runner: VersionRunner) -> None:
         """Send the engine's frames to kv and the gateways."""
         engine = runner.engine
-        if engine.leases.frames:
-            for frame in engine.leases.frames:
-                self.kv.send(frame)
-            engine.leases.frames.clear()
+        if frames := engine.leases.frames:
+            # While kv does not read them they stay, in order: a lost request would be waited for without end.
+            unsent = next((number for number, frame in enumerate(frames) if not self.kv.send(frame)), len(frames))
+            del frames[:unsent]
+            if frames:
+                self.loop.mark_active()  # ticks send the rest
         self._send_outbox(runner)
 
     def _send_outbox(self, runner: VersionRunner) -> None:

@@ -77,3 +77,28 @@ def test_the_next_tick_comes_soon_when_a_gateway_does_not_read(
     stage.loop.is_steady, stage.loop._next_tick = True, stage.loop.clock() + 60.0
     stage._send_gateway(b"g", Commit("m", "any", 16))
     assert stage.loop._next_tick <= stage.loop.clock() + 0.1
+
+
+def test_frames_that_kv_does_not_read_are_sent_later_in_order(
+    stage: SchedulerStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request for pages that was lost would be waited for until the sequence's time is over."""
+    sent: list[Frame] = []
+    room = 1
+
+    def send(frame: Frame) -> bool:
+        if len(sent) < room:
+            sent.append(frame)
+            return True
+        return False
+
+    monkeypatch.setattr(stage.kv, "send", send)
+    (runner,) = stage.runners.values()
+    frames: list[Frame] = [Commit("m", name, 16) for name in "abc"]
+    runner.engine.leases.frames += frames
+    stage._send_output(runner)
+    assert sent == frames[:1]
+    room = 3
+    stage._send_output(runner)
+    assert sent == frames
+    assert not runner.engine.leases.frames
