@@ -6,20 +6,28 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
 from pipeline.api.requests.generation_request import GenerationRequest, ResponseFields
+from pipeline.api.response_object import response_id_of
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import NotFound, Overloaded, StarlingError
+from stages.gateway.http import response_endpoints
+from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
 from stages.gateway.requests.journal import Journal, RequestEnd, parse
-from stages.gateway.requests.readers import Readers
+from stages.gateway.requests.readers import FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.responses import MAX_IN_BACKGROUND, Claim, Responses
+from stages.gateway.requests.state import Outcome
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.requests.stored_responses import StoredResponses
+from tests.gateway.on_demand import ANN, Gateway
 from tests.gateway.peers import MODEL
 from tests.gateway.request_states import make_state
 
@@ -126,3 +134,37 @@ async def test_the_end_of_one_that_failed_is_journaled_when_its_response_is_stor
     assert b"it took too long" in (await responses.store.body("a", "resp_1") or b"")
     assert await ends() == ["req-1"]
     writer.close()
+
+
+async def test_a_response_that_is_being_stored_is_not_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its items are added to its conversation by then: it has ended."""
+    gateway, may_store = Gateway(tmp_path), threading.Event()
+    service = gateway.service
+    (version,) = gateway.catalog.versions("a")
+    name = "req-" + "1" * 24
+    state = make_state(name, generation(), tenant=ANN.tenant, model="a", version=version.id)
+    state.sink = FanOutSink()
+    service.relay.open(state)
+    service.responses.store._thread.submit(may_store.wait)
+    gateway.end(state)
+    assert state.outcome is Outcome.OPEN
+
+    async def send_body(request: object, body: bytes) -> bytes:
+        return body
+
+    monkeypatch.setattr(response_endpoints, "send_body", send_body)
+    app = web.Application()
+    app[SERVICE] = service
+    response = response_id_of(name)
+    request = make_mocked_request("POST", "/", match_info={"id": response}, app=app)
+    request[CALLER], request[PRINCIPAL] = ANN, "ann"
+    cancelling: asyncio.Future[Any] = asyncio.ensure_future(response_endpoints.cancel_response(request))
+    await asyncio.sleep(0)
+    may_store.set()
+    shown = msgspec.json.decode(await cancelling)
+    assert shown["status"] == "incomplete"
+    stored = await service.responses.store.body(ANN.tenant, response)
+    assert stored is not None and msgspec.json.decode(stored) == shown
+    service.responses.store.close(timeout_s=60)

@@ -80,6 +80,12 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
         if state.id not in service.relay.requests:
             message = "the response waits for its model after a restart; try again"
             raise StarlingError("MODEL_UNAVAILABLE", message, retry_after_s=1.0)
+        if not state.n_open:  # its text is complete, and it is being stored: its conversation gets its items
+            await service.responses.store.flushed()
+            body = await service.responses.store.body(tenant, name)
+            if body is None:
+                raise _not_found(name)
+            return await send_body(request, body)
         service.relay.abandon(state)
         cancelled = to_json(response_object(state))
         await service.responses.store.flushed()  # it is stored, or that has failed and is logged, and then
