@@ -455,10 +455,13 @@ class OrchestratorStage:
 async def keep_running(
     work: Callable[[], Coroutine[Any, Any, None]], sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
 ) -> None:
-    """Do what has no end; again after an error that it does not expect, which no one else would see."""
+    """Do what has no end; again after an error that it does not expect, which no one else would see.
+
+    A part that has nothing to do in this configuration may return.
+    """
     while True:
         try:
-            await work()
+            return await work()
         except Exception:
             log.exception("internal error of the orchestrator", extra={"work": work.__qualname__})
         await sleep(AGAIN_S)

@@ -32,3 +32,13 @@ async def test_an_unexpected_error_is_logged_and_the_work_begins_again(caplog: p
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_part_that_has_nothing_to_do_returns() -> None:
+    async def run() -> None:
+        return
+
+    async def sleep(seconds: float) -> None:
+        raise AssertionError("it would be asked again and again")
+
+    await keep_running(run, sleep)
