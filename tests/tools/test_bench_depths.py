@@ -107,15 +107,21 @@ def test_both_engines_are_timed_at_each_depth(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["chunk", "token"])
-def test_what_is_timed_reads_all_positions_before_it_and_none_behind(tmp_path: Path, work: str) -> None:
+@pytest.mark.parametrize(
+    ("work", "kv_type", "value_bytes"), [("chunk", "f16", 2), ("token", "f16", 2), ("token", "int8", 1 + 2 / 32)]
+)
+def test_what_is_timed_reads_all_positions_before_it_and_none_behind(
+    tmp_path: Path, work: str, kv_type: str, value_bytes: float
+) -> None:
     """A page with NaN makes the logits of a step NaN if and only if the step reads the page."""
     depth, tokens = 4000, 8192
     gguf = write_model(tmp_path / "m.gguf", SHAPES["yarn"], "Q4_0")
     index = prepare_checkpoint(ModelConfig(name="m", path=str(gguf)), tmp_path)
-    with Candidate(index, tmp_path, sorted(os.sched_getaffinity(0))[:2], 1, tokens) as candidate:
+    with Candidate(index, tmp_path, sorted(os.sched_getaffinity(0))[:2], 1, tokens, kv_type=kv_type) as candidate:
         candidate.fill_cache()
-        runner = candidate.runner
+        runner, hyper = candidate.runner, candidate.runner.model.hyper
+        n_values = depth * 2 * hyper.n_layers * hyper.n_kv_heads * hyper.head_dim
+        assert candidate.step_bytes(1, depth) - candidate.step_bytes(1, 0) == round(n_values * value_bytes)
         table = runner.steps.tables[0]
         page_tokens = tokens // len(table)
 

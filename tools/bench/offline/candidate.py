@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from shm.pages import KvGeometry
 from stages.scheduler.policy.pacing import PacingPolicy
 from stages.worker.kernels.buffer_sizes import PHASES
 from stages.worker.kernels.features import isa
@@ -38,6 +39,7 @@ class Candidate:
         profile: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         samples: int = 0,
+        kv_type: str = "f16",
     ) -> None:
         """`clock`: s, of rates; this thread is rank 0. `samples`: most of a step, 0: one of each row."""
         self.clock = clock
@@ -53,7 +55,9 @@ class Candidate:
             step_tokens=STEP_TOKENS,
             max_samples=samples or rows,
             profile=profile,
+            kv_type=kv_type,
         )
+        self._kv_type = kv_type
         followers = [t for t in threading.enumerate() if t not in before]
         os.sched_setaffinity(0, {cores[0]})  # of this thread only: it is rank 0
         for thread, core in zip(followers, cores[1:], strict=True):
@@ -106,7 +110,10 @@ class Candidate:
         return batch * n_tokens / (self.clock() - begun)
 
     def fill_cache(self) -> None:
-        """Give all pages K and V of random f16, as if all positions had been computed: which values, takes no time."""
+        """Give all pages random K and V, as if all positions had been computed: which values, takes no time.
+
+        Random f16, which are finite; an int8 cache takes their bytes as values, and pairs of them as its f16 scales.
+        """
         pages = self.runner.pages.reshape(-1)
         block = self._rng.standard_normal(FILL_BYTES // 2, np.float32).astype(np.float16).view(np.uint8)
         for at in range(0, pages.size, FILL_BYTES):
@@ -151,9 +158,10 @@ class Candidate:
         return {name: round(float(n / counts.sum()), 3) for name, n in zip(PHASES, counts, strict=True)}
 
     def step_bytes(self, batch: int, cached: int) -> int:
-        """Bytes that a decode step reads: the weights once, and each sequence's K and V (f16)."""
+        """Bytes that a decode step reads: the weights once, and each sequence's K and V."""
         h = self.runner.model.hyper
-        return self.runner.model.weight_bytes + batch * cached * 4 * h.n_layers * h.n_kv_heads * h.head_dim
+        of_head = KvGeometry.of(h, 32, self._kv_type).head_bytes / 32
+        return self.runner.model.weight_bytes + round(batch * cached * h.n_layers * h.n_kv_heads * of_head)
 
 
 def load_ms(index_path: Path, directory: Path, cores: list[int], repeats: int = 5) -> float:

@@ -3,8 +3,8 @@
 For each depth: a chunk of 512 prompt tokens and single output tokens behind so many positions.  Neither engine computes
 all of these: Starling's cache is filled with random K and V, llama.cpp's with one computed block again and again
 (filled_cache.py).  What the values are takes no time: `--check N` compares that with N computed positions.  llama.cpp
-has one context at a time, without flash attention and with it.  The read is that of as many bytes as a step of output
-reads, in the same round.  The last line is one JSON object.
+has one context at a time, without flash attention and with it; beside another cache than f16 it is not measured.  The
+read is that of as many bytes as a step of output reads, in the same round.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import click
 
 from pipeline.config import paths
 from pipeline.models import store
+from shm.pages import KV_TYPES
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.disturbance import Signs, Watch
 from tools.bench.offline.bandwidth import read_bandwidth
@@ -65,11 +66,14 @@ class Rates:
 class Bench:
     """One model on some cores. `signs`: what disturbed each round."""
 
-    def __init__(self, gguf: Path | None, shape: str, recipe: str, rounds: int, flash: Sequence[int]) -> None:
+    def __init__(
+        self, gguf: Path | None, shape: str, recipe: str, rounds: int, flash: Sequence[int], kv_type: str
+    ) -> None:
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         self.model = located(gguf, None if gguf else shape, recipe)
         self.path = store.fetch(self.model, paths.models_dir()).path
         self.rounds = rounds
+        self.kv_type = kv_type
         self.flash = flash  # contexts of llama.cpp, one after the other
         self.signs: list[Signs] = []
 
@@ -88,7 +92,7 @@ class Bench:
         peers: dict[str, Any] = {}
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-            candidate = stack.enter_context(Candidate(index, directory, self.cores, 1, tokens))
+            candidate = stack.enter_context(Candidate(index, directory, self.cores, 1, tokens, kv_type=self.kv_type))
             candidate.fill_cache()
             candidate.chunk_at(0)  # maps the activations, whatever the depth: else the first round's chunk does
             candidate.decode_at(depth, 2)
@@ -163,26 +167,36 @@ def ratio(ours: list[float], theirs: list[list[float]]) -> float:
     "--baseline/--no-baseline", default=True, show_default=True, help="Compare with llama.cpp if it is installed."
 )
 @click.option(
+    "--cache", "kv_type", type=click.Choice(sorted(KV_TYPES)), default="f16", show_default=True, help="Type of K and V."
+)
+@click.option(
     "--check", "n_checked", default=0, help="Only check llama.cpp's filled cache, with so many positions: 2048."
 )
 @click.option("--flash", type=click.Choice(list(CHOICES)), default="both", show_default=True, help="Of llama.cpp.")
 @click.option("--rounds", default=3, show_default=True, help="Beside each context of llama.cpp.")
 def main(
-    gguf: Path | None, shape: str, recipe: str, depths: str, baseline: bool, n_checked: int, flash: str, rounds: int
+    gguf: Path | None,
+    shape: str,
+    recipe: str,
+    depths: str,
+    baseline: bool,
+    kv_type: str,
+    n_checked: int,
+    flash: str,
+    rounds: int,
 ) -> None:
     """Speed of prompts and output behind long contexts."""
     if not available() and (baseline or n_checked):
         if n_checked:
             raise click.UsageError("--check needs llama.cpp, which is not installed here: `make peers` installs it")
         click.echo("llama.cpp is not installed (`make peers` installs it): measuring Starling alone")
-    bench = Bench(gguf, shape, recipe, rounds, CHOICES[flash])
-    report: dict[str, Any] = {"model": bench.model.name, "machine": machine(bench.cores)}
+    bench = Bench(gguf, shape, recipe, rounds, CHOICES[flash], kv_type)
+    has_peer = baseline and available() and kv_type == "f16"
+    report: dict[str, Any] = {"model": bench.model.name, "cache": kv_type, "machine": machine(bench.cores)}
     if n_checked:
         report["check"] = bench.check(n_checked)
     else:
-        report["depths"] = [
-            bench.depth(int(one), baseline and available()) for one in sorted(depths.split(","), key=int)
-        ]
+        report["depths"] = [bench.depth(int(one), has_peer) for one in sorted(depths.split(","), key=int)]
     worst = max(bench.signs, key=lambda signs: signs.excess)
     report |= {"disturbed": sum(signs.is_disturbed for signs in bench.signs), "worst": str(worst)}
     click.echo(f"{report['disturbed']} of {len(bench.signs)} rounds were disturbed, at worst: {worst}")
