@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pipeline.api.adapter_salt import with_adapter
 from stages.scheduler.core.sequence import Phase
 from stages.scheduler.draft.draft_pool import IDLE_S
 from stages.scheduler.draft.proposer import INITIAL_CREDIT, DraftLink
@@ -299,13 +300,17 @@ def test_a_shorter_context_of_the_draft_model_ends_drafting_there():
     assert 60 < stats.model_accepted < 100
 
 
-def test_private_pages_stay_private():
-    """A draft sequence uses the cache salt of its target, so no other request shares its pages."""
+@pytest.mark.parametrize("salt", ["mine", with_adapter("mine", "ab" * 32)])
+def test_private_pages_stay_private(salt):
+    """A draft sequence uses the cache salt of its target, so no other request shares its pages.
+
+    No adapter computes it: requests of the draft model that one of this digest computes must not share its pages.
+    """
     pair = Pair()
     acquired = []
     acquire = pair.draft.kv._acquire
     pair.draft.kv._acquire = lambda frame: (acquired.append(frame), acquire(frame))[1]  # type: ignore[method-assign]
-    pair.target.submit(free_text(cache_salt="mine"))
+    pair.target.submit(free_text(cache_salt=salt))
     pair.run_until_idle()
     assert {frame.salt for frame in acquired} == {"mine"}
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pipeline.api.adapter_salt import without_adapter
 from pipeline.protocol.messages import Granted
 from stages.scheduler.core.leases import BadTableError, Leases
 from stages.scheduler.core.sequence_table import SequenceTable
@@ -80,7 +81,8 @@ class DraftPool:
         self.sequences.append(draft)
         sampling = msgspec.structs.replace(target.sampling, logprobs=-1)
         ring.write_row(run.row, run.tokens, target.prompt_len, sampling, target.choice, tuple(target.stop_ids))
-        self._leases.acquire(run, target.salt)
+        # No adapter computes it, whatever computes its target: its pages are those of the same salt without one.
+        self._leases.acquire(run, without_adapter(target.salt)[0])
         return draft
 
     def follow(self, draft: DraftSequence, tokens: array[int], goal: int, now: float) -> bool:
