@@ -285,17 +285,22 @@ class WorkerPool(SupervisorBase):
         """Kill the orphans of an ended member or spare, now children of this subreaper, and collect those that ended.
 
         The others keep the member from being started again.  The pool does not wait for them: on a busy machine it
-        may take seconds until the threads and the memory of a process are gone, and other members must start.
+        may take seconds until the threads and the memory of a process are gone, and other members must start.  Where
+        another one has ended and is not collected yet, some may be its own: then both wait for all of them.
         """
         groups: list[Member | SpareGroup] = [*self._members.values()]
         if self._spare is not None:
             groups.append(self._spare)
-        others = {pid for one in groups for pid in (one.pid, *one.orphans)} - member.orphans
         has_collected = True
         while has_collected:  # the children of an orphan that has ended are orphans, too
+            children = set(procfs.children(os.getpid()))  # first: who lives after this has no orphans among them
+            sharers = [one for one in groups if one is member or one.orphans & member.orphans or _has_ended(one)]
+            others = {pid for one in groups if one not in sharers for pid in one.orphans}
+            orphans = children - others - {one.pid for one in groups}
+            for one in sharers:
+                one.orphans = orphans
             has_collected = False
-            member.orphans = set(procfs.children(os.getpid())) - others
-            for pid in member.orphans:
+            for pid in orphans:
                 with contextlib.suppress(ProcessLookupError, ChildProcessError):
                     os.kill(pid, signal.SIGKILL)
                     has_collected |= os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
@@ -394,6 +399,11 @@ class WorkerPool(SupervisorBase):
             serving = [one for one in self._wanted().values() if one.state == "serving" and one.stage not in given_up]
             if all(one.stage in ready for one in serving):
                 self._is_ready_sent = process.sd_notify("READY=1")
+
+
+def _has_ended(one: Member | SpareGroup) -> bool:
+    """Whether its supervisor has ended, and has not been collected."""
+    return one.pid != 0 and os.waitid(os.P_PIDFD, one.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 # ------------------------------------------------------------------ the process

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -81,6 +82,31 @@ def test_an_orphan_that_is_slow_to_end_holds_up_its_own_member_alone(world: Worl
     assert len(world.lives("m@1")) == 1
     os.waitpid(below, WAIT_ALL)
     world.wait_begun("m@1", lives=2)
+    pool.terminate()
+    assert pool.wait(WAIT_S) == 0
+
+
+def test_a_member_that_ends_with_another_one_waits_for_its_own_orphan(world: World) -> None:
+    """The pool finds both ended: what the first one finds below itself may be the other's."""
+    world.write(make("parent", 1), make("parent", 2, "loading"))
+    pool = world.start()
+    members = [world.wait_begun(name) for name in ("m@1", "m@2")]
+    below = members[1][1]
+    if ctypes.CDLL(None).ptrace(PTRACE_SEIZE, below, None, None):
+        pytest.skip("processes may not be traced here")
+    pool.send_signal(signal.SIGSTOP)
+    for member, _ in members:
+        ended = os.pidfd_open(member)
+        os.kill(member, signal.SIGKILL)
+        assert select.select([ended], [], [], WAIT_S)[0]
+        os.close(ended)
+    pool.send_signal(signal.SIGCONT)
+    world.write(make("parent", 1), make("parent", 2, "loading"), make("stay", 3, "loading"))
+    world.wait_begun("m@3")
+    assert len(world.lives("m@2")) == 1
+    os.waitpid(below, WAIT_ALL)
+    for name in ("m@1", "m@2"):
+        world.wait_begun(name, lives=2)
     pool.terminate()
     assert pool.wait(WAIT_S) == 0
 
