@@ -58,9 +58,11 @@ class SessionExchange:
         digest, tokenizer = loaded.pages.digest, loaded.pages.tokenizer
         ends = Ends(digest, tokenizer, agent, str(request.get("target", "")))
         tenant, session = str(request.get("tenant", "")), str(request.get("session", ""))
+        # A session may have been given up when the model had another tokenizer: a copy of it must not be refused.
+        is_of_past = request.get("do") in ("refuse", "settle")
 
         def run(known: ModelSessions) -> dict[str, Any]:
-            store = known.store(tokenizer)
+            store = known.store_with(tokenizer, tenant, session) if is_of_past else known.store(tokenizer)
             if store is None:
                 raise ModelUnavailable(f"sessions of model {model!r} are not available", "model")
             found = work(store, ends)

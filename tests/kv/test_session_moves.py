@@ -17,12 +17,16 @@ from hypothesis import strategies as st
 from pipeline.errors import Conflict, InvalidRequest, ModelUnavailable, Overloaded, SessionMoved, StarlingError
 from stages.kv.session_exchange import MAX_LISTED, SessionExchange, _export
 from stages.kv.sessions import session_transfer as transfer
+from stages.kv.sessions.model_sessions import ModelSessions
+from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_moves import TOMBSTONE_S, decode_sent
 from stages.kv.sessions.session_store import UNSURE_S
+from stages.kv.sessions.session_transfer import Ends
 from stages.orchestrator.session_moves import SessionMoves
 from tests.kv.moving_sessions import AGENTS, FATES, NAME, Agent, World
-from tests.kv.test_sessions import ME, raw
-from tests.orchestrator.agents import MODEL, engine, router, view
+from tests.kv.test_sessions import ME, ROOTS, Time, raw
+from tests.kv.world import PAGE_TOKENS
+from tests.orchestrator.agents import DIGEST, MODEL, engine, router, view
 
 MEMORY = "/dev/shm"  # thousands of files are written through to the disk
 
@@ -66,6 +70,35 @@ def test_an_agent_that_does_not_know_of_a_copy_has_not_closed_it(world: World) -
     world.round("one")
     world.round()
     assert world.serving() != ["one"] and world.tokens() == [1]
+
+
+def test_a_session_that_was_given_up_before_a_new_tokenizer_is_not_refused(tmp_path: Path) -> None:
+    """Its copy at the target would be dropped, which is all that is left of it."""
+    known, answers = ModelSessions(tmp_path, "m", Time()), []
+    first, second, third = ("a" * 64, "b" * 64, "c" * 64)
+    for tokenizer in (first, second):
+        store = known.open(tokenizer, ROOTS, PAGE_TOKENS, SessionBounds(10, 1000))
+        assert store is not None
+        session = store.begin(ME, "t", tokenizer, create=True)
+        store.commit(ME, "t", tokenizer, session.turn, 0, raw(1, 2))
+        if tokenizer == first:
+            ends = Ends(DIGEST, tokenizer, "one", "two")
+            move = transfer.export(store, "t", first, ends).move
+            transfer.give_up(store, "t", first, move, ends)
+    calls = SimpleNamespace(call=lambda work, finish: answers.append(work(known)))
+    asked = {"op": "session", "model": MODEL, "agent": "one", "target": "two", "tenant": "t", "session": first}
+    for tokenizer in (second, third):
+        known.open(tokenizer, ROOTS, PAGE_TOKENS, SessionBounds(10, 1000))
+        pages = SimpleNamespace(tokenizer=tokenizer, digest=DIGEST)
+        versions: Any = SimpleNamespace(
+            find=lambda model, version, pages=pages: SimpleNamespace(pages=pages), sessions={MODEL: calls}
+        )
+        SessionExchange(versions).answer({**asked, "do": "refuse", "move": move})
+    SessionExchange(versions).answer({**asked, "do": "refuse", "move": "another"})
+    assert answers == [{"given_up": True}, {"given_up": True}, {"given_up": False}]
+    assert known.n_moving == 1
+    SessionExchange(versions).answer({**asked, "do": "settle", "move": move})
+    assert known.n_moving == 0
 
 
 def test_an_engine_that_is_starting_does_not_say_that_a_session_is_not_there() -> None:

@@ -21,6 +21,7 @@ from pipeline.protocol import messages as m
 from shm.prefix_hash import PageHash, RootHasher
 from stages.kv.sessions.session_bounds import SessionBounds
 from stages.kv.sessions.session_files import SessionFiles
+from stages.kv.sessions.session_moves import MOVED
 from stages.kv.sessions.session_store import SessionStore
 from stages.kv.storage.persist import KEPT_VERSIONS
 
@@ -59,6 +60,19 @@ class ModelSessions:
     def store(self, tokenizer: str) -> SessionStore | None:
         """The store of a tokenizer (digest, hex); None before `open`, and when its files cannot be used."""
         return self._stores.get(tokenizer[:TAG_DIGITS])
+
+    def store_with(self, tokenizer: str, tenant: str, session_id: str) -> SessionStore | None:
+        """The store that has the session or its tombstone; if none has, that of the tokenizer.
+
+        Raises `ModelUnavailable` while that cannot be known.
+        """
+        current = self.store(tokenizer)
+        if current is None or current.find(tenant, session_id) is not None:
+            return current
+        found = [store for store in self._stores.values() if store.find(tenant, session_id) is not None]
+        if not found and not self.is_complete:
+            raise ModelUnavailable(f"session {session_id!r} may be here with another tokenizer", "session_id")
+        return found[0] if found else current
 
     def may_have_in_other(self, tokenizer: str, tenant: str, session_id: str) -> bool:
         """Whether a store of another tokenizer than this has the session, or may have it."""
@@ -106,7 +120,10 @@ class ModelSessions:
         return self._stores.get(tags[0])
 
     def _close_old_tokenizers(self, current_tag: str) -> None:
-        """Close the sessions of all other tokenizers except the most recently used one, which may return."""
+        """Close the sessions of all other tokenizers except the most recently used one, which may return.
+
+        A tombstone stays while the session's copy may not be active at the other agent, which asks for it.
+        """
         others = {tag: store.all() for tag, store in self._stores.items() if tag != current_tag}
         for tag, sessions in others.items():
             if not sessions:
@@ -116,9 +133,10 @@ class ModelSessions:
             key=lambda tag: max(session.last_use for session in others[tag]),
         )
         for tag in ranked[:-KEPT_VERSIONS]:
-            if not any(session.holder for session in others[tag]):
-                log.info("closed the sessions of an old tokenizer", extra={"sessions": len(others[tag])})
-                for session in others[tag]:
+            closed = [session for session in others[tag] if session.state != MOVED]
+            if closed and not any(session.holder for session in closed):
+                log.info("closed the sessions of an old tokenizer", extra={"sessions": len(closed)})
+                for session in closed:
                     self._stores[tag].drop(session)
 
     def choose(self, frame: m.Frame, tokenizer: str) -> SessionStore | None:
