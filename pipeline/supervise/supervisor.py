@@ -20,6 +20,7 @@ Knows nothing of what stages do, and imports nothing heavy itself.
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -53,6 +54,7 @@ TICK_S = 0.25  # while the stage is stopping
 DESCENDANTS_TICK_S = 1.0  # while processes run below the stage, to detect that one is stopped
 KEEPALIVE_TICK_S = 2.5  # otherwise; at most a quarter of the keepalive allowance
 FIRST_KEEPALIVE_S = 120.0  # from the start of the process; includes imports from a cold disk
+SHORTAGES = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE)  # of processes, memory, files: a later start may succeed
 GRACE_S = 0.3  # after the drain time, for the stage to close its files
 
 Start = Callable[[int, int], int]  # (write end of the keepalive pipe, restarts so far) -> pid
@@ -222,6 +224,9 @@ def start_run(start: Start, count: RestartCount) -> Running:
     count.started()
     try:
         return Running(start(write_end, count.number), read_end, count)
+    except BaseException:
+        os.close(read_end)
+        raise
     finally:
         os.close(write_end)
 
@@ -300,7 +305,12 @@ class Supervisor(SupervisorBase):
         """One run of the stage, from its start until its last descendant has been waited for."""
         begun = self._clock()
         running, self._running = self._running, None
-        pid, read_end, _ = running or start_run(self._start, self._count)
+        try:
+            pid, read_end, _ = running or start_run(self._start, self._count)
+        except OSError as error:
+            if error.errno not in SHORTAGES:
+                raise
+            return Ended(process.EXIT_FATAL, f"cannot be started: {error.strerror}", 0.0, was_ready=False)
         pidfd = os.pidfd_open(pid)
         self.register(pidfd)
         try:

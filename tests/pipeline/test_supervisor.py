@@ -310,3 +310,30 @@ def test_the_thread_that_writes_log_lines_does_not_prevent_a_fork(tmp_path: Path
         [sys.executable, "-c", PRELOAD, tmp_path], capture_output=True, text=True, timeout=LONG_S, check=True
     )
     assert result.stdout.split() == ["True", "False"]
+
+
+FAILED_FORKS = """
+import errno
+from pipeline import procfs
+from pipeline.supervise import base
+from pipeline.supervise.restart_policy import Limits, RestartPolicy
+from pipeline.supervise.supervisor import Supervisor
+
+fds = []
+
+def start(keepalive_fd, restarts):
+    fds.append(procfs.open_fds())
+    if len(fds) in (1, 3):
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    return base.fork(lambda: 1)
+
+code = Supervisor("kv", start, RestartPolicy(lambda: 0.0, Limits(immediate=9, most=5)), [], 1.0).run()
+print(code, len(fds), len(set(fds)))
+"""
+
+
+def test_a_stage_that_cannot_be_forked_is_started_later() -> None:
+    """Such a shortage may be why it has ended, and lasts a moment; without its supervisor the whole server ends."""
+    command = [sys.executable, "-c", FAILED_FORKS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert result.stdout.split() == [str(EXIT_FATAL), "5", "1"]
