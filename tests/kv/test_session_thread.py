@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pipeline.protocol import messages as m
+from stages.kv.sessions.model_sessions import ModelSessions
+from stages.kv.sessions.session_bounds import SessionBounds
+from stages.kv.sessions.session_thread import SessionThread
 from stages.kv.stage import KvStage
-from tests.kv.test_sessions import ME, raw
+from tests.kv.test_sessions import ME, ROOTS, Time, raw
+from tests.kv.world import PAGE_TOKENS
+
+TOKENIZER = "ab" * 32
+
+
+def test_a_turn_is_aborted_though_its_model_has_just_been_unloaded(tmp_path: Path) -> None:
+    """The gateway ends the requests of a version and drops it: its frame may be read when the version is gone."""
+    sessions = ModelSessions(tmp_path, "m", Time())
+    thread = SessionThread(sessions)
+    thread.open(TOKENIZER, ROOTS, PAGE_TOKENS, SessionBounds(10, 1000))
+    thread.handle(ME, m.SessionBegin(1, "m", "t", "s", create=True, ttl_s=100), TOKENIZER)
+    thread.handle(ME, m.SessionCommit(2, "m", "t", "s", 1, 0, raw(1, 2)), TOKENIZER)
+    thread.handle(ME, m.SessionBegin(3, "m", "t", "s"), TOKENIZER)
+    thread.handle(ME, m.SessionAbort("m", "t", "s", 2), "")
+    thread.handle(ME, m.SessionBegin(4, "m", "t", "s"), "")
+    thread.close(60.0)
+    replies = [result.reply for result in thread.poll()]
+    assert [type(reply) for reply in replies] == [m.SessionHeld, m.SessionDone, m.SessionHeld, m.SessionRefused]
+    store = sessions.store(TOKENIZER)
+    assert store is not None
+    (session,) = store.all()
+    assert (session.turns, session.holder) == (1, b"")
 
 
 def test_a_turn_begins_with_the_version_that_computes_it() -> None:

@@ -110,8 +110,9 @@ class SessionThread:
         self._put(lambda: self._handle(holder, frame, tokenizer))
 
     def _handle(self, holder: bytes, frame: m.Frame, tokenizer: str) -> SessionResult:
+        may_choose = tokenizer or isinstance(frame, m.SessionAbort)  # a turn ends also without a version
         try:
-            store = self._sessions.choose(frame, tokenizer) if tokenizer else None
+            store = self._sessions.choose(frame, tokenizer) if may_choose else None
         except StarlingError as error:
             return SessionResult(holder, _refusal(frame, error), [])
         reply = answer(store, holder, frame)
