@@ -341,6 +341,27 @@ def test_a_damaged_page_is_not_moved(path: Path) -> None:
     store.close()
 
 
+def test_a_page_that_cannot_be_read_keeps_no_other_from_its_hole(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it pause writing, at each attempt to move it."""
+    store = full_store(path, 3)
+    for i in range(2 * EXTENT_CELLS):
+        store.remove(page(i)[0])
+    preadv = os.preadv
+
+    def read(fd: int, buffers: Any, offset: int) -> int:
+        if offset == BLOCK + 2 * EXTENT + BLOCK:
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    while store.compact(4):
+        pass
+    assert path.stat().st_size == BLOCK + 2 * EXTENT
+    assert (len(store), store.counters.damaged, store.counters.errors) == (EXTENT_CELLS - 1, 1, 0)
+    assert store.save(*page(0))
+    store.close()
+
+
 def interrupted_move(path: Path, monkeypatch: pytest.MonkeyPatch, written: int) -> DiskPageStore:
     """A store of the last of three extents, whose move of a page has ended before the write of number `written`."""
     store = full_store(path, 3)

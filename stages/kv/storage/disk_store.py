@@ -263,13 +263,7 @@ class DiskPageStore:
         begin = self._clock()
         if cell is None or begin < self._no_read_until:
             return None
-        try:
-            identity = self._read(cell, page_hash, out)
-        except (OSError, ValueError) as error:
-            log.warning(
-                "a page on disk cannot be read", extra={"path": str(self.path), "cell": cell, "reason": str(error)}
-            )
-            identity = None
+        identity = self._read(cell, page_hash, out)
         if identity is None:
             self._drop_damaged(page_hash, cell)
             return None
@@ -292,9 +286,16 @@ class DiskPageStore:
             self._drop(page_hash)
 
     def _read(self, cell: int, page_hash: PageHash, out: np.ndarray) -> PageIdentity | None:
-        if self._points.read.trigger is not None:
-            self._points.read.trigger(self.counters.fetched + 1)
-        return self._file.read(cell, page_hash, out)
+        """Copy a page into `out`. None, with `out` undefined: it is damaged, or the disk cannot read it."""
+        try:
+            if self._points.read.trigger is not None:
+                self._points.read.trigger(self.counters.fetched + 1)
+            return self._file.read(cell, page_hash, out)
+        except (OSError, ValueError) as error:
+            log.warning(
+                "a page on disk cannot be read", extra={"path": str(self.path), "cell": cell, "reason": str(error)}
+            )
+            return None
 
     def _drop_damaged(self, page_hash: PageHash, cell: int) -> None:
         self.counters.damaged += 1
@@ -372,12 +373,12 @@ class DiskPageStore:
         return self.has_excess_holes
 
     def _move(self, page_hash: PageHash, cell: int, first: int) -> None:
-        """Move a page into a hole before cell `first`, or drop it if it is damaged."""
+        """Move a page into a hole before cell `first`, or drop it if it is damaged or cannot be read."""
         page = np.empty(self.page_bytes, np.uint8)
-        record = self._file.record(cell)
         if self._read(cell, page_hash, page) is None:
             self._drop_damaged(page_hash, cell)
             return
+        record = self._file.record(cell)
         hole = min(self._free)
         assert hole < first, "more pages than cells before the last extent"
         self._file.write(hole, record, page)
