@@ -41,7 +41,7 @@ class Clearing:
         """`owner`: drop only what may be this tenant's, by its salt; None: everything. `owners`: all tenants' salts."""
         self.is_done = False
         self.reports: list[ClearedPages] = []
-        self._waiting = 0  # lists that threads are making
+        self._waiting: list[ThreadedPageStore] = []  # whose threads are listing their pages
         self._found: deque[tuple[ThreadedPageStore, ModelPages, ClearedPages, list[PageHash]]] = deque()
         self._stores: list[ThreadedPageStore] = []
         self._work = self._run([pages for pages in models if pages.manager is not None], owner, owners)
@@ -67,8 +67,12 @@ class Clearing:
             yield from self._clear_arena(pages, others, report)
             for store in pages.stores():
                 self._stores.append(store)
+                while not (store.is_open or store.error or store.is_closing):
+                    yield False  # what its thread finds in the file would come back
                 self._find(store, pages, report, others)
         while self._waiting or self._found:
+            # What the thread of a closed file finds is not reported: its version was unloaded.
+            self._waiting = [store for store in self._waiting if not store.is_closing]
             if not self._found:
                 yield False
                 continue
@@ -106,12 +110,12 @@ class Clearing:
         self, store: ThreadedPageStore, pages: ModelPages, report: ClearedPages, others: frozenset[PageHash]
     ) -> None:
         def on_found(hashes: list[PageHash]) -> None:
-            self._waiting -= 1
+            self._waiting.remove(store)
             self._found.append((store, pages, report, hashes))
 
-        self._waiting += 1
+        self._waiting.append(store)
         if not store.list_pages(_not_of(others) if others else None, on_found):
-            self._waiting -= 1
+            self._waiting.remove(store)
 
 
 def _not_of(others: frozenset[PageHash]) -> Callable[[bytes], bool]:

@@ -97,6 +97,11 @@ class ThreadedPageStore:
         """Whether the file has been opened."""
         return self._opened is not None
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether `close` was called: what is under way is not reported any more."""
+        return self._is_closing
+
     def wait_opened(self, timeout_s: float) -> None:
         """Wait until the file is open or cannot be opened, at most `timeout_s`."""
         self._has_tried.wait(timeout_s)
@@ -402,7 +407,7 @@ class ThreadedPageStore:
         with _file_locks.setdefault(self.path, threading.Lock()):
             try:
                 self._opened = self._open_store() if not self._is_closing else None
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever it is: what waits for the file must not wait for ever
                 self.error = error
             finally:
                 self._has_tried.set()
