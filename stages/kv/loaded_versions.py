@@ -179,7 +179,9 @@ class LoadedVersions:
         log.info("model version is removed", extra={"version": loaded.version.id})
         self.removed.add(loaded.pages)
         loaded.pages.close_files()  # at once: the next version opens them
-        self._thread.submit(_remove_arena, loaded)
+        # What goes on step by step ends: nothing may use the arena while the thread closes it.
+        manager, loaded.pages.manager = loaded.pages.manager, None
+        self._thread.submit(_remove_arena, loaded, manager)
 
     def _set_older_versions(self) -> None:
         """Let each version copy missing pages from older versions of the same model."""
@@ -334,8 +336,11 @@ def _prune_files(models: list[ModelPages], now: float) -> None:
         log.exception("old files cannot be removed")
 
 
-def _remove_arena(loaded: LoadedVersion) -> None:
-    """Close a removed version and remove its arena. Called on the thread, because freeing the memory takes time."""
+def _remove_arena(loaded: LoadedVersion, manager: Manager | None) -> None:
+    """Close a removed version and remove its arena. Called on the thread, because freeing the memory takes time.
+
+    manager: of the version, which refers to the arena; it ends here, too.
+    """
     try:
         if loaded.reserving is not None:
             loaded.reserving.result().opened.arena.unlink()

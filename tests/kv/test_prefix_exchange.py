@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pipeline.errors import InvalidRequest, NotFound, Overloaded
 from shm.pages import KvGeometry
 from stages.agent.kv_pages.arena_pages import find_pages
 from stages.kv import prefix_exchange
+from stages.kv.loaded_versions import LoadedVersion, LoadedVersions
 from stages.kv.prefix_exchange import ARENA_SHARE, KEEP_S, MAX_KEPT, PrefixExchange
 from tests.kv.engine_side import Side
 from tests.kv.world import GEOMETRY, PAGE_TOKENS, contents
@@ -313,6 +315,30 @@ def test_nothing_is_cached_before_the_leases_are_known(source: Engine, target: E
     while target.prefixes.step():
         pass
     assert target.run(prompt(7)) == len(SYSTEM)
+
+
+def test_nothing_is_cached_in_the_arena_of_a_version_that_was_unloaded(
+    source: Engine, target: Engine, tmp_path: Path
+) -> None:
+    """A thread closes it at that moment: what were reserved then would be memory of another file, or of none."""
+    for number in range(2):
+        source.run(prompt(number))
+    loaded: Any = LoadedVersion.__new__(LoadedVersion)
+    loaded.version = SimpleNamespace(id="tiny")
+    known = {"manager": target.manager, "model": SimpleNamespace(name="tiny"), "close_files": list}
+    loaded.pages = SimpleNamespace(**vars(target.loaded.pages), **known)
+    target.loaded = loaded
+    target.keep(source.file(tmp_path, [source.listed()[0]["tail"]]))
+    closing: list[Any] = []
+    versions: Any = SimpleNamespace(
+        removed=SimpleNamespace(add=lambda pages: None),
+        _thread=SimpleNamespace(submit=lambda *work: closing.extend(work)),
+    )
+    LoadedVersions._remove(versions, loaded)
+    assert loaded in closing
+    while target.prefixes.step():
+        pass
+    assert (len(target.prefixes), target.manager.pool.counters.warmed) == (0, 0)
 
 
 def test_what_is_no_file_of_this_version_is_refused(source: Engine, tmp_path: Path) -> None:
