@@ -18,6 +18,7 @@ from pipeline.api.adapter_salt import with_adapter
 from stages.scheduler.core.sequence import Phase
 from stages.scheduler.draft.draft_pool import IDLE_S
 from stages.scheduler.draft.proposer import INITIAL_CREDIT, DraftLink
+from stages.scheduler.recovery.quarantine import CULPRIT_AT
 from tests.properties import examples
 
 from .peers import reference, submission
@@ -290,6 +291,19 @@ def test_drafting_resumes_after_a_death_of_the_draft_models_worker_or_kv():
         disturb()
     pair.run_until_idle()
     assert pair.target.engine.stats.model_accepted > 60
+
+
+def test_a_text_that_ends_the_draft_models_workers_is_not_drafted_for_again():
+    """Its requests are ended by the quarantine, see recovery/quarantine.py; a draft sequence is in none."""
+    pair = Pair()
+    pair.draft.worker.poison = {2}
+    pair.target.submit(free_text(n=380))
+    pair.run_until_idle()
+    assert pair.draft.generation == 1 + CULPRIT_AT
+    pair.draft.worker.poison.clear()
+    pair.target.submit(free_text("b"))
+    pair.run_until_idle()
+    assert pair.target.engine.stats.model_accepted > 100
 
 
 def test_a_shorter_context_of_the_draft_model_ends_drafting_there():

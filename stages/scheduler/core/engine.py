@@ -161,6 +161,8 @@ class Engine:
             members = [entry.sequence for entry in steps[0].entries if not entry.sequence.is_done]
             if suspicion:
                 culprit = group.quarantine.record(members, suspicion)
+                for drafted in steps[0].draft_entries:
+                    drafted.sequence.suspicion = suspicion
         steps.clear()
         self.proposer.dismiss_drafts()
         self.drafts.void_steps()

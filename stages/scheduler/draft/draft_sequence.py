@@ -31,7 +31,18 @@ class DraftTarget(NamedTuple):
 class DraftSequence:
     """The first `base` tokens are the target's, the others are draft tokens, up to `goal` tokens in all."""
 
-    __slots__ = ("__weakref__", "base", "goal", "is_done", "is_wanted", "run", "spent_s", "stop_ids", "used_at")
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "goal",
+        "is_done",
+        "is_wanted",
+        "run",
+        "spent_s",
+        "stop_ids",
+        "suspicion",
+        "used_at",
+    )
 
     def __init__(
         self, lease_id: str, target: DraftTarget, end: int, is_wanted: Callable[[DraftSequence], bool], now: float
@@ -46,6 +57,7 @@ class DraftSequence:
         self.goal = self.run.length + 1
         self.spent_s = 0.0  # of computing, in all steps with it
         self.is_done = False  # dismissed; it stays until no step computes it
+        self.suspicion = 0  # DEATH or STALL if a worker has ended in a step with it, see recovery/quarantine.py
 
     @property
     def is_complete(self) -> bool:

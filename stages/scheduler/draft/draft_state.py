@@ -13,7 +13,7 @@ from stages.scheduler.draft.text_source import DraftLength, TextSource
 class DraftState:
     """The sources of one sequence."""
 
-    __slots__ = ("asked_at", "booked_s", "deadline", "draft", "is_model", "model_length", "text", "texts")
+    __slots__ = ("asked_at", "booked_s", "deadline", "draft", "is_model", "model_length", "suspicion", "text", "texts")
 
     def __init__(self, most: int, prediction: bytes = b"", prompt_len: int = 0) -> None:
         """`most`: draft tokens in one step; `prediction`: of the client, token ids, b"": none."""
@@ -27,6 +27,7 @@ class DraftState:
         self.asked_at = 0  # known tokens when the draft model was asked last
         self.deadline = 0.0  # s; the target waits for draft tokens until then
         self.booked_s = 0.0  # part of `draft.spent_s` that is on the account
+        self.suspicion = 0  # of all its draft sequences: workers of the draft model have ended in their steps
 
     def is_idle(self, n_tokens: int) -> bool:
         """No text has proposed anything for a while, or is likely to do so soon."""

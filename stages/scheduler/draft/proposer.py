@@ -36,6 +36,7 @@ from stages.scheduler.draft.draft_sequence import DraftSequence, DraftTarget
 from stages.scheduler.draft.draft_state import DraftState
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.queues import TenantQueues
+from stages.scheduler.recovery.quarantine import CULPRIT_AT
 from stages.scheduler.stats import Stats
 
 NEAR = 8  # missing positions of a draft sequence up to which its target waits for it
@@ -158,9 +159,13 @@ class Proposer:
         link, draft = self.link, state.draft
         assert link is not None
         if draft is not None and draft.is_done:
-            draft = state.draft = None
+            self._dismiss(state)
+            draft = None
         if draft is None:
-            self._invite(link, state, sequence)
+            if state.suspicion < CULPRIT_AT:
+                self._invite(link, state, sequence)
+            else:
+                state.model_length.resume_at = sequence.run.end  # the draft model is there for others
             return False
         run = sequence.run
         if run.length >= draft.run.end - 1:
@@ -284,8 +289,10 @@ class Proposer:
     def _dismiss(self, state: DraftState) -> None:
         # The draft engine also checks by itself whether its draft sequences are still wanted.
         draft, state.draft = state.draft, None
-        if draft is not None and self.link is not None:
-            self.link.pool.dismiss(draft)
+        if draft is not None:
+            state.suspicion += draft.suspicion
+            if self.link is not None:
+                self.link.pool.dismiss(draft)
 
     def _plain_us(self, tokens: int, positions: int) -> float:
         return self._cost.predict(tokens, positions)
