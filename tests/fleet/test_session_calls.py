@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pipeline.errors import StarlingError
-from pipeline.fleet.bodies import ListSessionsRequest
+import pytest
+
+from pipeline.errors import ModelUnavailable, ResourceError, StarlingError
+from pipeline.fleet.bodies import ListSessionsRequest, TakeSessionRequest
 from pipeline.ipc import control
 from stages.agent.session_moves.engine_sessions import MAX_AT_ONCE, EngineSessions
 
@@ -32,6 +36,27 @@ def test_engines_that_do_not_answer_leave_the_threads_of_the_loop_free(tmp_path:
                 assert not any(call.done() for call in calls)
         found = await asyncio.gather(*calls, return_exceptions=True)
         assert all(isinstance(one, StarlingError) for one in found), found
+        sessions.close()
+
+    asyncio.run(run())
+
+
+def test_sessions_for_which_there_is_no_memory_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    models: Any = SimpleNamespace(find=lambda name: SimpleNamespace(state="LOADING_TO_GPU", engine=None))
+
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def run() -> None:
+        sessions = EngineSessions(models, "one")
+        asked = TakeSessionRequest(model_id="tiny", record=b"")
+        with monkeypatch.context() as short:
+            short.setattr(os, "memfd_create", refuse)
+            for _ in range(MAX_AT_ONCE):
+                with pytest.raises(ResourceError, match="Too many open files"):
+                    await sessions.take(asked)
+        with pytest.raises(ModelUnavailable):  # not `Overloaded`: it has asked for the engine
+            await sessions.take(asked)
         sessions.close()
 
     asyncio.run(run())

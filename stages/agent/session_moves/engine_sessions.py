@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from pipeline.api.adapter_names import base_of
-from pipeline.errors import InternalError, ModelUnavailable, Overloaded
+from pipeline.errors import InternalError, ModelUnavailable, Overloaded, ResourceError
 from pipeline.files import write_all
 from pipeline.fleet.bodies import (
     GiveSessionRequest,
@@ -106,11 +106,17 @@ class EngineSessions:
         )
 
     def _open(self) -> int:
-        """Memory for what is sent. Raises `Overloaded`."""
+        """Memory for what is sent. Raises `Overloaded`, `ResourceError`."""
         if self._n_sent >= MAX_AT_ONCE:
             raise Overloaded(f"{self._n_sent} sessions are being given or taken", retry_after_s=1.0)
+        try:
+            memory = os.memfd_create("session", os.MFD_CLOEXEC)
+        except OSError as error:
+            raise ResourceError(
+                f"memory for a session cannot be made: {error.strerror}; raise the limits of the agent's process"
+            ) from None
         self._n_sent += 1
-        return os.memfd_create("session", os.MFD_CLOEXEC)
+        return memory
 
     def _close(self, memory: int) -> None:
         os.close(memory)
