@@ -240,7 +240,8 @@ class LoadedVersions:
             return f"model {loaded.name!r} is not prepared yet"
         if not is_loading:
             with self._loop.allow_stall(MAX_STALL_S):
-                reserved = loaded.reserving.result() if loaded.reserving is not None else None
+                reserving, loaded.reserving = loaded.reserving, None  # another attempt must not find its error again
+                reserved = reserving.result() if reserving is not None else None
                 loaded.pages.open(index_path, reserved, is_alone=self._may_open_files(loaded))
                 if loaded.version.state == "serving":
                     loaded.pages.open_sessions()
@@ -254,7 +255,6 @@ class LoadedVersions:
         else:
             reserving, loaded.reserving = loaded.reserving, None
             loaded.pages.open(index_path, reserving.result(), is_alone=self._may_open_files(loaded))
-        loaded.reserving = None
         return ""
 
     def _on_reserved(self, _: Future[ReservedArena]) -> None:
