@@ -263,6 +263,25 @@ def test_a_denied_early_extend_does_not_stop_a_sequence() -> None:
     world.check_all()
 
 
+def test_a_sequence_that_has_ended_is_not_failed_by_a_late_denial() -> None:
+    world = World(batch=2)
+    world.submit(submission("s", [1] * 30, 200))
+    run = None
+    while run is None or not (run.pending_id and run.inflight):  # it asks for more pages with a step
+        world.run_round()
+        (run,) = [sequence.run for sequence in world.engine.table.scheduled]
+        if not (run.pending_id and run.inflight):
+            world.exchange_with_kv()
+            world.compute_step()
+    world.engine.leases.frames.clear()
+    world.cancel("s")
+    # kv has another arena meanwhile, in which the sequence would not fit.
+    world.engine.pages.denied(Denied(run.pending_id, "s", False, 9, 0, 8))
+    world.run_until_idle()
+    world.check_all()
+    assert world.ends == {"s": "cancelled"}
+
+
 def test_a_preempted_sequence_is_not_computed():
     world = World(batch=2, pages=8, page_tokens=16, cache=False)
     for i in range(2):

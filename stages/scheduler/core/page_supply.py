@@ -84,11 +84,12 @@ class PageSupply:
         self._drafts.dismiss_all()  # requests go before draft sequences
         sequence = self._table.by_lease[pending.run.lease_id]
         if not frame.fits:
-            self._table.fail(
-                sequence,
-                "INSUFFICIENT_RESOURCES",
-                f"needs {frame.needed_pages} KV pages, the arena has {frame.total_pages}: raise kv_cache_mb",
-            )
+            if not sequence.is_done:  # else a step still computes it, and its end was sent
+                self._table.fail(
+                    sequence,
+                    "INSUFFICIENT_RESOURCES",
+                    f"needs {frame.needed_pages} KV pages, the arena has {frame.total_pages}: raise kv_cache_mb",
+                )
         elif pending.is_first:
             self._table.preempt(sequence)
             self.is_short = True
