@@ -155,6 +155,6 @@ def retry_after_s(header: str, now: float) -> float:
         return float(header[:9])
     try:
         date = email.utils.parsedate_to_datetime(header)
-    except ValueError:
+    except (ValueError, OverflowError):  # of a year or zone that no date can have
         return 0.0
     return max(0.0, (date if date.tzinfo else date.replace(tzinfo=datetime.UTC)).timestamp() - now)

@@ -261,6 +261,8 @@ async def test_a_server_that_is_down_is_unavailable(server: RangeServer) -> None
         ("soon", 0.0),
         ("9" * 40, 999999999.0),
         ("Thu, 01 Jan 1970 00:02:00 GMT", 20.0),
+        ("Thu, 01 Jan 99999999999 00:02:00 GMT", 0.0),
+        ("Fri, 31 Dec 9999 23:59:59 +99999999999999", 0.0),
     ],
 )
 def test_retry_after_is_a_number_or_a_date(header: str, seconds: float) -> None:
