@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -280,6 +281,33 @@ async def test_announcements_end_with_the_lease_and_come_back_with_the_next(
         lease.lease_id = await records_store.grant(60.0)
         await one.announcements.write()
         assert len(await keys(records_store)) == 1
+
+
+async def test_files_are_announced_after_an_error_of_the_disk(
+    tmp_path: Path, records_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = records.AgentRecord(agent_id="a", url="http://127.0.0.1:1", incarnation="1")
+    key = FileKey("d" * 64, "c" * 32)
+    holdings = Holdings(tmp_path)
+    looks = iter((OSError(errno.EMFILE, "Too many open files"), [key]))
+
+    def look() -> list[FileKey]:
+        found = next(looks)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(holdings, "keys", look)
+    written = Announcements(records_store, Lease(await records_store.grant(60.0)), own, holdings)
+    keeping = asyncio.create_task(written.keep())
+    try:
+        for _ in range(2):
+            await written.announced()
+        assert not keeping.done()
+        assert [item.key for item in await keys(records_store)] == [f"pieces/{key.digest}/{key.checksum}/a"]
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
 
 
 async def test_records_of_others_are_checked(tmp_path: Path, records_store: MemoryStore) -> None:

@@ -75,6 +75,8 @@ class Announcements:
                     await self.write()
             except (StorageUnavailable, TimeoutError) as error:
                 log.debug("files could not be announced", extra={"reason": str(error)})
+            except Exception:  # such as of files that cannot be read now
+                log.exception("files could not be announced")
             for ended in waiting:
                 if not ended.done():  # cancelled
                     ended.set_result(None)
