@@ -12,7 +12,8 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import pytest
@@ -267,6 +268,37 @@ async def test_an_engine_that_is_silent_counts_as_dead(site: Site) -> None:
     assert (await engine.queue()).submitted == 1  # heartbeats do not wait for it
     assert "has not answered /health for 4 s" in (await ended).message
     await engine.stop(at_once=True)
+
+
+async def test_an_engine_is_not_silent_because_its_agent_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    asked: list[float] = []
+    ending: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    engine = ExternalEngine.__new__(ExternalEngine)
+    engine._engine = EngineConfig(model="m", engine="vllm", path=str(tmp_path), silent_ms=15_000)
+    engine._home = tmp_path
+    engine._child = cast(Any, SimpleNamespace(wait=lambda: asyncio.shield(ending)))
+
+    async def is_healthy(timeout_s: float = 0.0) -> bool:
+        nonlocal now
+        asked.append(now)
+        if len(asked) == 2:  # stopped here: the time for the answer is over, though it has come
+            now += 20.0
+        elif len(asked) == 4:
+            ending.set_result(-9)
+        return len(asked) != 2
+
+    async def measure(timeout_s: float) -> None:
+        pass
+
+    monkeypatch.setattr(engine, "_is_healthy", is_healthy)
+    monkeypatch.setattr(engine, "_measure", measure)
+    monkeypatch.setattr(external_engine, "HEALTH_S", 0.01)
+    monkeypatch.setattr(external_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    assert "killed by signal 9" in (await engine.ended()).message
+    assert len(asked) == 4
 
 
 async def test_a_shut_door_ends_what_is_under_way(site: Site) -> None:

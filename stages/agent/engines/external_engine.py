@@ -151,6 +151,9 @@ class ExternalEngine(Engine):
                     answered = time.monotonic()
                     await self._measure(min(ANSWER_S, silent_s))
                 elif time.monotonic() - answered >= silent_s and not ended.done():
+                    # This process may have been stopped while it asked: then the answer has come in time.
+                    if await self._is_healthy(min(HEALTH_S, silent_s)):
+                        continue
                     return EngineDied(f"the engine has not answered /health for {silent_s:g} s")
                 await asyncio.wait([ended], timeout=min(HEALTH_S, silent_s / 2))
         finally:
