@@ -296,10 +296,14 @@ class OrchestratorStage:
         """Poll every agent; requests on one that is silent too long go on elsewhere."""
         interval_s = self.config.fleet.orchestrator.poll_ms / 1000
         silent_s = self.config.fleet.orchestrator.silent_ms / 1000
+        looked, running_since = time.monotonic(), float("-inf")
         while True:
+            before, looked = looked, time.monotonic()
+            if looked - before > interval_s + silent_s / 2:  # this process was stopped, and not all agents silent
+                running_since = looked
             for health in self.registry.health():
                 self._start_poll(health.agent_id)
-                if health.health != "READY" and health.age_s > silent_s:
+                if health.health != "READY" and min(health.age_s, looked - running_since) > silent_s:
                     self.relay.lose_agent(health.agent_id, f"the agent has not answered for {health.age_s:.1f} s")
                 self._move_draining(health.agent_id)
             self.follower.settle()
