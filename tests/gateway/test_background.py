@@ -17,19 +17,25 @@ from pipeline.api.requests.generation_request import GenerationRequest, Response
 from pipeline.api.response_object import response_id_of
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import NotFound, Overloaded, StarlingError
+from stages.gateway.endpoints.response_events import ResponsesFormatter
 from stages.gateway.http import response_endpoints
+from stages.gateway.http.block_stream import BlockStream
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE
+from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor
 from stages.gateway.requests.journal import Journal, RequestEnd, parse
-from stages.gateway.requests.readers import FanOutSink, Readers
+from stages.gateway.requests.readers import CatchUpWaiter, FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.responses import MAX_IN_BACKGROUND, Claim, Responses
 from stages.gateway.requests.state import Outcome
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.requests.stored_responses import StoredResponses
+from stages.gateway.requests.token_bytes import TokenBytes
+from stages.gateway.service import Service
 from tests.gateway.on_demand import ANN, Gateway
 from tests.gateway.peers import MODEL
 from tests.gateway.request_states import make_state
+from tests.gateway.response_bodies import parse_events
 
 MIB = 1 << 20
 IN_ALL = 2 * MAX_IN_BACKGROUND
@@ -136,6 +142,21 @@ async def test_the_end_of_one_that_failed_is_journaled_when_its_response_is_stor
     writer.close()
 
 
+async def cancel(service: Service, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The answer to the request that cancels the response of the request `name`."""
+
+    async def send_body(request: object, body: bytes) -> bytes:
+        return body
+
+    monkeypatch.setattr(response_endpoints, "send_body", send_body)
+    app = web.Application()
+    app[SERVICE] = service
+    request = make_mocked_request("POST", "/", match_info={"id": response_id_of(name)}, app=app)
+    request[CALLER], request[PRINCIPAL] = ANN, "ann"
+    answer: Any = await response_endpoints.cancel_response(request)
+    return msgspec.json.decode(answer, type=dict[str, Any])
+
+
 async def test_a_response_that_is_being_stored_is_not_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,21 +171,35 @@ async def test_a_response_that_is_being_stored_is_not_cancelled(
     service.responses.store._thread.submit(may_store.wait)
     gateway.end(state)
     assert state.outcome is Outcome.OPEN
-
-    async def send_body(request: object, body: bytes) -> bytes:
-        return body
-
-    monkeypatch.setattr(response_endpoints, "send_body", send_body)
-    app = web.Application()
-    app[SERVICE] = service
-    response = response_id_of(name)
-    request = make_mocked_request("POST", "/", match_info={"id": response}, app=app)
-    request[CALLER], request[PRINCIPAL] = ANN, "ann"
-    cancelling: asyncio.Future[Any] = asyncio.ensure_future(response_endpoints.cancel_response(request))
+    cancelling = asyncio.ensure_future(cancel(service, name, monkeypatch))
     await asyncio.sleep(0)
     may_store.set()
-    shown = msgspec.json.decode(await cancelling)
+    shown = await cancelling
     assert shown["status"] == "incomplete"
-    stored = await service.responses.store.body(ANN.tenant, response)
+    stored = await service.responses.store.body(ANN.tenant, response_id_of(name))
     assert stored is not None and msgspec.json.decode(stored) == shown
+    service.responses.store.close(timeout_s=60)
+
+
+async def test_the_readers_of_a_response_that_is_cancelled_get_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway = Gateway(tmp_path)
+    service = gateway.service
+    (version,) = gateway.catalog.versions("a")
+    name = "req-" + "1" * 24
+    state = make_state(name, generation(), tenant=ANN.tenant, model="a", version=version.id)
+    stream = BlockStream(state, ResponsesFormatter(state, TokenBytes()), lambda reason: None)
+    stream.started()
+    waiter = CatchUpWaiter(state, EventCursor(name, (ChoiceCursor(9),)))
+    state.sink = FanOutSink(stream, waiter)
+    service.relay.open(state)
+    shown = await cancel(service, name, monkeypatch)
+    assert (shown["status"], shown["error"]) == ("cancelled", None)
+    stored = await service.responses.store.body(ANN.tenant, response_id_of(name))
+    assert stored is not None and msgspec.json.decode(stored) == shown
+    assert stream.over.done() and waiter.over.done()
+    (event,) = parse_events(b"".join(stream._pending))
+    assert event.name == "response.failed"
+    assert "cancelled by its client" in event.data["response"]["error"]["message"]
     service.responses.store.close(timeout_s=60)

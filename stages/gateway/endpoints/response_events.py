@@ -150,7 +150,7 @@ def response_object(request: RequestState, status: str = "") -> dict[str, Any]:
         output=[
             item.shown(_item_status(item.is_complete or item is not output[-1], is_over, is_cut)) for item in output
         ],
-        error=request.error,
+        error=request.error if status == "failed" else None,
         usage=_usage(request) if is_over else None,
     )
 

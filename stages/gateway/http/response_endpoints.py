@@ -86,7 +86,7 @@ async def cancel_response(request: web.Request) -> web.StreamResponse:
             if body is None:
                 raise _not_found(name)
             return await send_body(request, body)
-        service.relay.abandon(state)
+        service.readers.abandon(state, Conflict("the response was cancelled by its client"))
         cancelled = to_json(response_object(state))
         await service.responses.store.flushed()  # it is stored, or that has failed and is logged, and then
         await service.recovery.forget(state.id, tenant)  # journaled: a successor does not generate it again

@@ -157,6 +157,15 @@ class Readers:
             self._relay.abandon(request)
         return request.outcome is not Outcome.OPEN
 
+    def abandon(self, request: RequestState, error: StarlingError) -> None:
+        """End an open request that its client has cancelled: its readers get `error`."""
+        sink = request.sink
+        self._relay.abandon(request)
+        request.error = error
+        if sink is not None:
+            sink.failed(error)
+            sink.flush()
+
     def expect(self, request: RequestState) -> None:
         """Cancel a request unless a reader joins it within `CLAIM_S`; one in the background needs no reader."""
         fan_out = request.sink
