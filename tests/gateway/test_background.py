@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.responses import MAX_IN_BACKGROUND, Claim, Responses
 from stages.gateway.requests.state import Outcome
 from stages.gateway.requests.state_writer import StateWriter
-from stages.gateway.requests.stored_responses import StoredResponses
+from stages.gateway.requests.stored_responses import StoredResponse, StoredResponses
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
 from tests.gateway.on_demand import ANN, Gateway
@@ -179,6 +180,39 @@ async def test_a_response_that_is_being_stored_is_not_cancelled(
     stored = await service.responses.store.body(ANN.tenant, response_id_of(name))
     assert stored is not None and msgspec.json.decode(stored) == shown
     service.responses.store.close(timeout_s=60)
+
+
+@pytest.mark.parametrize("is_disk_full", [False, True])
+async def test_a_request_that_fails_while_its_response_is_being_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_disk_full: bool
+) -> None:
+    """The items are added to the conversation in the same transaction: the response stays what they say."""
+    gateway, may_store = Gateway(tmp_path), threading.Event()
+    service, store = gateway.service, gateway.service.responses.store
+    (version,) = gateway.catalog.versions("a")
+    name = "req-" + "1" * 24
+    state = make_state(name, generation(), tenant=ANN.tenant, model="a", version=version.id)
+    state.sink = FanOutSink()
+    service.relay.open(state)
+    store._thread.submit(may_store.wait)
+    gateway.end(state)
+    really_put, n_put = store._put, itertools.count(1)
+
+    def put(response: StoredResponse) -> None:
+        if next(n_put) == 1 and is_disk_full:
+            raise OSError("no space left")
+        really_put(response)
+
+    monkeypatch.setattr(store, "_put", put)
+    service.relay.fail(state, StarlingError("CONFLICT", "the request was cancelled by its client"))
+    may_store.set()
+    for _ in range(2):  # that of the failure is put when the first one has failed
+        await store.flushed()
+        await asyncio.sleep(0)
+    stored = msgspec.json.decode(await store.body(ANN.tenant, response_id_of(name)) or b"{}")
+    assert stored["status"] == ("failed" if is_disk_full else "incomplete")
+    assert not service.responses._storing
+    store.close(timeout_s=60)
 
 
 async def test_the_readers_of_a_response_that_is_cancelled_get_its_end(

@@ -64,6 +64,8 @@ class Responses:
         self._relay = relay
         self._max_in_background = max_in_background
         self._claims: set[Claim] = set()  # of requests that are being admitted
+        # Requests whose response is being stored; what is to be called after that for one that has failed meanwhile.
+        self._storing: dict[str, Callable[[], None] | None] = {}
 
     def claim(self, generation: GenerationRequest, tenant: str) -> Claim:
         """Reserve what a request needs until the relay has it.
@@ -152,11 +154,17 @@ class Responses:
             return False  # a request that is generated again was stored the first time
 
         def on_stored(error: StarlingError | None) -> None:
-            if error is not None:
+            then = self._storing.pop(request.id)
+            if then is not None and error is not None:
+                self.ended(request, then)
+            elif then is not None:
+                then()
+            elif error is not None:
                 self._relay.fail(request, error)
             else:
                 self._relay.complete(request)
 
+        self._storing[request.id] = None
         response = response_object(request)
         conversation = [*fields.conversation, answer_message(response["output"])]
         self.store.put(self._stored(request, response, conversation), on_stored)
@@ -168,6 +176,9 @@ class Responses:
         is_finished = request.outcome is Outcome.FINISHED
         if not fields or not request.spec.generation.is_in_background or is_finished or request.is_charged:
             then()
+            return
+        if request.id in self._storing:  # as complete, and its items go into its conversation: that it stays
+            self._storing[request.id] = then
             return
         failed = self._stored(request, response_object(request), fields.conversation)
 
