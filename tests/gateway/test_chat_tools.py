@@ -147,6 +147,22 @@ def test_logprobs_of_an_answer_with_calls(server: Server) -> None:
     assert accumulated(events) == whole({"choices": [answer]})
 
 
+def test_logprobs_of_a_token_that_only_ends_a_call(server: Server) -> None:
+    """The last token completes a stop string within the arguments: no part of it is text."""
+    body = chat(PARIS, logprobs=True, stop=["aris"])
+    answer = server.post("/v1/chat/completions", body).json["choices"][0]
+    events = server.stream("/v1/chat/completions", body).all()
+    streamed = [
+        entry
+        for event in events[:-1]
+        for choice in event.data["choices"]
+        if choice["logprobs"] is not None
+        for entry in choice["logprobs"]["content"]
+    ]
+    assert answer["message"]["tool_calls"]
+    assert streamed == answer["logprobs"]["content"]
+
+
 @pytest.mark.parametrize("say", [f"I look.\\n{PARIS}\\n{ROME} Done", f"{PARIS}<tool_call>no"])
 def test_a_stream_can_be_resumed_after_each_event(server: Server, say: str) -> None:
     events = server.stream("/v1/chat/completions", chat(say)).all()

@@ -17,7 +17,7 @@ from stages.gateway.endpoints.chat_formatter import ChatFormatter
 from stages.gateway.endpoints.response_formatter import ResponseFormatter
 from stages.gateway.requests.state import RequestState, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
-from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, Text
+from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 
 ID_PREFIX = "call_"
 
@@ -42,6 +42,7 @@ class ParsedChatFormatter(ChatFormatter):
     def text_event(self, sequence: SequenceState, new: str, begin: int, end: int) -> bytes | None:
         """See `ResponseFormatter`. With logprobs also tokens whose text is held back have an event."""
         items = self._parse(sequence, new, is_last=sequence.is_flushed)
+        items = [item for item in items if not isinstance(item, CallEnd)]  # no delta shows it
         content = [item.text for item in items if isinstance(item, Text)]
         if len(content) == len(items):
             return super().text_event(sequence, "".join(content), begin, end)
