@@ -137,7 +137,7 @@ def spec(
 ) -> RequestSpec:
     """A request with a seed; `sampling`, `sequence`, `fields` and `generation` change parts of it."""
     chosen = m.Sampling(**{"seed": 7, **(sampling or {})})
-    made = GenerationRequest(endpoint="generate", model="", sampling=chosen, **{"seed": 7, **generation})
+    made = GenerationRequest(**{"endpoint": "generate", "model": "", "sampling": chosen, "seed": 7, **generation})
     prompt = {"prompt": b"\1\0\0\0\2\0\0\0", "max_tokens": 10, "stop_ids": (2,)}
     return make_spec(generation=made, sampling=chosen, **{**prompt, **(sequence or {}), **(fields or {})})
 
@@ -190,6 +190,14 @@ def test_the_key_covers_every_sampling_parameter() -> None:
 @pytest.mark.parametrize("what", CHANGED)
 def test_the_key_contains_what_determines_the_bytes(what: str) -> None:
     assert CHANGED[what]() != key_of(spec(), "f16")
+
+
+@pytest.mark.parametrize(
+    "other", [spec(fields={"tenant": "b", "plugins": ("p@1#",)}), spec(endpoint="chat", fields={"plugins": ("p@1#",)})]
+)
+def test_the_key_contains_what_plugins_get(other: RequestSpec) -> None:
+    """One that redacts the answers of a tenant may leave those of another one, with whom it shares the cache."""
+    assert key_of(other, "f16") != key_of(spec(fields={"plugins": ("p@1#",)}), "f16")
 
 
 def test_the_key_leaves_out_what_has_no_effect_on_the_bytes() -> None:

@@ -42,7 +42,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
 
     SHA-256, because clients choose the prompts and must not be able to construct one with another's key. The cache
     salt is included: clients that do not share cached pages do not share answers. Excluded is what has no effect on
-    the bytes: priority, deadline, speculation, streaming, the endpoint.
+    the bytes: priority, deadline, speculation, streaming, and without plugins the endpoint.
     """
     generation = spec.generation
     sequences = [
@@ -60,7 +60,8 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         sequences,
         *(() if generation.prompt_logprobs is msgspec.UNSET else ("scores", generation.prompt_logprobs)),
         *((generation.constraint.kind, generation.constraint.text) if generation.constraint else ()),
-        *(("plugins", spec.plugins) if spec.plugins else ()),
+        # A plugin gets these beside the text.
+        *(("plugins", spec.plugins, generation.endpoint, spec.shown_model, spec.tenant) if spec.plugins else ()),
         # Stop strings act on the answer alone, and a constraint too.
         *(("reasoning", generation.reasoning) if generation.reasoning else ()),
         *(("after", generation.constraint.after) if generation.constraint and generation.constraint.after else ()),
