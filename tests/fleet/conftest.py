@@ -13,6 +13,7 @@ from pipeline.blobs.folder import FolderStore
 from pipeline.catalog.entry import Entry
 from pipeline.catalog.publish import publish
 from pipeline.coordination.interface import CoordinationStore
+from pipeline.coordination.memory import MemoryStore
 from tests.fleet.checkpoints import write_checkpoint
 from tests.fleet.coordination_stores import Clock, make_store
 from tests.fleet.range_server import served
@@ -76,3 +77,10 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     if request.param == "sqlite":
         return [f"sqlite:{tmp_path / 'c.db'}"]
     return [f"{request.param}://127.0.0.1:{request.getfixturevalue(request.param).port}/{tmp_path.name}"]
+
+
+@pytest.fixture
+async def records_store(clock: Clock) -> AsyncIterator[MemoryStore]:
+    """A coordination store of this process."""
+    async with MemoryStore(clock, 100) as store:
+        yield store
