@@ -131,17 +131,22 @@ def test_arguments_are_streamed_as_they_are_generated(server: Server) -> None:
     assert all("id" not in delta for delta in deltas[1:])
 
 
-def test_logprobs_of_an_answer_with_calls(server: Server) -> None:
-    body = chat(f"A{PARIS}B", logprobs=True, top_logprobs=1)
-    answer = server.post("/v1/chat/completions", body).json["choices"][0]
-    events = server.stream("/v1/chat/completions", body).all()
-    streamed = [
+def streamed_logprobs(events: list[Event]) -> list[Any]:
+    """The entries of `logprobs.content` of all events but the last."""
+    return [
         entry
         for event in events[:-1]
         for choice in event.data["choices"]
         if choice["logprobs"] is not None
         for entry in choice["logprobs"]["content"]
     ]
+
+
+def test_logprobs_of_an_answer_with_calls(server: Server) -> None:
+    body = chat(f"A{PARIS}B", logprobs=True, top_logprobs=1)
+    answer = server.post("/v1/chat/completions", body).json["choices"][0]
+    events = server.stream("/v1/chat/completions", body).all()
+    streamed = streamed_logprobs(events)
     assert streamed == answer["logprobs"]["content"]
     assert "".join(entry["token"] for entry in streamed) == f"A{PARIS}B".replace("\\n", "\n")
     assert accumulated(events) == whole({"choices": [answer]})
@@ -152,13 +157,7 @@ def test_logprobs_of_a_token_that_only_ends_a_call(server: Server) -> None:
     body = chat(PARIS, logprobs=True, stop=["aris"])
     answer = server.post("/v1/chat/completions", body).json["choices"][0]
     events = server.stream("/v1/chat/completions", body).all()
-    streamed = [
-        entry
-        for event in events[:-1]
-        for choice in event.data["choices"]
-        if choice["logprobs"] is not None
-        for entry in choice["logprobs"]["content"]
-    ]
+    streamed = streamed_logprobs(events)
     assert answer["message"]["tool_calls"]
     assert streamed == answer["logprobs"]["content"]
 

@@ -99,11 +99,16 @@ class World:
             self.relay._finish(line, len(tokens))
 
 
+def begin_turn(world: World) -> asyncio.Task[Any]:
+    """The gateway's task that begins a turn of a session, the first one if there is none."""
+    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
+    return asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+
+
 async def test_a_turn_whose_client_has_just_left_is_aborted(tmp_path: Path) -> None:
     """The answer comes before the client's task has run."""
     world = World(tmp_path)
-    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    turn = begin_turn(world)
     await asyncio.sleep(0)
     world.kv_reads()
     turn.cancel()
@@ -121,8 +126,7 @@ async def test_a_turn_that_is_being_admitted_is_under_way_at_the_next_kv_manager
 ) -> None:
     """Its prompt is being tokenized, or its journal record written: the relay does not have its request yet."""
     world = World(tmp_path)
-    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    turn = begin_turn(world)
     await asyncio.sleep(0)
     world.settle()
     begun, _ = await turn
@@ -145,8 +149,7 @@ async def test_a_session_that_was_closed_does_not_come_back_with_the_next_kv_man
 ) -> None:
     """Its first turn was being admitted when it was closed, and may have been submitted since."""
     world = World(tmp_path)
-    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-    turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    turn = begin_turn(world)
     await asyncio.sleep(0)
     world.settle()
     begun, _ = await turn
@@ -180,8 +183,7 @@ def test_the_session_holds_exactly_the_finished_turns(steps: list[str]) -> None:
         for step in [*steps, "end"]:
             if turn is None and request is None:
                 number += 1
-                ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-                turn = asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+                turn = begin_turn(world)
             await asyncio.sleep(0)
             if step in ("kv_reads", "gateway_reads", "kv_dies", "kv_comes"):
                 getattr(world, step)()
