@@ -340,7 +340,7 @@ class KvStage:
         self.versions.open_missing(time.monotonic())
         name = getattr(frame, "model", "")
         sessions = self.versions.sessions.get(name)
-        loaded = self.versions.find(name, getattr(frame, "version", ""))
+        loaded = self.versions.find(name, frame.version if isinstance(frame, m.SessionBegin) else "")
         if sessions is not None:
             sessions.handle(peer, frame, loaded.pages.tokenizer if loaded is not None else "")
         else:

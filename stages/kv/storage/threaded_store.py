@@ -407,7 +407,7 @@ class ThreadedPageStore:
         with _file_locks.setdefault(self.path, threading.Lock()):
             try:
                 self._opened = self._open_store() if not self._is_closing else None
-            except Exception as error:  # whatever it is: what waits for the file must not wait for ever
+            except Exception as error:  # whatever it is: what waits for the file goes on
                 self.error = error
             finally:
                 self._has_tried.set()
