@@ -105,6 +105,16 @@ def begin_turn(world: World) -> asyncio.Task[Any]:
     return asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
 
 
+async def begun_turn(world: World) -> GenerationRequest:
+    """The request of a turn that the KV manager has begun."""
+    turn = begin_turn(world)
+    await asyncio.sleep(0)
+    world.settle()
+    begun, _ = await turn
+    assert isinstance(begun, GenerationRequest)
+    return begun
+
+
 async def test_a_turn_whose_client_has_just_left_is_aborted(tmp_path: Path) -> None:
     """The answer comes before the client's task has run."""
     world = World(tmp_path)
@@ -126,10 +136,7 @@ async def test_a_turn_that_is_being_admitted_is_under_way_at_the_next_kv_manager
 ) -> None:
     """Its prompt is being tokenized, or its journal record written: the relay does not have its request yet."""
     world = World(tmp_path)
-    turn = begin_turn(world)
-    await asyncio.sleep(0)
-    world.settle()
-    begun, _ = await turn
+    begun = await begun_turn(world)
     if is_admitted:
         world.sessions.bind(make_state("req-1", begun, tenant="t", prompt=b""))
     world.kv_dies()
@@ -149,10 +156,7 @@ async def test_a_session_that_was_closed_does_not_come_back_with_the_next_kv_man
 ) -> None:
     """Its first turn was being admitted when it was closed, and may have been submitted since."""
     world = World(tmp_path)
-    turn = begin_turn(world)
-    await asyncio.sleep(0)
-    world.settle()
-    begun, _ = await turn
+    begun = await begun_turn(world)
     closing = asyncio.ensure_future(world.sessions.close(MODEL, "t", "s"))
     await asyncio.sleep(0)
     world.settle()
