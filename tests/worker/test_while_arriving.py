@@ -7,6 +7,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -19,6 +20,7 @@ from pipeline.models import download as downloads
 from pipeline.models import pull as pulls
 from pipeline.models import registry, sources
 from pipeline.models.arriving import Abandoned, ArrivingFile
+from stages.worker.checkpoint import while_arriving
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from stages.worker.checkpoint.while_arriving import IngestWhileArriving
@@ -186,6 +188,26 @@ def test_a_file_without_a_name_gives_the_checkpoint_of_the_complete_file(
         index.unlink()
         prepare_checkpoint(model, models)
     assert index.read_bytes() == made
+
+
+def test_a_file_that_is_placed_before_its_conversion_begins_is_converted(
+    tmp_path: Path, files: FileServer, contents: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that converts gets a core only when the file has left the place where it was downloaded."""
+    models, lock = tmp_path / "models", while_arriving.lock
+    placed = registry.blob_path(models, sha256(contents[0]))
+
+    def lock_late(folder: Path, name: str) -> AbstractContextManager[None]:
+        deadline = time.monotonic() + WAIT_S
+        while not placed.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return lock(folder, name)
+
+    monkeypatch.setattr(while_arriving, "lock", lock_late)
+    reader = IngestWhileArriving(models)
+    pull(files, models, reader)
+    assert (placed.exists(), reader.problem) == (True, "")
+    check(models, contents[0], tmp_path / "expected")
 
 
 def test_a_pull_is_recorded_before_its_conversion_ends(tmp_path: Path, files: FileServer) -> None:

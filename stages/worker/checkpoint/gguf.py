@@ -14,7 +14,7 @@ import struct
 import weakref
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -60,10 +60,13 @@ class GgufError(ValueError):
 class GgufFile:
     """An opened file: `metadata` by key (arrays of numbers as NumPy arrays), `tensors` by name, `data` as bytes."""
 
-    def __init__(self, path: Path) -> None:
-        """Read header, metadata and tensor table. Raises `GgufError`, `OSError`."""
+    def __init__(self, path: Path, opened: BinaryIO | None = None) -> None:
+        """Read header, metadata and tensor table. Raises `GgufError`, `OSError`.
+
+        opened: the file, if it may be at another path by now; it is closed here.
+        """
         self.path = path
-        with open(path, "rb") as file:
+        with opened or open(path, "rb") as file:
             self._fd = os.dup(file.fileno())
             weakref.finalize(self, os.close, self._fd)
             self.size = os.fstat(file.fileno()).st_size

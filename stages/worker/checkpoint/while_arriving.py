@@ -13,7 +13,7 @@ import shutil
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import numpy as np
 
@@ -33,10 +33,10 @@ log = logging.getLogger("starling.checkpoint")
 class ArrivingGguf(GgufFile):
     """A GGUF file of which not every byte is here. What is read is waited for. Raises `Abandoned` everywhere."""
 
-    def __init__(self, file: ArrivingFile) -> None:
+    def __init__(self, file: ArrivingFile, opened: BinaryIO) -> None:
         """Read header, metadata and tensor table. Raises `GgufError`, `OSError`."""
         self._file = file
-        super().__init__(file.path)
+        super().__init__(file.path, opened)
         file.wait(0, self._at)  # arrays of numbers are views of bytes that `_take` has not read
 
     def _take(self, n: int) -> bytes:
@@ -84,8 +84,13 @@ class IngestWhileArriving:
     def begin(self, file: ArrivingFile) -> None:
         """As `Reader.begin`."""
         self.close()
+        try:
+            opened = file.path.open("rb")  # by the thread, it may have been moved to its place before
+        except OSError as error:
+            self._give_up(error)
+            return
         self._file = file
-        self._thread = threading.Thread(target=self._convert, args=(file,), name="ingest", daemon=True)
+        self._thread = threading.Thread(target=self._convert, args=(file, opened), name="ingest", daemon=True)
         self._thread.start()
 
     def accepted(self, digest: str) -> None:
@@ -108,13 +113,13 @@ class IngestWhileArriving:
             self._thread.join()
         self._file = self._thread = None
 
-    def _convert(self, file: ArrivingFile) -> None:
+    def _convert(self, file: ArrivingFile, opened: BinaryIO) -> None:
         folder = self._models_dir / ".fetch" / f"ingest-{file.path.parent.name}-{file.path.name}"
         try:
-            with lock(self._models_dir, folder.name):  # by which `starling gc` knows that it is in use
+            with opened, lock(self._models_dir, folder.name):  # by which `starling gc` knows that it is in use
                 shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
                 try:
-                    source = ArrivingGguf(file)
+                    source = ArrivingGguf(file, opened)
                     self._check_space(source, file)
                     partial = PartialCheckpoint(folder, "")
                     convert_arriving(
@@ -125,8 +130,11 @@ class IngestWhileArriving:
         except Abandoned:
             pass
         except Exception as error:  # whatever is wrong with the file: it is downloaded, and refused when it is used
-            self.problem = str(error)
-            log.info("a file is not converted while it is downloaded", extra={"reason": self.problem})
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.problem = str(error)
+        log.info("a file is not converted while it is downloaded", extra={"reason": self.problem})
 
     def _check_space(self, source: ArrivingGguf, file: ArrivingFile) -> None:
         """Raise `ResourceError` if the download could lack the space that the checkpoint takes."""
