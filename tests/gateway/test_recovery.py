@@ -139,6 +139,27 @@ def test_a_request_without_a_reader_is_cancelled(server: Server) -> None:
     assert server.get(f"/v1/requests/{request_id}").status == 404
 
 
+def test_a_request_that_waits_for_its_model_can_be_cancelled(make_server: MakeServer) -> None:
+    """A gateway that was restarted computes it when the tokenizer has described its version."""
+    server = make_server()
+    server.wait_ready()
+    peers = server.peers
+    peers.do(lambda: setattr(peers, "is_stepping", False))
+    stream = server.stream("/v1/generate", GENERATE)
+    path = f"/v1/requests/{stream.response.headers['X-Request-Id']}"
+    peers.do(peers.kill_tokenizer)
+    server.kill_and_restart()
+    stream.close()
+    submitted = peers.do(lambda: len(peers.generator.submitted))
+    assert server.request("DELETE", f"{path}?unread=true").status == 404
+    assert server.request("DELETE", path).json == {"id": path.rpartition("/")[2], "cancelled": True}
+    assert server.request("DELETE", path).status == 404
+    peers.do(peers.start_tokenizer)
+    server.wait_ready()
+    assert server.get(path).error["code"] == "CONFLICT"
+    assert peers.do(lambda: len(peers.generator.submitted)) == submitted
+
+
 @pytest.mark.parametrize("given", ["x", "req-1", "req-0a:", "req-0a:1x", "req-0a:1.", "req-0a:-1"])
 def test_an_invalid_event_id_is_rejected(server: Server, given: str) -> None:
     answer = server.get("/v1/requests/req-0a", {"Last-Event-ID": given})

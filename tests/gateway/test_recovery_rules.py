@@ -167,6 +167,27 @@ async def test_a_recovered_request_without_a_reader_is_cancelled(world: World) -
     assert world.recovery.find("req-1", "mine") is None
 
 
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_a_recovered_request_that_is_cancelled_is_computed_by_no_successor(
+    world: World, is_waiting: bool
+) -> None:
+    world.open()
+    world.restart()
+    await world.tick(described={} if is_waiting else None)
+    waiter = CatchUpWaiter(world.find(), None)
+    world.readers.join(world.find(), waiter)
+    world.recovery.cancel(world.find(), _error())
+    assert waiter.over.done()
+    for _ in range(2):
+        await world.tick()
+        assert world.recovery.find_open("req-1") is None
+        found = world.find().error
+        assert found is not None and found.message == _error().message
+        assert is_waiting == (not any(isinstance(frame, m.Submit) for frame in world.sent))
+        world.restart()
+        is_waiting = True  # nothing is submitted any more
+
+
 async def test_ended_requests_expire_and_are_bounded_in_number(world: World) -> None:
     for number in range(MAX_ENDED + 5):
         request = world.open(f"req-{number}")

@@ -308,15 +308,17 @@ async def cancel_request(request: web.Request) -> web.Response:
     none for N s. `output_tokens`: computed so far, also of a complete answer that no one has read.
     """
     service, name = request.app[SERVICE], request.match_info["id"]
-    relay = service.relay
-    state = relay.requests.get(name)
+    state = service.relay.requests.get(name)
     unread, answers = request.query.get("unread"), service.recovery.replay_buffer
-    found = answers.find(name) if state is None and unread == "true" else state
+    found = state
+    if state is None:
+        # After a restart one may wait for its model. An orchestrator leaves it: it ends if no one reads it in time.
+        found = answers.find(name) if unread == "true" else service.recovery.find_open(name)
     if found is None or found.spec.tenant != request[CALLER].tenant:
         raise NotFound(f"there is no request {name[:80]!r} in flight")
-    if found is not state and not (found.outcome is Outcome.FINISHED and answers.account(name)):
-        raise NotFound(f"there is no request {name[:80]!r} in flight")
     if unread is not None:
+        if found is not state and not (found.outcome is Outcome.FINISHED and answers.account(name)):
+            raise NotFound(f"there is no request {name[:80]!r} in flight")
         if unread != "true":
             raise InvalidRequest(f"unread is {unread[:40]!r}; send true, or leave it out", "unread")
         cancelled = state is not None and service.readers.release(state, _after_s(request))
@@ -324,7 +326,7 @@ async def cancel_request(request: web.Request) -> web.Response:
         has_reader = state is not None and not cancelled
         told = {"id": name, "cancelled": cancelled, "output_tokens": computed, "has_reader": has_reader}
         return json_response(told)
-    relay.fail(found, Conflict("the request was cancelled by its client"))
+    service.recovery.cancel(found, Conflict("the request was cancelled by its client"))
     return json_response({"id": name, "cancelled": True})
 
 

@@ -162,6 +162,13 @@ class Recovery:
         """A request that has not ended."""
         return self._relay.requests.get(request_id) or self._waiting.get(request_id)
 
+    def cancel(self, request: RequestState, error: StarlingError) -> None:
+        """End a request of `find_open` that its client has cancelled: its readers get `error`."""
+        if self._waiting.pop(request.id, None) is None:
+            self._relay.fail(request, error)
+        else:
+            self._fail(request, error)
+
     async def forget(self, request_id: str, tenant: str) -> None:
         """Drop the answer of a tenant's request that has ended, and free its key: on return also for a successor.
 
