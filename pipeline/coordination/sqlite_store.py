@@ -87,6 +87,22 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
+def _use_log(database: sqlite3.Connection) -> None:
+    """Switch to WAL mode, in which the file stays.
+
+    While another process switches a new file SQLite fails at once, because each of the two may wait for the other.
+    """
+    deadline = time.monotonic() + BUSY_S
+    while True:
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() >= deadline:
+                raise
+            time.sleep(READ_S)
+
+
 class SqliteStore(CoordinationStore):
     """The store in the file `path`, which is created. Used in one event loop; its calls run in one other thread."""
 
@@ -127,7 +143,7 @@ class SqliteStore(CoordinationStore):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             database = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
             try:
-                database.execute("PRAGMA journal_mode = WAL")
+                _use_log(database)
                 database.execute(
                     "PRAGMA synchronous = NORMAL"
                 )  # a power cut may lose the last moments, never consistency

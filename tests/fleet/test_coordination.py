@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -257,6 +259,26 @@ async def test_two_processes_of_a_file_see_each_other(tmp_path: Path) -> None:
         await other.put("a", b"1")
         await until(lambda: watcher.values == {"a": b"1"})
         await watcher.stop()
+
+
+async def test_a_new_file_is_opened_while_another_process_prepares_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite does not wait for a process that switches the file's mode: it fails at once."""
+    other = sqlite3.connect(tmp_path / "c.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            other.execute("COMMIT")
+
+    monkeypatch.setattr("pipeline.coordination.sqlite_store.time.sleep", sleep)
+    with closing(other):
+        async with SqliteStore(tmp_path / "c.db") as store:
+            assert await store.put("a", b"1") == 1
+    assert len(pauses) == 2
 
 
 async def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
