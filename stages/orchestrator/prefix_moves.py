@@ -118,21 +118,23 @@ class PrefixMoves:
         self._router = router
         self._note = note
         self._clock = clock
-        self._since: dict[str, float] = {}  # agents that drain: since when, s of the clock
+        self._since: dict[tuple[str, float], float] = {}  # drains: when they were seen first, s of the clock
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # by agent and model
-        self._done: set[tuple[str, str, str]] = set()  # with the engine's incarnation: once in a drain
+        # By drain, model and the engine's incarnation: once in a drain.
+        self._done: set[tuple[tuple[str, float], str, str]] = set()
         self._reports: OrderedDict[str, list[PrefixMove]] = OrderedDict()  # by agent
 
     def begin_round(self) -> None:
         """Look after all agents that drain."""
         now, table = self._clock(), self._router.table
-        draining = {view.agent_id: view for view in table if view.is_draining}
-        self._since = {name: self._since.get(name, now) for name in draining}
-        self._done = {key for key in self._done if key[0] in draining}
-        for view in draining.values():
-            is_due = now >= self._since[view.agent_id] + WAIT_S or not self._has_more(view)
+        # An agent may have ended a drain and begun another one since the last round.
+        drains = {(view.agent_id, view.draining_since): view for view in table if view.is_draining}
+        self._since = {drain: self._since.get(drain, now) for drain in drains}
+        self._done = {key for key in self._done if key[0] in drains}
+        for drain, view in drains.items():
+            is_due = now >= self._since[drain] + WAIT_S or not self._has_more(view)
             for one in view.details.loaded_models if view.health == "READY" and is_due else ():
-                key, once = (view.agent_id, one.model_id), (view.agent_id, one.model_id, one.engine_incarnation)
+                key, once = (view.agent_id, one.model_id), (drain, one.model_id, one.engine_incarnation)
                 if _moves(one) and key not in self._tasks and once not in self._done:
                     self._done.add(once)
                     task = asyncio.get_running_loop().create_task(self._run(view.agent_id, one))

@@ -196,6 +196,7 @@ class Registry(NodeManager):
                 may_start=name not in self._cordons,
                 reason="draining" if self._is_draining(name) else "cordoned" if name in self._cordons else "",
                 is_draining=self._is_draining(name),
+                draining_since=self._draining_since.get(name, 0.0),
             )
             for name, agent in sorted(self._agents.items())
             if agent.details is not None

@@ -129,6 +129,18 @@ def test_what_no_other_agent_holds_is_sent_and_what_it_leaves_is_nothing() -> No
     assert len(world.calls) > count
 
 
+def test_an_agent_that_drains_again_before_the_next_round_sends_what_it_has() -> None:
+    """No round sees it between its two drains."""
+    world = World()
+    world.prefixes = (prefix(1, 2),)
+    world.before = lambda agent, path: ModelUnavailable("it was lost") if path == "/take_prefixes" else None
+    assert [one.outcome for one in world.drain()] == ["failed"] == [one.outcome for one in world.drain()]
+    world.before = lambda agent, path: None
+    world.views["one"] = msgspec.structs.replace(world.views["one"], draining_since=1.0)
+    world.set_table()
+    assert [one.outcome for one in world.drain()] == ["sent"]
+
+
 def test_prefixes_that_begin_alike_go_to_the_same_agent_one_tenant_at_a_time() -> None:
     world = World()
     world.prefixes = tuple(prefix(first, second) for first in (10, 20) for second in (1, 2, 3))

@@ -124,6 +124,19 @@ async def test_cordons_keep_new_work_away() -> None:
     ]
 
 
+async def test_each_drain_of_an_agent_is_told_from_the_one_before() -> None:
+    fleet = Fleet()
+    await fleet.add("a")
+    fleet.answers["a"] = heartbeat("a")
+    await fleet.registry.health_check_nodes()
+    draining, begun = {"a": Cordon(is_draining=True)}, []
+    for cordons in (draining, {**draining, "b": Cordon()}, {}, draining):
+        fleet.now += 1.0
+        fleet.registry.set_cordons(cordons)
+        begun += [one.draining_since for one in fleet.registry.table() if one.is_draining]
+    assert begun[0] == begun[1] < begun[2]
+
+
 async def test_an_agent_that_drains_is_empty_when_it_has_named_no_session_for_some_time() -> None:
     fleet = Fleet()
     await fleet.add("a")
