@@ -123,6 +123,7 @@ class SessionMoves:
         self._clock = clock
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}  # by agent and model
         self._turns: dict[tuple[str, str], asyncio.Task[str]] = {}  # moves for turns, by tenant and session
+        self._under_way: set[tuple[str, str]] = set()  # sessions of all moves here, likewise
         self._paused: dict[tuple[str, str], float] = {}  # until when, s of the clock; the oldest first
         self._sent: dict[tuple[str, str, str], float] = {}  # by tenant, session and target; likewise
 
@@ -179,7 +180,11 @@ class SessionMoves:
     async def _look_after(
         self, turns: asyncio.Semaphore, agent_id: str, model: str, entry: SessionEntry, is_draining: bool
     ) -> None:
+        key = entry.tenant, entry.session
         async with turns:
+            if key in self._under_way:  # what was listed is a step of that move, which has not stopped
+                return
+            self._under_way.add(key)
             try:
                 if entry.state == "moved":
                     await self._finish(agent_id, entry.agent, model, entry)
@@ -198,6 +203,8 @@ class SessionMoves:
                         "reason": error.message,
                     },
                 )
+            finally:
+                self._under_way.discard(key)
 
     # ---------------------------------------------------------------- moves
 
@@ -294,7 +301,7 @@ class SessionMoves:
         likely = cheapest(at_home, others, Size(0), self._least_gain_s, self._router.weights)
         if (
             likely == home
-            or key in self._turns
+            or key in self._under_way
             or len(self._turns) >= MAX_AT_ONCE
             or sum(one[0] == tenant for one in self._turns) >= MAX_OF_TENANT
             or now < self._paused.get(key, float("-inf"))
@@ -307,9 +314,14 @@ class SessionMoves:
         target = next(one for one in others if one.agent_id == likely)
         work = self._move_for_turn(request_id, tenant, session, model, at_home, target)
         task = self._turns[key] = asyncio.get_running_loop().create_task(work)
-        task.add_done_callback(lambda done: self._turns.pop(key, None))
+        self._under_way.add(key)
+        task.add_done_callback(lambda done: self._turn_ended(key))
         await asyncio.wait({task}, timeout=max(LEAST_WAIT_S, at_home.queue_s))
         return task.result() if task.done() and not task.cancelled() else home
+
+    def _turn_ended(self, key: tuple[str, str]) -> None:
+        del self._turns[key]
+        self._under_way.discard(key)
 
     async def _move_for_turn(
         self, request_id: str, tenant: str, session: str, model: str, home: Place, target: Place

@@ -41,6 +41,7 @@ class World:
         self.of_pages = 1  # of the session, of which one can be sent
         self.most = 0  # bytes that were asked for
         self.move = "a" * 40
+        self.entry = bodies.SessionEntry(tenant="mine", session="s", state="held")  # as its agents list it
         self.given_up: list[str] = []
         self.owner = "mine"  # of its pages
         self.payers: list[tuple[str, str]] = []  # owner and tenant of pages that were sent
@@ -106,8 +107,7 @@ class World:
                 record=self.tokens, move=self.move, tokens=n, tails=tails, owner=self.owner
             )
         elif path == "/list_sessions":
-            entry = bodies.SessionEntry(tenant="mine", session="s", state="held")
-            answer = bodies.ListSessionsResponse(sessions=(entry,))
+            answer = bodies.ListSessionsResponse(sessions=(self.entry,))
         elif getattr(asked, "step", "") == "give_up":
             self.given_up.append(asked.move)
         elif path == "/take_session":
@@ -284,6 +284,29 @@ async def test_no_session_moves_for_a_turn_while_the_store_is_down() -> None:
     assert await world.turn() == "one" and world.calls == []
     world.moves.is_store_up = lambda: True
     assert await world.turn() == "two"
+
+
+async def test_a_move_that_is_under_way_is_not_taken_for_one_that_has_stopped() -> None:
+    """The target is slow to answer, and lists the copy meanwhile; and the other way round."""
+    world = World()
+    world.may_take.clear()
+    turn = asyncio.create_task(world.turn())
+    while MOVE[1] not in world.calls:
+        await asyncio.sleep(0)
+    world.entry = bodies.SessionEntry(tenant="mine", session="s", state="arrived", agent="one", move=world.move)
+    await world.moves.run("two", MODEL, is_draining=False)
+    world.may_take.set()
+    assert await turn == "two" and world.moves.outcomes == {"moved": 1}
+    assert world.calls == [*MOVE[:2], "two /list_sessions", *MOVE[2:]]
+    world = World()
+    world.may_take.clear()
+    drain = asyncio.create_task(world.moves.run("one", MODEL, is_draining=True))
+    while MOVE[1] not in world.calls:
+        await asyncio.sleep(0)
+    assert await world.turn() == "one"
+    world.may_take.set()
+    await drain
+    assert world.calls == ["one /list_sessions", *MOVE] and world.bound == ["two"]
 
 
 async def test_one_tenant_has_at_most_half_of_the_moves_for_turns() -> None:
