@@ -11,6 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -300,8 +301,8 @@ async def _in_background(request: web.Request, front: Front, job: Job) -> web.St
     assert background is not None
     shown = await background.begin(job)
     if job.is_stream:
-        await background.begun(job.request_id)
-        ticket = await front.ticket_of(request[CALLER], job.request_id, "")
+        find = partial(front.ticket_of, request[CALLER], job.request_id, "")
+        ticket = await background.once_begun(job.request_id, find)
         return await answer(request, front, ticket._replace(is_charged=False))
     headers = {"X-Starling-Request": job.request_id}
     return web.Response(body=shown, headers=headers, content_type=CONTENT_TYPE)

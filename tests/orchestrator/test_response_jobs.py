@@ -23,6 +23,7 @@ from pipeline.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
+    NotFound,
     Overloaded,
     ResourceError,
     StarlingError,
@@ -154,6 +155,32 @@ async def test_a_request_is_run_once_and_its_response_stored(both: tuple[Orchest
     assert await first.blobs.scan("jobs") == []
     for task in looking:
         task.cancel()
+
+
+async def test_the_client_of_a_stream_waits_for_the_orchestrator_that_has_taken_its_request(
+    both: tuple[Orchestrator, Orchestrator],
+) -> None:
+    """The other one has found it before this one, and has not sent it to an engine yet."""
+    first, second = both
+    one, asked = job(), 0
+
+    async def find() -> str:
+        nonlocal asked
+        asked += 1
+        if asked < 3:
+            raise NotFound("no engine has it")
+        return "ticket"
+
+    assert await first.jobs.add(one, await first.jobs.write(one))
+    second.background._take(one.request_id, one.tenant)
+    await second.background.begun(one.request_id)
+    first.background._take(one.request_id, one.tenant, is_new=True)
+    assert await first.background.once_begun(one.request_id, find) == "ticket" and first.began == []
+    second.may_end.set()
+    assert await first.ended(one) == "completed"
+    asked = 0
+    with pytest.raises(NotFound):
+        await first.background.once_begun(one.request_id, find)
 
 
 async def test_the_other_one_runs_what_a_closed_one_leaves(both: tuple[Orchestrator, Orchestrator]) -> None:

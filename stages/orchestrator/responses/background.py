@@ -16,7 +16,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -26,7 +26,7 @@ from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import failed_response, request_id_of
 from pipeline.coordination.election import Election
 from pipeline.coordination.interface import CoordinationStore
-from pipeline.errors import Overloaded, StarlingError, StorageUnavailable
+from pipeline.errors import NotFound, Overloaded, StarlingError, StorageUnavailable
 from stages.orchestrator.forward import MOVABLE, NotRepeated
 from stages.orchestrator.responses.jobs import Job, Jobs, Opened
 from stages.orchestrator.responses.keeper import ResponseKeeper
@@ -39,11 +39,14 @@ log = logging.getLogger("starling.orchestrator")
 RUN = f"{PREFIX}run/"
 LEASE_S = 5.0
 LOOK_S = 1.0  # between two looks for requests that none runs
+ELSEWHERE_S = 0.05  # between two looks for a request at the engines, which another orchestrator sends there
 RETRY_S = 1.0  # after the store has not answered, or no agent has taken a request; then twice as long, ...
 MOST_RETRY_S = 15.0  # ... up to this
 LATE_S = 600.0  # after its time: then a request ends whose failure could not be stored
 MAX_RUNNING = 256  # of one orchestrator; others wait
 MAX_OF_TENANT = 16  # that have not ended; as in a server
+
+T = TypeVar("T")
 
 KeepJob = Callable[[Job, bytes, KeptResponse], Awaitable[None]]  # stores what an engine has completed
 
@@ -175,6 +178,23 @@ class Background:
         """The response is stored, and will be deleted: nothing stores it again. Raises `StorageUnavailable`."""
         if await self._jobs.find(request_id_of(name), tenant) is not None:
             await self._jobs.end(request_id_of(name))
+
+    async def once_begun(self, request_id: str, find: Callable[[], Awaitable[T]]) -> T:
+        """What `find` returns when an engine has a request; it raises `NotFound` if none has. Raises `StarlingError`.
+
+        Another orchestrator may have taken the request, and have yet to send it.
+        """
+        is_open = True
+        while True:
+            await self.begun(request_id)
+            try:
+                return await find()
+            except NotFound:
+                if not is_open:
+                    raise
+            is_open = await self._jobs.is_open(request_id)  # before the next look: it may end meanwhile
+            if is_open:
+                await asyncio.sleep(ELSEWHERE_S)
 
     async def begun(self, request_id: str) -> None:
         """Wait until an engine has a request that runs here. Raises `StarlingError` if it has failed before."""
