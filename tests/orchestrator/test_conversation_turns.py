@@ -100,6 +100,31 @@ async def test_a_turn_that_is_ended_twice_ends() -> None:
     assert not (await world.store.scan(TURNS))[0]
 
 
+async def test_the_next_request_waits_for_a_turn_that_the_store_is_slow_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has its answer, and sends the next request to the same orchestrator."""
+    monkeypatch.setattr("stages.orchestrator.responses.turns.END_S", 0.0)
+    world, name = World(), f"conv_{1:048x}"
+    one = world.orchestrator().shared
+    revoke, may_end = one.turns._store.revoke, asyncio.Event()
+
+    async def late(lease: str) -> None:
+        one.turns._store.revoke = revoke  # type: ignore[method-assign]
+        await may_end.wait()
+        await revoke(lease)
+
+    turn = await one.turns.take("a", name, "req-1")
+    one.turns._store.revoke = late  # type: ignore[method-assign]
+    await turn.end()
+    await asyncio.sleep(0)
+    assert (await world.store.scan(TURNS))[0]
+    taking = asyncio.ensure_future(one.turns.take("a", name, "req-2"))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not taking.done()
+    may_end.set()
+    await (await taking).end()
+
+
 async def test_a_stored_response_in_the_background_is_not_in_progress() -> None:
     """Its clients see it completed before its request is removed."""
     world = World()

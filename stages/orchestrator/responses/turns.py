@@ -39,9 +39,16 @@ class Turn:
     """What a request holds of its conversation. Nothing if an earlier attempt of the request holds it."""
 
     def __init__(
-        self, holding: asyncio.Future[None] | None = None, last: Callable[[], Awaitable[object]] | None = None
+        self,
+        holding: asyncio.Future[None] | None = None,
+        last: Callable[[], Awaitable[object]] | None = None,
+        place: str = "",
     ) -> None:
-        """`last`: lets the record last for `LEFT_S` although the turn ends here. Raises `StorageUnavailable`."""
+        """`last`: lets the record last for `LEFT_S` although the turn ends here. Raises `StorageUnavailable`.
+
+        `place`: key of the record.
+        """
+        self.place = place
         self._holding = holding
         self._last = last
         self._has_ended = False
@@ -51,6 +58,11 @@ class Turn:
     def holds(self) -> bool:
         """Whether it is this request that must end it."""
         return self._holding is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the record is being removed."""
+        return self._has_ended
 
     async def end(self) -> None:
         """Let the next request begin. Idempotent. While the response is being stored it has no effect."""
@@ -127,7 +139,8 @@ class ConversationTurns:
             term = await answer(election.attempt())
             if term is not None:
                 holding = asyncio.ensure_future(election.hold(term))
-                turn = self._held[holding] = Turn(holding, partial(self._let_last, place, term.fence, mine))
+                last = partial(self._let_last, place, term.fence, mine)
+                turn = self._held[holding] = Turn(holding, last, place)
                 holding.add_done_callback(self._held.pop)
                 try:
                     await asyncio.sleep(0)  # it has begun, so that it will resign
@@ -140,12 +153,19 @@ class ConversationTurns:
             if item is None:
                 continue
             known = _decode(item.value)
+            if known.request_id != request_id and (ending := self._ending(place)):
+                await answer(asyncio.wait(ending))  # their clients may have their answers already
+                continue
             if known.request_id != request_id:
                 raise _in_progress(name, min(LEFT_S, float(known.until) - self._wall()))
             if NO_DIGEST not in (mine.digest, known.digest) and known.digest != mine.digest:
                 raise other_body(key)
             return Turn()
         raise _in_progress(name)
+
+    def _ending(self, place: str) -> list[asyncio.Future[None]]:
+        """The ends of turns of this orchestrator for which the store takes longer than `END_S`."""
+        return [holding for holding, turn in self._held.items() if turn.is_ending and turn.place == place]
 
     async def _let_last(self, place: str, fence: int, record: _Record) -> None:
         lease = await answer(self._store.grant(LEFT_S))
