@@ -58,12 +58,15 @@ def test_the_first_request_after_a_drain_finds_its_prefix(hosts: Hosts) -> None:
     for _ in range(TRIES):
         done = hosts.run("drain", "one", "--wait", "--timeout", "120")
         assert done.exit_code == 0, done.output
-        event = [one for one in fleet.fleet_events() if one["kind"] == "prefixes-sent"][-1]
-        if "sent" in event["text"]:
+        # None if the agent has not listed its prefixes in time.
+        events = [one for one in fleet.fleet_events() if one["kind"] == "prefixes-sent"]
+        if events and "sent" in events[-1]["text"]:
             break
         hosts.cordon("one", False)
-    assert event["agent"] == "one" and "1 sent" in event["text"], event
-    (shown,) = [one for one in fleet.state()["agents"] if one["agent_id"] == "one"]
+    assert events and events[-1]["agent"] == "one" and "1 sent" in events[-1]["text"], events
+    # An agent that is slow to answer a poll meanwhile is not known to be empty until it does.
+    state = fleet.wait(lambda state: any(agent["may_stop"] for agent in state["agents"]))
+    (shown,) = [one for one in state["agents"] if one["agent_id"] == "one"]
     assert shown["may_stop"] and shown["left"]["prefixes"] == 0
 
     cached, request_id = cached_tokens(fleet, SHARED + "and a lamp")
@@ -87,8 +90,9 @@ def test_the_first_request_after_a_drain_finds_its_prefix(hosts: Hosts) -> None:
     for _ in range(TRIES):
         done = hosts.run("drain", "two", "--wait", "--timeout", "120")
         assert done.exit_code == 0, done.output
-        outcomes = {one["outcome"] for one in json.loads(hosts.run("why", "two", "--json").output)["prefixes"]}
+        why = hosts.run("why", "two", "--json")
+        outcomes = {one["outcome"] for one in json.loads(why.output)["prefixes"]} if why.exit_code == 0 else set()
         hosts.cordon("two", False)
-        if not outcomes & {"skipped", "failed"}:
+        if outcomes and not outcomes & {"skipped", "failed"}:
             break
     assert outcomes == {"held"}
