@@ -36,6 +36,8 @@ def models_dir(tmp_path: Path) -> Path:
 async def test_a_suspended_engine_refuses_and_a_resumed_one_gives_the_same_answer(
     tmp_path: Path, models_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # How soon it must have refused is that of leases, which there are none of here.
+    monkeypatch.setattr("stages.agent.engines.starling_engine.SUSPEND_S", START_S)
     (index,) = models_dir.glob("*.idx")
     home = tmp_path / "own" / "engine-1"
     share_caches(tmp_path)
