@@ -149,9 +149,10 @@ async def test_a_request_is_run_once_and_its_response_stored(both: tuple[Orchest
     await first.background.begun(one.request_id)
     assert await second.background.find("a", one.name) == one
     assert await second.background.find("b", one.name) is None
-    first.may_end.set()
+    for orchestrator in both:
+        orchestrator.may_end.set()
     assert await second.ended(one) == "completed"
-    assert first.began == [one.request_id] and second.began == []
+    assert first.began + second.began == [one.request_id]  # the other one may have found it before
     assert await first.blobs.scan("jobs") == []
     for task in looking:
         task.cancel()
