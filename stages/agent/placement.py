@@ -39,6 +39,7 @@ log = logging.getLogger("starling.agent")
 ADMIT_S = 30.0  # of a download: for so long a request may wait in an engine for the last layers
 WITHDRAW_S = 3 * ADMIT_S  # of a download: for longer, no more requests wait in an engine
 ADMIT_POLL_S = 0.1
+RESUME_S = 5.0  # for an engine to take requests again, though calls to it come late on a busy host
 FIRST_DEATHS = 3  # more in a short time, and the agent reports that the engine keeps dying
 
 Bring = Callable[["Placement"], Awaitable[None]]
@@ -278,12 +279,29 @@ class Placement:
             if engine is None or not self._was_ready:
                 return
             try:
-                await (engine.resume() if is_open else engine.suspend())
+                await (self._resume(engine) if is_open else engine.suspend())
             except EngineDied as error:
                 if engine is not self.engine or not self._was_ready:
                     return  # it has ended since, and what is started now is not to be ended
                 log.warning("an engine is ended", extra={"model": self.model_id, "reason": error.message})
                 await engine.stop(at_once=True)
+
+    async def _resume(self, engine: Engine) -> None:
+        """Let an engine take requests. Raises `EngineDied` if it does not answer in time, or the lease ends."""
+
+        def may_again() -> bool:
+            return self._is_open() and engine is self.engine and self._was_ready
+
+        until = self._clock() + RESUME_S
+        while True:
+            try:
+                return await engine.resume()
+            except EngineDied:
+                if not may_again() or self._clock() >= until:
+                    raise
+                await self._sleep(ADMIT_POLL_S)
+                if not may_again():
+                    raise
 
     def note_progress(self, phase: str, done: int, total: int) -> None:
         """How far the download is."""
@@ -415,7 +433,7 @@ class Placement:
                 if is_suspended:
                     async with self._switching:  # a lease that ends meanwhile suspends it afterwards
                         if self._is_open():  # since the question
-                            await engine.resume()
+                            await self._resume(engine)
                 log.info("model is ready", extra={"model": self.model_id, "url": engine.url, "s": self.load_s})
                 raise await _while_arriving(download, self._watched(engine, download))
             finally:

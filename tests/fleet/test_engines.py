@@ -27,7 +27,7 @@ from stages.agent.engines.fence import fence, processes_of, write_mark
 from stages.agent.engines.interface import Capabilities, Engine, EngineDied, Queue
 from stages.agent.engines.prometheus_text import values
 from stages.agent.engines.starling_engine import engine_config
-from stages.agent.placement import Placement
+from stages.agent.placement import RESUME_S, Placement
 from tests.fleet.coordination_stores import until
 
 WAITING = "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); sys.stdin.read()"
@@ -287,6 +287,54 @@ async def replaced(call: Callable[[Placement], Awaitable[None]]) -> tuple[Placem
 async def test_an_engine_that_could_not_be_suspended_is_ended_and_not_its_successor() -> None:
     placement, successor = await replaced(Placement.close)
     assert (placement.state, successor.stops) == ("READY", 0)
+    await placement.stop()
+
+
+class Late(Busy):
+    """An engine for which the first calls to resume come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.resumes = 0
+
+    async def resume(self) -> None:
+        self.resumes += 1
+        if self.resumes < 4:
+            raise EngineDied("it does not answer")
+
+
+@pytest.mark.parametrize("lasts", [True, False])
+async def test_an_engine_that_is_slow_to_resume_is_ended_only_without_a_lease(lasts: bool) -> None:
+    engine, is_valid = Late(), True
+
+    async def bring(placement: Placement) -> None:
+        return
+
+    async def sleep(seconds: float) -> None:
+        nonlocal is_valid
+        is_valid = lasts
+
+    placement = Placement(ENTRY, bring, lambda entry, arriving: engine, lambda: is_valid, sleep=sleep)
+    await placement.wait()
+    await placement.open()
+    assert (engine.resumes, engine.stops) == ((4, 0) if lasts else (1, 1))
+    await placement.stop()
+
+
+async def test_an_engine_that_does_not_resume_is_ended_after_a_while() -> None:
+    engine, now = Late(), [0.0]
+    engine.resumes = -1000
+
+    async def bring(placement: Placement) -> None:
+        return
+
+    async def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    placement = Placement(ENTRY, bring, lambda entry, arriving: engine, lambda: True, sleep=sleep, clock=lambda: now[0])
+    await placement.wait()
+    await placement.open()
+    assert (now[0], engine.stops) == (RESUME_S, 1)
     await placement.stop()
 
 
