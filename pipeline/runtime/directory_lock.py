@@ -111,6 +111,8 @@ def is_held(directory: Path) -> bool:
         return False
     except BlockingIOError:
         return True
+    except FileNotFoundError:  # the directory has just been removed
+        return False
     finally:
         os.close(fd)
 

@@ -24,7 +24,7 @@ from pipeline.supervise import listen_fd
 from pipeline.tls.certificate import files_of, read_certificate
 from shm.checkpoint import VERSION, CheckpointError, load_index
 from starling import model_list
-from starling.doctor.finding import Finding, megabytes, ok, problem, warning
+from starling.doctor.finding import Finding, disk_bytes, megabytes, ok, problem, warning
 
 LEAST_DAYS = 14  # before a certificate expires
 LEAST_DISK = 1 << 30  # bytes: logs, state and saved pages of a small server
@@ -192,8 +192,7 @@ def kernels(config: Config) -> Finding:
         if not stored_code.is_compiled(kv_type):
             remedy = "`starling prepare` compiles them, once, in a minute; the first start does so too"
             return warning("kernels", f"not compiled yet for this CPU, version and {kv_type}", remedy)
-    size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    return ok("kernels", f"compiled, {megabytes(size)} in {cache}")
+    return ok("kernels", f"compiled, {megabytes(disk_bytes(cache))} in {cache}")
 
 
 def tokenizer_kernels() -> Finding:
@@ -204,8 +203,7 @@ def tokenizer_kernels() -> Finding:
     if not compiled.is_stored():
         found = "its kernels are not compiled yet for this version; without them texts are encoded more slowly"
         return warning("tokenizer", found, "`starling prepare` compiles them, once, in seconds; a start does so too")
-    size = sum(path.stat().st_size for path in place.rglob("*") if path.is_file())
-    return ok("tokenizer", f"its kernels are compiled, {size / 1e3:,.0f} kB in {place}")
+    return ok("tokenizer", f"its kernels are compiled, {disk_bytes(place) / 1e3:,.0f} kB in {place}")
 
 
 # ------------------------------------------------------------------ leftovers
@@ -228,10 +226,9 @@ def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/s
     for folder in sorted(shm.glob(f"starling-{os.getuid()}-*")):
         if folder.is_symlink() or not folder.is_dir() or (folder == own and runs):
             continue
-        files = [path for path in folder.iterdir() if path.is_file()]
-        if not files or directory_lock.is_held(folder):
+        if directory_lock.is_held(folder) or not (nbytes := disk_bytes(folder)):
             continue
-        size = megabytes(sum(path.stat().st_blocks * 512 for path in files))
+        size = megabytes(nbytes)
         if folder == own:
             yield warning("leftovers", f"{size} of arenas of a killed server", "the next start uses them again")
         else:
@@ -241,9 +238,7 @@ def _arenas_of_dead_servers(config: Config, runs: bool, shm: Path = Path("/dev/s
 
 def _unfinished_downloads() -> Iterator[Finding]:
     folder = paths.models_dir() / ".fetch"
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    size = sum(path.stat().st_blocks * 512 for path in files)
-    if size:
+    if size := disk_bytes(folder):
         remedy = f"repeat the download, which continues it, or rm -r {folder}"
         yield warning("leftovers", f"{megabytes(size)} of unfinished downloads", remedy)
 

@@ -15,7 +15,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import capacity, control_cores, worker_groups
 from shm import memory_nodes
 from shm.huge_pages import is_granted
-from starling.doctor.finding import Finding, megabytes, ok, problem, warning
+from starling.doctor.finding import Finding, disk_bytes, megabytes, ok, problem, warning
 
 FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
 GOOD_CLOCKS = ("tsc", "kvm-clock", "hyperv_clocksource_tsc_page", "arch_sys_counter")
@@ -145,7 +145,7 @@ def _file_bytes(model: ModelConfig) -> int:
 def arenas(config: Config) -> Finding:
     """Space of the file system of the arenas."""
     folder = paths.arena_dir(config)
-    own = sum(path.stat().st_blocks * 512 for path in folder.glob("*")) if folder.is_dir() else 0
+    own = disk_bytes(folder)
     facts = os.statvfs(_existing(folder))
     free, total = facts.f_bavail * facts.f_frsize + own, facts.f_blocks * facts.f_frsize
     need = sum(capacity.need(config, model) for model in config.preloaded)

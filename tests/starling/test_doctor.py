@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
 from pipeline import cgroup
-from pipeline.config import server_cores
+from pipeline.config import paths, server_cores
 from pipeline.config.load import resolve
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig, PerformanceConfig, ServerConfig
 from pipeline.errors import ConfigError
@@ -24,6 +28,7 @@ from pipeline.models import digests, registry, sources
 from pipeline.models.pull import pull
 from pipeline.models.sources import FileSource
 from pipeline.models.store import no_progress
+from pipeline.runtime import directory_lock
 from starling.cli import cli
 from starling.cli.doctor import check_cores, lines
 from starling.doctor import machine
@@ -256,6 +261,41 @@ def test_what_a_crash_has_left(home: Path) -> None:
     texts = [one.found for one in leftovers(CONFIG)]
     assert any("unfinished downloads" in text for text in texts)
     assert any("checkpoints without a model file" in text for text in texts)
+
+
+def test_files_that_go_while_they_are_measured_are_no_error(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage replaces its metrics every second, and a server that stops removes its arenas."""
+    from starling.doctor.home import _arenas_of_dead_servers
+
+    config = Config(models=CONFIG.models, server=ServerConfig(arena_dir=str(tmp_path)))
+    folder = paths.arena_dir(config)
+    write(folder, {"server.lock": "x" * 4096, ".kv.metrics.new": "x"})
+
+    def renaming(look: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def renamed(path: Any, **options: Any) -> os.stat_result:
+            if str(path).endswith(".metrics.new"):
+                Path(path).unlink(missing_ok=True)
+            return look(path, **options)
+
+        return renamed
+
+    with monkeypatch.context() as patched:
+        for name in ("stat", "lstat"):
+            patched.setattr(os, name, renaming(getattr(os, name)))
+        assert machine.arenas(config).found
+    assert [path.name for path in folder.iterdir()] == ["server.lock"]
+    assert len(list(_arenas_of_dead_servers(config, runs=False, shm=tmp_path))) == 1
+
+    lock = directory_lock._short_lock
+
+    def removed(directory: Path) -> AbstractContextManager[None]:
+        shutil.rmtree(directory)
+        return lock(directory)
+
+    monkeypatch.setattr(directory_lock, "_short_lock", removed)
+    assert list(_arenas_of_dead_servers(config, runs=False, shm=tmp_path)) == []
 
 
 def test_kernels_are_compiled_when_every_entry_is_stored(home: Path) -> None:
