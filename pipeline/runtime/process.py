@@ -40,6 +40,10 @@ _SIGSET_BYTES = 128
 _IN_ATTRIB, _IN_MOVED_TO = 0x4, 0x80
 
 
+# The longest wait of a `poll` that a signal is to end. A handler of Python's runs between two instructions: that of a
+# signal which comes after the last of them, just before the system call, runs when the call returns.
+LOST_SIGNAL_S = 5.0
+
 _epoch_ns = 0
 
 

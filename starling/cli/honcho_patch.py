@@ -6,8 +6,9 @@ uses: that is 30 ms of a start.
 It reads the output of its processes itself. honcho forks a reader for each, which is memory for nothing
 (honcho_outputs.py).
 
-It sleeps while its processes run. honcho polls its event queue ten times per second, although every event wakes it:
-that is a sixth of the CPU time of an idle server. Timeouts matter only after the first process has ended.
+It sleeps while its processes run, but for a look every five seconds. honcho polls its event queue ten times per second,
+although every event wakes it: that is a sixth of the CPU time of an idle server. Timeouts matter only after the first
+process has ended.
 
 It discards its output once the reader has closed the pipe, and drops lines while the reader does not read
 (bounded_output.py). honcho would fail at the one and wait at the other, and then not end on SIGTERM.
@@ -36,7 +37,7 @@ from typing import Any, TextIO
 
 from honcho import environ, manager, printer
 
-from pipeline.runtime.process import EXIT_FATAL
+from pipeline.runtime.process import EXIT_FATAL, LOST_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli import forked_supervisor
 from starling.cli.bounded_output import BoundedOutput
@@ -147,9 +148,9 @@ class Manager(manager.Manager):
         text = f"{event.name} was killed by {signal.Signals(-code).name}; starting it again\n"
         return printer.Message(type="line", data=text, time=event.time, name=manager.SYSTEM_PRINTER_NAME, colour=None)
 
-    def held_timeout_s(self) -> float | None:
-        """How long `Events` may sleep; None: until an event."""
-        return HELD_S if self._held else None
+    def held_timeout_s(self) -> float:
+        """How long `Events` may sleep."""
+        return HELD_S if self._held else LOST_SIGNAL_S
 
     def take_held(self) -> Any:
         """Start the killed processes that are due. If the server stops, returns the stop event of one instead."""

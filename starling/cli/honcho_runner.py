@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.runtime.malloc_trim import trim
-from pipeline.runtime.process import EXIT_FATAL, die_with_parent, open_rename_watch
+from pipeline.runtime.process import EXIT_FATAL, LOST_SIGNAL_S, die_with_parent, open_rename_watch
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.forked_supervisor import command_of, preload
 from starling.cli.stage import STAGES
@@ -42,15 +42,14 @@ class HonchoRunner:
         env = {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
         # A child of the fork has as much room for its command as this process.
         longest = max((command_of(stage) for stage in STAGES), key=lambda words: len("".join(words)))
-        self._honcho = _fork(arguments, env) if can_fork(longest) else _spawn(arguments, env)
-        self._pidfd = os.pidfd_open(self._honcho.pid)
-        self._poll = select.poll()
-        for fd in (self._wake, self._pidfd):
-            self._poll.register(fd, select.POLLIN)
         self._renames = -1  # readable when a record has been replaced; -1: not watched
         with contextlib.suppress(OSError):  # the number of inotify watches per user is limited
             self._renames = open_rename_watch(run_dir)
-            self._poll.register(self._renames, select.POLLIN)
+        self._honcho = _fork(arguments, env) if can_fork(longest) else _spawn(arguments, env)
+        self._pidfd = os.pidfd_open(self._honcho.pid)
+        self._poll = select.poll()
+        for fd in (self._wake, self._pidfd, *([self._renames] if self._renames >= 0 else [])):
+            self._poll.register(fd, select.POLLIN)
 
     def run(self, check: Callable[[], bool]) -> int:
         """Wait for honcho's end. Returns 0 if a signal ended it.
@@ -59,7 +58,7 @@ class HonchoRunner:
         """
         try:
             is_checked = False
-            while not self._signals and not self._is_over(None if is_checked else CHECK_S):
+            while not self._signals and not self._is_over(LOST_SIGNAL_S if is_checked else CHECK_S):
                 if not is_checked and check():
                     is_checked = True
                     self._end_watch()
@@ -94,9 +93,9 @@ class HonchoRunner:
                 return True
         return self._is_over(0.0)
 
-    def _is_over(self, timeout_s: float | None) -> bool:
-        """Wait for honcho's end, a signal or the timeout (s; None: no limit). True if honcho has ended."""
-        ready = {fd for fd, _ in self._poll.poll(None if timeout_s is None else timeout_s * 1000)}
+    def _is_over(self, timeout_s: float) -> bool:
+        """Wait for honcho's end, a signal or the timeout (s). True if honcho has ended."""
+        ready = {fd for fd, _ in self._poll.poll(timeout_s * 1000)}
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._renames in ready:

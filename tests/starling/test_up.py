@@ -11,16 +11,21 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from honcho import printer
 
 from pipeline.config import server_cores
+from starling.cli import honcho_patch, honcho_runner
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 180.0
+POLL = "7"  # the number of the system call, x86-64
 
 # `up` with the Procfile of the test and nothing to prepare.
 UP = """
@@ -277,3 +282,52 @@ def test_honcho_does_not_outlive_it(start: Start) -> None:
     for fd in fds:
         assert select.select([fd], [], [], WAIT_S)[0]
         os.close(fd)
+
+
+def raise_beside_poll(number: signal.Signals) -> None:
+    """Give this process a signal while its main thread is in `poll`, which does not return.
+
+    As at a signal that comes just before the system call, a handler of Python's waits for the end of the call.
+    """
+    state = Path(f"/proc/self/task/{threading.main_thread().native_id}/syscall")
+
+    def run() -> None:
+        while state.read_text().split()[0] != POLL:
+            time.sleep(0.01)
+        signal.pthread_kill(threading.get_ident(), number)
+
+    threading.Thread(target=run).start()
+
+
+def test_a_signal_just_before_a_wait_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(honcho_runner, "LOST_SIGNAL_S", 0.1)
+    (tmp_path / "Procfile").write_text("one: exec sleep 1000\n")
+    runner = honcho_runner.HonchoRunner(tmp_path / "Procfile", {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path)
+    late = threading.Timer(WAIT_S, runner._honcho.kill)
+    late.start()
+
+    def check() -> bool:
+        raise_beside_poll(signal.SIGTERM)
+        return True
+
+    assert runner.run(check) == 0
+    assert late.is_alive()
+    late.cancel()
+
+
+def test_honcho_obeys_a_signal_just_before_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(honcho_patch, "LOST_SIGNAL_S", 0.1)
+    events = honcho_patch.Manager(honcho_patch.Printer(sys.stdout)).events
+    before = signal.signal(signal.SIGTERM, lambda *_: events.add(line("received")))
+    late = threading.Timer(WAIT_S, events.add, [line("late")])
+    late.start()
+    try:
+        raise_beside_poll(signal.SIGTERM)
+        assert events.get().data == "received"
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        late.cancel()
+
+
+def line(text: str) -> printer.Message:
+    return printer.Message(type="line", data=text, time=datetime.now(), name="system", colour=None)
