@@ -40,6 +40,7 @@ from starling.cli.users_lock import end_when_unused
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
 WAITING_S = 5.0  # before it prints which stages are not ready
+ANSWER_S = 1.0  # for each step of the answer of /ready; then it is asked again
 
 
 @click.command(
@@ -256,10 +257,10 @@ def _answers_ready(config: Config) -> bool:
 
 def _connect(config: Config) -> socket.socket:
     if not config.server.unix_socket:
-        return socket.create_connection((listen_fd.reachable(config.server.host), config.server.port), timeout=1.0)
+        return socket.create_connection((listen_fd.reachable(config.server.host), config.server.port), timeout=ANSWER_S)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(1.0)
+        connection.settimeout(ANSWER_S)
         connection.connect(str(socket_path(config)))
     except OSError:
         connection.close()

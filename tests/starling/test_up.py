@@ -36,6 +36,7 @@ from starling.cli import honcho_runner, main, up
 up.PROCFILE = Path(sys.argv.pop(1))
 up.prepare_all = lambda config: None
 honcho_runner.CHECK_S = float(os.environ.get("CHECK_S", honcho_runner.CHECK_S))
+up.ANSWER_S = 60.0  # where no check in time would ask again
 main()
 """
 
@@ -124,9 +125,8 @@ class Up:
                 return found
 
     def stage_pid(self) -> int:
-        """The pid that honcho has printed."""
-        printed = re.search(r"pid=(\d+)", "".join(self.seen))
-        assert printed
+        """The pid that honcho prints: after the banner, which comes from another process, if it had no core before."""
+        printed = re.search(r"pid=(\d+)", "".join(self.seen)) or self.wait_for(r"pid=(\d+)")
         return int(printed[1])
 
     def end(self) -> int:
