@@ -45,17 +45,20 @@ def collect(
     """
     removed: list[Item] = []
     with lock(models_dir, "names"):
-        needed = {*in_use, *(record.digest for record in registry.read_all(models_dir))}
-        needed |= {record.entry.digest for record, _ in pulled.read_all(models_dir)}  # published ones have no GGUF
-        blobs = {os.path.realpath(registry.blob_path(models_dir, digest)) for digest in _digests(models_dir) - needed}
-        for known, stamp in digests.read_all(models_dir).items():
-            if known not in blobs and os.path.exists(known):
-                needed.add(stamp.sha256)
+        # Listed first: a file that comes later stays, and who has placed one that is here has noted its digest before.
+        here = sorted(models_dir.iterdir())
         # A file that a pull has just placed has no record yet, and which file that is, its lock does not say.
         is_pulling = any(is_locked(one) for one in models_dir.glob(".pull-*.lock"))
         # Nor has the checkpoint that was made of a hub's repository just now.
         is_converting = any(is_locked(one) for one in models_dir.glob(".hf-*.lock"))
-        for path in sorted(models_dir.iterdir()):
+        needed = {*in_use, *(record.digest for record in registry.read_all(models_dir))}
+        needed |= {record.entry.digest for record, _ in pulled.read_all(models_dir)}  # published ones have no GGUF
+        stored = {found[1] for path in here if (found := _FILE.fullmatch(path.name))}
+        blobs = {os.path.realpath(registry.blob_path(models_dir, digest)) for digest in stored - needed}
+        for known, stamp in digests.read_all(models_dir).items():
+            if known not in blobs and os.path.exists(known):
+                needed.add(stamp.sha256)
+        for path in here:
             found = _FILE.fullmatch(path.name)
             if found and found[1] not in needed and not is_locked(models_dir / f".ingest-{found[1][:16]}.lock"):
                 if (is_pulling and found[2] == "gguf") or (is_converting and found[2] in ("idx", "bin")):
@@ -79,10 +82,6 @@ def _adapters(models_dir: Path, in_use: Collection[str], is_dry: bool) -> Iterat
             yield Item(str(path), _size(path), "no loaded model uses this adapter")
             if not is_dry:
                 path.unlink(missing_ok=True)
-
-
-def _digests(models_dir: Path) -> set[str]:
-    return {found[1] for path in models_dir.iterdir() if (found := _FILE.fullmatch(path.name))}
 
 
 def _downloads(models_dir: Path, is_dry: bool) -> Iterator[Item]:

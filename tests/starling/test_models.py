@@ -18,7 +18,7 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
 
 from pipeline.config.schema import ModelConfig
-from pipeline.models import pull, registry
+from pipeline.models import collect, digests, pull, registry
 from pipeline.models.locks import lock
 from pipeline.models.sources import FileSource
 from stages.worker.checkpoint.prepare import prepare_checkpoint
@@ -149,6 +149,23 @@ def test_gc_leaves_the_files_of_pip_to_a_fetch_that_runs(folder: Path) -> None:
     assert [item["path"] for item in json.loads(starling("gc", "--json").output)] == [
         str(folder / ".fetch" / "pip-abc")
     ]
+
+
+def test_gc_leaves_what_arrives_while_it_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process notes the digest of a file, and places its checkpoint, when the digests have been read."""
+    (folder / ".pull-killed.lock").touch()
+    source, digest, is_locked = folder / "configured.gguf", "1" * 64, collect.is_locked
+    source.write_bytes(b"GGUF")
+
+    def is_locked_late(path: Path) -> bool:
+        if path.name == ".pull-killed.lock" and not digests.read_all(folder).get(str(source)):
+            digests.remember("m", source, digests.Stamp(*digests.identity(source.stat()), digest), folder)
+            (folder / f"{digest}.idx").touch()
+        return is_locked(path)
+
+    monkeypatch.setattr(collect, "is_locked", is_locked_late)
+    assert starling("gc").exit_code == 0
+    assert (folder / f"{digest}.idx").exists()
 
 
 def test_a_file_that_another_one_has_replaced_is_named(folder: Path) -> None:
