@@ -37,6 +37,7 @@ from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
 from starling.cli.stage import STAGES
 from starling.cli.users_lock import end_when_unused
+from starling.doctor.finding import disk_bytes
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
 WAITING_S = 5.0  # before it prints which stages are not ready
@@ -157,8 +158,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
     home = Path(config.server.arena_dir or shm)
     there = paths.arena_dir(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.
-    left = sum(path.stat().st_blocks * 512 for path in there.glob("*")) if there.is_dir() else 0
-    free = _free(home) + left
+    free = _free(home) + disk_bytes(there)
     if free >= need:
         return {}
     advice = (

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, ResourceError
 from starling.cli import up as up_module
@@ -56,6 +57,18 @@ def test_arenas_move_out_of_a_small_shared_memory(
     moved = up_module.choose_arena_dir(resolve({}, {}))
     assert moved == {"STARLING_SERVER__ARENA_DIR": str(home / "arenas")}
     assert "/dev/shm has 64 MB free and the arenas need 576 MB" in capsys.readouterr().out
+
+
+def test_a_file_that_goes_while_arenas_are_measured_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stages of a killed server may still replace their metrics. Nothing is there any more: as a link to nothing."""
+    room(monkeypatch, shm=600, disk=600)
+    config = resolve({"server": {"run_dir": str(tmp_path / "run"), "arena_dir": str(tmp_path)}}, {})
+    folder = paths.arena_dir(config)
+    folder.mkdir()
+    (folder / ".kv.metrics.new").symlink_to(tmp_path / "gone")
+    assert up_module.choose_arena_dir(config) == {}
 
 
 @pytest.mark.parametrize("configured", ["", "/dev/shm"])
