@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -36,6 +37,7 @@ POLL_S = 0.1  # between two questions whether the server is ready
 PROBE_TIMEOUT_S = 5.0
 LINES = 40  # of the server's output, for the message about a start that failed
 END_S = 15.0  # for the server to end; then it is killed
+GATEWAY_S = 30.0  # without a gateway while other stages run: it may be starting again
 
 
 class ServerUse:
@@ -119,11 +121,17 @@ class ServerUse:
                     self._output.append(line)
 
     def _wait_ready(self, run_dir: Path) -> None:
-        reported = ""
+        reported, seen = "", time.monotonic()
         while not self._answers():
             if self._child is None and not is_running(run_dir):
                 raise ModelUnavailable(
                     "the server ended before it was ready; `starling logs` shows why, then try again"
+                )
+            if self._child is not None or rundir.lock_holder(run_dir, "up") or _has_gateway(run_dir):
+                seen = time.monotonic()
+            elif time.monotonic() - seen > GATEWAY_S:
+                raise ModelUnavailable(
+                    f"stages of a server run here, and no gateway for {GATEWAY_S:g} s; `starling status` shows them"
                 )
             if self._child is not None:
                 if self._child.poll() is not None:
@@ -147,7 +155,7 @@ class ServerUse:
 
         Without a gateway of this run directory, what listens on the port is another program.
         """
-        if not any(one.stage == "gateway" and one.alive for one in status.read_all(self._run_dir)):
+        if not _has_gateway(self._run_dir):
             return False
         address = addresses.of_config(self._config)
         connection = address.connection(PROBE_TIMEOUT_S)
@@ -198,9 +206,11 @@ class ServerUse:
 
 
 def is_running(run_dir: Path) -> bool:
-    """Does a server of this run directory run, or prepare its start?"""
-    if rundir.lock_holder(run_dir, "up"):
-        return True
+    """Does a server of this run directory run, or prepare its start? One whose gateway is being restarted does, too."""
+    return bool(rundir.lock_holder(run_dir, "up")) or any(record.alive for record in status.read_all(run_dir))
+
+
+def _has_gateway(run_dir: Path) -> bool:
     return any(record.stage == "gateway" and record.alive for record in status.read_all(run_dir))
 
 
