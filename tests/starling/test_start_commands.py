@@ -44,7 +44,10 @@ def command_of(how: str, stage: str) -> list[str]:
 def kill(*started: subprocess.Popen[bytes]) -> None:
     """Kill processes with all that they have started, at once."""
     pids = [pid for process in started if process.poll() is None for pid in procfs.process_tree(process.pid)]
-    fds = [os.pidfd_open(pid) for pid in pids]
+    fds: list[int] = []
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it has ended since, as what a stage starts for a moment does
+            fds.append(os.pidfd_open(pid))
     for number in (signal.SIGSTOP, signal.SIGKILL):
         for fd in fds:
             with contextlib.suppress(ProcessLookupError):
