@@ -25,7 +25,7 @@ from pipeline.runtime.steady_clock import clock_path, read_ns
 from shm.arena import ArenaError
 from shm.decoding import DECODE_ERRORS
 from shm.layer_groups import LayerGroups
-from shm.pages import PAGE_FULL, PAGE_LEASED, KvArena, attach_kv, unpack_ordinal
+from shm.pages import PAGE_FULL, KvArena, attach_kv, unpack_ordinal
 from shm.prefix_hash import PageHash, group_hash
 from stages.kv.audit import PageAudit
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum, count_states
@@ -150,8 +150,8 @@ def _find_damage(headers: PageHeaders, views: KvArena, page: int, check: bool) -
             problem = "fails its checksum"
         else:
             return ""
-        if headers.state(page) == PAGE_LEASED or headers.record(page)[:72] != before[:72]:
-            return ""  # it was evicted meanwhile
+        if headers.state(page) != PAGE_FULL or headers.record(page)[:72] != before[:72]:
+            return ""  # it was evicted meanwhile, and may be in the middle of a lease
     return problem
 
 

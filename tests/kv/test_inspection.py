@@ -20,6 +20,7 @@ from stages.kv.inspection import inspect
 from stages.kv.lease import Grant
 from stages.kv.manager import Manager
 from stages.kv.model import ModelPages
+from stages.kv.pool.page_headers import PageHeaders
 from stages.kv.pool.page_pool import PagePool
 from stages.kv.report import Report
 from stages.kv.storage import disk_store, persist
@@ -127,6 +128,22 @@ def test_check_finds_every_kind_of_damage(pages: ModelPages) -> None:
     ):
         assert piece in problems
     assert f"page {cached[0]}" not in "\n".join(inspect(pages.config).problems)  # not without check
+
+
+def test_a_page_in_the_middle_of_a_lease_is_not_damaged(pages: ModelPages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kv stage evicts a page after the check has seen it, and has no core between two stores of its next lease."""
+    assert pages.manager is not None
+    pool, look = pages.manager.pool, PageHeaders.states_and_refs
+    page = pool.table.evictable_pages()[0]
+
+    def look_before(headers: PageHeaders) -> tuple[np.ndarray, ...]:
+        found = tuple(one.copy() for one in look(headers))
+        pool.headers.free(page)
+        pool.arena.headers[page, :16] ^= 1  # the root
+        return found
+
+    monkeypatch.setattr(PageHeaders, "states_and_refs", look_before)
+    assert inspect(pages.config, check=True).problems == []
 
 
 def test_counts_unreachable_pages(tmp_path: Path) -> None:
