@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents
@@ -34,16 +34,19 @@ class CatalogReader:
         signer: UrlSigner,
         router: ScoreRouter,
         clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
+        """`clock`: monotonic, s."""
         self._blobs = blobs
         self._published = published
         self._signer = signer
         self._router = router
         self._clock = clock
+        self._sleep = sleep
         self._adapters: list[AdapterEntry] = []
         self._has_read_adapters = False
         self._read_at = -READ_S
-        self._reading: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[bool] | None = None  # whether it could be read
         self._is_known = asyncio.Event()  # it has been read, or could not be
 
     async def follow(self) -> None:
@@ -55,13 +58,20 @@ class CatalogReader:
     async def learn(self, model: str) -> None:
         """A request names a model: if it is not known, it may have been published lately.
 
+        Afterwards it is known, or was not there at a read that began after the call, or the catalog cannot be read.
         Raises `ModelUnavailable` for an adapter while none could be read.
         """
-        if self._knows(model):
-            return
-        is_reading = self._reading is not None and not self._reading.done()
-        if is_reading or self._clock() - self._read_at > MISS_S:
-            await self._read()
+        asked_at = self._clock()
+        while not self._knows(model):
+            if self._reading is not None and not self._reading.done():
+                if not await asyncio.shield(self._reading):
+                    break
+            elif self._read_at >= asked_at:
+                break
+            elif (left_s := self._read_at + MISS_S - self._clock()) > 0:
+                await self._sleep(left_s)
+            else:
+                await self._read()
         if ":" in model and not self._has_read_adapters and not self._knows(model):
             reason = "the adapters of the catalog cannot be read now; try again"
             raise ModelUnavailable(reason, "model", retry_after_s=1.0)
@@ -81,29 +91,32 @@ class CatalogReader:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
 
-    async def _read(self) -> None:
+    async def _read(self) -> bool:
         """Read it, or wait for the read that is under way."""
         if self._reading is None or self._reading.done():
             self._read_at = self._clock()
             self._reading = asyncio.get_running_loop().create_task(self._read_entries())
-        await asyncio.shield(self._reading)
+        return await asyncio.shield(self._reading)
 
-    async def _read_entries(self) -> None:
+    async def _read_entries(self) -> bool:
         try:
             entries = await contents.entries(self._blobs)
         except StarlingError as error:
             log.warning("the catalog cannot be read", extra={"reason": error.message})
             self._is_known.set()
-            return
+            return False
         self._use(entries)
         try:
             self._adapters = await published_adapters(self._blobs)
         except StarlingError as error:  # those that are known stay
             log.warning("the adapters of the catalog cannot be read", extra={"reason": error.message})
+            return False
         else:
             self._has_read_adapters = True
             self._use(entries)
-        self._is_known.set()
+            return True
+        finally:
+            self._is_known.set()
 
     def _use(self, entries: list[Entry]) -> None:
         """Route by these entries, and by what is known of adapters."""
