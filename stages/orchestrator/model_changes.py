@@ -27,6 +27,7 @@ LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent
 RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
 MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
 REFUSED_S = 30.0  # after another error
+CHECKS = 3  # polls of an agent that has loaded a model: on a busy host an answer may be late
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
 
 
@@ -78,12 +79,12 @@ class ModelChanges:
         published: Mapping[str, Published],
         timeout_ms: int,
         is_store_up: Callable[[], bool],
-        check_agent: Callable[[str], Awaitable[object]],
+        check_agent: Callable[[str], Awaitable[bool]],
         clock: Callable[[], float],
         signer: UrlSigner,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> None:
-        """`timeout_ms`: for a load. `check_agent(id)`: poll it, because its models have changed."""
+        """`timeout_ms`: for a load. `check_agent(id)`: poll it, because its models have changed; whether it answers."""
         self._calls = calls
         self._registry = registry
         self._router = router
@@ -148,7 +149,9 @@ class ModelChanges:
             if signed is not None:
                 self._signer.end(agent_id, base)
         self._events.add("loaded", agent=agent_id, model=model, text=f"{self._clock() - begun:.1f} s")
-        await self._check_agent(agent_id)
+        for _ in range(CHECKS):  # requests that wait would load it once more, elsewhere, while it is not known
+            if await self._check_agent(agent_id):
+                break
 
     async def _leaves(self, record: AgentRecord, evict: str, model: str, *, may_wait: bool) -> bool:
         """Unload what makes room; false, after a while, if that is an adapter that stays. Raises `StarlingError`."""

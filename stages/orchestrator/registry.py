@@ -121,11 +121,11 @@ class Registry(NodeManager):
         await asyncio.gather(*(self.check_node(name) for name in list(self._agents)))
         return self.health()
 
-    async def check_node(self, agent_id: str) -> None:
-        """Poll one agent. Its state does not change if a poll that began later has its result already."""
+    async def check_node(self, agent_id: str) -> bool:
+        """Poll one agent; whether its state is what it has answered now, or to a poll that began later."""
         agent = self._agents.get(agent_id)
         if agent is None:
-            return
+            return False
         agent.n_polls = number = agent.n_polls + 1
         details, failure = None, ""
         try:
@@ -133,26 +133,27 @@ class Registry(NodeManager):
         except (StarlingError, OSError, TimeoutError) as error:
             failure = str(error) or type(error).__name__
         if number < agent.counted:
-            return
+            return not agent.problem
         agent.counted = number
         if details is None:
             agent.problem = failure
-            return
+            return False
         if details.version != VERSION:
             agent.problem = (
                 f"{agent.record.url} answers in version {details.version} of the agents' API, and this orchestrator "
                 f"uses version {VERSION}: run the same release everywhere"
             )
-            return
+            return False
         if (details.agent_id, details.incarnation) != (agent_id, agent.record.incarnation):
             agent.problem = f"{agent.record.url} answers as {details.agent_id}, incarnation {details.incarnation}"
-            return
+            return False
         agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
         agent.empty_since = min(agent.empty_since, agent.answered_at) if _has_no_sessions(details) else math.inf
         is_idle = agent.empty_since < math.inf and not any(
             one.running or one.vllm_queue_length for one in details.loaded_models
         )
         agent.idle_since = min(agent.idle_since, agent.answered_at) if is_idle else math.inf
+        return True
 
     def answer_of(self, agent_id: str) -> HeartbeatResponse | None:
         """What an agent has answered to the last poll; None if it has not."""

@@ -334,10 +334,11 @@ class OrchestratorStage:
             log.info("agent health", extra={"agent": agent_id, "health": found.health, "reason": found.reason})
         self._answered(agent_id)
 
-    async def _check_loaded(self, agent_id: str) -> None:
-        """The models of an agent have changed."""
-        await self.registry.check_node(agent_id)
+    async def _check_loaded(self, agent_id: str) -> bool:
+        """The models of an agent have changed; whether its answer is known."""
+        has_answered = await self.registry.check_node(agent_id)
         self._answered(agent_id)
+        return has_answered
 
     def _answered(self, agent_id: str) -> None:
         """An agent was polled."""
