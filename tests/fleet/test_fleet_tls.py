@@ -20,6 +20,7 @@ from pipeline.fleet.peer_tls import PeerTls
 from tests.e2e.conftest import share_caches
 from tests.fleet.agent_process import Agent, publish_tiny
 from tests.fleet.certificates import Authority
+from tests.fleet.two_agents import PATIENT
 from tests.gateway.http_client import Event
 from tests.orchestrator.fleet import Fleet
 
@@ -151,14 +152,14 @@ class Rollout:
 
     def of_agent(self, name: str, tls: dict[str, Any]) -> dict[str, Any]:
         store = f"sqlite:{self.fleet.home / 'fleet.db'}"
-        agent = {"id": name, "lease_ms": 60_000}
+        agent = {"id": name, "lease_ms": 600_000}
         return {
             "cache": {"max_size_mb": 32},
             "fleet": {"store": store, "blobs": str(self.blobs), "tls": tls, "agent": agent},
         }
 
     def of_orchestrator(self, **tls: Any) -> dict[str, Any]:
-        return {"fleet": {"orchestrator": {"poll_ms": 50}, "blobs": str(self.blobs), "tls": tls}}
+        return {"fleet": {"orchestrator": PATIENT, "blobs": str(self.blobs), "tls": tls}}
 
     def restart_orchestrator(self, **tls: Any) -> None:
         self.fleet.process.terminate()
