@@ -42,6 +42,7 @@ class KubeApi:
     def __init__(self) -> None:
         self.objects: dict[str, dict[str, Any]] = {}  # by path
         self.invalid: list[str] = []
+        self.lock = threading.Lock()
         api = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,8 +50,10 @@ class KubeApi:
 
             def answer(self) -> None:
                 length = int(self.headers.get("Content-Length", 0))
-                status, body = api.call(self.command, self.path, self.rfile.read(length))
-                raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                given = self.rfile.read(length)
+                with api.lock:  # helm makes several objects of a kind at once
+                    status, body = api.call(self.command, self.path, given)
+                    raw = body.encode() if isinstance(body, str) else json.dumps(body).encode()
                 self.send_response(status)
                 self.send_header("Content-Type", "text/plain" if isinstance(body, str) else "application/json")
                 self.send_header("Content-Length", str(len(raw)))
