@@ -5,7 +5,7 @@ own, in a session of its own), restarts, pid of the supervisor.  BEHAVIOUR then 
 
     wait      a `PollLoop`, until a stop is requested
     stubborn  ignores SIGTERM
-    silent    sends one keepalive, then does nothing
+    silent    after SIGUSR1 sends one keepalive, then does nothing
     crash     exits with code 3 at once
     config    exits with 78
     leave     exits with 0 at once
@@ -38,6 +38,8 @@ def stage(report: str, behaviour: str, config: Config) -> int:
         loop.tick()  # the keepalive is sent before the report
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "silent":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     keepalive_fd = process.claim_keepalive_fd() if behaviour == "silent" else -1
     # Out of the group on purpose: only a subreaper finds it when the stage is gone.
     helper = subprocess.Popen([sys.executable, "-c", HELPER], stdout=subprocess.PIPE, start_new_session=True)
@@ -61,6 +63,7 @@ def stage(report: str, behaviour: str, config: Config) -> int:
     if behaviour == "segfault":
         signal.raise_signal(signal.SIGSEGV)
     if behaviour == "silent":
+        signal.sigwait({signal.SIGUSR1})
         process.send_keepalive(keepalive_fd, process.KeepAlive(50, False))
     if loop is not None:
         return loop.run(lambda: None)

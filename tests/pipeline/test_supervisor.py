@@ -161,6 +161,7 @@ def test_a_harmed_stage_is_replaced_after_all_its_processes_have_ended(
 def test_a_stage_without_keepalives_is_replaced(theatre: Theatre) -> None:
     theatre.supervise("silent")
     first = theatre.next_life()
+    first.kill(signal.SIGUSR1)  # now that it is held by a pidfd: it is killed a moment later
     theatre.next_life()
     assert has_ended(first.stage, 0)
     assert "sent no keepalive" in theatre.log()
