@@ -236,7 +236,8 @@ def test_a_server_sends_its_document_and_answers_as_it_says(server: Server) -> N
             continue
         more = {} if method == "GET" or "conversations" in path else {"model": MODEL}
         more |= {"tokens": [71, 111]} if "detokenize" in path else {}
-        got = server.request(method, path, None if method == "GET" else {**(example.request or {}), **more})
+        content = None if method == "GET" else {**(example.request or {}), **more}
+        got = server.ready() if path == "/ready" else server.request(method, path, content)
         assert got.status == 200, (path, got.body)
         assert set(example.answer or {}) <= set(got.json), path
 
