@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeline import procfs
+from stages.worker.kernels import build as build_module
 from stages.worker.kernels import features
 from stages.worker.kernels.build import PROBE, build, with_probe
 from tests.worker.instruction_sets import available_isas
@@ -60,6 +61,24 @@ def test_a_compiler_that_dies_ends_the_others_and_raises(tmp_path: Path) -> None
     assert parent.returncode == 1
     assert "RuntimeError: compiling kernel 'steps' failed (-9)" in words
     assert all(map(has_ended, pidfds))
+
+
+def test_a_compiler_that_ends_before_it_is_told_what_to_compile_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may get no core for a while after it has started the process."""
+    begin = build_module._Compiler.begin
+
+    def begin_later(compiler: build_module._Compiler, entry: str) -> None:
+        os.waitid(os.P_PID, compiler._process.pid, os.WEXITED | os.WNOWAIT)
+        begin(compiler, entry)
+
+    monkeypatch.setattr(build_module._Compiler, "begin", begin_later)
+    monkeypatch.setattr(build_module, "COMPILER", {"STARLING_ISA": "abacus"})
+    monkeypatch.delenv("STARLING_ISA", raising=False)
+    monkeypatch.setattr(features, "cache_dir", lambda: tmp_path)
+    with pytest.raises(RuntimeError, match=r"(?s)compiling kernel 'steps' failed \(1\).*'abacus'"):
+        build("f16", jobs=1)
 
 
 def test_where_tiles_are_to_be_compared_the_products_come_first() -> None:

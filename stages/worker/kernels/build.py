@@ -50,8 +50,9 @@ class _Compiler:
 
     def begin(self, entry: str) -> None:
         self.entry = entry
-        self._stdin.write(entry + "\n")
-        self._stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, and `finish` says why
+            self._stdin.write(entry + "\n")
+            self._stdin.flush()
 
     def finish(self) -> str:
         """Read the answer to `begin`: what follows the entry. Raises `RuntimeError` if the process has ended."""
@@ -67,7 +68,8 @@ class _Compiler:
         """Kill the process, whatever it is doing."""
         self._process.kill()
         self._process.wait()
-        self._stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # of an entry that it has not read
+            self._stdin.close()
         self.answers.close()
         self._words.close()
 
