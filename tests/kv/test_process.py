@@ -246,6 +246,7 @@ def test_the_next_start_finds_the_pages_that_a_clean_stop_saved(home: Path) -> N
         s.state()
         s.stopping = True  # the whole server ends
         s.turn()
+        s.state()  # kv has read the heartbeat that says so, for which it would wait a moment only
         assert kv.process is not None
         kv.process.send_signal(signal.SIGTERM)
         s.wait(lambda: "stopping" in (s.link.last_heartbeat.reason if s.link.last_heartbeat else ""))
