@@ -122,6 +122,14 @@ def children(pid: int) -> list[int]:
     return [stat.pid for stat in everything if stat is not None and stat.parent == pid]
 
 
+def ancestors(pid: int, count: int) -> list[int]:
+    """The parent, its parent and so on, at most `count`, without the system's first process."""
+    found: list[int] = []
+    while len(found) < count and (stat := read_stat(found[-1] if found else pid)) is not None and stat.parent > 1:
+        found.append(stat.parent)
+    return found
+
+
 def process_tree(pid: int) -> list[int]:
     """`pid` and all its descendants (the ranks of a worker), zombies included."""
     found = [pid]

@@ -39,6 +39,8 @@ DEAD_AFTER_INTERVALS = 10  # heartbeat intervals without a frame after which a p
 STARVED_FACTOR = 8  # times as long for a peer that only waits for a core: replacing it would add load
 IDLE_INTERVALS = 4  # heartbeat intervals between two heartbeats of an idle stage; at least IDLE_HEARTBEAT_S
 EARLY_FRACTION = 0.9  # of an interval: a tick that comes slightly early still sends
+SILENT_INTERVALS = 1.5  # heartbeat intervals without a frame after which a peer with work has missed a heartbeat
+LEVELS_ABOVE = 2  # processes above a stage: its supervisor, and what runs the supervisors
 MAX_PEERS_LOGGED = 1024  # peers whose dropped frames are logged, one line each
 
 PROCESS_ENDED = "its process has ended"
@@ -260,6 +262,18 @@ class Liveness:
             return True
         period_s = self._idle_s if heartbeat.idle else timer_coalescing.ALIGN_S
         return timer_coalescing.has_period_elapsed(now, self._last_sent, period_s)
+
+    def is_held_up(self, key: bytes) -> bool:
+        """Whether a peer of this machine may not have got a signal to its server yet, or not reported it.
+
+        It is silent and waits for a core, or a process above it does, which passes the signal on.
+        """
+        peer = self.peers.get(key)
+        if peer is None or peer.hello is None or peer.pidfd < 0:
+            return False
+        is_silent = self._clock() - peer.last_seen > SILENT_INTERVALS * self.interval_s
+        above = procfs.ancestors(peer.hello.pid, LEVELS_ABOVE)
+        return any(map(self.is_runnable, [peer.hello.pid, *above] if is_silent else above))
 
     def _silence_limit_s(self, peer: Peer) -> float:
         is_idle = peer.last_heartbeat is not None and peer.last_heartbeat.idle

@@ -268,20 +268,23 @@ class StageRuntime:
         waited_ms = (self.clock() - self._stopping_since) * 1000
         return not self.busy or waited_ms >= self.config.server.drain_timeout_ms
 
-    @property
-    def is_awaiting_heartbeats(self) -> bool:
-        """A stop was requested so recently that the peers may not have reported yet whether they stop, too."""
-        return self.clock() - self._stopping_since < STOP_HEARTBEATS_S
+    def awaits_heartbeats(self, hub: Hub) -> bool:
+        """While stopping: whether peers of `hub` may not have reported yet whether they stop, too.
+
+        That takes a moment, and longer where no core is free for a peer or for what stops it.
+        """
+        if self.clock() - self._stopping_since < STOP_HEARTBEATS_S:
+            return bool(hub.peers)
+        return any(hub.liveness.is_held_up(peer) for peer in hub.peers)
 
     def serves_stopping_clients(self, hub: Hub) -> bool:
         """While stopping: whether peers of `hub` are stopping, too, and still need this stage to finish their work.
 
         Peers that are not stopping use the successor of this stage.
         """
-        if self.is_awaiting_heartbeats:
-            return bool(hub.peers)
         heartbeats = hub.last_heartbeat
-        return any(peer in heartbeats and heartbeats[peer].reason == "stopping" for peer in hub.peers)
+        is_needed = any(peer in heartbeats and heartbeats[peer].reason == "stopping" for peer in hub.peers)
+        return is_needed or self.awaits_heartbeats(hub)
 
     def close(self) -> None:
         """Flush and close the edges, remove the records, release the locks. Idempotent."""

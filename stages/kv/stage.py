@@ -139,7 +139,7 @@ class KvStage:
         beats = self.hub.last_heartbeat
         peers = [peer for peer in self.hub.peers if peer in beats]
         if any(beats[peer].reason != "stopping" for peer in peers):
-            self.loop.busy = self.loop.is_awaiting_heartbeats
+            self.loop.busy = self.loop.awaits_heartbeats(self.hub)
             return STOP_POLL_S
         if not self._has_noted_uses:
             self._has_noted_uses = True

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pipeline import procfs
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig, ServerConfig
 from pipeline.errors import ConfigError
@@ -19,7 +20,7 @@ from pipeline.observe import status
 from pipeline.observe.status import StageStatus
 from pipeline.protocol import messages as m
 from pipeline.runtime import directory_lock, process, timer_coalescing
-from pipeline.runtime.stage_runtime import IDLE_AFTER_S, STALL_MS, TICK_S
+from pipeline.runtime.stage_runtime import IDLE_AFTER_S, STALL_MS, STOP_HEARTBEATS_S, TICK_S
 
 
 @pytest.fixture
@@ -352,6 +353,42 @@ def test_peers_learn_soon_that_a_stage_stops(config: Config, was: str) -> None:
         assert loop._next_tick - now <= TICK_S
     finally:
         loop.close()
+
+
+def test_a_stage_that_stops_waits_for_a_peer_that_no_core_lets_report(config: Config) -> None:
+    """The whole server may end: the peer, or what passes the signal on to it, may not have run since."""
+    now = 100.0
+    kv, scheduler = PollLoop("kv", config, clock=lambda: now), PollLoop("scheduler", config)
+    try:
+        hub = kv.bind("scheduler-kv", lambda peer, frame: None)
+        scheduler.connect("scheduler-kv", lambda frame: None)
+
+        def until(holds: Callable[[], object]) -> None:
+            while not holds():
+                scheduler.poll(0.005)
+                kv.poll(0)
+
+        until(lambda: hub.peers)
+        without_core: set[int] = set()
+        hub.liveness.is_runnable = without_core.__contains__
+        kv.stop()
+        now += STOP_HEARTBEATS_S - 0.01
+        assert kv.serves_stopping_clients(hub)
+        now += 0.02
+        assert not kv.serves_stopping_clients(hub)
+        for pid in (os.getpid(), *procfs.ancestors(os.getpid(), 2)):
+            without_core.add(pid)
+            assert kv.serves_stopping_clients(hub)
+            without_core.clear()
+        without_core.add(os.getpid())
+        heard = hub.heartbeats
+        until(lambda: hub.heartbeats > heard)
+        assert not kv.serves_stopping_clients(hub), "it reports that it goes on"
+        scheduler.stop()
+        until(lambda: kv.serves_stopping_clients(hub))
+    finally:
+        scheduler.close()
+        kv.close()
 
 
 def test_a_stage_without_work_is_idle_until_it_progresses(config: Config) -> None:
