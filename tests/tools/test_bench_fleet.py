@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -76,12 +77,21 @@ def test_a_cold_start_is_divided_by_the_measured_rate() -> None:
     assert found["of_size_over_rate"] == {"download, then load": 1.818, "layers as they arrive": 1.0}
 
 
+def test_a_stream_that_was_over_when_its_only_orchestrator_died_was_not_struck() -> None:
+    """On a busy machine the kill may come too late: such a stream is neither lost nor kept."""
+    reading = deaths.Reading()
+    for last, is_reached in (("a", True), ("[DONE]", False)):
+        reading.events = ["a", last]
+        with nullcontext() if is_reached else pytest.raises(deaths.MissedError):
+            deaths._check_reached(None, "orchestrator", "r", "a", 0, reading, has_other=False)  # type: ignore[arg-type]
+
+
 def test_a_kill_that_misses_its_stream_is_refused_and_a_host_may_die() -> None:
     with FleetUnderTest(1) as fleet:
         bench = deaths.Bench(fleet, 0)
         bench.check_instrument()
         found = bench.measure("host", 1)
-        assert (found["lost"], found["different"], found["refused"]) == (0, 0, 0)
+        assert (found["lost"], found["different"]) == (0, 0)
         assert found["pause_ms"]["max"] > 0
         # A stream that is over when its engine dies: nothing was struck.
         (agent,) = fleet.processes("-m starling agent")
