@@ -9,7 +9,10 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -20,7 +23,7 @@ from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.command import decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
-from tools.bench.phases import attention, sampler, sampler_shapes, shared_prefix, static_cycles, steps
+from tools.bench.phases import attention, runner, sampler, sampler_shapes, shared_prefix, static_cycles, steps
 from tools.tiny_gguf import SHAPES, write_model
 
 DECODE = Work("decode", batch=1, cached=16)
@@ -227,6 +230,30 @@ def test_each_phase_of_a_step_is_timed(tmp_path: Path, monkeypatch: pytest.Monke
         assert 0 < us["attention"] < us["all"]
     assert found["batch 1, 2,048 cached"]["attention"] > found["batch 1"]["attention"]
     assert found["batch 1"]["keys"] == 0 < found["prefill 512"]["keys"]
+
+
+def test_a_phase_is_not_shorter_for_what_others_computed_during_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 4 ms, of which attention takes 3: other programs have the core for 36 ms, before, in and after it."""
+    place, timing = PHASES.index("attention"), np.zeros((1, 4), np.int64)
+    counts = np.zeros(len(PHASES))
+    group = SimpleNamespace(tables=[SimpleNamespace(phases=counts)])
+    candidate: Any = SimpleNamespace(
+        runner=SimpleNamespace(group=group, steps=SimpleNamespace(timing=timing), step=0),
+    )
+    used_ns = 0
+    monkeypatch.setattr(runner.time, "thread_time_ns", lambda: used_ns)
+
+    def measured(in_attention_ms: float, in_others_ms: float) -> float:
+        def step() -> None:
+            nonlocal used_ns
+            used_ns += 4_000_000
+            counts[place], counts[place - 1] = 3 + in_attention_ms, 1 + in_others_ms
+            timing[0, 2] = round(1e6 * counts.sum())
+
+        return runner.phase_us(candidate, "attention", step, 1)
+
+    assert [measured(0, 0), measured(0, 36)] == [3000, 3000]
+    assert 3000 < measured(36, 0) < 4000
 
 
 @pytest.mark.slow

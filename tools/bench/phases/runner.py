@@ -41,6 +41,7 @@ def phases_us(candidate: Candidate, step: Callable[[], object], repeats: int) ->
     """Median microseconds of rank 0 in each phase during one call of `step`, which computes one step, and "all".
 
     With one rank, which is this thread, a long step is timed by the processor's time: other programs change it less.
+    A phase of it is as long as by the clock, or its share of the step if others ran for long during the phase itself.
     """
     runner = candidate.runner
     counts, found = runner.group.tables[0].phases, []
@@ -50,6 +51,8 @@ def phases_us(candidate: Candidate, step: Callable[[], object], repeats: int) ->
         step()
         used_ns = time.thread_time_ns() - begun
         _, first, last, _ = runner.steps.timing[runner.step % len(runner.steps.timing)]
-        whole_ns = min(float(last - first), used_ns) if used_ns > LONG_NS else float(last - first)
-        found.append([*(counts / counts.sum() * whole_ns / 1000).tolist(), whole_ns / 1000])
+        shares, clock_ns = counts / counts.sum(), float(last - first)
+        whole_ns = min(clock_ns, used_ns) if used_ns > LONG_NS else clock_ns
+        phases = [share * (clock_ns if share * clock_ns <= whole_ns else whole_ns) / 1000 for share in shares.tolist()]
+        found.append([*phases, whole_ns / 1000])
     return dict(zip((*PHASES, ALL), map(statistics.median, zip(*found, strict=True)), strict=True))
