@@ -12,9 +12,10 @@ import pytest
 
 from pipeline.config.schema import DEMO_MODEL
 from tests.e2e.comparison import comparable, process
+from tests.e2e.phases import plan_strike, struck
 from tests.e2e.resumable import events as read_events
-from tests.e2e.resumable import persist, wait_answering
-from tests.e2e.server import Server
+from tests.e2e.resumable import persist
+from tests.e2e.server import Server, wait_gone
 
 pytestmark = pytest.mark.slow
 
@@ -192,14 +193,12 @@ def test_deaths_of_all_stages_change_no_number(demo_server: Server) -> None:
 def test_the_gateways_successor_scores_the_prompt_again(demo_server: Server) -> None:
     body = {"model": DEMO_MODEL, "prompt": SENTENCE * 20, "echo": True, "logprobs": 2, "seed": 2, "stream": True}
     expected = persist(demo_server, "/v1/completions", body, "undisturbed").events
-    received: list[Any] = []
-    thread = threading.Thread(target=lambda: received.extend(persist(demo_server, "/v1/completions", body, "k").events))
-    before = sum(demo_server.metrics("starling_tenant_requests_total").values())
-    thread.start()
-    demo_server.wait_metrics("starling_tenant_requests_total", lambda found: sum(found.values()) > before)
-    os.kill(demo_server.pid_of("gateway"), signal.SIGKILL)
-    thread.join(300)
-    wait_answering(demo_server)
+    gateway = demo_server.pid_of("gateway")
+    plan_strike(demo_server, "prefill", [gateway], [demo_server.pid_of("scheduler")])
+    received, _, attempts = persist(demo_server, "/v1/completions", body, "k")
+    struck(demo_server, "prefill")
+    assert wait_gone(gateway)
+    assert attempts > 1
     names = ("id", "created")
     plain = [[{k: v for k, v in data.items() if k not in names} for _, data in side] for side in (received, expected)]
     assert plain[0] == plain[1]
