@@ -21,6 +21,7 @@ from pipeline.models import capacity
 from tests.e2e import small_disk
 from tests.e2e.arenas import arenas_of
 from tests.e2e.conftest import share_caches
+from tests.e2e.phases import plan_strike, struck
 from tests.e2e.server import ROOT, Server, poll_until
 from tools.tiny_gguf import SHAPES, write_model
 
@@ -74,11 +75,9 @@ def test_a_model_that_cannot_attach_is_an_error_within_seconds(server: Server) -
     (arena,) = shm(server).glob("*/tiny.act")
     kept = arena.with_name("kept")
     os.link(arena, kept)  # its memory stays in use when the file is removed
-    events = []
-    for number, event in enumerate(server.stream("/v1/generate", **REQUEST)):
-        if number == 3:
-            os.kill(server.pid_of("worker-tiny"), signal.SIGKILL)
-        events.append(event)
+    plan_strike(server, "decode-20", [server.pid_of("worker-tiny")], [server.pid_of("scheduler")])
+    events = list(server.stream("/v1/generate", **REQUEST))
+    struck(server, "decode-20")
     error = events[-1]["error"]
     assert error["code"] == "MODEL_UNAVAILABLE"  # the stream's own time is not over
     assert "tiny.act: needs" in error["message"] and "bytes but" in error["message"]
