@@ -332,7 +332,7 @@ def test_commands_share_the_server_that_one_of_them_started(stopped: Server) -> 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("moment", ["starting", "answering"])
 def test_what_a_command_started_ends_with_it(stopped: Server, moment: str, number: int) -> None:
-    process = begin(stopped, *LONG[:-1])
+    process = begin(stopped, *LONG[:-1], "--max-tokens", MOST)
     if moment == "answering":
         first_byte(process)
     up = pid_of_up(stopped)
