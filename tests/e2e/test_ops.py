@@ -81,10 +81,15 @@ def test_status_shows_every_stage(server: Up) -> None:
 def test_logs_merges_the_stages_in_order_of_time(server: Up) -> None:
     lines = [json.loads(line) for line in starling(server, "logs", "-n", "0", "--json").splitlines()]
     assert lines == []
-    lines = [json.loads(line) for line in starling(server, "logs", "-n", "1000", "--json").splitlines()]
-    assert {"gateway", "worker"} <= {line["stage"] for line in lines}
-    assert [line["ts"] for line in lines] == sorted(line["ts"] for line in lines)
-    assert " INFO    gateway  listening" in starling(server, "logs", "gateway")
+
+    def merged() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in starling(server, "logs", "-n", "1000", "--json").splitlines()]
+
+    # Threads write the files: a stage may be ready before its lines are there.
+    poll_until(lambda: {"gateway", "worker"} <= {line["stage"] for line in merged()})
+    times = [line["ts"] for line in merged()]
+    assert times == sorted(times)
+    poll_until(lambda: " INFO    gateway  listening" in starling(server, "logs", "gateway"))
 
 
 def test_logs_follow(server: Up) -> None:
