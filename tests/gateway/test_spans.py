@@ -108,6 +108,35 @@ def test_the_loss_of_the_scheduler_begins_again() -> None:
     assert times(spans, "queue")[-1] == (3.7, 3.8)
 
 
+def test_a_worker_that_starts_before_a_sequence_is_queued_again_does_not_compute_it() -> None:
+    """The scheduler's successor has the worker, and one of two sequences."""
+    again = [
+        Event(3.0, "scheduler", SCHEDULER, "lost"),
+        *(Event(3.6, "gateway", GATEWAY, "resubmitted", choice, {"tokens": 2}) for choice in (0, 1)),
+        Event(3.7, "scheduler", NEXT, "queued", 0),
+        Event(3.8, "worker", WORKER, "started"),
+        Event(4.0, "scheduler", NEXT, "queued", 1),
+        *(Event(4.5, "worker", WORKER, "prefill", choice, {"ms": 1.0, "samples": 1}) for choice in (0, 1)),
+        *(Event(5.0, "gateway", GATEWAY, "decoded", choice, {"tokens": 8}) for choice in (0, 1)),
+    ]
+    first = sorted([*begun(0), *(e for e in begun(1) if e.choice == 1)], key=lambda event: event.at)
+    spans = spans_of(report(*first, *again), "chat", GATEWAY)
+    decodes = [(s.attributes["starling.choice"], s.error) for s in spans if s.name == "decode"]
+    assert decodes == [(0, "scheduler lost"), (1, "scheduler lost"), (0, ""), (1, "")]
+    assert times(spans, "decode")[2:] == [(4.5, 5.0), (4.5, 5.0)]
+    assert times(spans, "recovery") == [(3.0, 3.6)]
+
+
+def test_a_worker_that_starts_does_not_end_the_recovery_from_the_loss_of_the_scheduler() -> None:
+    again = [
+        Event(3.0, "scheduler", SCHEDULER, "lost"),
+        Event(3.5, "worker", WORKER, "started"),
+        Event(3.6, "gateway", GATEWAY, "resubmitted", -1, {"tokens": 2}),
+        Event(5.0, "gateway", GATEWAY, "decoded", -1, {"tokens": 8}),
+    ]
+    assert times(spans_of(report(*begun(), *again), "chat", GATEWAY), "recovery") == [(3.0, 3.6)]
+
+
 def test_a_failed_request_ends_its_spans_with_its_code() -> None:
     totals = Totals("failed", 35, 0, 1, "TIMEOUT")
     failed = Event(4.0, "gateway", GATEWAY, "failed", -1, {"error": "TIMEOUT"})

@@ -82,6 +82,21 @@ def test_a_request_of_several_sequences_is_where_the_furthest_is() -> None:
     assert trace.phase is Phase.QUEUE
 
 
+def test_a_request_that_is_computed_anew_is_in_the_queue_until_it_is_computed() -> None:
+    """Also if the scheduler's successor has a worker before it has the request."""
+    trace = RequestTrace("req-1", 0.0)
+    trace.is_single = False
+    trace.enter(Phase.QUEUE, 1.0)
+    trace.advance(Phase.DECODE, 2.0)
+    trace.suspend(4.0)  # the worker
+    trace.suspend(5.0, is_anew=True)  # the scheduler
+    trace.resume(6.0)
+    assert trace.phase is Phase.QUEUE
+    trace.advance(Phase.QUEUE, 7.0)
+    trace.advance(Phase.PREFILL, 8.0)
+    assert trace.phase is Phase.PREFILL
+
+
 def test_events_are_bounded_and_prompt_chunks_are_joined() -> None:
     trace = RequestTrace("req-1", 0.0)
     n = 3 * MAX_EVENTS

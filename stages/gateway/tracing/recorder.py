@@ -244,7 +244,7 @@ class Recorder:
         if stage == "scheduler":
             for trace in self._open.values():
                 trace.lost_worker = 0  # another scheduler computes the request anew
-                trace.suspend(now)
+                trace.suspend(now, is_anew=True)
 
     def pid(self, stage: str) -> int:
         """The process of a stage; 0: not connected."""

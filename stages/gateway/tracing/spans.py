@@ -112,6 +112,7 @@ class _Builder:
         self._interrupted: dict[int, str] = {}  # by choice: the span that the worker's loss has ended
         self._admission: Span | None = None
         self._recovery: Span | None = None
+        self._is_resubmitting = False  # the scheduler was lost, and its successor has no sequence of the request yet
         self._worker_pid = next((event.pid for event in report.events if event.stage == "worker" and event.pid), 0)
 
     def _root(self, endpoint: str, pid: int) -> Span:
@@ -228,9 +229,13 @@ class _Builder:
             if self._interrupted and self._recovery is None:
                 attributes = {"starling.lost_stage": event.stage, "starling.lost_pid": event.pid}
                 self._recovery = self._add("recovery", "gateway", self._pid, at, 0, attributes)
+            if event.stage == "scheduler":  # its successor queues the sequences anew, perhaps after it has a worker
+                self._interrupted.clear()
+                self._is_resubmitting = True
         elif event.stage == "worker":
             self._worker_pid = event.pid
-            self._end_recovery(at)
+            if not self._is_resubmitting:
+                self._end_recovery(at)
             interrupted, self._interrupted = self._interrupted, {}
             for choice, name in interrupted.items():
                 stage, pid = ("scheduler", 0) if name == "queue" else ("worker", event.pid)
@@ -265,6 +270,7 @@ class _Builder:
         span.error = error
 
     def _end_recovery(self, at: float) -> None:
+        self._is_resubmitting = False
         if self._recovery is not None:
             self._close(self._recovery, at)
             self._recovery = None

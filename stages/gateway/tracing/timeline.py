@@ -195,11 +195,13 @@ class RequestTrace:
         elif self.is_single or phase > self._phase or self._phase is Phase.RECOVERY:
             self.enter(phase, at)
 
-    def suspend(self, at: float) -> None:
-        """A stage that computes the request has died."""
+    def suspend(self, at: float, *, is_anew: bool = False) -> None:
+        """A stage that computes the request has died. `is_anew`: the scheduler, whose successor queues the request."""
         if self._phase in (Phase.QUEUE, Phase.PREFILL, Phase.DECODE):
             self._before_recovery = self._phase
             self.enter(Phase.RECOVERY, at)
+        if is_anew and self._phase is Phase.RECOVERY:
+            self._before_recovery = Phase.QUEUE
 
     def resume(self, at: float) -> None:
         """The stage is back, and has what it had."""
