@@ -24,7 +24,7 @@ class RangeServer(http.server.ThreadingHTTPServer):
         self.root = root
         self.fault: Fault = lambda handler, body: False
         self.requests: Counter[str] = Counter()  # GETs by path
-        self.sent = 0  # bytes of ranges
+        self.sent = 0  # bytes of ranges, counted before they are written: a client that has them finds them counted
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -81,13 +81,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def send_range(self, first: int, size: int, body: bytes, length: int | None = None) -> None:
         """Answer with a range; `length`: the Content-Length to claim."""
+        with self.server.lock:
+            self.server.sent += len(body)
         self.send_response(206)
         self.send_header("Content-Range", f"bytes {first}-{first + len(body) - 1}/{size}")
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
         self.wfile.write(body)
-        with self.server.lock:
-            self.server.sent += len(body)
 
     def refuse(self, status: int, **headers: str) -> None:
         self.send_response(status)
