@@ -14,11 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.api import key_file
+from pipeline.api import key_file, key_follower
 from pipeline.api.key_file import KeyFile, KeyLimits, StoredKey, digest_of, edited, key_path, parse, read_keys
 from pipeline.api.keys import Caller, Keys
 from pipeline.config.schema import ApiKey, AuthConfig, Config
 from pipeline.errors import ConfigError, Forbidden, StorageUnavailable, Unauthenticated
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request waits for its look, whose thread gets a core late on a busy machine."""
+    monkeypatch.setattr(key_follower, "WAIT_S", 60.0)
 
 
 def record(name: str, key: str = "", **fields: object) -> StoredKey:
