@@ -127,8 +127,8 @@ def test_processes_that_do_not_end_are_killed_after_one_has_ended(tmp_path: Path
 
 
 HELD = """
-import sys
-from starling.cli import honcho_patch
+import signal, sys
+from starling.cli import forked_supervisor, honcho_patch
 
 class Holding:
     def find_spec(self, name, path, target=None):
@@ -137,6 +137,7 @@ class Holding:
             sys.stdin.readline()
 
 sys.meta_path.insert(0, Holding())
+forked_supervisor._main = lambda stage: signal.pause()  # it has no handler of its own, however late the signal comes
 honcho_patch.main()
 """
 
