@@ -313,6 +313,7 @@ def test_the_official_client_follows_a_stream(pair: Pair) -> None:
 
 
 def test_files_of_responses_belong_to_the_user_alone(pair: Pair) -> None:
+    assert pair[0].post(PATH, said("Hello"), MINE).status == 200
     home = pair[0].home / "responses"
     found = list(home.rglob("*"))
     assert any(path.is_file() for path in found)
