@@ -160,11 +160,13 @@ def test_an_arena_that_cannot_be_created_names_file_and_reason(tmp_path: Path) -
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_a_thread_that_populates_stays_on_its_cores_unless_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores, seen, ended = sorted(os.sched_getaffinity(0)), [], threading.Event()
+    seen: list[list[int]] = []
+    cores, ended = sorted(os.sched_getaffinity(0)), threading.Event()
 
-    def look(_arena: weakref.ref[Arena], _offset: int) -> bool:
-        seen.append(sorted(os.sched_getaffinity(0)))
-        ended.set()
+    def look(reference: weakref.ref[Arena], _offset: int) -> bool:
+        if reference() is arena:  # not of the thread of an earlier test, which has waited until now
+            seen.append(sorted(os.sched_getaffinity(0)))
+            ended.set()
         return False
 
     monkeypatch.setattr(arena_module, "_populate_slice", look)
