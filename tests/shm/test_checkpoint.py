@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from shm.tensor_checksum import TensorChecksum, has_checksum
 from tests.shm.checkpoints import HYPER, TOKENIZER, finish
 
 PIECE = 5000  # bytes, in tests of pieces
+WAIT_S = 60.0  # that only a failure reaches
 
 
 def write(path: Path) -> Index:
@@ -244,10 +246,9 @@ def test_other_threads_run_while_an_index_is_read(tmp_path: Path) -> None:
         sys.setswitchinterval(1000.0)
         try:
             begin.set()
-            for _ in range(100_000):
+            end = time.monotonic() + WAIT_S
+            while not has_run and time.monotonic() < end:
                 read_mapped(file.fileno(), mapped, len(mapped))
-                if has_run:
-                    break
             ran_meanwhile = has_run
         finally:
             sys.setswitchinterval(interval)
