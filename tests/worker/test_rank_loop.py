@@ -26,14 +26,15 @@ def test_an_idle_rank_sleeps_and_wakes_for_a_step(tiny_gguf: TinyGguf, ingested:
         runner.prefill(0, 4, 4)
         sleeps = act.LINES + 8 + act.SLEEPS
         control = runner.activations.view(0, (act.CONTROL_WORDS,), "int64")
-        worst = 0.0
+        took_s = []
         for i in range(20):
             while not words.load(control, sleeps):
                 pass
             begun = time.monotonic()
             runner.run([(0, 4 + i, 1, 1)])
-            worst = max(worst, time.monotonic() - begun)
-        assert worst < slice_s / 2
+            took_s.append(time.monotonic() - begun)
+        # A rank that no announcement wakes is late each time; one whose core the host takes away, once or twice.
+        assert sum(one >= slice_s / 2 for one in took_s) < len(took_s) / 4, took_s
 
 
 def test_the_doorbell_is_rung_between_two_steps(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
