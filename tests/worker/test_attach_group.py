@@ -25,10 +25,12 @@ from shm.arena import ArenaError
 from shm.checkpoint import Checkpoint
 from shm.pages import KvGeometry, create_kv
 from stages.worker import activations_arena as act
+from stages.worker import ranks as rank_processes
 from stages.worker.model import Model
 from stages.worker.rank_places import RankPlaces
 from stages.worker.ranks import ArenaPaths, attach_group, attach_ranks, spawn
 
+rank_processes.ACK_S = 3000.0  # these processes run on what others leave of the cores
 index_path, folder, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 checkpoint, cpus = Checkpoint(index_path), sorted(os.sched_getaffinity(0))
 model = Model(checkpoint)

@@ -29,6 +29,7 @@ import os, sys
 from pathlib import Path
 from pipeline.config.load import resolve
 from shm.checkpoint import Checkpoint
+from stages.worker import ranks as rank_processes
 from stages.worker import waiting_ranks
 from stages.worker.kernels import compiled
 from stages.worker.model import Model
@@ -36,6 +37,7 @@ from stages.worker.rank_places import RankPlaces
 from stages.worker.ranks import watch
 from stages.worker.warm_up import warm_up
 
+rank_processes.ACK_S = 3000.0  # these processes run on what others leave of the cores
 compiled.addresses("f16")
 watched = waiting_ranks.fork_waiting(resolve({"models": [{"name": "m", "path": "/m.gguf", "ranks": 3}]}, {}))
 print(*(rank.pid for rank in waiting_ranks._waiting), flush=True)
