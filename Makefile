@@ -32,10 +32,12 @@ LONGEST_TESTS := tests/fleet/test_session_moves.py tests/docs/test_commands.py t
   models serving tcp_edges) tests/web/test_page.py
 SLOW_TESTS = $(sort $(shell grep -rlw --include='test_*.py' 'mark\.slow' tests))
 # Tests that only compute: they run beside the others, on what those leave of the cores. The slow ones are all of three
-# folders but for those of the second line, which wait for processes for a limited time. On two cores that did nothing
-# else, 86 tests with servers passed in 82 s without them, and 88 with them: 1.43 and 1.95 cores were busy.
+# folders but for those of two lines, which wait for processes for a limited time, or exchange heartbeats with them. On
+# two cores that did nothing else, 86 tests with servers passed in 82 s without them, and 88 with them: 1.43 and 1.95
+# cores were busy.
 KERNEL_TESTS = $(filter-out $(ALONE_TESTS) \
-  tests/tokenizer/test_process.py $(patsubst %,tests/worker/test_%.py,background_build build), \
+  $(patsubst %,tests/tokenizer/test_%.py,bad_models process) \
+  $(patsubst %,tests/worker/test_%.py,background_build build), \
   $(filter tests/shm/% tests/tokenizer/% tests/worker/%,$(SLOW_TESTS)))
 COMPUTING_TESTS := tests/protocol tests/scheduler tests/tokenizer
 SERVER_TESTS = $(LONGEST_TESTS) $(filter-out tests/clients/% $(ALONE_TESTS) $(KERNEL_TESTS) \
