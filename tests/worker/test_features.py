@@ -126,3 +126,14 @@ def test_old_caches_are_removed(tmp_path: Path) -> None:
     left = {path.name for path in (tmp_path / "cache").iterdir()}
     assert {"kernels-0", "kernels-1", "kernels-2"} <= left
     assert len(left) == 4
+
+
+def test_a_cache_that_another_process_removes_meanwhile_ends_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_old_caches(tmp_path)
+    found = list((tmp_path / "cache").glob("kernels-*"))
+    shutil.rmtree(tmp_path / "cache" / "kernels-7")
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: found)
+    features._prune(tmp_path / "cache")
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == [f"kernels-{days}" for days in range(4)]

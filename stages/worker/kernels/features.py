@@ -20,6 +20,7 @@ What uses tiles is data (activations_arena.py), not code: so kernels are compile
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -270,7 +271,10 @@ def _reload(name: str) -> None:
 
 def _prune(parent: Path) -> None:
     """Remove caches of other sources and CPUs: all but the last used, and none used today."""
-    used = {path: path.stat().st_mtime for path in parent.glob("kernels-*")}
+    used: dict[Path, float] = {}
+    for path in parent.glob("kernels-*"):
+        with contextlib.suppress(OSError):  # another process, which starts as well, has just removed it
+            used[path] = path.stat().st_mtime
     stale = sorted(used, key=lambda path: used[path])[:-KEPT_CACHES]
     for path in stale:
         if used[path] < time.time() - 86400:
