@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import re
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import llvmlite.binding as llvm
 import pytest
 
+from pipeline.native import object_file
 from pipeline.native.object_code import ObjectCode, ObjectCodeError
 from stages.worker.kernels import compiled, features, stored_code
 
@@ -146,3 +149,42 @@ def test_a_damaged_entry_is_removed_from_the_cache(raw: bytes, tmp_path: Path, m
     assert not stored_code.is_compiled("f16")
     with pytest.raises(ObjectCodeError, match="kernel 'head-any'"):
         stored_code.load("head", "f16")
+
+
+def test_an_entry_that_is_stored_again_while_it_is_read_is_loaded(
+    raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a process that has compiled it as well, to other bytes."""
+    stored_bytes = iter([raw + b"\0"])
+    read_bytes = Path.read_bytes
+
+    def read_late(path: Path) -> bytes:
+        for again in stored_bytes:
+            object_file.store(tmp_path, "head", again, "lookup")
+        return read_bytes(path)
+
+    object_file.store(tmp_path, "head", raw, "lookup")
+    monkeypatch.setattr(Path, "read_bytes", read_late)
+    code, address = object_file.load(tmp_path, "head")
+    assert address == code.address("lookup")
+    assert code.digest == hashlib.sha256(raw + b"\0").hexdigest()
+
+
+def test_only_one_process_stores_entries_at_a_time(raw: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object of one must not get the description of another."""
+    placed: list[str] = []
+    replace = Path.replace
+
+    def replace_locked(path: Path, target: Path) -> Path:
+        other = os.open(tmp_path, os.O_RDONLY)
+        try:
+            with pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        finally:
+            os.close(other)
+        placed.append(target.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", replace_locked)
+    object_file.store(tmp_path, "head", raw, "lookup")
+    assert placed == ["head.o", "head.symbol"]
