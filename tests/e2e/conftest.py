@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,16 @@ def share_caches(home: Path, models: bool = False) -> None:
     for folder in (paths.cache_dir(), paths.models_dir())[: 1 + models]:
         folder.mkdir(parents=True, exist_ok=True)
         (home / folder.name).symlink_to(folder)
+
+
+def copy_cache(source: Path, target: Path) -> None:
+    """Copy a cache. Other tests may be compiling into it: an unfinished file may be gone when its turn comes."""
+
+    def copy(one: str, other: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copy2(one, other)
+
+    shutil.copytree(source, target, copy_function=copy, dirs_exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from pipeline.config import paths
 from pipeline.config.schema import DEMO_MODEL
 from tests.e2e import previous_release
-from tests.e2e.conftest import share_caches
+from tests.e2e.conftest import copy_cache, share_caches
 from tests.e2e.previous_release import PreviousServer
 from tests.e2e.resumable import comparable, events
 from tests.e2e.server import Server, wait_gone
@@ -82,7 +81,7 @@ def servers(tmp_path: Path, demo_gguf: Path) -> Callable[[bool], Server]:
     home = tmp_path / "home"
     home.mkdir()
     # A copy: each release may remove kernels of others.
-    shutil.copytree(paths.cache_dir(), home / "cache")
+    copy_cache(paths.cache_dir(), home / "cache")
     config = {"models": [{"name": DEMO_MODEL, "path": str(demo_gguf), "kv_cache_mb": 128}]}
 
     def make(is_new: bool) -> Server:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from stages.agent.engines.kernel_build import KernelBuild
 from stages.tokenizer.kernels.compiled import directory
 from stages.worker.kernels import features
 from stages.worker.kernels.build import build
-from tests.e2e.conftest import share_caches
+from tests.e2e.conftest import copy_cache, share_caches
 from tests.e2e.server import START_S
 from tests.fleet.agent_process import Agent, publish_tiny
 
@@ -107,7 +106,7 @@ def copy_kernels(cache: Path) -> set[str]:
     """Copy the tests' own kernels into a cache, but for two entries; the names of their files."""
     build("f16")
     for folder in (features.cache_dir(), directory()):
-        shutil.copytree(folder, cache / folder.name, dirs_exist_ok=True)
+        copy_cache(folder, cache / folder.name)
     left_out = [cache / features.cache_dir().name / f"{name}-any.o" for name in ("embed", "head")]
     for path in left_out:
         path.unlink()

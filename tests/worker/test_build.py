@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pipeline import procfs
 from stages.worker.kernels import build as build_module
 from stages.worker.kernels import features
 from stages.worker.kernels.build import PROBE, build, with_probe
+from tests.e2e.conftest import copy_cache
 from tests.worker.instruction_sets import available_isas
 
 pytestmark = pytest.mark.slow
@@ -92,7 +92,7 @@ def cache(tmp_path: Path) -> Path:
     """The tests' own kernels of VNNI but for `head`, as the cache of the home `tmp_path`."""
     found = tmp_path / "cache" / features.cache_dir().name
     build("f16")
-    shutil.copytree(features.cache_dir(), found)
+    copy_cache(features.cache_dir(), found)
     (found / "head-any.symbol").unlink()
     return found
 
