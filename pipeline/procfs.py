@@ -6,7 +6,9 @@ ended counts as absent or as zero.  Start times: `shm.arena.process_ticks`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -163,6 +165,32 @@ def cpu_s(pid: int) -> float:
     """CPU time of one process in seconds, user and system, all threads; 0.0 when it has ended."""
     stat = read_stat(pid)
     return stat.cpu_s if stat is not None else 0.0
+
+
+class CoreWaits:
+    """How long the thread that makes this, and the main thread, have been ready to run and had no core.
+
+    A main thread without a core may hold the interpreter's lock, which the other one waits for.
+    """
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        for thread in {os.getpid(), threading.get_native_id()}:
+            with contextlib.suppress(OSError):  # the kernel does not count it, or there are too many descriptors
+                self._fds.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC))
+
+    def __call__(self) -> float:
+        """Seconds so far, for differences; 0.0 if that is not known. It takes microseconds."""
+        try:
+            return sum(int(os.pread(fd, 64, 0).split()[1]) for fd in self._fds) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0
+
+    def close(self) -> None:
+        """Idempotent."""
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            os.close(fd)
 
 
 def memory_bytes(pid: int) -> int:

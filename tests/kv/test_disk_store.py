@@ -463,3 +463,26 @@ def test_a_disk_that_reads_slower_than_computing_pauses_reading(path: Path) -> N
     clock.now += 0.4 * SLOW_FACTOR
     assert all(fetch(store, i) for i in range(3))
     store.close()
+
+
+@pytest.mark.parametrize("access", ["slow_test", "slow_test_read"])
+@pytest.mark.parametrize("waited_s", [0.0, 0.35])
+def test_a_thread_without_a_core_is_no_slow_disk(path: Path, access: str, waited_s: float) -> None:
+    """An access of 0.4 s, in which the thread could not run for `waited_s`."""
+    clock, waits = Clock(), Clock()
+    waits.now = 5.0  # until now
+    store = open_store(path, clock=clock, core_wait_s=waits, name="slow_test")
+    assert store.save(*page(0))
+    fault = points.fault_point("disk", access)
+
+    def strike(number: int) -> bool:
+        clock.now += 0.4
+        waits.now += waited_s
+        return False
+
+    fault.trigger = strike
+    assert store.save(*page(1)) and fetch(store, 0)
+    fault.trigger = None
+    is_paused = store.is_read_paused if access.endswith("read") else store.is_write_paused
+    assert is_paused == (not waited_s)
+    store.close()

@@ -5,7 +5,8 @@ pages were removed are holes: while there are two extents of them, `compact` mov
 holes before it and returns the extent to the file system.
 
 A damaged page is dropped, counted and logged; it is recognised by its checksum, computed from the copy in the arena,
-and never served.  After an error, or while the disk is slower than computing, the store pauses.
+and never served.  After an error, or while the disk is slower than computing, the store pauses.  Time for which the
+thread has no core is not the disk's.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline import procfs
 from pipeline.faults import points
 from pipeline.files import make_directory, sync_directory
 from shm.prefix_hash import PageHash
@@ -65,10 +67,12 @@ class DiskPageStore:
         clock: Callable[[], float] = time.monotonic,
         wall_ns: Callable[[], int] = time.time_ns,
         name: str = "spill",
+        core_wait_s: Callable[[], float] | None = None,
     ) -> None:
         """Open or create. Raises `OSError`; `BlockingIOError` when another process writes to the file.
 
         `name`: of its fault points, `NAME` for each write of a page, with their number, and `NAME_read`.
+        core_wait_s: time for which the thread could not run for want of a core, s; None: of the one that opens it.
         """
         if page_bytes % BLOCK:
             raise ValueError(f"page_bytes is {page_bytes}, expected a multiple of {BLOCK}")
@@ -89,6 +93,8 @@ class DiskPageStore:
         self._points.open.hit()
         make_directory(path.parent)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._core_waits = procfs.CoreWaits()
+        self._core_wait_s = core_wait_s or self._core_waits
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file = PageFileWriter(self._fd, layout)
@@ -96,6 +102,7 @@ class DiskPageStore:
                 sync_directory(path.parent)
             self._open({**identity, "page_bytes": page_bytes, "slots": self._extent_cells})
         except BaseException:
+            self._core_waits.close()
             os.close(self._fd)
             raise
 
@@ -116,6 +123,7 @@ class DiskPageStore:
 
     def close(self) -> None:
         """Idempotent. Saved pages stay in the file."""
+        self._core_waits.close()
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             with suppress(OSError):  # of a write that the kernel had accepted: its page fails its checksum
@@ -221,9 +229,9 @@ class DiskPageStore:
         if page_hash in self._cell_of:
             self.touch(page_hash)
             return True
-        begin = self._clock()
-        if begin < self._no_write_until or self.capacity == 0:
+        if self.is_write_paused or self.capacity == 0:
             return False
+        waited_s, begin = self._core_wait_s(), self._clock()
         cell = -1
         try:
             cell = self._take_cell()
@@ -240,7 +248,7 @@ class DiskPageStore:
         self._cell_of[page_hash] = cell
         self._last_use_ns[page_hash] = self._wall_ns()
         self.counters.stored += 1
-        duration = self._clock() - begin
+        duration = self._disk_s(begin, waited_s)
         if duration > SLOW_S:
             self._no_write_until = begin + duration * SLOW_FACTOR
             log.warning(
@@ -260,9 +268,9 @@ class DiskPageStore:
         `is_use`: a sequence needs it.
         """
         cell = self._cell_of.get(page_hash)
-        begin = self._clock()
-        if cell is None or begin < self._no_read_until:
+        if cell is None or self.is_read_paused:
             return None
+        waited_s, begin = self._core_wait_s(), self._clock()
         identity = self._read(cell, page_hash, out)
         if identity is None:
             self._drop_damaged(page_hash, cell)
@@ -270,7 +278,7 @@ class DiskPageStore:
         if is_use:
             self.touch(page_hash)
         self.counters.fetched += 1
-        duration = self._clock() - begin
+        duration = self._disk_s(begin, waited_s)
         if duration > SLOW_S:
             # The requests that share this prefix wait meanwhile: computing the other pages again is faster.
             self._no_read_until = begin + min(duration * SLOW_FACTOR, PAUSE_S)
@@ -279,6 +287,11 @@ class DiskPageStore:
                 extra={"path": str(self.path), "duration_ms": round(duration * 1000, 1)},
             )
         return identity
+
+    def _disk_s(self, begin: float, waited_s: float) -> float:
+        """How long the disk has taken since `begin`, before which the thread had waited for a core for `waited_s`."""
+        duration = self._clock() - begin
+        return duration if duration <= SLOW_S else duration - (self._core_wait_s() - waited_s)
 
     def remove(self, page_hash: PageHash) -> None:
         """Remove a page, if it is there."""
