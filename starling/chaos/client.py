@@ -21,6 +21,7 @@ from starling.chaos.requests import ChaosRequest, ServedModel
 CLIENT_TIMEOUT_S = 300
 RESUME_S = 60.0  # from the end of a connection until its stream counts as lost
 RETRY_S = 0.05  # between two attempts to connect
+READY_S = 10.0  # for a server that answers to be ready at the start, as its requests wait for a stage
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,32 @@ class Client:
     async def ready(self) -> bool:
         """Does /ready answer 200?"""
         try:
-            async with self._session.get(f"{self._url}/ready") as response:
-                return response.status == 200
+            return await self._ready_status() == 200
         except aiohttp.ClientError:
             return False
+
+    async def _ready_status(self) -> int:
+        async with self._session.get(f"{self._url}/ready") as response:
+            return response.status
+
+    async def models_when_ready(self) -> list[ServedModel]:
+        """As `models`, when the server is ready: a stage of a busy machine may be silent for a moment.
+
+        [] if nothing listens, or nothing is ready within `READY_S`. Raises `RuntimeError`.
+        """
+        deadline = time.monotonic() + READY_S
+        while True:
+            try:
+                # Another stage may be silent by the time of the list, which then has no model that is ready.
+                if await self._ready_status() == 200 and (models := await self.models()):
+                    return models
+            except aiohttp.ClientConnectorError:
+                return []
+            except aiohttp.ClientError:
+                pass  # the gateway has ended: its successor takes the next connection
+            if time.monotonic() >= deadline:
+                return []
+            await asyncio.sleep(RETRY_S)
 
     async def models(self) -> list[ServedModel]:
         """The models that are ready. Raises `RuntimeError`."""

@@ -132,13 +132,13 @@ async def _run(
         connector = aiohttp.TCPConnector(limit=0, ssl=address.tls() or True)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = Client(url, session, key)
-        if not await client.ready():
-            raise click.ClickException(f"no server is ready at {address}; start one first")
-        long_prompts = scenario == "memory"
-        if config.cache.responses.enabled:
-            raise click.ClickException("cache.responses is enabled: cached answers would prove nothing, so disable it")
         try:
-            models = await client.models()
+            models = await client.models_when_ready()
+            if not models:
+                raise click.ClickException(f"no server is ready at {address}; start one first")
+            if config.cache.responses.enabled:
+                raise click.ClickException("cache.responses is enabled: cached answers would prove nothing; disable it")
+            long_prompts = scenario == "memory"
             tokens = min(tokens, config.scheduler.max_output_tokens or tokens)
             most = config.scheduler.max_prompt_tokens
             asked = plan(requests, seed, tokens, models, long_prompts, most)

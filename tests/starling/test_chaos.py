@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
 
-from starling.chaos.client import Answer, Outcome
+from starling.chaos import client as client_module
+from starling.chaos.client import Answer, Client, Outcome
 from starling.chaos.requests import ChaosRequest, ServedModel, plan
 from starling.chaos.traffic import Traffic
 
@@ -71,3 +75,31 @@ async def test_heavy_requests_are_sent_only_under_memory_pressure() -> None:
     assert max(client.sent[:50] + client.sent[100:]) < 6 <= min(client.sent[50:100])
     assert traffic.can_press
     assert not Traffic(client, light, 1, 1).can_press  # type: ignore[arg-type]
+
+
+async def test_it_begins_when_a_server_that_is_silent_for_a_moment_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if no model is ready by the time of the list."""
+    monkeypatch.setattr(client_module, "READY_S", 600.0)
+    ready = iter((503, 200, 503, 200))
+    listed = iter((False, True))
+    model = {"id": "a", "chat": True, "context_length": 512}
+
+    async def answer_ready(request: web.Request) -> web.Response:
+        return web.Response(status=next(ready))
+
+    async def answer_models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{**model, "ready": next(listed)}]})
+
+    app = web.Application()
+    app.router.add_get("/ready", answer_ready)
+    app.router.add_get("/v1/models", answer_models)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        client = Client(str(server.make_url("")), session)
+        assert await client.models_when_ready() == [ServedModel("a", True, 512)]
+    assert not [*ready, *listed]
+
+
+async def test_it_does_not_wait_for_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "READY_S", 600.0)
+    async with aiohttp.ClientSession() as session, asyncio.timeout(60):
+        assert await Client(f"http://127.0.0.1:{unused_port()}", session).models_when_ready() == []
