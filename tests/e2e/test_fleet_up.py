@@ -171,16 +171,17 @@ def test_a_stream_that_moves_takes_its_pages_with_it(fleet: FleetUp) -> None:
     operator = Operator(fleet)
     words = "The old lighthouse keeper counted the ships that passed in the storm of that winter. "
     before = operator.total("agent-2", "starling_kv_cache_hits_total")
-    # On a busy machine pages may come too late, or take longer than computing them again. After a failure none are sent
-    # between these agents for `PAUSE_S`.
+    # On a busy machine pages may come too late, or take longer than computing them again, and the kv stage may not have
+    # cached all of them yet. After a failure none are sent between these agents for `PAUSE_S`.
     deadline = time.monotonic() + SENT_S
     for attempt in itertools.count():
         prompt = f"Night {attempt}. " + 60 * words
         first = move_a_stream(fleet, operator, {**SAMPLED, "prompt": prompt, "max_tokens": 300})
-        if first["outcome"] == "sent" or time.monotonic() > deadline:
+        is_sent = first["outcome"] == "sent" and first["pages"] > 20
+        if is_sent or time.monotonic() > deadline:
             break
-    assert first["outcome"] == "sent", first
-    assert first["pages"] > 20 and 0 < first["sending_s"] < first["computing_s"]
+    assert is_sent, first
+    assert 0 < first["sending_s"] < first["computing_s"]
     # The successor's engine knows the tokens that were delivered: at most one of the pages has more.
     operator.wait_total("agent-2", "starling_kv_cache_imported_pages_total", first["pages"] - 1)
     # The prompt was not computed there: the stream's copy found its pages in the cache.
