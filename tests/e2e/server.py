@@ -136,8 +136,12 @@ class Server:
         return self
 
     def wait_recorded(self) -> None:
-        """Wait until each stage has recorded that it is ready, as `starling status` shows it: a moment after it is."""
-        poll_until(lambda: all(one.ready for one in read_all(self.home / "run")), lambda: read_all(self.home / "run"))
+        """Wait until each stage has recorded that it is ready, as `starling status` shows it: a moment after it is.
+
+        Until then the record of a stage that was killed says that this one was ready.
+        """
+        run = self.home / "run"
+        poll_until(lambda: all(one.ready and one.alive for one in read_all(run)), lambda: read_all(run))
 
     def __enter__(self) -> Server:
         try:
