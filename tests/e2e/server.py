@@ -232,10 +232,15 @@ class Server:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout_s)
 
     def request(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[int, Any, dict[str, str]]:
         """Send a request. Returns the status, the decoded JSON (or the text), and the headers."""
-        connection = self.connect()
+        connection = self.connect() if timeout_s is None else self.connect(timeout_s)
         try:
             data = body if isinstance(body, (bytes, type(None))) else json.dumps(body).encode()
             connection.request(method, path, data, {"Content-Type": "application/json", **(headers or {})})
