@@ -103,7 +103,7 @@ class Pair:
             if ticking:
                 self.clock.now += HEARTBEAT_MS / 1000
                 self.tick()
-            for fd, _ in poll.poll(20):
+            for fd, _ in poll.poll(200):  # ten rounds without a frame are silence; zmq's thread may get no core
                 self.read(self.hub if fd == self.hub.fd else self.link)
 
     def meet(self) -> bytes:
