@@ -29,7 +29,8 @@ CONTEXT = 400
 def main(run_dir: str, model: str, digest: str, poison: int, stall: int) -> None:
     """Connect to the scheduler and compute steps until the process is killed."""
     address = f"ipc://{run_dir}/scheduler-worker.sock"
-    link = Link(EDGES["scheduler-worker"], address, f"worker:{model}", heartbeat_ms=50)
+    heartbeat_ms = int(os.environ["STARLING_SERVER__HEARTBEAT_MS"])  # as the scheduler's
+    link = Link(EDGES["scheduler-worker"], address, f"worker:{model}", heartbeat_ms=heartbeat_ms)
     me = (os.getpid(), process_ticks(os.getpid()))
     ready = WorkerReady(model, digest, link.epoch, 1, (me,), VOCAB, CONTEXT)
     worker: Worker | None = None
