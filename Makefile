@@ -89,9 +89,10 @@ test-computing: $(VENV)/.locked-dev
 test-servers: $(VENV)/.locked-dev
 	@$(BIN)/starling prepare
 	@# A short folder: it is in the paths of sockets, which have at most 107 bytes. It stays if a test fails.
-	@folder=$$(mktemp -d -t s.XXXXXX); $(BIN)/python -m pytest -q -n $(SERVER_PROCESSES) --dist loadfile \
-	  --no-loadscope-reorder -m slow --durations=10 --basetemp=$$folder/t $(SERVER_TESTS) $(ARGS) || [ $$? = 5 ]; \
-	  chmod -R u+rwX $$folder; rm -rf $$folder
+	@folder=$$(mktemp -d -t s.XXXXXX); code=0; $(BIN)/python -m pytest -q -n $(SERVER_PROCESSES) --dist loadfile \
+	  --no-loadscope-reorder -m slow --durations=10 --basetemp=$$folder/t -o cache_dir=$$folder/c $(SERVER_TESTS) $(ARGS) || code=$$?; \
+	  if [ $$code = 1 ]; then $(BIN)/python -m tools.confirm_failures $$folder/c --basetemp=$$folder/a && code=0; fi; \
+	  [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; chmod -R u+rwX $$folder; rm -rf $$folder
 
 test-alone: $(VENV)/.locked-dev
 	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS) || [ $$? = 5 ]
