@@ -71,7 +71,9 @@ test: $(VENV)/.locked-dev ## all tests, the fast ones first
 	@make --no-print-directory test-alone
 
 test-fast: $(VENV)/.locked-dev ## tests that need no model, no compiled kernels and no processes
-	@$(BIN)/python -m pytest -q -x -n $(FAST_PROCESSES) --dist worksteal -m "not slow" $(addprefix --ignore=,$(BESIDE)) $(ARGS)
+	@cache=$$(mktemp -d); code=0; $(BIN)/python -m pytest -q -n $(FAST_PROCESSES) --dist worksteal -m "not slow" \
+	  -o cache_dir=$$cache $(addprefix --ignore=,$(BESIDE)) $(ARGS) || code=$$?; \
+	  if [ $$code = 1 ]; then $(BIN)/python -m tools.confirm_failures $$cache && code=0; fi; rm -rf $$cache; exit $$code
 
 test-slow: $(VENV)/.locked-dev ## the others; fetches the demo model
 	@$(BIN)/starling prepare

@@ -1,8 +1,8 @@
 """Run the tests that have failed once more, alone: `python -m tools.confirm_failures CACHE [OPTION...]`.
 
-CACHE is the cache directory of the run that failed, and options are those of pytest. Real servers that several
-processes of tests start at once may have no core for seconds: then a test may fail that assumes that something takes
-less. One that fails alone, at any of `TIMES` runs, has failed. So have more than `MOST` tests: those are no accident.
+CACHE is the cache directory of the run that failed, and options are those of pytest. Where several processes run tests
+at once, a thread or a server may have no core for seconds: then a test may fail that assumes that something takes less.
+One that fails alone, at any of `TIMES` runs, has failed. So have more than `MOST` tests: those are no accident.
 
 The exit code is 0 if all pass each time. They are named then: each of them has a fault, or has shown one, that is to
 be mended.
