@@ -6,6 +6,7 @@ for a long context or a large vocabulary.  Now it is known, and nothing of the v
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,9 +25,12 @@ def check_memory(
     config: Config, version: ModelVersion, measure: Callable[[Config], capacity.FreeMemory] = capacity.measure
 ) -> None:
     """Raise `ResourceError` with the numbers unless a worker group of a version that is converted by now fits."""
-    if not _has_arenas(config, version):  # else an earlier worker of it was served: what they take is not free
+    free = measure(config)
+    # Looked for afterwards: kv may create the largest one now that the version is converted, or an earlier worker of
+    # it was served.  What they take is not free.
+    if not _has_arenas(config, version):
         groups = worker_groups.count(config, version.settings, version.name)
-        capacity.check(config, version.settings, measure(config), groups)
+        capacity.check(config, version.settings, free, groups)
 
 
 def memory_left(
@@ -38,5 +42,7 @@ def memory_left(
 
 
 def _has_arenas(config: Config, version: ModelVersion) -> bool:
-    """Whether its largest arena exists. What that has yet to reserve does not count as free."""
-    return (paths.arena_dir(config) / f"{version.slug}.kv").exists()
+    """Whether its largest arena exists, or is being created. What that has yet to reserve does not count as free."""
+    folder, name = paths.arena_dir(config), f"{version.slug}.kv"
+    # In this order: one that is being created is renamed.
+    return any(folder.glob(f".{glob.escape(name)}.*")) or (folder / name).exists()

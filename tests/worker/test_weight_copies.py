@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config import paths
 from pipeline.config.load import resolve
 from pipeline.errors import ResourceError
 from pipeline.models import capacity, weight_copies
@@ -20,7 +21,7 @@ from shm.checkpoint import CheckpointError, bin_path
 from shm.checkpoint_writer import CheckpointWriter
 from stages.worker.checkpoint import weight_copies as wc
 from stages.worker.checkpoint.prepare import open_verified
-from stages.worker.memory_check import memory_left
+from stages.worker.memory_check import check_memory, memory_left
 from tests.shm.checkpoints import finish
 from tests.worker.mappings import mapping_of
 
@@ -214,3 +215,23 @@ def test_memory_beside_the_arenas(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert needed > 8 << 20
     assert memory_left(config, version, lambda _: free) == (1 << 30) - needed
     assert memory_left(config, version, lambda _: capacity.FreeMemory(1 << 40, needed - 1)) == 0
+
+
+@pytest.mark.parametrize("name", ["m.kv", ".m.kv.123"])
+def test_an_arena_that_is_created_while_memory_is_measured_is_not_counted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """kv creates it as soon as the version is converted, under another name at first."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    config = resolve({"models": [{"name": "m", "path": "m.gguf"}], "server": {"arena_dir": str(tmp_path)}}, {})
+    version = ModelVersion(name="m", serial=0, settings=config.models[0])
+
+    def measure(_: object) -> capacity.FreeMemory:
+        paths.arena_dir(config).mkdir()
+        (paths.arena_dir(config) / name).touch()
+        return capacity.FreeMemory(0, 1 << 40)
+
+    check_memory(config, version, measure)
+    (paths.arena_dir(config) / name).unlink()
+    with pytest.raises(ResourceError, match="0 free"):
+        check_memory(config, version, lambda _: capacity.FreeMemory(0, 1 << 40))
