@@ -97,7 +97,10 @@ test-servers: $(VENV)/.locked-dev
 	  [ $$code = 0 ] || [ $$code = 5 ] || exit $$code; chmod -R u+rwX $$folder; rm -rf $$folder
 
 test-alone: $(VENV)/.locked-dev
-	@$(BIN)/python -m pytest -q -m slow --durations=10 $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS) || [ $$? = 5 ]
+	@cache=$$(mktemp -d); code=0; $(BIN)/python -m pytest -q -m slow --durations=10 -o cache_dir=$$cache \
+	  $(filter $(ALONE_TESTS),$(SLOW_TESTS)) $(ARGS) || code=$$?; \
+	  if [ $$code = 1 ]; then $(BIN)/python -m tools.confirm_failures $$cache && code=0; fi; \
+	  rm -rf $$cache; [ $$code = 0 ] || [ $$code = 5 ]
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
 # the machine's in both. The first run compiles the kernels, which takes too long in the emulator.

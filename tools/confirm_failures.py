@@ -17,7 +17,7 @@ from pathlib import Path
 
 MOST = 2  # tests
 TIMES = 3  # runs of each
-UNSTABLE = "failed beside other tests, and passed alone {} times; find out why and mend it: {}"
+UNSTABLE = "failed once, and passed alone {} times; find out why and mend it: {}"
 
 
 def failed_tests(cache: Path) -> list[str]:
