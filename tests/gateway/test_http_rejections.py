@@ -306,6 +306,15 @@ def test_a_valid_request_id_is_returned(server: Server) -> None:
     assert odd.startswith("req-")
 
 
+def test_every_answer_has_a_request_id(server: Server) -> None:
+    answers = [server.post("/v1/embeddings", {"input": "x"}), server.post("/v1/tokenize", {"text": "x"})]
+    answers += [server.get(path) for path in ("/v1/models", "/v1/nothing", "/health")]
+    names = [str(answer.headers["X-Request-Id"]) for answer in answers]
+    assert [name[:4] for name in names] == ["emb-", "req-", "req-", "req-", "req-"]
+    assert len(set(names)) == len(names)
+    assert server.get("/v1/models", {"X-Request-Id": "mine-2"}).headers["X-Request-Id"] == "mine-2"
+
+
 @pytest.mark.parametrize("value", [{"a": "zebraquartz"}, ["zebraquartz", 5], {"text": ["zebraquartz"]}])
 def test_the_log_of_a_refused_request_has_nothing_of_its_prompt(server: Server, value: object) -> None:
     body = json.dumps({"model": MODEL, "prompt": value}).encode()

@@ -36,7 +36,7 @@ CLIENT = web.RequestKey("client", str)  # the client's address, or uid:N on the 
 SCHEME = web.RequestKey("scheme", str)  # http or https, as a trusted proxy says; "": it does not
 CLIENT_ID = web.RequestKey("client_id", str)  # a valid X-Request-Id, or ""
 STARTED_AT = web.RequestKey("started_at", float)  # of the service's clock
-OWN_ID = web.RequestKey("own_id", str)  # of a request without a request for text, for the log
+OWN_ID = web.RequestKey("own_id", str)  # of a request for neither text nor vectors
 NAMES = web.RequestKey("names", BodyNames)  # of its body
 TIMELINE = web.RequestKey("timeline", RequestTrace)  # of a request for vectors
 TRACE = web.RequestKey("trace", TraceContext)  # with tracing.otlp
@@ -53,9 +53,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def request_id(request: web.Request) -> str:
-    """Return the client's `X-Request-Id`, or the id of the request for text or of the refusal, or ""."""
-    state = request.get(STATE)
-    return request.get(CLIENT_ID, "") or (state.id if state is not None else request.get(OWN_ID, ""))
+    """Return the client's `X-Request-Id`, or the server's id of the request."""
+    return request.get(CLIENT_ID, "") or log_id(request)
 
 
 def log_id(request: web.Request) -> str:

@@ -24,6 +24,7 @@ from pipeline.api.fair_shares import address_principal
 from pipeline.api.forwarded import TrustedProxies
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.output_tokens import RELAY, read_relay
+from pipeline.api.request_name import HEADER as REQUEST_NAME
 from pipeline.config.schema import Config
 from pipeline.errors import Forbidden, Overloaded, StarlingError
 from pipeline.ipc.tcp_transport import reset
@@ -182,7 +183,6 @@ def _forwarded_client(request: web.Request, proxies: TrustedProxies, peer: str) 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
     """Return the response that reports `error`; abort the connection if another response has begun."""
-    log_id(request)  # the answer has it
     begun = request.get(BEGUN)
     if begun is None:
         return to_response(request, error)
@@ -211,17 +211,18 @@ def make_header_setter(config: Config) -> Callable[[web.Request, web.StreamRespo
         if _is_last(request):
             response.force_close()
             response.headers["Connection"] = "close"
-        if name := request_id(request):
-            response.headers["X-Request-Id"] = name
-            if is_anthropic(request):
-                response.headers["Request-Id"] = name
+        # A stream that waits for its model has an id and no state yet.
+        name = request.get(CLIENT_ID, "") or response.headers.get(REQUEST_NAME) or request_id(request)
+        response.headers["X-Request-Id"] = name
+        if is_anthropic(request):
+            response.headers["Request-Id"] = name
         if (caller := request.get(CALLER)) is not None:
             response.headers.update(request.app[SERVICE].admission.rate_limit_headers(caller))
         if (context := request.get(TRACE)) is not None:
             response.headers.update(context.headers)
         state = request.get(STATE)
         if state is not None:
-            response.headers["X-Starling-Request"] = state.id
+            response.headers[REQUEST_NAME] = state.id
             if pages := request.get(PAGES):
                 response.headers[page_names.HEADER] = pages
             if kept := request.get(KEPT):
