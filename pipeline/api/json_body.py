@@ -29,13 +29,26 @@ MAX_CONTAINERS = 100_000  # arrays and objects: each takes some 100 bytes of mem
 MAX_VALUES = 1_200_000  # of one body: a prompt of a million token ids, and everything else
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
+# A string, which is a name if a colon follows; a bracket; a number, or what Python's json takes for one.
+_TOKEN = re.compile(
+    r'("[^"\\]*+(?:\\.[^"\\]*+)*+")(\s*:)?|([\[\]{}])|(NaN|-?Infinity|-?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?)',
+    re.DOTALL,
+)
 
 # An escape that may be half of a surrogate pair: only a body that has one is searched for lone surrogates.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class _RejectedError(ValueError):
-    """Raised in the decoder's hooks, to tell their errors from the json module's syntax errors."""
+    """Raised in the decoder's hooks, to tell their errors from the json module's syntax errors.
+
+    `number`: what the body has at the place of the error; "": a name that an object has twice.
+    """
+
+    def __init__(self, fault: str, remedy: str, number: str = "") -> None:
+        super().__init__(fault)
+        self.remedy = remedy
+        self.number = number
 
 
 def parse_object(body: bytes, content_type: str = CONTENT_TYPE) -> dict[str, Any]:
@@ -77,10 +90,43 @@ def _parse(body: bytes, content_type: str) -> Any:
             f"(character {error.pos})"
         ) from None
     except _RejectedError as error:
-        raise InvalidRequest(str(error)) from None
+        at = _place_of_number(text, error.number) if error.number else _place_of_second_name(text)
+        raise InvalidRequest(f"{error}{_shown_place(text, at)}; {error.remedy}") from None
     if isinstance(value, dict | list) and _SURROGATE_ESCAPE.search(body):
         _reject_lone_surrogates(value)
     return value
+
+
+def _place_of_number(text: str, number: str) -> int:
+    """Where a number stands outside of strings; -1: nowhere."""
+    return next((token.start() for token in _TOKEN.finditer(text) if token[4] == number), -1)
+
+
+def _place_of_second_name(text: str) -> int:
+    """Where the first object that ends with a name twice has that name again; -1: there is none."""
+    names: list[set[str]] = []  # of the containers that are open
+    again: list[int] = []  # where each has a name again; -1: nowhere
+    for token in _TOKEN.finditer(text):
+        if token[3] in ("{", "["):
+            names.append(set())
+            again.append(-1)
+        elif token[3] and names:
+            names.pop()
+            if (at := again.pop()) >= 0:
+                return at
+        elif token[2] and names:
+            name = json.loads(token[1])
+            if name in names[-1] and again[-1] < 0:
+                again[-1] = token.start()
+            names[-1].add(name)
+    return -1
+
+
+def _shown_place(text: str, at: int) -> str:
+    """A place in the words of the json module's errors."""
+    if at < 0:
+        return ""
+    return f", at line {text.count(chr(10), 0, at) + 1}, column {at - text.rfind(chr(10), 0, at)} (character {at})"
 
 
 def count_separators(body: bytes | bytearray) -> int:
@@ -135,25 +181,27 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise _RejectedError(f"the body gives {name[:64]!r} twice in one object; give it once")
+                raise _RejectedError(f"the body gives {name[:64]!r} twice in one object", "give it once")
             seen.add(name)
     return result
 
 
 def _constant(name: str) -> NoReturn:
-    raise _RejectedError(f"the body contains {name}, which is not a number in JSON; send a finite number")
+    raise _RejectedError(f"the body contains {name}, which is not a number in JSON", "send a finite number", name)
 
 
 def _int(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
-        raise _RejectedError(f"the body contains a number of {len(digits)} digits, more than {MAX_DIGITS}")
+        fault = f"the body contains a number of {len(digits)} digits, more than {MAX_DIGITS}"
+        raise _RejectedError(fault, "send a smaller one", digits)
     return int(digits)
 
 
 def _float(digits: str) -> float:
     value = float(digits) if len(digits) <= 4 * MAX_DIGITS else math.inf
     if not math.isfinite(value):
-        raise _RejectedError(f"the body contains the number {digits[:32]}, which is too large")
+        fault = f"the body contains the number {digits[:32]}, which is too large"
+        raise _RejectedError(fault, "send a smaller one", digits)
     return value
 
 

@@ -80,6 +80,16 @@ def test_errors_name_the_position() -> None:
     with pytest.raises(InvalidRequest) as refused:
         parse_object(rb'{"messages": [{"content": "ok"}, {"content": "\udfff"}]}')
     assert refused.value.param == "messages[1].content"
+    for body, place in (
+        (b'{"a": "NaN",\n "b": [NaN]}', "NaN, which is not a number in JSON, at line 2, column 8 (character 20)"),
+        (b'{"a": -1e999}', "-1e999, which is too large, at line 1, column 7 (character 6)"),
+        (b'{"a": 1' + b"0" * 70 + b"}", "71 digits, more than 64, at line 1, column 7 (character 6)"),
+        (b'{"a": {"b": "\\"b", "b": 1}, "b": 2}', "'b' twice in one object, at line 1, column 20 (character 19)"),
+        (b'{"b": [{"b": 1}],\n "\\u0062": 2}', "'b' twice in one object, at line 2, column 2 (character 19)"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            parse_object(body)
+        assert place in refused.value.message
     # A complete surrogate pair is a character.
     assert parse_object(rb'{"a": "\ud83d\udc26"}') == {"a": "🐦"}
 
