@@ -4,7 +4,7 @@ They come over the control socket, or over HTTP with an admin's key: POST with t
 the path, but GET for `state`, which has no field there and is answered at once.
 
     {"op": "state", "timeout_s": 1.0}  answered when the server is ready, or after that time; default: at once
-    {"op": "drain", "target": "all" or a model, "timeout_s": 30.0, "keep": true}
+    {"op": "drain", "target": "all" or a model, "timeout_s": 0.0, "keep": true}
     {"op": "resume", "target": "all" or a model}
     {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
@@ -79,6 +79,7 @@ class Admin:
             if name != "op" and name not in FIELDS[op]:
                 known = ", ".join(FIELDS[op]) or "none"
                 raise InvalidRequest(f"{op} has no field {name[:100]!r}; its fields: {known}", name[:100])
+        request = {name: value for name, value in request.items() if value is not None}  # as in all other bodies
         if op == "trace":
             return {"trace": self._service.timelines.find(_text(request, "request", MAX_NAME))}
         if op == "drain":

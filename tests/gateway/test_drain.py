@@ -222,6 +222,8 @@ def test_http_needs_the_key_of_an_admin(make_server: MakeServer) -> None:
     assert server.get("/v1/admin/state", user).status == 403
     assert server.post("/v1/admin/drain", {"tarqet": "all"}, admin).error["param"] == "tarqet"
     assert server.get("/v1/admin/state", admin).json["draining"] == {}
+    null = {"target": None, "timeout_s": None, "keep": None}
+    assert list(server.post("/v1/admin/drain", null, admin).json["draining"]) == [ALL]
     assert list(server.post("/v1/admin/drain", {"timeout_s": 3}, admin).json["draining"]) == [ALL]
     assert server.post("/v1/generate", TEXT, user).error["code"] == "DRAINING"
     assert server.post("/v1/admin/resume", {}, admin).json["draining"] == {}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pipeline.api.fields import FieldTable
-from pipeline.api.json_schema import Schema
+from pipeline.api.json_schema import Schema, nullable
 from pipeline.api.requests import (
     chat,
     completions,
@@ -72,19 +72,26 @@ def _text(summary: str, table: FieldTable, answer: str) -> Operation:
 
 
 def _admin(op: str, summary: str) -> Operation:
+    required = ["target"] if op in ("load", "reload", "unload") else []
+    fields = {name: _ADMIN_FIELDS[name] for name in admin.FIELDS[op]}
     body: Schema = {
         "type": "object",
-        "properties": {name: _ADMIN_FIELDS[name] for name in admin.FIELDS[op]},
+        "properties": {name: one if name in required else nullable(one) for name, one in fields.items()},
         "additionalProperties": False,
     }
-    if op in ("load", "reload", "unload"):
-        body["required"] = ["target"]
+    if required:
+        body["required"] = required
     return Operation(summary, "Administration", json_content("AdminState"), body, _ADMIN)
 
 
 _ADMIN_FIELDS: dict[str, Schema] = {
     "target": {"type": "string", "description": 'a model\'s name; drain and resume: or "all", the default'},
-    "timeout_s": {"type": "number", "minimum": 0, "maximum": admin.MAX_TIMEOUT_S},
+    "timeout_s": {
+        "type": "number",
+        "minimum": 0,
+        "maximum": admin.MAX_TIMEOUT_S,
+        "description": "default: of a drain 0 (requests in flight end at once), of the unload of a model 30, else 600",
+    },
     "keep": {"type": "boolean", "description": "survives a restart of the gateway (default true)"},
     "path": {"type": "string", "maxLength": 4096, "description": "a GGUF file, or another source of a model"},
     "kv_cache_mb": {"type": "integer", "minimum": 0, "maximum": admin.MAX_KV_CACHE_MB},
