@@ -1,7 +1,7 @@
 """Changes of a chat's messages around its template: system messages without a role, and a message to continue.
 
-A template that has no system role drops system messages or rejects them.  Their text is then put before the next user
-message.
+A template that has no system role drops system messages or rejects them.  Their text is then put into the user message
+beside them.
 
 A prompt that continues the last message ends inside of it.  `mark_end` appends a character to the message's content
 that no valid text can contain; where the template has put it, `cut_at_end` ends the prompt.
@@ -27,22 +27,37 @@ class RenderedChat(NamedTuple):
 
 
 def fold_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with the text of the leading system messages before that of the next user message.
+    """Return the messages with the text of system messages before that of the user message that follows them.
 
-    Without a user message there, it becomes one.
+    Where none follows, it goes behind that of the user message before them; without one there, it becomes one.
     """
-    texts: list[str] = []
+    folded: list[Mapping[str, Any]] = []
+    texts: list[str] = []  # of system messages since the last other one
     for message in messages:
-        if message.get("role") != "system" or not isinstance(message.get("content"), str):
-            break
-        texts.append(message["content"])
-    rest = list(messages[len(texts) :])
-    texts = [text for text in texts if text.strip()]
+        role, content = message.get("role"), message.get("content")
+        if role == "system" and isinstance(content, str):
+            texts += [content] if content.strip() else []
+            continue
+        if texts and role == "user" and isinstance(content, str):
+            message = {**message, "content": "\n\n".join([*texts, content])}
+        else:
+            _say_as_user(folded, texts)
+        folded.append(message)
+        texts = []
+    _say_as_user(folded, texts)
+    return folded
+
+
+def _say_as_user(messages: list[Mapping[str, Any]], texts: list[str]) -> None:
+    """Add texts to the last message if it is one of the user, or else as one."""
     if not texts:
-        return rest
-    if rest and rest[0].get("role") == "user" and isinstance(rest[0].get("content"), str):
-        return [{**rest[0], "content": "\n\n".join([*texts, rest[0]["content"]])}, *rest[1:]]
-    return [{"role": "user", "content": "\n\n".join(texts)}, *rest]
+        return
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    if last.get("role") == "user" and isinstance(last.get("content"), str):
+        texts = [messages.pop()["content"], *texts]
+    else:
+        last = {"role": "user"}
+    messages.append({**last, "content": "\n\n".join(texts)})
 
 
 def mark_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

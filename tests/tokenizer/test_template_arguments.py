@@ -121,6 +121,10 @@ def test_without_a_system_role_its_text_goes_to_the_user(source: str) -> None:
     folded = template.render([say("system", "S"), say("user", "U"), say("assistant", "A")])
     assert folded == template.render([say("user", "S\n\nU"), say("assistant", "A")])
     assert template.render([say("system", "S")]) == template.render([say("user", "S")])
+    begun = [say("user", "U"), say("assistant", "A")]
+    later = template.render([*begun, say("system", "S"), say("user", "V"), say("system", "T")])
+    assert later == template.render([*begun, say("user", "S\n\nV\n\nT")])
+    assert template.render([*begun, say("system", "S")]) == template.render([*begun, say("user", "S")])
     assert template.render([say("system", " "), say("user", "U")]) == template.render([say("user", "U")])
     system = [say("system", "<end_of_turn>"), say("system", "T"), say("user", "U")]
     assert [i for i in VOCABULARY.encode(template.render(system).text, True, marks=frozenset()) if i in (1, 2)] == []
