@@ -128,6 +128,30 @@ def test_every_operation_has_examples_that_fit_its_schemas(document: dict[str, A
             READERS[path](example.request)
 
 
+def test_the_parameters_of_queries_are_in_the_document(document: dict[str, Any]) -> None:
+    found = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            names = [one["name"] for one in operation.get("parameters", []) if one["in"] == "query"]
+            if names:
+                found[method, path] = names
+    page = ["after", "limit", "order"]
+    assert found == {
+        ("get", "/v1/responses/{id}"): ["stream", "starting_after"],
+        ("get", "/v1/responses/{id}/input_items"): page,
+        ("get", "/v1/conversations/{id}/items"): page,
+        ("delete", "/v1/requests/{id}"): ["unread", "after_s"],
+        ("get", "/lora-adapters"): ["model"],
+        ("post", "/lora-adapters"): ["model"],
+    }
+
+
+def test_the_example_of_a_drain_has_the_form_of_its_answer(document: dict[str, Any]) -> None:
+    answer = document["paths"]["/v1/admin/drain"]["post"]["responses"]["200"]["content"]["application/json"]["example"]
+    assert answer["draining"] == {"all": {"left_s": 30.0, "ended": 0}}
+    assert all(isinstance(count, int) for count in answer["models"].values())
+
+
 def test_a_route_that_is_not_described_appears_with_its_docstring() -> None:
     made = make_document([("POST", "/v1/new/{id:.+}", "POST /v1/new: something new.")], metrics_path="", needs_key=True)
     operation = made["paths"]["/v1/new/{id}"]["post"]

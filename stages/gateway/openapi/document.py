@@ -6,12 +6,14 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pipeline.api.item_pages import DEFAULT_LIMIT, MAX_LIMIT
 from pipeline.api.json_schema import Schema
 from stages.gateway.http.administration import needs_key
 from stages.gateway.openapi.examples import EXAMPLES, Example
 from stages.gateway.openapi.field_texts import FIELD_TEXTS
 from stages.gateway.openapi.operations import METRICS, OPERATIONS, STATUSES, Operation
 from stages.gateway.openapi.responses import SCHEMAS, json_content
+from stages.gateway.requests.readers import CLAIM_S
 
 VERSION = "1"  # of the API: the v1 in its paths
 _PARAMETER = re.compile(r"\{(\w+)[^}]*\}")
@@ -35,6 +37,25 @@ QUERY: dict[str, Schema] = {
     "model": {
         "description": "The name of a model; the default is the first one.",
         "schema": {"type": "string", "maxLength": 256},
+    },
+    "after": {"description": "The id of the item before the page.", "schema": {"type": "string"}},
+    "limit": {
+        "description": "How many items a page has at most.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT},
+    },
+    "order": {
+        "description": "The order of the items, by their place in the list.",
+        "schema": {"enum": ["asc", "desc"], "default": "desc"},
+    },
+    "stream": {"description": "true: the events of the response.", "schema": {"type": "boolean", "default": False}},
+    "starting_after": {
+        "description": "The sequence_number of the last event that the client has; -1: none.",
+        "schema": {"type": "integer", "minimum": -1, "default": -1},
+    },
+    "unread": {"description": "true: the request ends when no client reads it.", "schema": {"const": "true"}},
+    "after_s": {
+        "description": "With unread: only if no client has read it for so many seconds.",
+        "schema": {"type": "integer", "minimum": 0, "maximum": int(CLAIM_S), "default": 0},
     },
 }
 

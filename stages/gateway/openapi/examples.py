@@ -68,9 +68,10 @@ _READINESS = {
 }
 _STATE = {
     "in_flight": 0,
-    "models": {MODEL: {"in_flight": 0}},
-    "instances": [],
-    "draining": [],
+    "models": {MODEL: 0},
+    "instances": [{"model": MODEL, "instance": MODEL, "state": "serving", "in_flight": 0, "worker_groups": 1}],
+    "use": {MODEL: {"state": "loaded", "pinned": False, "last_used": None, "expires_in_s": None}},
+    "draining": {},
     "readiness": _READINESS,
 }
 _CHANGED = {**_STATE, "change": {"id": "load-1", "done": True}}
@@ -218,7 +219,9 @@ EXAMPLES: dict[tuple[str, str], Example] = {
     ),
     ("GET", "/ready"): Example(None, _READINESS),
     ("GET", "/v1/admin/state"): Example(None, _STATE),
-    ("POST", "/v1/admin/drain"): Example({"target": "all", "timeout_s": 30}, {**_STATE, "draining": ["all"]}),
+    ("POST", "/v1/admin/drain"): Example(
+        {"target": "all", "timeout_s": 30}, {**_STATE, "draining": {"all": {"left_s": 30.0, "ended": 0}}}
+    ),
     ("POST", "/v1/admin/resume"): Example({"target": "all"}, _STATE),
     ("POST", "/v1/admin/load"): Example({"target": "my-model", "path": "/data/my-model.gguf"}, _CHANGED),
     ("POST", "/v1/admin/reload"): Example({"target": MODEL, "timeout_s": 600}, _CHANGED),

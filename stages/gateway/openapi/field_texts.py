@@ -98,6 +98,6 @@ FIELD_TEXTS: dict[str, str] = {
     "add_special_tokens": "Adds the model's BOS token.",
     "parse_special": "Names of control tokens in the text become these tokens.",
     "cache_control": "A hint without effect: prefixes are cached in any case.",
-    "metadata": "A hint without effect.",
+    "metadata": "Texts by name, without effect on the answer.",
     "service_tier": "A hint without effect.",
 }

@@ -51,6 +51,7 @@ _KEYED = (401, 403, 429, 500, 503)  # of every request that needs a key
 _WITH_BODY = (*_KEYED, 400, 408, 413)
 _TEXT = (*_WITH_BODY, 404, 409, 507)
 _ADMIN = (*_WITH_BODY, 404, 409, 507)
+_PAGE = ("after", "limit", "order")  # names in `document.QUERY`
 
 
 class Operation(NamedTuple):
@@ -121,6 +122,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         {**json_content("Response"), **STREAM},
         None,
         (*_KEYED, 400, 404, 409),
+        query=("stream", "starting_after"),
     ),
     ("DELETE", "/v1/responses/{id}"): Operation(
         "Deletes a stored response.", "Text", json_content("DeletedResponse"), None, (*_KEYED, 404, 409)
@@ -134,6 +136,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         json_content("Items"),
         None,
         (*_KEYED, 400, 404),
+        query=_PAGE,
     ),
     ("POST", "/v1/conversations"): Operation(
         "Makes a conversation.",
@@ -161,6 +164,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         json_content("Items"),
         None,
         (*_KEYED, 400, 404),
+        query=_PAGE,
     ),
     ("POST", "/v1/conversations/{id}/items"): Operation(
         "Adds items to a conversation.",
@@ -191,7 +195,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Text",
         {"application/json": {"schema": {"type": "object"}}},
         None,
-        (*_KEYED, 404),
+        (*_KEYED, 400, 404),
+        query=("unread", "after_s"),
     ),
     ("POST", "/v1/embeddings"): Operation(
         "Vectors of texts.", "Embeddings", json_content("Embeddings"), embeddings.BODY.schema(), _TEXT

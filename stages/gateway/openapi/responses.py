@@ -174,9 +174,10 @@ SCHEMAS: dict[str, Schema] = {
     "AdminState": _object(
         {"change": _OBJECT},
         in_flight=_COUNT,
-        models=_OBJECT,
-        instances={"type": ["array", "object"]},
-        draining={"type": ["array", "object"]},
+        models={"type": "object", "additionalProperties": _COUNT},
+        instances=array_of(_OBJECT),
+        use=_OBJECT,
+        draining=_OBJECT,
         readiness=ref("Readiness"),
     ),
     "Adapters": array_of(_object(id=_COUNT, path=_STRING, scale={"const": 0}, model=_STRING)),
