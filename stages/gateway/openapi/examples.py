@@ -160,7 +160,7 @@ EXAMPLES: dict[tuple[str, str], Example] = {
                 {
                     "index": 0,
                     "text": " was awake.",
-                    "tokens": [436, 18507, 30],
+                    "tokens": [436, 22576, 30],
                     "finish_reason": "length",
                     "stop_string": None,
                     "logprobs": None,
@@ -201,9 +201,9 @@ EXAMPLES: dict[tuple[str, str], Example] = {
     ),
     ("POST", "/v1/tokenize"): Example(
         {"text": "Good morning"},
-        {"model": MODEL, "tokens": [21210, 5613], "offsets": [[0, 4], [4, 12]], "count": 2},
+        {"model": MODEL, "tokens": [14229, 5738], "offsets": [[0, 4], [4, 12]], "count": 2},
     ),
-    ("POST", "/v1/detokenize"): Example({"tokens": [21210, 5613]}, {"model": MODEL, "text": "Good morning"}),
+    ("POST", "/v1/detokenize"): Example({"tokens": [14229, 5738]}, {"model": MODEL, "text": "Good morning"}),
     ("DELETE", "/v1/requests/{id}"): Example(None, {"id": f"req-{_ID}", "cancelled": True}),
     ("GET", "/v1/models"): Example(None, {"object": "list", "data": [_MODEL]}),
     ("GET", "/v1/models/{id}"): Example(None, _MODEL),
