@@ -359,6 +359,17 @@ def test_errors_have_the_form_of_the_api(server: Server) -> None:
     assert "max_tokens" in error(counted, "invalid_request_error")
 
 
+def test_the_error_of_a_stream_names_its_request(server: Server) -> None:
+    with server.peers.held():
+        stream = server.stream(PATH, message("x"), {"X-Request-Id": "mine"})
+        name = stream.response.headers["X-Starling-Request"]
+        assert server.request("DELETE", f"/v1/requests/{name}").status == 200
+        last = parse_events(stream.response.read())[-1]
+        stream.close()
+    assert (last.name, last.data["error"]["type"]) == ("error", "invalid_request_error")
+    assert last.data["request_id"] == "mine"
+
+
 def test_keys(make_server: Callable[..., Server]) -> None:
     server = make_server(
         auth={"api_keys": [{"key": "sk-mine", "tenant": "mine"}]},

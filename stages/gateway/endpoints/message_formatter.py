@@ -85,7 +85,7 @@ class MessageFormatter:
 
     def error_event(self, error: StarlingError) -> BlockEvent:
         """Return the event of an error, the last one."""
-        return BlockEvent(b"error", to_json(anthropic_error(error)), 0)
+        return BlockEvent(b"error", to_json(anthropic_error(error, self._request.spec.client_id)), 0)
 
     def skip(self, text: str, *, is_whole: bool) -> None:
         """Count the events of `text`, from the beginning on, as sent. `is_whole`: it is all of the text."""

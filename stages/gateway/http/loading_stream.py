@@ -78,7 +78,7 @@ class LoadingStream:
     async def fail(self, error: StarlingError, generation: GenerationRequest) -> web.StreamResponse:
         """End the stream with an error, in the form of its API."""
         assert self.response is not None
-        await self.response.write(_error_bytes(error, generation))
+        await self.response.write(_error_bytes(error, generation, self.response.headers.get("X-Request-Id", "")))
         await self.response.write_eof()
         return self.response
 
@@ -88,10 +88,10 @@ def _comment(text: str, seconds: float) -> bytes:
     return b": " + line.encode("utf-8", "replace") + b"\n\n"
 
 
-def _error_bytes(error: StarlingError, generation: GenerationRequest) -> bytes:
-    """The events of a request that fails before it is admitted."""
+def _error_bytes(error: StarlingError, generation: GenerationRequest, request_id: str) -> bytes:
+    """The events of a request that fails before it is admitted. `request_id`: as the headers name it."""
     if generation.endpoint == "messages":
-        return sse.event(to_json(anthropic_error(error)), name=b"error")
+        return sse.event(to_json(anthropic_error(error, request_id)), name=b"error")
     if generation.endpoint == "responses":
         data = {"type": "error", "code": error.code, "message": error.message, "param": error.param or None}
         return sse.event(to_json({**data, "sequence_number": 0}), name=b"error")
