@@ -228,7 +228,7 @@ HINT_FIELDS: dict[str, Reader] = {
     "prompt_cache_key": text(512),  # prefixes are cached by their tokens
     "prompt_cache_options": read_cache_options,
     "prompt_cache_retention": one_of("in_memory", "in-memory", "24h"),
-    "service_tier": one_of("auto", "default", "flex", "priority", "scale"),
+    "service_tier": one_of("auto", "default", "flex", "priority", "scale", "fast", "ultrafast"),
 }
 
 COMMON_FIELDS: dict[str, Reader] = {

@@ -142,7 +142,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"mirostat": 2}, "mirostat", "use min_p"),
     ({"mirostat_tau": 4.0}, "mirostat_tau", "belongs to mirostat"),
     ({"metadata": {"a": 1}}, "metadata.a", "a string"),
-    ({"service_tier": "fast"}, "service_tier", '"auto" or'),
+    ({"service_tier": "quick"}, "service_tier", '"auto" or'),
     ({"prediction": {"type": "content"}}, "prediction.content", "missing"),
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
     ({"logprobs": 2}, "logprobs", "true or false"),

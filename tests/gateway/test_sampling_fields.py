@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.responses.service_tier import ServiceTier
 
 from pipeline.api.generation_fields import check_configured_order
+from pipeline.api.requests import chat
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import InvalidRequest
 from pipeline.protocol import messages as m
@@ -114,6 +116,11 @@ HINTS = {
 def test_hints_change_nothing(server: Server, path: str) -> None:
     body = {**BODIES[path], "max_tokens": 20, "seed": 5}
     assert server.post(path, {**body, **HINTS}).json["choices"] == server.post(path, body).json["choices"]
+
+
+@pytest.mark.parametrize("tier", get_args(get_args(ServiceTier)[0]))
+def test_every_tier_of_the_official_client_is_a_hint(tier: str) -> None:
+    chat.read({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "service_tier": tier})
 
 
 def test_a_prediction_becomes_draft_tokens_and_is_counted(server: Server) -> None:
