@@ -7,7 +7,7 @@ number and time.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
 from pipeline.api.requests.generation_request import TemplateArguments
@@ -122,12 +122,14 @@ class TokenizerClient:
         token_limit: int = 0,
         owner: TextOwner = NO_OWNER,
         suffix: str = "",
+        field: str = "prompt",
     ) -> m.Encoded:
         """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number.
 
         suffix: return the ids of the prompt for what stands between the two texts.
+        field: of the request, which has the text, for error messages.
         """
-        reply: m.Encoded = await self.request(
+        reply = self.request(
             lambda key: m.Encode(
                 key,
                 version_id,
@@ -142,7 +144,8 @@ class TokenizerClient:
                 owner.session_id,
             )
         )
-        return reply
+        encoded: m.Encoded = await _naming(reply, "prompt", field)
+        return encoded
 
     async def render(
         self,
@@ -152,13 +155,15 @@ class TokenizerClient:
         token_limit: int = 0,
         now: str = "",
         owner: TextOwner = NO_OWNER,
+        field: str = "messages",
     ) -> m.Encoded:
         """Return the token ids of a chat, rendered by the model's template; `token_limit` as for `encode`.
 
         arguments: what the template gets besides the messages.
         now: the time that the template shows (ISO 8601), so that repeating the call gives the same ids.
+        field: of the request, which has the messages, for error messages.
         """
-        reply: m.Encoded = await self.request(
+        reply = self.request(
             lambda key: m.Render(
                 key,
                 version_id,
@@ -175,7 +180,8 @@ class TokenizerClient:
                 owner.session_id,
             )
         )
-        return reply
+        rendered: m.Encoded = await _naming(reply, "messages", field)
+        return rendered
 
     async def decode(
         self, version_id: str, tokens: tuple[int, ...], *, skip_special: bool = False, owner: TextOwner = NO_OWNER
@@ -185,3 +191,16 @@ class TokenizerClient:
             lambda key: m.Detokenize(key, version_id, tokens, skip_special, *owner)
         )
         return reply.text
+
+
+async def _naming(reply: Awaitable[Any], name: str, field: str) -> Any:
+    """Return the reply. In an error about the field that the tokenizer calls `name` it has the request's name."""
+    try:
+        return await reply
+    except StarlingError as error:
+        if field == name or error.param != name:
+            raise
+        message = error.message
+        if message.startswith(f"{name} "):
+            message = f"{field}{message.removeprefix(name)}"
+        raise StarlingError(error.code, message, field, retry_after_s=error.retry_after_s) from None

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.config.schema import Config, ModelConfig
+from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
+from stages.gateway.tokenizer_client import TokenizerClient
 
 
 def test_an_unsent_request_is_sent_later() -> None:
@@ -35,3 +40,36 @@ def test_an_unsent_request_is_sent_later() -> None:
         return (await asked).tokens
 
     assert asyncio.run(run()) == (7,)
+
+
+@pytest.mark.parametrize(
+    ("param", "message", "shown"),
+    [
+        ("prompt", "prompt has too long a word", ("input[1]", "input[1] has too long a word")),
+        ("suffix", "suffix is given", ("suffix", "suffix is given")),
+    ],
+)
+def test_an_error_names_the_field_of_the_request(param: str, message: str, shown: tuple[str, str]) -> None:
+    async def run() -> tuple[str, str]:
+        client = TokenizerClient(lambda frame: True)
+        asked = asyncio.create_task(client.encode("m", "x", field="input[1]"))
+        await asyncio.sleep(0)
+        client.on_reply("q1", StarlingError("INVALID_REQUEST", message, param))
+        with pytest.raises(StarlingError) as refused:
+            await asked
+        return refused.value.param, refused.value.message
+
+    assert asyncio.run(run()) == shown
+
+
+def test_an_error_of_the_template_names_the_field_of_the_request() -> None:
+    async def run() -> tuple[str, str]:
+        client = TokenizerClient(lambda frame: True)
+        asked = asyncio.create_task(client.render("m", [], TemplateArguments(), field="input"))
+        await asyncio.sleep(0)
+        client.on_reply("q1", StarlingError("INVALID_REQUEST", "the template rejects the messages", "messages"))
+        with pytest.raises(StarlingError) as refused:
+            await asked
+        return refused.value.param, refused.value.message
+
+    assert asyncio.run(run()) == ("input", "the template rejects the messages")

@@ -96,7 +96,7 @@ class PooledPrompts:
 
     async def _encode(self, text: str, name: str, add_bos: bool) -> tuple[int, ...]:
         reply = await self._tokenizer.encode(
-            self._version_id, text, add_bos=add_bos, token_limit=self._longest, owner=self._owner
+            self._version_id, text, add_bos=add_bos, token_limit=self._longest, owner=self._owner, field=name
         )
         if reply.too_many:
             raise self._too_long(name, _field(name), reply.too_many, reply.is_exact)

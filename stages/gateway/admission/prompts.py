@@ -46,7 +46,8 @@ async def tokenize_prompts(
             raise InvalidRequest(f"model {version.name!r} has no chat template; use /v1/completions", "model")
         date = generation.template_date or ""
         messages, arguments = chat_of(generation, described)
-        return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, owner))]
+        field = generation.prompt_field
+        return [checked(await tokenizer.render(version.id, messages, arguments, limit, date, owner, field))]
     prompts: list[Awaitable[m.Encoded] | tuple[int, ...]] = [
         tokenizer.encode(
             version.id,
@@ -55,10 +56,11 @@ async def tokenize_prompts(
             token_limit=limit,
             owner=owner,
             suffix=generation.suffix or "",
+            field=prompt_field(generation, index),
         )
         if isinstance(prompt, str)
         else prompt
-        for prompt in generation.prompts
+        for index, prompt in enumerate(generation.prompts)
     ]
     for index, prompt in enumerate(generation.prompts):
         if not isinstance(prompt, str) and len(prompt) > limit:  # before anything looks at each of its ids
@@ -76,15 +78,15 @@ async def tokenize_prediction(
     """Token ids (i32 little-endian) of the text that the answer may be. Raises `InvalidRequest`."""
     if not generation.prediction:
         return b""
+    field = "prediction.content"
     encoded = await tokenizer.encode(
-        version_id, generation.prediction, add_bos=False, token_limit=bounds.context, owner=owner
+        version_id, generation.prediction, add_bos=False, token_limit=bounds.context, owner=owner, field=field
     )
     if encoded.too_many:
         count = f"{'' if encoded.is_exact else 'at least '}{encoded.too_many}"
         raise InvalidRequest(
-            f"prediction.content has {count} tokens; at most {bounds.context} are allowed, the model's context: "
-            f"shorten it",
-            "prediction.content",
+            f"{field} has {count} tokens; at most {bounds.context} are allowed, the model's context: shorten it",
+            field,
         )
     return array("i", encoded.tokens).tobytes()
 

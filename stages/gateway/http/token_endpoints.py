@@ -43,6 +43,7 @@ async def tokenize(request: web.Request) -> web.StreamResponse:
                 offsets=True,
                 token_limit=MAX_PROMPT_IDS,
                 owner=text_owner(request),
+                field="text",
             )
         parts = []
         with held_response(request) as held:
