@@ -35,6 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
@@ -254,11 +256,19 @@ class Service:
                 self.relay.on_tokens(frame)
             case m.Rejected():
                 if not self.embedder.on_rejected(frame):
-                    self.relay.on_rejected(frame)
+                    self.relay.on_rejected(self._named(frame))
             case m.Pooled():
                 self.embedder.on_pooled(frame)
             case m.SchedulerState():
                 self.loaded.on_scheduler_state(frame)
+
+    def _named(self, frame: m.Rejected) -> m.Rejected:
+        """A refusal for too many output tokens, with the name that the request has for their number."""
+        request = self.relay.request_of(frame.sequence)
+        if request is None or frame.param != "max_tokens":
+            return frame
+        field = request.spec.generation.max_tokens_field
+        return msgspec.structs.replace(frame, param=field, message=frame.message.replace("max_tokens", field))
 
     # ---------------------------------------------------------------- processes that start and exit
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.peers import make_tokenizer
+from pipeline.protocol import messages as m
+from tests.gateway.peers import MODEL, make_tokenizer
 from tests.gateway.response_bodies import (
     CUT,
     PARIS,
@@ -331,3 +332,16 @@ def test_the_openai_client(server: Server) -> None:
             client.responses.retrieve(stored.id)
         with pytest.raises(openai.BadRequestError):
             client.responses.create(**asked("x", truncation="auto"))
+
+
+def test_a_refusal_of_the_scheduler_names_the_field_of_the_request(server: Server) -> None:
+    def refuse(frame: m.Submit) -> m.Rejected:
+        return m.Rejected(frame.sequence, "INSUFFICIENT_RESOURCES", "max_tokens of 5 need 9 pages", "max_tokens", 0.0)
+
+    server.peers.do(lambda: setattr(server.peers.generator, "refuse", refuse))
+    try:
+        refused = server.post(PATH, {"model": MODEL, "input": "Hi", "max_output_tokens": 5})
+    finally:
+        server.peers.do(lambda: setattr(server.peers.generator, "refuse", lambda frame: None))
+    assert (refused.status, refused.error["param"]) == (507, "max_output_tokens")
+    assert "max_output_tokens of 5" in refused.error["message"]
