@@ -279,7 +279,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
     ({"reasoning": {"effort": "low"}}, "reasoning.effort", "template has none"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", '"minimal"'),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.json_schema.schema", "required"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", '"json_schema"'),
     ({"truncation": "auto"}, "truncation", "send less"),
     ({"background": True, "store": False}, "background", "store is false"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.api.constraint_fields import read_response_format
+from pipeline.api.constraint_fields import read_response_format, read_schema
 from pipeline.api.fields import (
     FieldTable,
     Reader,
@@ -61,19 +61,17 @@ from pipeline.errors import InvalidRequest
 from pipeline.protocol.messages import Constraint
 
 MAX_RESPONSE_ID = 256
+_JSON_FORMAT: dict[str, Reader] = {
+    "type": one_of("json_schema"),
+    "name": text(64),
+    "description": text(1 << 16),
+    "strict": flag,
+    "schema": read_schema,
+}
 _FORMAT_SCHEMA = any_of(
     object_schema({"type": one_of("text")}, required=("type",)),
     object_schema({"type": one_of("json_object")}, required=("type",)),
-    object_schema(
-        {
-            "type": one_of("json_schema"),
-            "name": text(64),
-            "description": text(1 << 16),
-            "strict": flag,
-            "schema": json_object,
-        },
-        required=("type", "schema"),
-    ),
+    object_schema(_JSON_FORMAT, required=("type", "schema")),
 )
 
 
@@ -81,8 +79,8 @@ _FORMAT_SCHEMA = any_of(
 def _read_format(value: Any, name: str) -> Constraint | None:
     if not isinstance(value, dict) or value.get("type") != "json_schema":
         return read_response_format(value, name)
-    named = {key: item for key, item in value.items() if key != "type"}  # beside the type here, in an object there
-    return read_response_format({"type": "json_schema", "json_schema": named}, name)
+    schema: Constraint = read_fields(value, _JSON_FORMAT, required=("type", "schema"), within=name)["schema"]
+    return schema
 
 
 _TEXT: dict[str, Reader] = {"format": _read_format}
