@@ -91,7 +91,7 @@ def with_conversation(
     fields = generation.response or ResponseFields()
     given = fields.conversation
     conversation = [*previous, *given]
-    places = [field] * len(previous) + [f"input[{index}]" for index in range(len(given))]
+    places = [field] * len(previous) + _places(given)
     check_results(conversation, places, "call_id")
     instructions = (generation.messages or [])[: fields.n_instructions]
     return msgspec.structs.replace(
@@ -99,6 +99,16 @@ def with_conversation(
         messages=[*instructions, *conversation],
         response=msgspec.structs.replace(fields, conversation=conversation),
     )
+
+
+def _places(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """Of each message of an input, the last item that it was made of: reasoning, text and calls are one message."""
+    places, count = [], 0
+    for message in messages:
+        parts = len(message.get("tool_calls", ())) + bool(message.get("reasoning_content"))
+        count += parts + bool(message["content"] or not parts)
+        places.append(f"input[{count - 1}]")
+    return places
 
 
 def answer_message(output: Sequence[dict[str, Any]]) -> dict[str, Any]:

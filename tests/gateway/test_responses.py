@@ -256,6 +256,13 @@ def test_responses_belong_to_their_tenant(make_server: Callable[..., Server]) ->
     assert server.post(PATH, said("x", previous_response_id=made), other).status == 404
 
 
+CALLS: list[dict[str, Any]] = [
+    {"role": "user", "content": "Weather?"},
+    {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"},
+    {"type": "function_call", "call_id": "b", "name": "weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "a", "output": "sunny"},
+]
+RESULT = CALLS[3]
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": None}, "input", "missing"),
     ({"input": []}, "input", "empty"),
@@ -286,6 +293,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_tokens": 5}, "max_tokens", "unknown parameter"),
     ({"max_output_tokens": 5000}, "max_output_tokens", "at most"),
     ({"input": "x" * 5000}, "input", "has 5"),
+    ({"input": [*CALLS, {**RESULT, "call_id": "c"}]}, "input[4].call_id", "must be the id of a tool call"),
+    ({"input": CALLS[:3]}, "input[2]", "has no result; send one after input[2]"),
 ]
 
 
