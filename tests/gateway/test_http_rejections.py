@@ -48,6 +48,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": []}, "prompt", "empty"),
     ({"prompt": [1, -1]}, "prompt[1]", "is -1"),
     ({"prompt": [1, 258]}, "prompt", "vocabulary has the ids from 0 to 257"),
+    ({"prompt": [[1, 2, 3], [258]]}, "prompt", "prompt[1][0] is 258"),
     ({"prompt": [1, True]}, "prompt[1]", "is true"),
     ({"prompt": ""}, "prompt", "at least one"),
     ({"prompt": "x", "max_tokens": -1}, "max_tokens", "from 0 to"),

@@ -111,9 +111,9 @@ def chat_of(generation: GenerationRequest, described: m.Described) -> tuple[list
 
 def check_ids(generation: GenerationRequest, prompts: list[tuple[int, ...]], vocab_size: int) -> None:
     """Raises `InvalidRequest` for the first token id that is not in the vocabulary."""
-    for given, prompt in zip(generation.prompts, prompts):
+    for index, (given, prompt) in enumerate(zip(generation.prompts, prompts)):
         if not isinstance(given, str):
-            check_range(prompt, "prompt[{}]", "prompt", vocab_size)
+            check_range(prompt, prompt_field(generation, index) + "[{}]", "prompt", vocab_size)
     bias_ids = [token for token, _ in generation.sampling.logit_bias]
     check_range(bias_ids, "a key of logit_bias", "logit_bias", vocab_size)
     check_range(generation.stop_token_ids, "an id in stop_token_ids", "stop_token_ids", vocab_size)
