@@ -29,7 +29,8 @@ _FIRST = ("Q4_K_M", "Q4_K_S", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS", "Q5_K_M", "Q5_
 PREFERRED = (*_FIRST, "Q3_K_M", "Q3_K_L", "Q3_K_S", "Q2_K", "F16", "BF16", "F32")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _QUANTIZATION = re.compile(r"(?<![A-Za-z0-9])(IQ[1-4]_[A-Z0-9_]+|Q[2-8](?:_[0-9KSML]+)*|BF16|F16|F32|FP16|FP32)", re.I)
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SPLIT = re.compile(r"-\d{5}-of-(?!00001\.)\d{5}\.gguf$")  # one of one is whole
+_JOIN = "join all parts with llama-gguf-split --merge and pull the file"
 
 ANY = ("*",)
 PUBLIC_HUB = "https://huggingface.co"
@@ -71,6 +72,8 @@ def choose(repository: Repository, file: str = "", quantization: str = "") -> Hu
                 f"{where}/{file} is no model by itself; `starling pull {where}` fetches and converts the repository",
                 "source",
             )
+        if _SPLIT.search(file):
+            raise InvalidRequest(f"{where}/{file} is one part of a GGUF file; {_JOIN}", "source")
         if file in names:
             return names[file]
         raise InvalidRequest(f"{where} has no file {file!r}{_choices(_ggufs(repository))}", "source")
@@ -114,7 +117,7 @@ def _choices(files: Sequence[HubFile]) -> str:
 def _without_gguf(repository: Repository) -> str:
     names = [one.name for one in repository.files]
     if any(_SPLIT.search(name) for name in names):
-        return "has its GGUF in several parts only; join them with llama-gguf-split --merge and pull the file"
+        return f"has its GGUF in several parts only; {_JOIN}"
     if pickled := [name for name in names if name.endswith(PICKLED)]:
         return (
             f"has only pickled weights ({', '.join(pickled[:3])}), which can run code when they are read; it is refused"

@@ -133,6 +133,7 @@ def repository(*names: str) -> Repository:
         (("m-Q8_0.gguf", "m-Q4_K_M.gguf"), "", "q8_0", "m-Q8_0.gguf"),
         (("a-Q4_0.gguf", "b-Q4_0.gguf"), "b-Q4_0.gguf", "", "b-Q4_0.gguf"),
         (("m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "m-Q4_0.gguf"), "", "", "m-Q4_0.gguf"),
+        (("README.md", "m-00001-of-00001.gguf"), "", "", "m-00001-of-00001.gguf"),
     ],
 )
 def test_the_file_that_is_taken(names: tuple[str, ...], file: str, quantization: str, chosen: str) -> None:
@@ -153,6 +154,7 @@ def test_safetensors_are_converted_where_there_is_no_whole_gguf_file() -> None:
         (("pytorch_model.bin", "config.json"), "", "", r"only pickled weights \(pytorch_model.bin\).* it is refused"),
         (("pytorch_model.bin", "m.gguf"), "pytorch_model.bin", "", "is pickled: reading it can run code"),
         (("a-00001-of-00002.gguf",), "", "", "in several parts only"),
+        (("a-00001-of-00002.gguf",), "a-00001-of-00002.gguf", "", "is one part of a GGUF file; join all parts with"),
         (("README.md",), "", "", "has no GGUF file"),
         (("a-Q4_0.gguf", "b-Q4_0.gguf"), "", "", r"name one:\n  a-Q4_0.gguf \(1 MB\)\n  b-Q4_0"),
         (("a-Q4_0.gguf", "b-Q8_0.gguf"), "", "Q2_K", r"no file of Q2_K:\n  a-Q4_0"),

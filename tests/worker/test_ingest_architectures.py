@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from pathlib import Path
 
 import gguf
@@ -153,6 +154,20 @@ def test_what_differs_is_named(what: str, tiny_gguf: TinyGguf, tmp_path: Path) -
         ingest(path, tmp_path / "bad.idx", digest_of(path))
     assert message in str(caught.value)
     assert [p.name for p in tmp_path.iterdir()] == ["bad.gguf"]
+
+
+def with_key(raw: bytes, key: str, kind: int, value: bytes) -> bytes:
+    """A file with one more metadata key. Tensors may move, so it is only good for being refused by its metadata."""
+    (n_keys,) = struct.unpack_from("<Q", raw, 16)
+    entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
+    return raw[:16] + struct.pack("<Q", n_keys + 1) + entry + raw[24:] + bytes(256)
+
+
+def test_a_part_of_a_model_is_refused(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    path = tmp_path / "m-00001-of-00003.gguf"
+    path.write_bytes(with_key(tiny_gguf("small", "Q8_0").read_bytes(), "split.count", 2, struct.pack("<H", 3)))
+    with pytest.raises(ConfigError, match="split.count is 3: .* join them with llama-gguf-split --merge"):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
 
 
 def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path) -> None:

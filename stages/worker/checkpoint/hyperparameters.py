@@ -61,6 +61,12 @@ class HyperReader:
     def __init__(self, file: Source) -> None:
         """Raises `GgufError` for an architecture that cannot be served."""
         self.file, self.metadata = file, file.metadata
+        parts = self.metadata.get("split.count")
+        if isinstance(parts, int) and parts > 1:
+            raise GgufError(
+                f"{file.path}: split.count is {parts}: the file is one of {parts} parts, expected a whole model; "
+                f"join them with llama-gguf-split --merge"
+            )
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in ARCHITECTURES:
             raise GgufError(
