@@ -170,6 +170,13 @@ def test_a_part_of_a_model_is_refused(tiny_gguf: TinyGguf, tmp_path: Path) -> No
         ingest(path, tmp_path / "m.idx", digest_of(path))
 
 
+def test_granite_without_rope_is_refused(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(with_key(tiny_gguf("granite", "Q8_0").read_bytes(), "granite.rope.scaling.finetuned", 7, b"\0"))
+    with pytest.raises(ConfigError, match="granite.rope.scaling.finetuned is False, expected true"):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
 def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", SHAPES["phi3"], "Q8_0")
     raw = path.read_bytes()

@@ -296,6 +296,9 @@ class HyperReader:
 
     def _rope(self) -> _Rope:
         arch = self.architecture
+        if self.row.scales and not self._get(f"{arch}.rope.scaling.finetuned", bool, True):
+            # Granite's switch for RoPE; in files of other architectures it changes nothing.
+            raise self._refuse("rope.scaling.finetuned", False, "true (a graph with RoPE)")
         kind = self._get(f"{arch}.rope.scaling.type", str, "none")
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise GgufError(
