@@ -115,7 +115,7 @@ class KvGeometry(NamedTuple):
 
     n_layers: int
     n_kv_heads: int
-    head_dim: int  # multiple of 32
+    head_dim: int  # multiple of 16; with int8 of 32
     page_tokens: int  # 16, 32, 64, 128 or 256
     kv_type: str
     n_windowed: int = 0  # layers with a window, in groups of their own; 0: all layers are in one group
@@ -138,8 +138,13 @@ class KvGeometry(NamedTuple):
             raise ArenaError(f"page_tokens is {self.page_tokens}, expected 16, 32, 64, 128 or 256")
         if self.n_windowed and not (0 < self.n_windowed < self.n_layers <= MAX_LAYERS and self.groups.full):
             raise ArenaError(f"n_windowed is {self.n_windowed} of {self.n_layers} layers, expected 0")
-        if self.head_dim % 16 or (self.kv_type == "int8" and self.head_dim % 32):
-            raise ArenaError(f"head_dim is {self.head_dim}, expected a multiple of 16 (int8: 32)")
+        if self.head_dim % 16:
+            raise ArenaError(f"head_dim is {self.head_dim}, expected a multiple of 16; use another model")
+        if self.kv_type == "int8" and self.head_dim % 32:
+            raise ArenaError(
+                f"kv_type is 'int8', and the model's heads have {self.head_dim} values, expected a multiple of 32; set "
+                f"models[].kv_type to f16 or f32"
+            )
 
     @property
     def head_bytes(self) -> int:

@@ -71,6 +71,13 @@ def test_a_geometry_without_groups_is_named_as_before_there_were_any() -> None:
             geometry.check()
 
 
+def test_heads_that_an_int8_cache_does_not_take_are_named_with_a_remedy() -> None:
+    narrow = KvGeometry(2, 1, 80, 32, "f16")
+    narrow.check()
+    with pytest.raises(ArenaError, match=r"kv_type is 'int8', .* 80 values, expected a multiple of 32; set models\[\]"):
+        narrow._replace(kv_type="int8").check()
+
+
 @given(groups=some_groups, n_places=st.integers(0, 9), unread=st.integers(0, 9))
 def test_a_page_table_and_the_pages_held(groups: LayerGroups, n_places: int, unread: int) -> None:
     n_unread = min(unread, n_places)
