@@ -255,6 +255,10 @@ PEFT_REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "biases": ({"bias": "lora_only"}, "bias is 'lora_only', expected 'none'"),
     "LoRA biases": ({"lora_bias": True}, "lora_bias is True; biases of adapters are not supported"),
     "several alphas": ({"alpha_pattern": {"q_proj": 3}}, "alpha_pattern is {'q_proj': 3}; one lora_alpha"),
+    "PiSSA": (
+        {"init_lora_weights": "pissa_niter_4"},
+        "init_lora_weights is 'pissa_niter_4', for which PEFT also",
+    ),
     "no rank": ({"r": 0}, "r is 0, expected at least 1"),
     "a text as rank": ({"r": "8"}, "r is '8', expected a whole number"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha is missing, expected a number"),

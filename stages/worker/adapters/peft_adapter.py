@@ -38,6 +38,8 @@ _REFUSED = {
     "use_qalora": "QALoRA is not supported",
     "arrow_config": "Arrow is not supported",
 }
+# Values of `init_lora_weights` for which PEFT takes the first A and B out of the model's weights, also when it loads.
+_CHANGE_BASE = ("pissa", "olora", "corda")
 
 
 def read_peft_adapter(path: Path, base: Index) -> Iterator[Change]:
@@ -95,6 +97,13 @@ def _checked(config: Config) -> tuple[float, bool]:
             raise ConfigError(f"{config.path}: {key} is {str(config.fields[key])[:60]}; {reason}", PARAM)
     if (bias := config.text("bias", "none")) != "none":
         raise ConfigError(f"{config.path}: bias is {bias[:60]!r}, expected 'none': biases are not supported", PARAM)
+    begun = config.fields.get("init_lora_weights")
+    if isinstance(begun, str) and begun.lower().startswith(_CHANGE_BASE):
+        raise ConfigError(
+            f"{config.path}: init_lora_weights is {begun[:60]!r}, for which PEFT also changes the model's own weights; "
+            f"save the adapter as a plain one (path_initial_model_for_weight_conversion)",
+            PARAM,
+        )
     rank = config.integer("r")
     if rank < 1:
         raise ConfigError(f"{config.path}: r is {rank}, expected at least 1", PARAM)
