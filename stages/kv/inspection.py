@@ -7,6 +7,7 @@ stage, because only the stage can count pages while none of them changes.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from shm.prefix_hash import PageHash, group_hash
 from stages.kv.audit import PageAudit
 from stages.kv.pool.page_headers import PageHeaders, PageIdentity, checksum, count_states
 from stages.kv.report import DiskReport, ModelReport, Report, Run, SessionReport
+from stages.kv.sessions.model_sessions import TAG_DIGITS
 from stages.kv.sessions.session_files import SUFFIX, parse
 from stages.kv.storage.page_file import PageFile
 from stages.kv.storage.persist import page_files
@@ -237,7 +239,10 @@ def _count_unreachable(identities: dict[PageHash, PageIdentity], report: ModelRe
 
 def _read_sessions(config: Config, model: ModelConfig, report: ModelReport, now_ns: int) -> Iterator[SessionReport]:
     folder = paths.state_dir(config) / "sessions"
+    own = re.compile(re.escape(model.slug) + rf"-[0-9a-f]{{{TAG_DIGITS}}}")
     for path in sorted(folder.glob(f"{model.slug}-*/*{SUFFIX}")):
+        if not own.fullmatch(path.parent.name):
+            continue  # of a model whose name begins with this one's
         try:
             raw = path.read_bytes()
         except OSError:

@@ -102,6 +102,14 @@ def test_shows_arena_prefixes_files_and_sessions(pages: ModelPages) -> None:
         assert piece in shown
 
 
+def test_sessions_of_a_model_with_a_longer_name_are_not_those_of_this_one(pages: ModelPages) -> None:
+    save_all(pages)
+    other = paths.state_dir(pages.config) / "sessions" / f"{MODEL}-large-0123456789ab" / "x.session"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"nonsense")
+    assert inspect(pages.config, check=True).problems == []
+
+
 def test_works_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARLING_HOME", str(tmp_path))
     configure(tmp_path)
