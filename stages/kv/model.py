@@ -135,6 +135,7 @@ class ModelPages:
             memory=opened.memory,
             fault=points.fault_point("kv", "page"),
             on_moved=self._on_moved,
+            name=self.model.name,
         )
         if opened.adopted is not None:
             pool.headers.clear_copies()

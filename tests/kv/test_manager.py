@@ -224,7 +224,7 @@ def test_pages_of_the_prompt_need_no_row() -> None:
     assert w.counts() == (6, 2, 0)
 
 
-def test_a_damaged_page_is_dropped_and_the_rest_of_the_prefix_with_it() -> None:
+def test_a_damaged_page_is_dropped_and_the_rest_of_the_prefix_with_it(caplog: pytest.LogCaptureFixture) -> None:
     w = World()
     w.run("a", words(1, 2, 3))
     answer = w.acquire("b", words(1, 2, 3))
@@ -233,6 +233,7 @@ def test_a_damaged_page_is_dropped_and_the_rest_of_the_prefix_with_it() -> None:
     w.arena.pages[answer.pages[1], 7] ^= 0x10
     assert w.run("c", words(1, 2, 3)) == 1
     assert w.m.pool.counters.checksum_failures == 1
+    assert caplog.messages.count("a page in memory is damaged and was dropped") == 1
     assert w.run("d", words(1, 2, 3)) == 3
 
 

@@ -6,6 +6,7 @@ states.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from stages.kv.pool.extents import PageMemory
 from stages.kv.pool.page_headers import PageIdentity
 from stages.kv.pool.page_source import PageSource, PageStore
 from stages.kv.pool.page_table import CACHED, PageTable
+
+log = logging.getLogger("starling.kv")
 
 _NO_ROOT = PageHash(bytes(16))
 
@@ -92,6 +95,7 @@ class PagePool:
     memory: PageMemory | None = None  # of the pages; None: all have some
     fault: FaultPoint | None = None  # struck with the number of pages that have become full
     on_moved: Callable[[], object] = lambda: None  # called after each page that was copied, and each extent of memory
+    name: str = ""  # of the model's version, for the log
 
     def __post_init__(self) -> None:
         self.table = PageTable(self.arena, self.policy, None if self.memory is None else self.memory.n_pages)
@@ -124,7 +128,7 @@ class PagePool:
         if len(found) < len(hashes):
             page = self.table.get_cached_page(hashes[len(found)])
             if page is not None:  # damaged
-                self.counters.checksum_failures += 1
+                self._report_damage(page)
                 self.table.evict(page)
         if self.older_versions or self.stores:
             for page_hash in hashes[len(found) :]:
@@ -168,7 +172,7 @@ class PagePool:
             damaged = next((page for page in pages if page is not None and table.is_damaged(page)), None)
             if damaged is None:
                 return Hit(first, end, needed, [NO_PAGE if page is None else page for page in pages])
-            self.counters.checksum_failures += 1
+            self._report_damage(damaged)
             table.evict(damaged)
 
     def _is_outside(self, page_hash: PageHash) -> bool:
@@ -361,5 +365,10 @@ class PagePool:
 
     def invalidate(self, page: int) -> None:
         """A cached page, which a sequence may hold, was found damaged."""
-        self.counters.checksum_failures += 1
+        self._report_damage(page)
         self.table.invalidate(page)
+
+    def _report_damage(self, page: int) -> None:
+        """A cached page's bytes or header have changed: it is dropped."""
+        self.counters.checksum_failures += 1
+        log.warning("a page in memory is damaged and was dropped", extra={"model": self.name, "page": page})
