@@ -334,6 +334,11 @@ def test_templates_and_ends_of_answers(tiny_gguf, tmp_path: Path) -> None:  # ty
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 0]}')
     data = prepare_source(directory, folder).tokenizer
     assert (data.chat_template, data.eos, data.eot) == ("listed", 2, 0)
+    # Of several ends the key has one that is not found by its name.
+    settings_path.write_text(json.dumps(fields | {"eos_token": "<|endoftext|>"}))
+    (directory / "generation_config.json").write_text('{"eos_token_id": [0, 1, 2]}')
+    data = prepare_source(directory, folder).tokenizer
+    assert (data.tokens[:3], data.eos, data.eot) == (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], 0, 1)
     (directory / "chat_template.jinja").write_text("of a file")
     assert prepare_source(directory, folder).tokenizer.chat_template == "of a file"
 
