@@ -14,6 +14,7 @@ from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
 from pipeline.models import collect, registry
 from pipeline.models.locks import lock
+from shm.checkpoint import CheckpointError
 from starling import model_list
 from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
@@ -66,7 +67,15 @@ def models(name: str | None, with_plan: bool, as_json: bool) -> None:
 def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) -> None:
     from starling.cli import plan  # imports numpy, which no other listing needs
 
-    plans = {model.name: plan.plan(config, model, paths.models_dir()) for model in chosen}
+    plans: dict[str, plan.Plan | None] = {}
+    for model in chosen:
+        try:
+            plans[model.name] = plan.plan(config, model, paths.models_dir())
+        except FileNotFoundError as error:
+            missing = f"model {model.name!r}: {error.filename} is missing; run `starling prepare {model.name}`"
+            raise ConfigError(missing, "model") from None
+        except CheckpointError as error:
+            raise ConfigError(f"model {model.name!r}: {error}", "model") from None
     if as_json:
         found = [one for one in plans.values() if one is not None]
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())

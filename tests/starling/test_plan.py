@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from pipeline.models.arena_sizes import arena_sizes, most_positions
 from shm.checkpoint import Hyper, load_index
 from stages.worker.adapters.memory import AdapterMemory
@@ -89,6 +90,21 @@ def test_a_plan_is_text_with_the_next_command(config: Config) -> None:
     assert "m1  not prepared: run `starling prepare m1` first" in shown
     alone = CliRunner().invoke(cli, ["models", "--plan", "m1"], catch_exceptions=False).output
     assert alone == "m1  not prepared: run `starling prepare m1` first\n"
+
+
+def test_a_damaged_checkpoint_is_named_with_the_remedy(config: Config, home: Path) -> None:
+    def refusal() -> str:
+        error = CliRunner().invoke(cli, ["models", "--plan", "m0"]).exception
+        assert isinstance(error, ConfigError)
+        return error.message
+
+    (index_path,) = (home / "models").glob("*.idx")
+    weights = index_path.with_suffix(".bin")
+    whole = weights.read_bytes()
+    weights.unlink()
+    assert refusal() == f"model 'm0': {weights} is missing; run `starling prepare m0`"
+    weights.write_bytes(whole[:4096])
+    assert f"{weights}: 4096 bytes, expected {len(whole)}; remove {index_path.name} to ingest again" in refusal()
 
 
 def test_a_window_bounds_what_a_layer_attends_to() -> None:
