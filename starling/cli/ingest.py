@@ -14,7 +14,7 @@ from pipeline.config.rules import check_name
 from pipeline.models import registry, store
 from pipeline.models.locks import lock
 from pipeline.models.model_directory import QUANTS
-from shm.checkpoint import Index
+from shm.checkpoint import Hyper, Index
 from starling.cli import terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
@@ -62,14 +62,14 @@ def ingest(path: Path, quant: str | None, name: str | None, pretokenizer: str, a
         click.echo(msgspec.json.format(msgspec.json.encode(record)).decode())
         return
     click.echo(f"{name}: {record.nbytes / 1e6:,.0f} MB, {record.architecture}, {record.quantization}")
-    terminal.note(use_of(name, index))
+    terminal.note(use_of(name, index.hyper))
 
 
-def use_of(name: str, index: Index) -> str:
+def use_of(name: str, hyper: Hyper) -> str:
     """What a model can do, as a remark for its user."""
-    if index.hyper.is_causal:
+    if hyper.is_causal:
         return f"`starling run {name} PROMPT` answers with it"
-    endpoint = "/v1/rerank" if index.hyper.scores_pairs else "/v1/embeddings"
+    endpoint = "/v1/rerank" if hyper.scores_pairs else "/v1/embeddings"
     return f"it generates no text: name {name} in requests to {endpoint}"
 
 

@@ -16,7 +16,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import InvalidRequest, ModelNotFound
+from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound
 from pipeline.models import pull as pulls
 from pipeline.models import registry, sources, store
 from pipeline.models.arriving import Reader
@@ -150,12 +150,19 @@ def _pull(config: Config, text: str, name: str, sha256: str, quant: str, as_json
     if not as_json:
         kind = f"{record.quantization}, digest" if record.is_checkpoint else "sha256"
         terminal.print_wrapped(f"{record.name}: {record.nbytes / 1e6:,.0f} MB, {kind} {record.digest}", 2)
-        terminal.note(
-            use_of(record.name, load_index(path))
-            if record.is_checkpoint
-            else f"`starling run {record.name} PROMPT` answers with it"
-        )
+        is_checkpoint = record.is_checkpoint
+        terminal.note(use_of(record.name, load_index(path).hyper) if is_checkpoint else _use_of_file(record.name, path))
     return {**msgspec.to_builtins(record), "path": str(path)}
+
+
+def _use_of_file(name: str, path: Path) -> str:
+    """What a stored GGUF file can do, or why it cannot be served, as a remark for its user."""
+    from stages.worker.checkpoint.ingest import check_source  # imports numpy
+
+    try:
+        return use_of(name, check_source(path))
+    except ConfigError as error:
+        return f"it is stored, and cannot be served: {error.message}"
 
 
 def _reader(source: sources.Source, folder: Path, progress: store.Progress) -> AbstractContextManager[Reader | None]:

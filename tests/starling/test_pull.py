@@ -72,6 +72,17 @@ def test_a_file_is_copied_and_described(home: Path, gguf: Path) -> None:
     )
 
 
+def test_a_remark_says_what_a_file_can_do(home: Path, gguf: Path, tmp_path: Path) -> None:
+    assert "`starling run tiny-Q4_1 PROMPT` answers with it" in pull(home, str(gguf)).stderr
+    other = tmp_path / "other.gguf"
+    other.write_bytes(gguf.read_bytes().replace(b"llama", b"mamba", 1))
+    remark = pull(home, str(other)).stderr
+    assert "cannot be served" in remark and "general.architecture is 'mamba'; supported: llama" in remark
+    assert "answers with it" not in remark
+    vectors = write_model(tmp_path / "vectors.gguf", SHAPES["bert"], "Q8_0")
+    assert "it generates no text: name vectors in requests to /v1/embeddings" in pull(home, str(vectors)).stderr
+
+
 def test_a_pulled_name_is_a_model_of_the_configuration(home: Path, gguf: Path) -> None:
     pulled(home, str(gguf), "--name", "mine")
     command = [sys.executable, "-m", "starling", "config", "--json"]

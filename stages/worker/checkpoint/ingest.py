@@ -49,10 +49,13 @@ class SourceChanged(ConfigError):
     """The bytes of the source are not those that its digest was computed from."""
 
 
-def check_source(source: Path, pretokenizer: str = "") -> None:
-    """Check all that can be checked of a GGUF file without its tensors' bytes. Raises `ConfigError`, `OSError`."""
+def check_source(source: Path, pretokenizer: str = "") -> Hyper:
+    """Check all that can be checked of a GGUF file without its tensors' bytes; its sizes and switches.
+
+    Raises `ConfigError`, `OSError`.
+    """
     try:
-        check_head(GgufFile(source), pretokenizer)
+        return _read_head(GgufFile(source), pretokenizer)[1]
     except GgufError as error:
         raise ConfigError(str(error), param="model") from None
 
