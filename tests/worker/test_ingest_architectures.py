@@ -23,6 +23,7 @@ from stages.worker.kernels.formats import FORMATS
 from stages.worker.model import Model
 from tests.tokenizer.trained import unigram_spec
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.tiny_adapter import write_adapter
 from tools.tiny_gguf import SHAPES, SPECIALS, Shape, add_byte_level_vocabulary, write_model
 from tools.vocabulary_gguf import add_vocabulary
 
@@ -167,6 +168,12 @@ def test_a_part_of_a_model_is_refused(tiny_gguf: TinyGguf, tmp_path: Path) -> No
     path = tmp_path / "m-00001-of-00003.gguf"
     path.write_bytes(with_key(tiny_gguf("small", "Q8_0").read_bytes(), "split.count", 2, struct.pack("<H", 3)))
     with pytest.raises(ConfigError, match="split.count is 3: .* join them with llama-gguf-split --merge"):
+        ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
+def test_an_adapter_is_no_model(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "adapter.gguf", tiny_gguf("small", "Q8_0"))
+    with pytest.raises(ConfigError, match=r"general.type is 'adapter', expected a model; name the file in models\[\]"):
         ingest(path, tmp_path / "m.idx", digest_of(path))
 
 

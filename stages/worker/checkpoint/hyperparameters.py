@@ -67,6 +67,12 @@ class HyperReader:
                 f"{file.path}: split.count is {parts}: the file is one of {parts} parts, expected a whole model; "
                 f"join them with llama-gguf-split --merge"
             )
+        kind = self.metadata.get("general.type")
+        if isinstance(kind, str) and kind == "adapter":
+            raise GgufError(
+                f"{file.path}: general.type is 'adapter', expected a model; name the file in models[].adapters of the "
+                f"model that it changes"
+            )
         self.architecture = self._get("general.architecture", str)
         if self.architecture not in ARCHITECTURES:
             raise GgufError(
