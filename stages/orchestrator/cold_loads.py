@@ -38,7 +38,7 @@ class ColdLoads:
         self._clock = clock
         self._loads: dict[str, ColdLoad] = {}
         self.n_waiting = 0
-        self.started = self.failed = 0  # counts, for metrics
+        self.started = self.done = self.failed = 0  # counts, for metrics
 
     def find(self, model: str) -> ColdLoad | None:
         """The load of a model, if one is under way."""
@@ -108,5 +108,7 @@ class ColdLoads:
             if isinstance(error, StarlingError) and not load.n_waiting:
                 return  # no request is there to report it to
             raise
+        else:
+            self.done += 1
         finally:
             del self._loads[load.model]

@@ -181,7 +181,7 @@ class FleetApi:
                 metrics.set("starling_fleet_prefix_moves_total", self.prefix_moves.outcomes[outcome], outcome)
             metrics.set("starling_fleet_prefix_bytes_total", self.prefix_moves.nbytes)
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
-        metrics.set("starling_fleet_loads_total", self._cold.started - self._cold.failed, "done")
+        metrics.set("starling_fleet_loads_total", self._cold.done, "done")
         metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")
         errors = self._router.rates.errors()
         metrics.set("starling_fleet_estimates_total", errors.count)

@@ -56,9 +56,10 @@ async def test_all_who_wait_get_the_error_and_the_next_one_loads_again() -> None
     assert [str(one) for one in found] == ["no room"] * 3
     again = loader.wait("m")
     await loader.begun("m")
+    assert (loader.cold.started, loader.cold.done, loader.cold.failed) == (2, 0, 1)  # one is under way
     loader.ends["m"].set_result(None)
     await again
-    assert (loader.cold.started, loader.cold.failed) == (2, 1)
+    assert (loader.cold.started, loader.cold.done, loader.cold.failed) == (2, 1, 1)
 
 
 async def test_waiting_is_bounded_with_an_estimate() -> None:
