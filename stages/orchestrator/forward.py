@@ -30,6 +30,10 @@ class NotRepeated(ModelUnavailable):
     """An engine has died under a request which must not be sent again, also if another agent is there."""
 
 
+class StillLoading(ModelUnavailable):
+    """An agent has not loaded a model in time, and goes on: another one would only begin anew."""
+
+
 class Forward(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request as it is sent to engines, the same to each of them."""
 
@@ -233,7 +237,7 @@ class Tries:
     def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError) -> None:
         """The agent cannot load the model. Raises it if there is no use in asking another one."""
         asked = self.routed(forward)
-        if isinstance(error, Overloaded) or (asked.is_held and asked.pinned == agent_id):
+        if isinstance(error, Overloaded | StillLoading) or (asked.is_held and asked.pinned == agent_id):
             raise error
         self.unfit.add(agent_id)
         self.failure = error

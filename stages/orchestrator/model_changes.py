@@ -14,8 +14,9 @@ from pipeline.errors import Conflict, ModelUnavailable, ResourceError, StarlingE
 from pipeline.fleet import token
 from pipeline.fleet.bodies import LoadModelRequest, UnloadModelRequest
 from pipeline.fleet.records import AgentRecord
+from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import EventLog
-from stages.orchestrator.forward import read_error, read_param
+from stages.orchestrator.forward import StillLoading, read_error, read_param
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
 from stages.orchestrator.signed_urls import UrlSigner
@@ -133,8 +134,17 @@ class ModelChanges:
                 if not waits:
                     self._events.add("load", agent=agent_id, model=model)
                 try:
-                    await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
-                    break
+                    raw = await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
+                    if not _is_loading(raw):
+                        break
+                    if self._clock() - begun >= self._timeout_ms / 1000:
+                        raise StillLoading(
+                            f"{model} has not been loaded by agent {agent_id} within {self._timeout_ms / 1000:g} s "
+                            "(fleet.orchestrator.load_timeout_ms), and is still loading there; try again later",
+                            "model",
+                        )
+                    evict = ""  # its engine has ended meanwhile, and is started again
+                    await self._sleep(RETRY_S)
                 except StarlingError as error:
                     evict = self._making_room(error, agent_id, model, besides, is_repeated=base in left)
                     if not evict:
@@ -223,3 +233,11 @@ class ModelChanges:
                     share = f" {100 * progress.done // progress.total}%" if progress.total else ""
                     return f"{progress.phase}{share} on {view.agent_id}"
         return ""
+
+
+def _is_loading(raw: bytes) -> bool:
+    """Whether an agent answers that a model is not loaded yet."""
+    try:
+        return bool(msgspec.json.decode(raw)["status"] == "loading")
+    except (*DECODE_ERRORS, KeyError, TypeError):
+        return False

@@ -1,0 +1,86 @@
+"""Loads on agents: how long they may take."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pipeline.blobs.folder import FolderStore
+from pipeline.fleet.bodies import LoadModelResponse, ModelState
+from pipeline.fleet.records import AgentRecord
+from stages.orchestrator.fleet_api import EventLog
+from stages.orchestrator.forward import Forward, StillLoading, Tries
+from stages.orchestrator.model_changes import ModelChanges
+from stages.orchestrator.registry import Registry
+from stages.orchestrator.router import ScoreRouter
+from stages.orchestrator.signed_urls import UrlSigner
+from tests.orchestrator.agents import MODEL, PUBLISHED, request, router, view
+
+TIMEOUT_S = 600.0
+
+
+class Agent:
+    """An agent: how long each of its answers to /load_model takes, in s, and the state that it names."""
+
+    def __init__(self, *answers: tuple[float, ModelState]) -> None:
+        self.now = 0.0
+        self._answers = list(answers)
+
+    async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+        took_s, state = self._answers.pop(0)
+        self.now += took_s
+        status = "success" if state == "READY" else "loading"
+        return msgspec.json.encode(LoadModelResponse(status=status, model_id=MODEL, model_state=state))  # type: ignore[arg-type]
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+async def answers(agent_id: str) -> bool:
+    return True
+
+
+async def made(
+    folder: Path, agent: Agent, routing: ScoreRouter, check: Callable[[str], Awaitable[bool]] = answers
+) -> tuple[ModelChanges, EventLog]:
+    registry, events = Registry(None, lambda: agent.now), EventLog(lambda: 0.0)  # type: ignore[arg-type]
+    await registry.register_node(AgentRecord(agent_id="one", url="http://one", incarnation="1"))
+    changes = ModelChanges(
+        agent,  # type: ignore[arg-type]
+        registry,
+        routing,
+        events,
+        PUBLISHED,
+        int(TIMEOUT_S * 1000),
+        lambda: True,
+        check,
+        lambda: agent.now,
+        UrlSigner(FolderStore(folder), 600, lambda agent_id: None, lambda: agent.now),
+        agent.sleep,
+    )
+    return changes, events
+
+
+async def test_a_load_that_takes_too_long_has_failed_for_those_who_wait(tmp_path: Path) -> None:
+    changes, events = await made(tmp_path, Agent((TIMEOUT_S, "DOWNLOADING")), router(view("one")))
+    with pytest.raises(StillLoading, match=r"within 600 s \(fleet\.orchestrator\.load_timeout_ms\)"):
+        await changes.load("one", MODEL)
+    assert [one.kind for one in events.after(0)] == ["load", "load-failed"]
+
+
+async def test_a_model_whose_engine_has_ended_before_the_answer_is_waited_for(tmp_path: Path) -> None:
+    agent = Agent((5.0, "LOADING_TO_GPU"), (5.0, "READY"))
+    changes, events = await made(tmp_path, agent, router(view("one")))
+    await changes.load("one", MODEL)
+    assert events.after(0)[-1].kind == "loaded"
+
+
+def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:
+    tries = Tries(lambda: 0.0)
+    forward = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
+    with pytest.raises(StillLoading):
+        tries.not_loaded(forward, "one", StillLoading("it is slow"))
+    assert not tries.unfit
