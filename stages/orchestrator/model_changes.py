@@ -17,8 +17,10 @@ from pipeline.fleet.records import AgentRecord
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.forward import StillLoading, read_error, read_param
+from stages.orchestrator.rates import DISK_BYTES_PER_S
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import Published, ScoreRouter
+from stages.orchestrator.score import Residence, loaded, residence
 from stages.orchestrator.signed_urls import UrlSigner
 from stages.orchestrator.upstream import Client, Unreachable, read_whole
 
@@ -28,6 +30,7 @@ LOAD_MARGIN_S = 10.0  # beyond fleet.orchestrator.load_timeout_ms, for the agent
 RETRY_S = 0.5  # after a conflict, for the next attempt of a placement
 MOST_WAITS = 20  # of RETRY_S, for an adapter that may leave: others are loading, or have requests
 REFUSED_S = 30.0  # after another error
+LEAST_START_S = 0.01  # of an engine, besides reading its model: disks may be faster than a score expects
 CHECKS = 3  # polls of an agent that has loaded a model: on a busy host an answer may be late
 ADAPTERS = "adapters"  # param of an agent's refusal that ends when another adapter of the model leaves
 
@@ -111,6 +114,7 @@ class ModelChanges:
         published = self._published.get(model)
         begun = self._clock()
         base = base_of(model)
+        files = self._files_of(agent_id, base)
         adapter = await self._signer.adapter(agent_id, model)
         signed = await self._signer.begin(agent_id, base)
         request = LoadModelRequest(
@@ -162,6 +166,27 @@ class ModelChanges:
         for _ in range(CHECKS):  # requests that wait would load it once more, elsewhere, while it is not known
             if await self._check_agent(agent_id):
                 break
+        self._note_start(agent_id, base, files)
+
+    def _files_of(self, agent_id: str, model: str) -> Residence | None:
+        """Where the files of a model are, seen from an agent that has no engine for it; None if it has one."""
+        view = next((one for one in self._router.table if one.agent_id == agent_id), None)
+        if view is None or self._router.is_host(view, model):
+            return None
+        published = self._published.get(model)
+        digest, nbytes = (published.digest, published.nbytes) if published is not None else ("", 0)
+        return residence(view.details, model, digest, nbytes)
+
+    def _note_start(self, agent_id: str, model: str, files: Residence | None) -> None:
+        """Measure the start of an engine whose model was on the host: any other has waited for a download."""
+        if files is None or files.level not in ("DRAM_CACHED", "NVME_CACHED"):
+            return
+        view = next((one for one in self._router.table if one.agent_id == agent_id), None)
+        running = loaded(view.details, model) if view is not None else None
+        if running is None or running.model_state != "READY" or not running.load_s:
+            return
+        disk_s = files.nbytes / DISK_BYTES_PER_S if files.level == "NVME_CACHED" else 0.0  # as a score counts it
+        self._router.rates.observe_start(agent_id, model, max(running.load_s - disk_s, LEAST_START_S))
 
     async def _leaves(self, record: AgentRecord, evict: str, model: str, *, may_wait: bool) -> bool:
         """Unload what makes room; false, after a while, if that is an adapter that stays. Raises `StarlingError`."""

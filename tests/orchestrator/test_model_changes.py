@@ -1,4 +1,4 @@
-"""Loads on agents: how long they may take."""
+"""Loads on agents: how long they may take, and what is measured of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
 from stages.orchestrator.forward import Forward, StillLoading, Tries
 from stages.orchestrator.model_changes import ModelChanges
+from stages.orchestrator.rates import START_S
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.signed_urls import UrlSigner
-from tests.orchestrator.agents import MODEL, PUBLISHED, request, router, view
+from tests.orchestrator.agents import MODEL, PUBLISHED, cached, engine, request, router, view
 
 TIMEOUT_S = 600.0
 
@@ -84,3 +85,25 @@ def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:
     with pytest.raises(StillLoading):
         tries.not_loaded(forward, "one", StillLoading("it is slow"))
     assert not tries.unfit
+
+
+@pytest.mark.parametrize(("level", "load_s", "start_s"), [
+    ("DRAM_CACHED", START_S / 2, START_S / 2),
+    ("NVME_CACHED", START_S / 2 + PUBLISHED[MODEL].nbytes / 1e9, START_S / 2),
+    ("REMOTE", 60.0, None),  # most of which is a download
+])  # fmt: skip
+async def test_the_start_of_an_engine_corrects_the_next_estimate(
+    tmp_path: Path, level: str, load_s: float, start_s: float | None
+) -> None:
+    files = () if level == "REMOTE" else (cached(cache_level=level),)
+    routing = router(view("one", cached_models=files))
+
+    async def check(agent_id: str) -> bool:
+        routing.update_routing_table([view("one", engine(load_s=load_s), cached_models=files)])
+        return True
+
+    changes, _ = await made(tmp_path, Agent((load_s, "READY")), routing, check)
+    await changes.load("one", MODEL)
+    measured = routing.rates.of("one", MODEL).start_s
+    assert measured.count == (start_s is not None)
+    assert measured.value == pytest.approx(START_S if start_s is None else START_S + 0.2 * (start_s - START_S))
