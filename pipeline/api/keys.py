@@ -129,13 +129,20 @@ class Keys:
         return key.limits if key is not None else NO_LIMITS
 
     def concurrent(self, principal: str) -> int:
-        """Most requests in flight of a tenant, an address or a key with a bound of its own."""
-        total = self._config.server.max_concurrent_requests
+        """Most requests in flight at a server of a tenant, an address or a key with a bound of its own."""
+        server, share = self._config.server, self._config.concurrent_per_tenant()
+        is_fixed = bool(server.max_concurrent_per_tenant)
+        return self.share_of(principal, server.max_concurrent_requests, share, is_fixed=is_fixed)
+
+    def share_of(self, principal: str, total: int, share: int, *, is_fixed: bool = False) -> int:
+        """How many of `total` requests in flight may be of a principal. `share`: of a tenant or an address.
+
+        is_fixed: the share was configured; else it leaves room for the tenants of the key file.
+        """
         if principal.startswith(_KEY):
             return min(total, self.limits(principal.removeprefix(_KEY)).max_concurrent or total)
-        share = self._config.concurrent_per_tenant()
-        if self._file is not None and self._file.exists and not self._config.server.max_concurrent_per_tenant:
-            share = min(share, total - total // 4)  # there may be other tenants than the configured one
+        if self._file is not None and self._file.exists and not is_fixed:
+            return min(share, total - total // 4)  # there may be other tenants than the configured one
         return share
 
     def _caller_of(self, key: StoredKey) -> Caller:

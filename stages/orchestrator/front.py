@@ -20,7 +20,7 @@ from pipeline.api import response_context
 from pipeline.api.body_names import names_of
 from pipeline.api.forwarded import TrustedProxies
 from pipeline.api.idempotency_key import digest_head, read_key
-from pipeline.api.keys import Caller, Keys, is_key
+from pipeline.api.keys import Caller, Keys
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.api.requests.conversations import NewConversation
@@ -116,7 +116,7 @@ class Front:
         share = total if len(config.tenants) == 1 else max(1, total - total // 4)
 
         def share_of(principal: str) -> int:
-            return min(share, keys.concurrent(principal)) if is_key(principal) else share
+            return keys.share_of(principal, total, share)
 
         self._slots = RequestSlots(total, share, share_of)
         relay.routes.locate = self._locator.locate_other

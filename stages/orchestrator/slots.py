@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
+from pipeline.api.keys import is_key
 from pipeline.errors import Overloaded
 
 T = TypeVar("T")
@@ -61,12 +62,13 @@ class RequestSlots:
         shares = self._shares
         refusal = shares.refusal(principal)
         if refusal is not None:
-            bound, what = shares.total, "for all clients together"
+            bound, what, source = shares.total, "for all clients together", "fleet.orchestrator.max_concurrent_requests"
             if refusal is Bound.SHARE:
-                bound, what = shares.share, "for one client"
+                bound, what = shares.share_of(principal), "for one client"
+                if is_key(principal):
+                    what, source = "with this API key", "the key's own limit"
             raise Overloaded(
-                f"{bound} requests can be in flight {what} (fleet.orchestrator.max_concurrent_requests), and no more "
-                "are taken now; try again",
+                f"{bound} requests can be in flight {what} ({source}), and no more are taken now; try again",
                 retry_after_s=1.0,
             )
         return Counted(shares, principal)

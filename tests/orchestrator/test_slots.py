@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -88,3 +89,14 @@ async def test_work_that_begins_after_its_request_does_not_count() -> None:
         await asyncio.sleep(0)
     assert not task.done() and slots.held == 0
     await world.order.run([task], lambda count: 0)
+
+
+def test_a_refusal_names_the_bound_that_holds() -> None:
+    shares = {"key 1": 2, "a": 3}
+    slots = RequestSlots(8, 6, shares.__getitem__)
+    for principal, bound in (("key 1", "2 requests .* with this API key"), ("a", "3 requests .* for one client")):
+        with ExitStack() as held:
+            for _ in range(shares[principal]):
+                held.enter_context(slots.counted(principal))
+            with pytest.raises(Overloaded, match=bound):
+                slots.counted(principal)

@@ -92,6 +92,18 @@ def test_configured_keys_stay_valid_and_tenants_keep_their_salts(tmp_path: Path)
         caller(keys, "Bearer sk-c2").require("models")
 
 
+def test_a_share_leaves_room_for_the_tenants_of_the_file(tmp_path: Path) -> None:
+    auth = AuthConfig(api_keys=(ApiKey(key="sk-conf", tenant="c"),))
+    keys = Keys(Config(auth=auth), KeyFile(key_path(tmp_path)))
+    assert keys.share_of("c", 1024, 1024) == 1024
+    store(tmp_path, record("a", limits={"max_concurrent": 2}), record("b", limits={"max_concurrent": 0}))
+    few, many = (caller(keys, f"Bearer sk-{name}").principal for name in "ab")
+    assert keys.share_of("c", 1024, 1024) == 768
+    assert keys.share_of("c", 1024, 1024, is_fixed=True) == 1024
+    assert (keys.share_of(few, 1024, 768), keys.share_of(many, 1024, 768)) == (2, 1024)
+    assert keys.concurrent(many) == Config().server.max_concurrent_requests
+
+
 def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> None:
     now = 100.0
     old = digest_of("sk-old")
