@@ -1,7 +1,8 @@
 """Loads of models that no agent has ready: one for each model at a time, however many requests wait for it.
 
     wait    join the load of a model, or start it; returns when it has ended
-    bound   `max_waiting` requests in all and half of them for one model; more get 429 with an estimate
+    bound   `max_waiting` requests in all and half of them for one model, and a part of both for one of several
+            tenants; more get 429 with an estimate
 
 The load itself is injected.  Without sockets.
 """
@@ -9,6 +10,7 @@ The load itself is injected.  Without sockets.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pipeline.api.adapter_names import base_of
@@ -24,6 +26,7 @@ class ColdLoad:
         self.begun = begun
         self.predicted_s = predicted_s
         self.n_waiting = 0
+        self.of_tenant: Counter[str] = Counter()  # of them
         self.task: asyncio.Task[None] | None = None
 
 
@@ -33,11 +36,14 @@ class ColdLoads:
     def __init__(
         self, load: Callable[[str, str, str], Awaitable[None]], max_waiting: int, clock: Callable[[], float]
     ) -> None:
+        # How many of so many may be of a tenant.
+        self.share_of: Callable[[str, int], int] = lambda tenant, most: most
         self._load = load
         self._max_waiting = max_waiting
         self._clock = clock
         self._loads: dict[str, ColdLoad] = {}
         self.n_waiting = 0
+        self._of_tenant: Counter[str] = Counter()  # of them
         self.started = self.done = self.failed = 0  # counts, for metrics
 
     def find(self, model: str) -> ColdLoad | None:
@@ -60,38 +66,53 @@ class ColdLoads:
         evict: str = "",
         predicted_s: float = 0.0,
         on_join: Callable[[str], object] = lambda agent_id: None,
+        tenant: str = "",
     ) -> str:
         """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.
 
-        `on_join` is called with the agent that loads it, which may be another one than `agent_id`.
+        `on_join` is called with the agent that loads it, which may be another one than `agent_id`.  `tenant`: whose
+        request waits; "": it is of none in particular.
 
         A waiter that is cancelled leaves the load to the others; without any it goes on as well: the next request for
         the model will find it.
         """
         load = self._loads.get(model)
-        share = max(1, self._max_waiting // 2)
-        if self.n_waiting >= self._max_waiting or (load is not None and load.n_waiting >= share):
+        if self._is_full(load, tenant):
             waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
+            n_of_model, own = load.n_waiting if load is not None else 0, self._of_tenant[tenant]
             raise Overloaded(
-                f"{self.n_waiting} requests wait for models that are loading (fleet.orchestrator.max_waiting), "
-                f"{load.n_waiting if load is not None else 0} of them for {model}; try again",
+                f"{self.n_waiting} requests wait for models that are loading (fleet.orchestrator.max_waiting is "
+                f"{self._max_waiting}), {n_of_model} of them for {model} and {own} of them yours; try again",
                 retry_after_s=left_s,
             )
         if load is None:
             load = self._loads[model] = ColdLoad(model, agent_id, self._clock(), predicted_s)
             self.started += 1
             load.task = asyncio.get_running_loop().create_task(self._run(load, evict))
-        load.n_waiting += 1
-        self.n_waiting += 1
+        self._count(load, tenant, 1)
         on_join(load.agent_id)
         try:
             assert load.task is not None
             await asyncio.shield(load.task)
             return load.agent_id
         finally:
-            load.n_waiting -= 1
-            self.n_waiting -= 1
+            self._count(load, tenant, -1)
+
+    def _is_full(self, load: ColdLoad | None, tenant: str) -> bool:
+        """Whether no more requests of a tenant may wait for a load, or for a new one."""
+        held = [(self._max_waiting, self.n_waiting, self._of_tenant[tenant])]
+        if load is not None:
+            held.append((max(1, self._max_waiting // 2), load.n_waiting, load.of_tenant[tenant]))
+        return any(count >= most or (bool(tenant) and own >= self.share_of(tenant, most)) for most, count, own in held)
+
+    def _count(self, load: ColdLoad, tenant: str, change: int) -> None:
+        load.n_waiting += change
+        self.n_waiting += change
+        for counts in (load.of_tenant, self._of_tenant):
+            counts[tenant] += change
+            if not counts[tenant]:
+                del counts[tenant]
 
     async def close(self) -> None:
         """Cancel all loads."""

@@ -133,6 +133,12 @@ class Front:
         """Requests that are being answered, and stores of responses whose clients have left."""
         return self._slots.held
 
+    def share_of(self, tenant: str, most: int) -> int:
+        """How many of `most` may be of a tenant: all, if there is no other one."""
+        if not self.keys:
+            return most
+        return self.keys.share_of(tenant, most, most if len(self.config.tenants) == 1 else most - most // 4)
+
     def counted(self, principal: str) -> Counted:
         """Count a request of a tenant or address. Raises `Overloaded`."""
         return self._slots.counted(principal)

@@ -90,7 +90,7 @@ class RouteFinder:
         if route.agent_id in (tries.claimed, tries.successor):
             return True  # the others send it there, or it has computed the prompt and tokens of a stream that moves
         if tries.claim is None:
-            tries.claim = self._claims.enter(forward.id, read_relay(forward.headers.get(RELAY, "1")).tenant)
+            tries.claim = self._claims.enter(forward.id, _tenant_of(forward))
         failed = tries.excluded | tries.unfit | tries.unreached
         agent = await self._claims.take(tries.claim, route.agent_id, failed)
         if not tries.has_asked and self.locate is not None:
@@ -117,8 +117,8 @@ class RouteFinder:
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
         """Wait until the model is loaded."""
         model = forward.routed.model
-        agents = [route.agent_id]
-        loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append)
+        agents, tenant = [route.agent_id], _tenant_of(forward)
+        loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append, tenant)
         waiter = asyncio.ensure_future(loaded)
         try:
             while not waiter.done():
@@ -133,6 +133,11 @@ class RouteFinder:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
             tries.not_loaded(forward, agents[-1], error)
             log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
+
+
+def _tenant_of(forward: Forward) -> str:
+    """Whose request it is; "": it does not say."""
+    return read_relay(forward.headers.get(RELAY, "1")).tenant
 
 
 async def comment(out: Out, text: str) -> None:

@@ -176,6 +176,7 @@ class OrchestratorStage:
             self.registry.has_emptied,
             self.responses.shared,
         )
+        self.cold.share_of = self.front.share_of
         self.responses.attach(self.front, self.relay, self.identity)
         self.session_moves = SessionMoves(
             self._calls,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from pipeline.config.load import resolve
 from pipeline.errors import ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
+from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
 
@@ -29,8 +32,8 @@ class Loader:
         self.ends[model] = asyncio.get_running_loop().create_future()
         await self.ends[model]
 
-    def wait(self, model: str, agent: str = "a") -> asyncio.Task[str]:
-        return asyncio.ensure_future(self.cold.wait(model, agent, predicted_s=7.0))
+    def wait(self, model: str, agent: str = "a", tenant: str = "") -> asyncio.Task[str]:
+        return asyncio.ensure_future(self.cold.wait(model, agent, predicted_s=7.0, tenant=tenant))
 
     async def begun(self, model: str) -> None:
         while model not in self.ends:
@@ -76,6 +79,42 @@ async def test_waiting_is_bounded_with_an_estimate() -> None:
     for model in "mn":
         loader.ends[model].set_result(None)
     await asyncio.gather(*waiters)
+
+
+async def test_a_tenant_leaves_room_for_others() -> None:
+    loader = Loader(8)  # of which 4 for one model
+    loader.cold.share_of = lambda tenant, most: most - most // 4
+    waiters = [loader.wait("m", tenant="one") for _ in range(3)]
+    await loader.begun("m")
+    with pytest.raises(Overloaded, match="3 of them yours"):
+        await loader.cold.wait("m", "a", tenant="one")
+    waiters += [loader.wait("m", tenant="two"), *(loader.wait("n", tenant="one") for _ in range(3))]
+    await loader.begun("n")
+    with pytest.raises(Overloaded, match="6 of them yours"):
+        await loader.cold.wait("o", "a", tenant="one")
+    waiters.append(loader.wait("o", tenant="two"))
+    await loader.begun("o")
+    for model in "mno":
+        loader.ends[model].set_result(None)
+    assert await asyncio.gather(*waiters) == ["a"] * 8
+    again = loader.wait("m", tenant="one")
+    while len(loader.calls) < 4:
+        await asyncio.sleep(0)
+    loader.ends["m"].set_result(None)
+    assert await again == "a"
+
+
+@pytest.mark.parametrize(("tenants", "share"), [((), 8), (("a",), 8), (("a", "b"), 6)])
+async def test_a_tenant_that_is_alone_may_have_all(tenants: tuple[str, ...], share: int, tmp_path: Path) -> None:
+    auth = {"api_keys": [{"key": f"sk-{name}", "tenant": name} for name in tenants]}
+    stage = OrchestratorStage(resolve({"auth": auth}, {"STARLING_HOME": str(tmp_path)}))
+    try:
+        assert stage.cold.share_of("a", 8) == share
+    finally:
+        await stage.client.close()
+        await stage._store.close()
+        await stage._blobs.close()
+        await stage.responses.close_store()
 
 
 async def test_a_waiter_that_leaves_ends_no_load() -> None:
