@@ -92,6 +92,7 @@ class FleetApi:
     ) -> None:
         self.placements: dict[str, Placement] = {}  # by key of the store
         self.published: Mapping[str, Published] = {}
+        self.learn: Callable[[str], Awaitable[None]] = _learn_nothing  # looks whether a model has been published
         self.url_of: Callable[[AgentRecord], str] = lambda record: record.url
         self.pages: PageTransfers | None = None
         self.session_moves: SessionMoves | None = None
@@ -201,6 +202,8 @@ class FleetApi:
             required=("model", "replicas"),
         )
         model, replicas = values["model"], values["replicas"]
+        if model not in self._names():
+            await self.learn(model)
         if model not in self._names():
             raise ModelNotFound(f"there is no model {model!r}; `starling fleet models` lists them", "model")
         placed = Placement(model, replicas)
@@ -317,6 +320,10 @@ class FleetApi:
             "stop_waits_for": waits_for,
             **(_details(view.details) if view is not None else {}),
         }
+
+
+async def _learn_nothing(model: str) -> None:
+    """There is no catalog."""
 
 
 def _details(details: HeartbeatResponse) -> dict[str, Any]:

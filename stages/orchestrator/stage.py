@@ -206,6 +206,7 @@ class OrchestratorStage:
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
         self.fleet.published = self._published
+        self.fleet.learn = self._catalog.learn
         self.fleet.pages = self.pages
         self.fleet.session_moves = self.session_moves
         self.fleet.prefix_moves = self.prefix_moves

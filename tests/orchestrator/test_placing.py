@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from pipeline.catalog.entry import PART_BYTES, Entry, Source
+from pipeline.fleet import token
+from tests.e2e.server import poll_until
 from tests.fleet.range_server import Handler, RangeServer, served
 from tests.orchestrator.fleet import DIGEST, Fleet, TestAgent
 
@@ -63,4 +65,23 @@ def test_a_leader_places_when_it_has_read_the_catalog(tmp_path: Path, store: Ran
         assert agent.digests == [DIGEST if is_readable else ""]
     finally:
         may_answer.set()
+        assert fleet.close() == 0, "".join(fleet.lines)
+
+
+def test_a_model_that_was_published_just_now_can_be_placed(tmp_path: Path, store: RangeServer) -> None:
+    catalog = store.root / "catalog.json"
+    published = catalog.read_bytes()
+    catalog.write_bytes(b"[]")
+    fleet = Fleet(tmp_path / "fleet", {"fleet": {"blobs": store.url, "orchestrator": {"poll_ms": 50}}})
+
+    def place() -> int:
+        body = {"model": "cold", "replicas": 1}
+        return fleet.post("/v1/fleet/place", body, token.authorization(fleet.secret)).status
+
+    try:
+        poll_until(lambda: store.requests)
+        assert place() == 404
+        catalog.write_bytes(published)
+        assert place() == 200
+    finally:
         assert fleet.close() == 0, "".join(fleet.lines)
