@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.fleet.bodies import HeartbeatResponse
 from pipeline.observe.metric_families import FAMILIES
+from stages.agent.metrics import AgentMetrics
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "configs" / "prometheus"
 
 
-def documented() -> dict[str, tuple[str, tuple[str, ...], str]]:
-    """Kind, labels and meaning of each name in docs/metrics.md."""
-    rows = re.findall(
-        r"^\| `(starling_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", (ROOT / "docs/metrics.md").read_text(), re.M
-    )
+def documented(page: str = "metrics.md") -> dict[str, tuple[str, tuple[str, ...], str]]:
+    """Kind, labels and meaning of each name on a page."""
+    rows = re.findall(r"^\| `(starling_\w+)` \| (\w+) \| (.*?) ?\| (.*) \|$", (ROOT / "docs" / page).read_text(), re.M)
     assert len(rows) == len({row[0] for row in rows})
     return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}
 
@@ -33,6 +33,15 @@ def rules() -> list[dict[str, Any]]:
 
 def test_the_page_lists_every_metric() -> None:
     assert documented() == {name: (one.kind, one.labels, one.help) for name, one in FAMILIES.items()}
+
+
+def test_the_page_of_the_fleet_lists_every_metric_of_agents() -> None:
+    report = HeartbeatResponse(agent_id="one", incarnation="1", state="IDLE")
+    text = AgentMetrics(lambda: 0.0).render(report, 0).decode()
+    kinds = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.M))
+    texts = dict(re.findall(r"^# HELP (\w+) (.+)$", text, re.M))
+    found = {name: (kind, meaning) for name, (kind, _, meaning) in documented("fleet.md").items()}
+    assert found == {name: (kind, texts[name]) for name, kind in kinds.items()}
 
 
 def test_rules_use_metrics_and_labels_that_exist() -> None:
