@@ -254,8 +254,13 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
 
 def own_headers(request: web.Request) -> dict[str, str]:
     """The headers that every response has."""
-    name = request.get(REQUEST_ID)
-    return {**SERVER, "X-Request-Id": name} if name else SERVER
+    name, caller, path = request.get(REQUEST_ID), request.get(CALLER), request.path
+    found = {**SERVER, "X-Request-Id": name} if name else dict(SERVER)
+    if name and path.startswith(message_version.PATH):
+        found["Request-Id"] = name
+    if caller is not None and not path.startswith("/v1/fleet"):
+        found |= request.app[FRONT].quotas.headers(caller.tenant, caller.key_id)
+    return found
 
 
 async def handle_text(request: web.Request) -> web.StreamResponse:
@@ -315,8 +320,8 @@ async def answer(request: web.Request, front: Front, ticket: Ticket, after: int 
     request[REQUEST_ID] = request[REQUEST_ID] or ticket.forward.id
     try:
         if ticket.forward.is_stream:
-            names = {"X-Starling-Request": ticket.forward.id, "X-Request-Id": request[REQUEST_ID]}
-            response = EventResponse(request, {**SERVER, **names}, is_last=request.app[FLEET].is_stopping)
+            headers = {**own_headers(request), "X-Starling-Request": ticket.forward.id}
+            response = EventResponse(request, headers, is_last=request.app[FLEET].is_stopping)
             await front.stream(ticket, AfterOut(response, after) if after >= 0 else response)
             return await response.end()
         status, headers, body = await front.whole(ticket)

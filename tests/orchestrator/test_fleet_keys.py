@@ -26,11 +26,13 @@ def test_a_key_has_its_limits_and_its_tenant(fleet: Fleet, engines: list[Server]
     mine = {"Authorization": f"Bearer {made['key']}"}
     answer = fleet.post("/v1/generate", BODY, mine)
     assert answer.status == 200, answer.body
+    assert answer.headers["x-ratelimit-remaining-requests"] == "1"
     name = answer.headers["X-Starling-Request"]
     (sent,) = [one for engine in engines for one in engine.peers.generator.submitted if one.request == name]
     assert (sent.tenant, sent.priority) == ("team", 5)
     assert fleet.get(f"/v1/requests/{name}", mine).body == answer.body
-    assert fleet.post("/v1/generate", BODY, mine).status == 200
+    streamed = fleet.post("/v1/generate", {**BODY, "stream": True}, mine)
+    assert (streamed.status, streamed.headers["x-ratelimit-remaining-requests"]) == (200, "0")
     refused = fleet.post("/v1/generate", BODY, mine)
     assert (refused.status, refused.error["code"]) == (429, "RATE_LIMITED")
     assert fleet.get("/v1/fleet", mine).status == 403
