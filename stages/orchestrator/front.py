@@ -33,7 +33,15 @@ from stages.orchestrator.forward import Forward, Out
 from stages.orchestrator.interfaces import RoutedRequest
 from stages.orchestrator.known_sessions import KnownSessions, SessionReader, session_in
 from stages.orchestrator.quotas.publisher import QuotaPublisher
-from stages.orchestrator.read_body import TEXT_PATHS, ReadBody, digest_of, inline_or_not, read_body, read_fields
+from stages.orchestrator.read_body import (
+    CHARGED_BYTES,
+    TEXT_PATHS,
+    ReadBody,
+    digest_of,
+    inline_or_not,
+    read_body,
+    read_fields,
+)
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds, request_of
 from stages.orchestrator.request_locator import RequestLocator
@@ -46,7 +54,6 @@ from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.slots import Counted, RequestSlots
 from stages.orchestrator.upstream import Client
 
-CHARGED_BYTES = 4  # of a prompt that the quota counts as a token: its tokens are not known here
 CLOSE_PATH = "/v1/session/close"
 
 
@@ -169,6 +176,12 @@ class Front:
 
     # ---------------------------------------------------------------- tickets
 
+    async def _take_prompt(self, caller: Caller, tokens: int) -> None:
+        """Charge a prompt to the quotas. Raises `RateLimited`."""
+        if self.quotas.apply_to(caller.key_id):
+            await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
+            self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
+
     async def take_request(self, caller: Caller) -> None:
         """Charge a request to the quotas. Raises `RateLimited`."""
         if self.quotas.apply_to(caller.key_id):
@@ -232,10 +245,7 @@ class Front:
             joined = await self.responses.join(read.generation, *of, key, stored_digest, before)
             read = read._replace(blocks=joined.blocks, prompt_bytes=joined.prompt_bytes)
             context = joined.context
-        if self.quotas.apply_to(caller.key_id):
-            tokens = -(-read.prompt_bytes // CHARGED_BYTES)
-            await self._publisher.publish_if_needed(self.quotas, TOKENS, caller.tenant, caller.key_id, tokens)
-            self.quotas.take_prompt(caller.tenant, tokens, caller.key_id)
+        await self._take_prompt(caller, -(-read.prompt_bytes // CHARGED_BYTES))
         is_bound = read.session is not None
         agent = self.sessions.agent_of(caller.tenant, read.session)
         if not agent and (last_id or (key and is_bound)):
@@ -289,6 +299,12 @@ class Front:
     async def plain_ticket(self, caller: Caller, path: str, body: bytes, headers: Mapping[str, str]) -> Ticket:
         """A request that any engine of the model answers, or the one of its session. Raises `StarlingError`."""
         read = await self._read(caller, path, body, headers)
+        if read.converted:
+            try:
+                await self._take_prompt(caller, read.converted)
+            except StarlingError as error:
+                _name(error, read)
+                raise
         agent = self.sessions.agent_of(caller.tenant, read.session)
         routed = RoutedRequest(request_id="", model=read.model, pinned=agent, is_held=read.session is not None)
         sent = {**headers, RELAY: relay_header(caller.tenant, caller.priority)}

@@ -15,8 +15,12 @@ from typing import Any, NamedTuple, TypeVar
 from pipeline.api.body_names import names_of
 from pipeline.api.content_coding import decompress
 from pipeline.api.json_body import count_separators, parse_object
-from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.embeddings import EmbeddingRequest
+from pipeline.api.requests.generation_request import GenerationRequest, TextOrIds
+from pipeline.api.requests.messages import text_characters
 from pipeline.api.requests.readers import READERS
+from pipeline.api.requests.rerank import RerankRequest, ScoreRequest
+from pipeline.api.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from pipeline.errors import InvalidRequest, StarlingError
 from stages.orchestrator.prefixes import block_hashes, prompt_text
 
@@ -42,6 +46,7 @@ _READER_OF = {**TEXT_PATHS, **OTHER_PATHS}
 # instructions for SHA-256 so many bytes take 0.2 ms, and the way to a thread 0.05 ms.
 INLINE_BYTES = 64 << 10
 INLINE_SEPARATORS = 2_000
+CHARGED_BYTES = 4  # of text that the quota counts as a token: its tokens are not known here
 T = TypeVar("T")
 
 
@@ -55,6 +60,7 @@ class ReadBody(NamedTuple):
     prompt_bytes: int
     begins_session: bool = False  # one with that id, if there is none
     generation: GenerationRequest | None = None  # of a request for /v1/responses, whose prompt is not complete here
+    converted: int = 0  # tokens that the quota counts of a request that generates none
 
 
 async def inline_or_not(body: bytes, headers: Mapping[str, str], read: Callable[[], T]) -> T:
@@ -107,4 +113,23 @@ def read_body(
         return ReadBody(model, is_stream, None, (), 0, generation=request)
     prompt = prompt_text(fields)
     blocks = block_hashes(prompt, f"{model}\0{tenant_salt}\0{salt}")
-    return ReadBody(model, is_stream, session, blocks, len(prompt), begins and bool(session))
+    converted = _converted(request) if path in OTHER_PATHS else 0
+    return ReadBody(model, is_stream, session, blocks, len(prompt), begins and bool(session), converted=converted)
+
+
+def _converted(request: object) -> int:
+    """Tokens that the quota counts of a body of `OTHER_PATHS`: as many as ids, and those of the texts' bytes."""
+    texts: list[TextOrIds] = []
+    match request:
+        case GenerationRequest():
+            return -(-text_characters(request) // CHARGED_BYTES)
+        case DetokenizeRequest():
+            return len(request.tokens)
+        case TokenizeRequest():
+            texts = [request.text]
+        case EmbeddingRequest():
+            texts = request.inputs
+        case RerankRequest() | ScoreRequest():
+            texts = [*request.texts]
+    n_bytes = sum(len(one.encode()) for one in texts if isinstance(one, str))
+    return sum(len(one) for one in texts if not isinstance(one, str)) + -(-n_bytes // CHARGED_BYTES)

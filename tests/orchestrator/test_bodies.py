@@ -102,6 +102,23 @@ def test_every_body_that_a_gateway_refuses_is_refused_before_a_load(
     assert cold_agent.loads == loads
 
 
+def test_what_generates_no_text_counts_as_tokens() -> None:
+    def converted(path: str, **fields: Any) -> int:
+        data = json.dumps({"model": "m", **VALID[path], **fields}).encode()
+        return read_body(path, data, "application/json", "", 1 << 20).converted
+
+    assert converted("/v1/tokenize", text="x" * 9) == 3
+    assert converted("/v1/tokenize", text="\u00e4" * 4) == 2  # of two bytes each
+    assert converted("/v1/detokenize", tokens=[1, 2, 3]) == 3
+    assert converted("/v1/embeddings", input=["x" * 4, "y" * 5]) == 3
+    assert converted("/v1/embeddings", input=[[1, 2], [3]]) == 3
+    assert converted("/v1/rerank", query="x" * 4, documents=["y" * 4, "z" * 8]) == 4
+    assert converted("/v1/score", text_1="x" * 4, text_2=["y" * 4]) == 2
+    assert converted("/v1/messages/count_tokens", messages=[{"role": "user", "content": "x" * 8}]) == 2
+    assert converted("/v1/session/close") == 0
+    assert all(converted(path) == 0 for path in TEXT_PATHS)  # whose prompts count by themselves
+
+
 NUMBERS = st.integers(-(2**63), 2**64) | st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(),

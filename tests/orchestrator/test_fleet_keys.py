@@ -8,6 +8,7 @@ from typing import Any
 from click.testing import CliRunner
 
 from starling.cli import cli
+from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
 from tests.orchestrator.streams import BODY
@@ -42,3 +43,21 @@ def test_a_key_has_its_limits_and_its_tenant(fleet: Fleet, engines: list[Server]
     assert fleet.post("/v1/generate", BODY, header).status == 403
     keys(fleet, "revoke", "alice")
     assert fleet.post("/v1/generate", BODY, mine).error["code"] == "INVALID_API_KEY"
+
+
+def test_what_generates_no_text_counts_within_the_quota_of_tokens(fleet: Fleet) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    made = keys(fleet, "add", "bob", "--tokens-per-day", "10", "--json")
+    mine = {"Authorization": f"Bearer {made['key']}"}
+    text = "x" * 100
+    for path, body in (
+        ("/v1/tokenize", {"text": text}),
+        ("/v1/detokenize", {"tokens": [1] * 20}),
+        ("/v1/embeddings", {"input": text}),
+        ("/v1/rerank", {"query": "x", "documents": [text]}),
+        ("/v1/score", {"text_1": "x", "text_2": text}),
+        ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": text}]}),
+    ):
+        refused = fleet.post(path, {"model": MODEL, **body}, mine)
+        assert refused.status == 429 and b"tokens per day" in refused.body, (path, refused.body)
+    keys(fleet, "revoke", "bob")

@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 from pipeline.api.output_tokens import RELAY, relay_header
 from stages.orchestrator.forward import Forward
-from stages.orchestrator.front import CHARGED_BYTES
 from stages.orchestrator.opening import Opening, Registered
 from stages.orchestrator.prefixes import prompt_text
 from stages.orchestrator.quotas.use_record import UseRecord
+from stages.orchestrator.read_body import CHARGED_BYTES
 from stages.orchestrator.releases import Releases
 from stages.orchestrator.router import Route
 from stages.orchestrator.unread_answers import MAX_OF_TENANT, UnreadAnswers
