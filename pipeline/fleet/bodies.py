@@ -28,7 +28,7 @@ Model states are on the wire as `cache_state`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -462,7 +462,13 @@ def decode_request(kind: type[T], body: bytes, content_type: str) -> T:
     except msgspec.ValidationError as error:
         reason, _, where = str(error).partition(" - at ")
         field = where.strip("`").removeprefix("$.") or _unknown_field(reason)
-        raise InvalidRequest(f"{field or 'the body'}: {reason}", field) from None
+        raise InvalidRequest(f"{field or 'the body'}: {reason}{_allowed(kind, field)}", field) from None
+
+
+def _allowed(kind: type, field: str) -> str:
+    """What a field of few values may have, for a message; "" for others."""
+    hint = get_type_hints(kind).get(field)
+    return f"; expected one of {', '.join(get_args(hint))}" if get_origin(hint) is Literal else ""
 
 
 def _unknown_field(reason: str) -> str:

@@ -82,6 +82,12 @@ def test_a_wrong_body_names_the_field(body: bytes, field: str, reason: str) -> N
     assert caught.value.param == field
 
 
+def test_a_wrong_choice_names_the_others() -> None:
+    body = b'{"model": "m", "path": "/v1/models"}'
+    with pytest.raises(InvalidRequest, match="'/v1/models'; expected one of /v1/chat/completions, /v1/completions, "):
+        bodies.decode_request(bodies.InferRequest, body, JSON)
+
+
 @pytest.mark.parametrize("body", [b"[]", b"{", b"null", b'{"model_id": "a", "model_id": "b"}', b"\xff"])
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest):
