@@ -1,10 +1,14 @@
-"""Whether this host has the memory for a model and its adapters. Reads /proc."""
+"""Whether this host, and the agent's control group, have the memory for a model and its adapters.
+
+Reads /proc and /sys.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from pipeline import procfs
+from pipeline import cgroup, procfs
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
 from pipeline.models import worker_groups
@@ -16,17 +20,31 @@ from stages.agent.placement import Source
 MEGABYTE = 1 << 20
 
 
+class _Memory(NamedTuple):
+    nbytes: int
+    owner: str  # for messages
+
+
+def _available() -> _Memory:
+    return _least(procfs.available_memory(), cgroup.read().memory_free)
+
+
+def _least(host: int, group: int | None) -> _Memory:
+    """`group`: of the control group of the agent and its engines; None: it has no limit."""
+    return _Memory(host, "this host") if group is None or host <= group else _Memory(group, "the agent's control group")
+
+
 def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: Iterable[AdapterFile] = ()) -> None:
-    """Raise unless the host has memory for a model that is started with these published adapters.
+    """Raise unless there is memory for a model that is started with these published adapters.
 
     `model`: its settings, whose adapters count as well.  `ResourceError`: another model may leave; `ModelUnavailable`:
     the host is too small.
     """
-    available, total = procfs.available_memory(), procfs.total_memory()
+    available, owner = _available()
     if isinstance(entry, LocalModel):
         if (wanted := entry.engine.memory_mb * MEGABYTE) > available:
             raise ResourceError(
-                f"{entry.name!r} may allocate {wanted:,} bytes (memory_mb of fleet.agent.engines), and this host "
+                f"{entry.name!r} may allocate {wanted:,} bytes (memory_mb of fleet.agent.engines), and {owner} "
                 f"has {available:,}: unload a model, or lower memory_mb",
                 "model_id",
             )
@@ -37,28 +55,30 @@ def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: It
     added = groups * (adapters_need(model) + sum(one.nbytes for one in adapters))
     needed = arenas + weights + added
     parts = f"{arenas:,} of KV pages" + (f", {added:,} of adapters" if added else "")
+    total, whole = _least(procfs.total_memory(), cgroup.read().memory)
     if needed > total:
         raise ModelUnavailable(
-            f"{entry.name!r} needs {needed:,} bytes of memory ({parts}), and this host has {total:,} in all: lower "
+            f"{entry.name!r} needs {needed:,} bytes of memory ({parts}), and {whole} has {total:,} in all: lower "
             "kv_cache_mb" + (", or use smaller adapters" if added else ""),
             "model_id",
         )
     if needed > available:
         raise ResourceError(
-            f"{entry.name!r} needs {needed:,} bytes of memory ({parts}), and this host has {available:,}: unload a "
+            f"{entry.name!r} needs {needed:,} bytes of memory ({parts}), and {owner} has {available:,}: unload a "
             "model, or lower kv_cache_mb",
             "model_id",
         )
 
 
 def check_adapter_memory(config: Config, model: ModelConfig, name: str, nbytes: int) -> None:
-    """Raise `ResourceError` unless the host has memory for an adapter of an engine that runs.
+    """Raise `ResourceError` unless there is memory for an adapter of an engine that runs.
 
     Each worker group of the model gets it. The engine itself checks the second KV arena that it needs meanwhile.
     """
     nbytes *= worker_groups.count(config, model, model.name)
-    if nbytes > (available := procfs.available_memory()):
+    available, owner = _available()
+    if nbytes > available:
         raise ResourceError(
-            f"{name!r} needs {nbytes:,} bytes of memory, and this host has {available:,}: unload a model",
+            f"{name!r} needs {nbytes:,} bytes of memory, and {owner} has {available:,}: unload a model",
             "model_id",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import procfs
+from pipeline import cgroup, procfs
 from pipeline.config.load import resolve
 from pipeline.config.schema import AdapterConfig, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
@@ -19,6 +19,12 @@ from tests.fleet.test_engines import ENTRY
 ADAPTER = 300 << 20  # bytes
 CONFIG = resolve({}, {})
 MODEL = ModelConfig(name="m", kv_cache_mb=100)
+
+
+@pytest.fixture(autouse=True)
+def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control group of the tests does not matter."""
+    monkeypatch.setattr(cgroup, "read", lambda: cgroup.Limits(None, None, None))
 
 
 def published(*sizes: int) -> tuple[AdapterFile, ...]:
@@ -82,3 +88,19 @@ def test_an_adapter_of_an_engine_that_runs_needs_memory(monkeypatch: pytest.Monk
     with pytest.raises(ResourceError, match=f"'m:a' needs {ADAPTER + 1:,} bytes of memory") as refused:
         check_adapter_memory(CONFIG, MODEL, "m:a", ADAPTER + 1)
     assert refused.value.param == "model_id", "an orchestrator unloads an idle model for it"
+
+
+def test_the_control_group_of_the_agent_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = CONFIG.kv_cache_bytes(MODEL)
+    monkeypatch.setattr(procfs, "total_memory", lambda: 100 * kv)
+    monkeypatch.setattr(procfs, "available_memory", lambda: 100 * kv)
+    monkeypatch.setattr(cgroup, "read", lambda: cgroup.Limits(None, 2 * kv, kv))
+    check_memory(CONFIG, ENTRY, MODEL)
+    monkeypatch.setattr(cgroup, "read", lambda: cgroup.Limits(None, 2 * kv, kv - 1))
+    with pytest.raises(ResourceError, match=f"the agent's control group has {kv - 1:,}: unload a model"):
+        check_memory(CONFIG, ENTRY, MODEL)
+    with pytest.raises(ResourceError, match=f"the agent's control group has {kv - 1:,}: unload a model"):
+        check_adapter_memory(CONFIG, MODEL, "m:a", kv)
+    monkeypatch.setattr(cgroup, "read", lambda: cgroup.Limits(None, kv - 1, kv - 1))
+    with pytest.raises(ModelUnavailable, match=f"the agent's control group has {kv - 1:,} in all"):
+        check_memory(CONFIG, ENTRY, MODEL)
