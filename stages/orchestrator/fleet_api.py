@@ -202,12 +202,13 @@ class FleetApi:
             required=("model", "replicas"),
         )
         model, replicas = values["model"], values["replicas"]
+        key, placed = PLACEMENTS + slug(model), Placement(model, replicas)
         if model not in self._names():
             await self.learn(model)
-        if model not in self._names():
+        # The placement of a model that is published no more ends as any other one.
+        if model not in self._names() and (replicas or key not in self.placements):
             raise ModelNotFound(f"there is no model {model!r}; `starling fleet models` lists them", "model")
-        placed = Placement(model, replicas)
-        await self._write(PLACEMENTS + slug(model), msgspec.json.encode(placed) if replicas else None)
+        await self._write(key, msgspec.json.encode(placed) if replicas else None)
         self._events.add("placed", model=model, text=f"{replicas} replicas wanted")
         return {"model": model, "replicas": replicas, "ready": len(self._router.models().get(model, []))}
 

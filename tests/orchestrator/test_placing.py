@@ -1,4 +1,7 @@
-"""The leader places models by the catalog: it reads that first, and does without one that cannot be read."""
+"""The leader places models by the catalog: it reads that first, and does without one that cannot be read.
+
+A placement can be ended when its model is gone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,11 @@ import pytest
 from pipeline.catalog.entry import PART_BYTES, Entry, Source
 from pipeline.fleet import token
 from tests.e2e.server import poll_until
+from pipeline.errors import ModelNotFound
+from stages.orchestrator.fleet_api import EventLog, FleetApi, Placement
+from stages.orchestrator.registry import Registry
 from tests.fleet.range_server import Handler, RangeServer, served
+from tests.orchestrator.agents import router
 from tests.orchestrator.fleet import DIGEST, Fleet, TestAgent
 
 ENGINE: Any = SimpleNamespace(port=1)  # no request is sent to it
@@ -85,3 +92,25 @@ def test_a_model_that_was_published_just_now_can_be_placed(tmp_path: Path, store
         assert place() == 200
     finally:
         assert fleet.close() == 0, "".join(fleet.lines)
+
+
+async def test_the_placement_of_a_model_that_is_gone_can_be_ended() -> None:
+    written: list[tuple[str, bytes | None]] = []
+
+    async def write(key: str, value: bytes | None) -> None:
+        written.append((key, value))
+
+    unused: Any = None
+    registry = Registry(unused, lambda: 0.0)
+    api = FleetApi("front", registry, router(), unused, unused, write, EventLog(lambda: 0.0))
+
+    async def place(replicas: int) -> Any:
+        return await api.change("place", b'{"model": "gone", "replicas": %d}' % replicas, "application/json")
+
+    with pytest.raises(ModelNotFound):
+        await place(0)
+    api.placements["placements/gone"] = Placement("gone", 2)
+    assert await place(0) == {"model": "gone", "replicas": 0, "ready": 0}
+    assert written == [("placements/gone", None)]
+    with pytest.raises(ModelNotFound):
+        await place(1)
