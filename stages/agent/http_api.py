@@ -149,8 +149,10 @@ class AgentApi:
         if load.placement is not None and load.is_ready:
             return await self._loaded(request, load.placement, body.model_id)
         state = load.placement.state if load.placement is not None else "DOWNLOADING"
+        progress = load.placement.progress if load.placement is not None else None  # of its model
         loading = "LOADING_TO_GPU" if state == "READY" else state
-        return _json(LoadModelResponse(status="loading", model_id=body.model_id, model_state=loading), 202)
+        answer = LoadModelResponse(status="loading", model_id=body.model_id, model_state=loading, progress=progress)
+        return _json(answer, 202)
 
     async def unload_model(self, request: web.Request) -> web.Response:
         """POST /unload_model."""

@@ -12,18 +12,21 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from pipeline.config.schema import ModelConfig
 from pipeline.coordination.interface import Item
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.fleet import records
+from pipeline.fleet.bodies import LoadModelRequest, Progress
 from pipeline.procfs import children, command
 from shm.pages import NUMERICS
 from stages.agent.engines.fence import processes_of
-from stages.agent.http_api import SESSION_MB
+from stages.agent.http_api import SESSION_MB, AgentApi
 from tests.e2e.conftest import share_caches
 from tests.e2e.server import POLL_S, poll_until
 from tests.fleet.agent_process import Agent, post, publish_tiny
@@ -228,6 +231,24 @@ def test_an_agent_gets_a_model_from_another_one(tmp_path: Path, blobs: Path) -> 
             status, again = second.call("/load_model", model_id="tiny")
             assert status == 200, again
             assert answer_of(again) == answer_of(loaded)
+
+
+async def test_the_answer_to_a_load_of_an_adapter_has_the_progress_of_its_model() -> None:
+    placement = SimpleNamespace(state="DOWNLOADING", progress=Progress(phase="download", done=1, total=4))
+    loading: Any = SimpleNamespace(task=asyncio.Future(), placement=placement, is_ready=False)
+
+    async def load(asked: LoadModelRequest) -> Any:
+        return loading
+
+    api: Any = object.__new__(AgentApi)
+    api._models = SimpleNamespace(adapters=SimpleNamespace(load=load))
+    answer = await api._load_adapter(None, LoadModelRequest(model_id="tiny:a", wait=False))
+    shown = msgspec.json.decode(answer.body)
+    assert (answer.status, shown["cache_state"]) == (202, "DOWNLOADING")
+    assert shown["progress"] == {"phase": "download", "done": 1, "total": 4}
+    loading.placement = None  # its own file is fetched first
+    answer = await api._load_adapter(None, LoadModelRequest(model_id="tiny:a", wait=False))
+    assert msgspec.json.decode(answer.body)["progress"] is None
 
 
 def test_a_second_agent_of_the_same_directory_is_refused(idle: Agent) -> None:
