@@ -14,6 +14,9 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
 
 from pipeline.config.schema import FleetConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
@@ -23,6 +26,7 @@ CHART = Path(__file__).parent / "chart"
 CALL_S = 300.0  # for one call of helm or kubectl
 REQUEST_S = 60  # that kubectl waits for the cluster to answer
 SHOWN_CHARACTERS = 2000  # of what a program says about its failure
+HTTPS_PORT = 443
 _FAILING = ("CrashLoopBackOff", "ImagePullBackOff", "ErrImagePull", "CreateContainerConfigError", "InvalidImageName")
 
 
@@ -37,7 +41,7 @@ class KubernetesLauncher:
     def start(self, agents: int | None) -> None:
         """Install the chart, or change what is installed. Raises `StarlingError`."""
         name = self._cluster.release
-        files = ["--values", "-"]
+        files, own = ["--values", "-"], dict[str, Any]()
         if self._cluster.values:
             path = Path(self._cluster.values).expanduser()
             if not path.is_file():
@@ -45,10 +49,11 @@ class KubernetesLauncher:
                     f"fleet.kubernetes.values: {path} does not exist; name a YAML file", "fleet.kubernetes.values"
                 )
             files += ["--values", str(path)]
+            own = _values_of(path)
         self._helm(
             *("upgrade", "--install", "--create-namespace", name, str(CHART), *files),
             *(() if agents is None else ("--set", f"agent.replicas={agents}")),
-            stdin=json.dumps(self._defaults()),
+            stdin=json.dumps(self._defaults(own)),
         )
 
     def stop(self) -> None:
@@ -80,16 +85,23 @@ class KubernetesLauncher:
             finally:
                 process.send_signal(signal.SIGTERM)
 
-    def _defaults(self) -> dict[str, Any]:
-        """Values from the configuration, which a file of values may replace."""
+    def _defaults(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Values from the configuration, which those of a file, `own`, replace."""
         values: dict[str, Any] = {}
+        ports: dict[str, Any] = {}  # to which pods may connect, where the chart's defaults do not have them
         if "://" in self._fleet.blobs and not self._fleet.blobs.startswith("file://"):
             values["blobs"] = self._fleet.blobs
             options = {"blobs_endpoint": self._fleet.blobs_endpoint, "blobs_region": self._fleet.blobs_region}
             values["config"] = {"fleet": {name: value for name, value in options.items() if value}}
+            address = urlsplit(self._fleet.blobs_endpoint or self._fleet.blobs)
+            port = address.port or (80 if address.scheme == "http" else HTTPS_PORT)
+            if "blobs" not in own and port != HTTPS_PORT:
+                ports["blobPorts"] = [HTTPS_PORT, port]
         if self._fleet.store.startswith(("etcd://", "redis://")):
             values["store"] = self._fleet.store
-        return values
+            if "store" not in own:
+                ports["storePort"] = urlsplit(self._fleet.store).port
+        return {**values, "networkPolicy": ports} if ports else values
 
     def _selector(self) -> str:
         labels = {"name": "starling", "instance": self._cluster.release, "component": "agent"}
@@ -125,6 +137,15 @@ class KubernetesLauncher:
             said = done.stderr.strip()[-SHOWN_CHARACTERS:] or f"exit code {done.returncode}"
             raise StarlingError("INTERNAL", f"{program} has failed: {said}")
         return done.stdout
+
+
+def _values_of(path: Path) -> dict[str, Any]:
+    """The values of a file; none of one that cannot be read, of which helm says why."""
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _agent(pod: Mapping[str, Any]) -> LaunchedAgent:

@@ -21,7 +21,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import FleetConfig, KubernetesConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
 from starling.cli.fleet import fleet
-from starling.launchers.kubernetes import CHART, KubernetesLauncher
+from starling.launchers.kubernetes import CHART, KubernetesLauncher, _values_of
 from tests.fleet.peers import program
 from tools.checks.markdown import blocks as blocks_of
 
@@ -286,6 +286,21 @@ def test_failures_of_helm_are_shown(cluster: Cluster, tmp_path: Path) -> None:
         cluster.launcher(kubernetes=KubernetesConfig(context="nowhere")).start(1)
     with pytest.raises(StarlingError, match="set blobs to the store of published models"):
         KubernetesLauncher(FleetConfig(), cluster.env).start(1)
+
+
+def test_pods_may_connect_to_the_store_and_the_blobs_of_the_configuration(tmp_path: Path) -> None:
+    """On the ports that their addresses name, unless the file of values names another store."""
+    plain = FleetConfig(blobs="s3://models/starling")
+    assert "networkPolicy" not in KubernetesLauncher(plain, {})._defaults({})
+    found = FleetConfig(store="redis://cache:6379/models", blobs="s3://models", blobs_endpoint="http://minio:9000")
+    values = KubernetesLauncher(found, {})._defaults({})
+    assert (values["store"], values["blobs"]) == (found.store, found.blobs)
+    assert values["networkPolicy"] == {"storePort": 6379, "blobPorts": [443, 9000]}
+    file = tmp_path / "values.yaml"
+    file.write_text("store: etcd://etcd:2379\nblobs: s3://other\n")
+    assert "networkPolicy" not in KubernetesLauncher(found, {})._defaults(_values_of(file))
+    file.write_text("{")
+    assert _values_of(file) == _values_of(tmp_path / "missing.yaml") == {}
 
 
 def test_missing_programs_are_named(tmp_path: Path) -> None:
