@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.config.load import load
+from pipeline.config.schema import AgentConfig
+from pipeline.errors import ConfigError
 from starling.launchers.child import Child
 from starling.launchers.local import log_file
 
@@ -20,16 +24,29 @@ END_S = 60.0  # for streams in flight, from SIGTERM to SIGKILL
 MAX_READ_BYTES = 4 << 20  # of a log in one call
 
 
+def environment_of(host: str, settings: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
+    """That of an agent on a node with the address `host`, from that of its actor, and `settings`.
+
+    The agent listens on that address unless the configuration of the node names another one.
+    """
+    found = {**env, **settings}
+    try:
+        is_named = load(env=found).fleet.agent.host != AgentConfig().host
+    except ConfigError:  # the agent says what is wrong with it
+        is_named = False
+    return found if is_named else {**found, "STARLING_FLEET__AGENT__HOST": host}
+
+
 class AgentHolder:
     """One agent. Ray calls the methods from threads of its own; the child belongs to one thread."""
 
     def __init__(self, agent_id: str, settings: dict[str, str]) -> None:
-        """`settings`: environment variables. The agent listens on its node's address unless they name another one."""
+        """`settings`: environment variables."""
         import ray
 
         self._agent_id = agent_id
         self._host = host = ray.util.get_node_ip_address()
-        environment = {**os.environ, "STARLING_FLEET__AGENT__HOST": host, **settings}
+        environment = environment_of(host, settings, os.environ)
         self._child = Child(agent_id, ["agent", "--id", agent_id, "--port", "0"], environment)
         self._ending = threading.Event()
         self._has_failed = False

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.config.schema import FleetConfig
 from pipeline.errors import ConfigError
-from starling.launchers.ray_actor import AgentHolder
+from starling.launchers.ray_actor import AgentHolder, environment_of
 from starling.launchers.ray_cluster import RayLauncher
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +81,21 @@ def test_agents_run_on_the_nodes_of_a_cluster(tmp_path: Path) -> None:
 def test_the_documented_commands_run(tmp_path: Path) -> None:
     (agent,) = run("ray_documented", tmp_path)
     assert agent["agent_id"] == "ray-agent-1"
+
+
+def test_an_agent_listens_where_the_configuration_of_its_node_says(tmp_path: Path) -> None:
+    name, settings = "STARLING_FLEET__AGENT__HOST", {"STARLING_FLEET__BLOBS": "/blobs"}
+    file = tmp_path / "starling.yaml"
+    env = {"STARLING_CONFIG": str(file)}
+    file.write_text("fleet: {agent: {max_models: 2}}")
+    assert environment_of("10.0.0.7", settings, env) == {**env, **settings, name: "10.0.0.7"}
+    file.write_text("fleet: {agent: {host: 192.168.1.7}}")
+    assert environment_of("10.0.0.7", settings, env) == {**env, **settings}
+    file.write_text("fleet: {agent: {host: 5}}")  # the agent reports it
+    assert environment_of("10.0.0.7", settings, env)[name] == "10.0.0.7"
+    file.write_text("")
+    env[name] = "192.168.1.8"
+    assert environment_of("10.0.0.7", settings, env)[name] == "192.168.1.8"
 
 
 def test_a_log_is_read_in_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
