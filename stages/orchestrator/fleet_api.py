@@ -223,7 +223,8 @@ class FleetApi:
             raise InvalidRequest(f"agent is {agent!r}; {reason}", "agent")
         if drain and not cordoned:
             raise InvalidRequest("drain is true and cordoned is false; an agent that drains is cordoned", "drain")
-        if cordoned and self._registry.find(agent) is None:
+        # An agent that has left may come back: its cordon can be ended.
+        if self._registry.find(agent) is None and (cordoned or self._registry.cordon(agent) is None):
             raise NotFound(f"there is no agent {agent!r}; `starling fleet agents` lists them", "agent")
         value = msgspec.json.encode(Cordon(is_draining=drain)) if cordoned else None
         await self._write(CORDONS + agent, value)

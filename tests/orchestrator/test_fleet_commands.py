@@ -115,6 +115,7 @@ def test_events_have_a_time(run: Commands) -> None:
         ("place nothing", 2, "there is no model 'nothing'"),
         ("drain nothing", 2, "there is no agent 'nothing'"),
         ("cordon nothing", 2, "there is no agent 'nothing'"),
+        ("uncordon nothing", 2, "there is no agent 'nothing'"),
         ("uncordon UPPER!", 2, "agent is 'UPPER!'"),
         ("why req-nothing", 2, "has routed no request 'req-nothing'"),
         ("events --after -1", 2, "'--after'"),

@@ -1,6 +1,6 @@
 """The leader places models by the catalog: it reads that first, and does without one that cannot be read.
 
-A placement can be ended when its model is gone.
+A placement can be ended when its model is gone, and a cordon when its agent is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 import pytest
 
 from pipeline.catalog.entry import PART_BYTES, Entry, Source
+from pipeline.errors import ModelNotFound, NotFound
 from pipeline.fleet import token
-from tests.e2e.server import poll_until
-from pipeline.errors import ModelNotFound
 from stages.orchestrator.fleet_api import EventLog, FleetApi, Placement
-from stages.orchestrator.registry import Registry
+from stages.orchestrator.registry import Cordon, Registry
+from tests.e2e.server import poll_until
 from tests.fleet.range_server import Handler, RangeServer, served
 from tests.orchestrator.agents import router
 from tests.orchestrator.fleet import DIGEST, Fleet, TestAgent
@@ -114,3 +114,20 @@ async def test_the_placement_of_a_model_that_is_gone_can_be_ended() -> None:
     assert written == [("placements/gone", None)]
     with pytest.raises(ModelNotFound):
         await place(1)
+
+
+async def test_the_cordon_of_an_agent_that_has_left_can_be_ended() -> None:
+    written: list[tuple[str, bytes | None]] = []
+
+    async def write(key: str, value: bytes | None) -> None:
+        written.append((key, value))
+
+    unused: Any = None
+    registry = Registry(unused, lambda: 0.0)
+    api = FleetApi("front", registry, router(), unused, unused, write, EventLog(lambda: 0.0))
+    body = b'{"agent": "gone", "cordoned": false}'
+    with pytest.raises(NotFound, match="there is no agent 'gone'"):
+        await api.change("cordon", body, "application/json")
+    registry.set_cordons({"gone": Cordon()})
+    await api.change("cordon", body, "application/json")
+    assert written == [("cordons/gone", None)]
