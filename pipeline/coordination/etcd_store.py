@@ -46,7 +46,7 @@ class EtcdStore(CoordinationStore):
             from aetcd import rpc
         except ImportError:
             raise ConfigError(f"the coordination store etcd needs the extra `etcd`: {how_to_install('etcd')}") from None
-        self.address = f"{host}:{port}"
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._namespace = namespace
         self._rpc: Any = rpc
         self._channel: Any = None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 import pytest
@@ -118,6 +121,16 @@ async def test_etcd_is_reached_by_host_and_port() -> None:
     async with open_store(resolve({"fleet": {"store": "etcd://127.0.0.1:2379/mine"}}, {})) as store:
         assert isinstance(store, EtcdStore)
         assert store.address == "127.0.0.1:2379"
+
+
+async def test_etcd_is_reached_by_an_address_of_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC would take the port for a part of an address without brackets."""
+    aetcd: Any = ModuleType("aetcd")
+    aetcd.rpc = None  # no connection is made
+    monkeypatch.setitem(sys.modules, "aetcd", aetcd)
+    async with open_store(resolve({"fleet": {"store": "etcd://[fd00::2]:2379"}}, {})) as store:
+        assert isinstance(store, EtcdStore)
+        assert store.address == "[fd00::2]:2379"
 
 
 async def test_redis_is_reached_by_host_and_port() -> None:
