@@ -86,7 +86,7 @@ def of_kind(objects: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def test_the_chart_is_valid_for_every_kubernetes(values: dict[str, Any]) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="not installed: make fleet-peers").validate
     objects = rendered(values)
-    assert len(objects) >= 12
+    assert len(objects) >= 11
     for version in VERSIONS:
         for one in objects:
             validate(one, version, strict=True)
@@ -191,6 +191,13 @@ def test_only_agents_that_store_models_have_room_for_them() -> None:
         claims = [one["metadata"]["name"] for one in agent["spec"].get("volumeClaimTemplates", ())]
         home = mounts["/var/lib/starling"]
         assert home in claims if kind == "StatefulSet" else "hostPath" in volumes[home]
+
+
+@pytest.mark.parametrize(("values", "names"), [(BUCKET, ["agent", "orchestrator"]), (MOST, ["orchestrator"])])
+def test_a_daemon_set_has_no_budget(values: dict[str, Any], names: list[str]) -> None:
+    """It has no subresource `scale`: Kubernetes could not count its pods, and would let none go."""
+    budgets = [one["metadata"]["name"] for one in of_kind(rendered(values), "PodDisruptionBudget")]
+    assert sorted(budgets) == [f"starling-{name}" for name in names]
 
 
 class Cluster:
