@@ -123,7 +123,33 @@ def test_uses_of_an_entry_cost_no_memory() -> None:
     cache.put(name(1), [line()])
     for _ in range(10_000):
         cache.get(name(1))
-    assert cache._order.n_items <= 64 + 4 + 1
+    assert cache._orders[""].n_items <= 64 + 4 + 1
+
+
+def test_a_full_cache_evicts_an_answer_of_the_tenant_that_holds_most() -> None:
+    cache, clock = make(max_entries=4, ttl_s=60)
+    cache.put(name(0), [line()], "small")
+    for i in range(1, 20):
+        cache.put(name(i), [line()], "large")
+    assert sorted(order(cache)) == [0, 17, 18, 19]
+    for i in range(20, 23):
+        cache.put(name(i), [line()], "small")
+    assert sorted(order(cache)) == [18, 19, 21, 22]
+    assert cache.put(name(30), [line()], "another")
+    assert sorted(order(cache)) in ([19, 21, 22, 30], [18, 19, 22, 30])
+    clock.now += 60
+    cache.expire()
+    assert (len(cache), cache.bytes, order(cache)) == (0, 0, [])
+    assert cache.put(name(40), [line()], "small")
+
+
+def test_a_large_answer_does_not_take_the_place_of_other_tenants_answers() -> None:
+    cache, _ = make(max_size_mb=1)
+    cache.put(name(1), [line("x" * (1 << 18))], "one")
+    assert not cache.put(name(2), [line("x" * (7 << 17))], "other")
+    assert order(cache) == [1]
+    assert cache.put(name(3), [line("x" * (7 << 17))], "one")
+    assert order(cache) == [3]
 
 
 # ------------------------------------------------------------------ the key

@@ -142,7 +142,8 @@ class RequestLifecycle:
         self._recovery.record_end(request)
         self._sessions.ended(request)
         if request.response_key is not None and request.outcome is Outcome.FINISHED:
-            self._response_cache.put(request.response_key, [output_of(sequence) for sequence in request.sequences])
+            outputs = [output_of(sequence) for sequence in request.sequences]
+            self._response_cache.put(request.response_key, outputs, request.spec.tenant)
 
     def end_all(self, error: StarlingError, model: str = "", version: str = "") -> int:
         """Fail all requests in flight, or those of a model or of a version. Returns their number."""

@@ -8,14 +8,16 @@ response bodies: ids, times and the endpoint's format belong to each request.
     bypass       the gateway draws the seed; or the request is a turn of a session, which changes the session
 
 Failed, cancelled and unfinished answers are never stored. The cache is bounded in entries and bytes. When it is full,
-the entry goes that is least recently used (lru), least frequently used (lfu) or oldest (fifo). Entries older than
-`ttl_s` go in any case. The cache is in the gateway's memory and ends with the process. Pure; the clock is injected.
+the tenant that holds most loses an entry, so that no tenant can drive out those of the others: the one that is least
+recently used (lru), least frequently used (lfu) or oldest (fifo). An entry belongs to the tenant whose request was
+computed. Entries older than `ttl_s` go in any case. The cache is in the gateway's memory and ends with the process.
+Pure; the clock is injected.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import msgspec
@@ -78,6 +80,7 @@ class _Entry(msgspec.Struct):
     content: bytes  # msgpack of list[SequenceOutput]
     created_at: float  # s
     number: int  # entries are counted from the start
+    tenant: str
     uses: int = 1
 
     @property
@@ -87,7 +90,7 @@ class _Entry(msgspec.Struct):
 
 
 class ResponseCache:
-    """One per gateway. All operations are O(log n). `clock` is monotonic, in s."""
+    """One per gateway. All operations are O(log n), an eviction O(tenants) too. `clock` is monotonic, in s."""
 
     def __init__(self, config: ResponseCacheConfig, clock: Callable[[], float]) -> None:
         self.is_enabled = config.enabled
@@ -100,14 +103,16 @@ class ResponseCache:
         self._n_stored = 0  # since the start
         self._n_uses = 0
         self._entries: OrderedDict[ResponseKey, _Entry] = OrderedDict()  # by age
-        self._order: EvictionOrder[ResponseKey] = EvictionOrder(config.eviction_policy)
+        self._policy = config.eviction_policy
+        self._orders: dict[str, EvictionOrder[ResponseKey]] = {}  # by tenant; only of those that have entries
+        self._bytes_of: Counter[str] = Counter()  # by tenant
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def order(self) -> list[ResponseKey]:
-        """Keys in the order of eviction. O(n log n); for tests."""
-        return list(self._order.order())
+        """Keys in the order of eviction, one tenant after the other. O(n log n); for tests."""
+        return [key for order in self._orders.values() for key in order.order()]
 
     def get(self, key: ResponseKey) -> list[SequenceOutput] | None:
         """The answer, which counts as a use of it; None if it is not in the cache."""
@@ -116,22 +121,27 @@ class ResponseCache:
         if entry is None:
             return None
         entry.uses += 1
-        self._order.remove(key)
+        self._orders[entry.tenant].remove(key)
         self._rank(key, entry)
         return msgspec.msgpack.decode(entry.content, type=list[SequenceOutput])
 
-    def put(self, key: ResponseKey, outputs: list[SequenceOutput]) -> bool:
-        """Store an answer. False: it is larger than the whole cache. An existing entry stays."""
+    def put(self, key: ResponseKey, outputs: list[SequenceOutput], tenant: str = "") -> bool:
+        """Store a tenant's answer. An existing entry stays.
+
+        False: it is larger than the cache, or than half of it and would take the place of other tenants' answers.
+        """
         if key in self._entries:
             return True
         self._n_stored += 1
-        entry = _Entry(msgspec.msgpack.encode(outputs), self._clock(), self._n_stored)
-        if entry.size > self.max_bytes:
+        entry = _Entry(msgspec.msgpack.encode(outputs), self._clock(), self._n_stored, tenant)
+        others = self.bytes - self._bytes_of[tenant]
+        if entry.size > max(self.max_bytes - others, self.max_bytes // 2):
             return False
         while len(self._entries) >= self.max_entries or self.bytes + entry.size > self.max_bytes:
-            self._evict()
+            self._evict_for(entry)
         self._entries[key] = entry
         self.bytes += entry.size
+        self._bytes_of[tenant] += entry.size
         self._rank(key, entry)
         return True
 
@@ -147,17 +157,26 @@ class ResponseCache:
             self._drop(key)
             self.expired += 1
 
-    def _evict(self) -> None:
-        self._forget(self._order.pop())
+    def _evict_for(self, new: _Entry) -> None:
+        """Evict an entry of the tenant that would hold most bytes, `new` included."""
+        largest = max(self._orders, key=lambda tenant: self._bytes_of[tenant] + new.size * (tenant == new.tenant))
+        self._forget(self._orders[largest].pop())
         self.evicted += 1
 
     def _drop(self, key: ResponseKey) -> None:
-        self._order.remove(key)
+        self._orders[self._entries[key].tenant].remove(key)
         self._forget(key)
 
     def _forget(self, key: ResponseKey) -> None:
-        self.bytes -= self._entries.pop(key).size
+        """Remove an entry that is in no order any more."""
+        entry = self._entries.pop(key)
+        self.bytes -= entry.size
+        self._bytes_of[entry.tenant] -= entry.size
+        if not len(self._orders[entry.tenant]):
+            del self._orders[entry.tenant], self._bytes_of[entry.tenant]
 
     def _rank(self, key: ResponseKey, entry: _Entry) -> None:
         self._n_uses += 1
-        self._order.add(key, now=self._n_uses, uses=entry.uses, born=entry.number)
+        if entry.tenant not in self._orders:
+            self._orders[entry.tenant] = EvictionOrder(self._policy)
+        self._orders[entry.tenant].add(key, now=self._n_uses, uses=entry.uses, born=entry.number)
