@@ -171,6 +171,18 @@ def test_many_header_lines_are_refused(server: Server) -> None:
         assert b" 400 " in sock.recv(100)
 
 
+def test_malformed_http_is_refused_in_the_form_of_all_errors(server: Server) -> None:
+    long_line = raw_request("GET", "/health", headers="X-Filler: " + "x" * 9000 + "\r\n")
+    for request, reason in ((long_line, "more than 8190 bytes"), (b"GET /health HTTP/1.1\r\nno colon\r\n\r\n", "HTTP")):
+        with connect(server) as sock:
+            sock.sendall(request)
+            (answer,) = split_responses(read_to_end(sock), "GET")
+        assert (answer.status, answer.headers["content-type"]) == (400, "application/json")
+        error = json.loads(answer.body)["error"]
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "INVALID_REQUEST", None)
+        assert reason in error["message"]
+
+
 def test_malformed_http_is_a_warning_without_what_was_sent(make_server: MakeServer) -> None:
     """It is the client's error, and one of its headers may have a key."""
     server = make_server()
