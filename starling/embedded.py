@@ -257,6 +257,7 @@ class Embedded:
     def _deliver(self, parts: Parts) -> bool:
         """Pass what the scheduler has produced to the requests. Returns whether one has ended."""
         outbox = parts.scheduler.outbox
+        outbox.events.clear()  # this engine keeps no timelines
         has_ended = False
         while outbox.tokens or outbox.rejected:
             moved = [new for sequences in outbox.tokens.values() for new in sequences]

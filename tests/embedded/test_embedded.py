@@ -197,6 +197,16 @@ def test_preempted_requests_finish_with_the_same_tokens(model_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_nothing_is_kept_of_ended_requests(engine: Embedded) -> None:
+    for i in range(3):
+        engine.generate(prompt(i), max_tokens=3, ignore_eos=True)
+    parts = engine._open_parts()
+    outbox = parts.scheduler.outbox
+    assert not (outbox.tokens or outbox.rejected or outbox.pooled or outbox.events)
+    assert not (parts.scheduler.table.live or parts.scheduler.table.scheduled)
+
+
+@pytest.mark.slow
 def test_text_grows_step_by_step_and_ends_before_a_stop_string(engine: Embedded) -> None:
     whole = engine.generate(prompt(1), max_tokens=60, temperature=0, ignore_eos=True)
     stop = whole.text[20:23]
