@@ -15,6 +15,7 @@ from pipeline.config.load import load as load_config
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.models.arena_sizes import max_positions
 from shm.arena import Arena
 from shm.pages import KvGeometry
 from shm.step_ring import create_steps
@@ -123,5 +124,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         ring.start(1)
         scheduler.kv_ready(kv.ready(model.name, weights.index.digest))
         scheduler.attach(context, hyper.vocab_size, window=hyper.kv_window, groups=groups)
-        bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens)
+        shape = hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, hyper.kv_window, hyper.n_windowed
+        positions = max_positions(config, model, shape, context)
+        bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens, positions)
         return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)

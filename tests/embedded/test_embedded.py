@@ -197,6 +197,15 @@ def test_preempted_requests_finish_with_the_same_tokens(model_path: Path) -> Non
 
 
 @pytest.mark.slow
+def test_without_max_tokens_an_output_ends_where_the_arena_does(model_path: Path) -> None:
+    with Embedded.load(model_path, kv_cache_mb=1, page_tokens=16) as engine:
+        room = 16 * engine.stats().kv_pages + 1  # the last token needs no page
+        assert room < SHAPES[SHAPE].context_length
+        found = engine.generate(prompt(1), temperature=0, ignore_eos=True)
+        assert (found.finish_reason, len(found.tokens)) == ("length", room - found.prompt_tokens)
+
+
+@pytest.mark.slow
 def test_nothing_is_kept_of_ended_requests(engine: Embedded) -> None:
     for i in range(3):
         engine.generate(prompt(i), max_tokens=3, ignore_eos=True)
