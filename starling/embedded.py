@@ -27,6 +27,7 @@ from typing import Any, Self
 
 import msgspec
 
+from pipeline.api.generation_fields import check_configured_order
 from pipeline.api.requests import generate
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config import paths
@@ -47,7 +48,7 @@ from starling.generation import Generation, LocalRequest
 OWNER = b"embedded"  # in place of the gateway's address
 MAX_REQUESTS = 100_000  # running and finished ones that have not been released
 MAX_IDLE_STEPS = 100  # calls of `step` in a row that change nothing, before it is an error
-SERVER_FIELDS = ("model", "stream", "session_id", "create_session", "session_ttl_s")
+SERVER_FIELDS = ("model", "stream", "session_id", "create_session", "session_ttl_s", "keep_alive", "prompt_logprobs")
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +134,9 @@ class Embedded:
         parsed = generate.read({"prompt": given, **fields})
         if parsed.n != 1:
             raise InvalidRequest(f"n is {parsed.n}; one submit makes one text: submit {parsed.n} times", "n")
+        if parsed.constraint:  # it needs processes of its own
+            name = parsed.constraint.field
+            raise InvalidRequest(f"{name} constrains the output, which only a server does; leave it out", name)
         request, frame = self._new_request(parsed, parts.bounds)
         parts.scheduler.submissions.submit(OWNER, frame, self._clock())
         self._requests[request.id] = request
@@ -150,12 +154,14 @@ class Embedded:
         check_ids(parsed, [tuple(tokens)], vocabulary.size)
         budget = output_budget(len(tokens), parsed.max_tokens, bounds, "prompt", "max_tokens")
         seed = secrets.randbits(53) if parsed.seed is None else parsed.seed
-        order = parsed.sampling.order or self.model.sampler_order
+        if not (order := parsed.sampling.order):
+            order = self.model.sampler_order
+            check_configured_order(parsed.sampling, order)
         sampling: Sampling = msgspec.structs.replace(parsed.sampling, seed=seed, order=order)
         breakers = b""
         if sampling.dry_multiplier:
             pieces = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
-            breakers = breakers_of(pieces, sampling.dry_sequence_breakers).mask
+            breakers = breakers_of(pieces, sampling.dry_sequence_breakers).checked(sampling.dry_sequence_breakers).mask
         eos_ids = () if sampling.ignore_eos else vocabulary.eos_ids
         request_id = f"req-{secrets.token_hex(12)}"
         frame = Submit(
@@ -169,7 +175,6 @@ class Embedded:
             stop_ids=tuple(dict.fromkeys((*eos_ids, *parsed.stop_token_ids))),
             cache_salt=parsed.cache_salt,
             speculate=parsed.speculate,
-            constraint=parsed.constraint or None,  # refused: it needs processes of its own
             breakers=breakers,
         )
         return LocalRequest(frame, parsed, self._tokenizer), frame

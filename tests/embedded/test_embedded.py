@@ -268,12 +268,24 @@ def test_requests_join_leave_and_are_forgotten(engine: Embedded) -> None:
         ({"session_id": ""}, "session_id is a field of the HTTP server"),
         ({"stop_token_ids": [VOCAB]}, f"stop_token_ids is {VOCAB}"),
         ({"max_tokens": 10**6}, "this model's maximum context length is"),
+        ({"prompt_logprobs": 2}, "prompt_logprobs is a field of the HTTP server"),
+        ({"keep_alive": "5m"}, "keep_alive is a field of the HTTP server"),
+        ({"regex": "a+"}, "regex constrains the output, which only a server does"),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["no token has this"]}, "which no token of the model has"),
     ],
 )
 def test_a_wrong_field_is_refused_by_name(engine: Embedded, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         engine.submit([1, 2, 3], **fields)
     assert engine.stats().requests_kept == 0
+
+
+@pytest.mark.slow
+def test_a_parameter_whose_step_the_configured_order_leaves_out_is_refused(model_path: Path) -> None:
+    with Embedded.load(model_path, kv_cache_mb=4, sampler_order=["mask", "temperature"]) as engine:
+        with pytest.raises(InvalidRequest, match="top_k is 20, and the model's sampler_order"):
+            engine.submit([1, 2, 3], top_k=20)
+        engine.submit([1, 2, 3], top_k=20, order=["mask", "top_k"], max_tokens=1)
 
 
 @pytest.mark.slow

@@ -368,13 +368,7 @@ class Admission:
         vocabulary = self._loaded.vocabularies.get(vocabulary_id)
         if not sampling.dry_multiplier or not vocabulary:
             return
-        found = await asyncio.to_thread(vocabulary.breakers, texts)
-        if found.missing and texts != m.DRY_BREAKERS:
-            raise InvalidRequest(
-                f"dry_sequence_breakers has {found.missing[0]!r}, which no token of the model has as a whole; leave it "
-                f"out, or give a shorter part of it",
-                "dry_sequence_breakers",
-            )
+        (await asyncio.to_thread(vocabulary.breakers, texts)).checked(texts)
 
     def _state(
         self,

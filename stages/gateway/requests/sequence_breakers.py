@@ -7,12 +7,25 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pipeline.errors import InvalidRequest
+from pipeline.protocol.messages import DRY_BREAKERS
+
 
 class BreakerSet(NamedTuple):
     """The result for some texts. `missing`: the texts that no token has."""
 
     mask: bytes  # u32 little-endian: bit t % 32 of word t // 32 for token t
     missing: tuple[str, ...]
+
+    def checked(self, texts: tuple[str, ...]) -> BreakerSet:
+        """The result for `texts`. Raises `InvalidRequest` for one that no token has, unless they are the default."""
+        if self.missing and texts != DRY_BREAKERS:
+            raise InvalidRequest(
+                f"dry_sequence_breakers has {self.missing[0]!r}, which no token of the model has as a whole; leave it "
+                f"out, or give a shorter part of it",
+                "dry_sequence_breakers",
+            )
+        return self
 
 
 def find_breakers(pieces: bytes, ends: Sequence[int], texts: tuple[str, ...]) -> BreakerSet:
