@@ -117,7 +117,7 @@ class Embedded:
         fields: those of `POST /v1/generate` with the same defaults: `max_tokens`, `temperature`, `top_k`, `top_p`,
             `repetition_penalty`, `frequency_penalty`, `presence_penalty`, `logit_bias`, `order`, `seed`, `min_tokens`,
             `min_p`, `typical_p`, `top_n_sigma`, those of DRY and XTC, `ignore_eos`, `stop`, `stop_token_ids`,
-            `logprobs`, `skip_special_tokens`, `cache_salt`, `speculate`.
+            `logprobs`, `skip_special_tokens`, `cache_salt`, `speculate`, `priority`.
 
         Raises `InvalidRequest` for a field that is wrong, and `StarlingError` with the code OVERLOADED when
         `scheduler.max_queue_depth` requests wait already.
@@ -173,6 +173,7 @@ class Embedded:
             max_tokens=budget,
             sampling=sampling,
             stop_ids=tuple(dict.fromkeys((*eos_ids, *parsed.stop_token_ids))),
+            priority=-(parsed.priority or 0),
             cache_salt=parsed.cache_salt,
             speculate=parsed.speculate,
             breakers=breakers,

@@ -289,6 +289,15 @@ def test_a_parameter_whose_step_the_configured_order_leaves_out_is_refused(model
 
 
 @pytest.mark.slow
+def test_requests_of_a_lower_priority_number_are_computed_earlier(model_path: Path) -> None:
+    with Embedded.load(model_path, kv_cache_mb=4, max_batch_size=1) as engine:
+        ids = [engine.submit(prompt(i), max_tokens=30, ignore_eos=True, priority=5 - i) for i in range(6)]
+        while not any(engine.poll(one).is_finished for one in ids):
+            engine.step()
+        assert [engine.poll(one).is_finished for one in ids] == [False] * 5 + [True]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [[], [VOCAB], [-1], ""])
 def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: list[int] | str) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
