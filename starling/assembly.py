@@ -29,7 +29,24 @@ from starling.local_kv import LocalKv
 from starling.worker_group import WorkerGroup
 
 # Settings of a model that mean nothing without the server's other parts.
-SERVER_SETTINGS = ("spill_path", "spill_mb", "max_sessions", "draft_model", "cpus", "weight", "share_cache", "device")
+SERVER_SETTINGS = (
+    "spill_path",
+    "spill_mb",
+    "max_sessions",
+    "draft_model",
+    "cpus",
+    "weight",
+    "share_cache",
+    "device",
+    "adapters",
+    "max_adapter_rank",
+    "adapters_mb",
+    "pooling",
+    "reasoning",
+    "preload",
+    "keep_alive",
+    "pinned",
+)
 
 
 class Parts(NamedTuple):

@@ -135,6 +135,8 @@ def test_the_package_has_no_other_public_names() -> None:
         ("other", {}, ModelNotFound, "no model 'other' is configured; configured: m"),
         ("m", {"spill_path": "/tmp"}, ConfigError, "spill_path has no effect inside one process"),
         ("m", {"draft_model": "m"}, ConfigError, "draft_model has no effect inside one process"),
+        ("m", {"adapters": []}, ConfigError, "adapters has no effect inside one process"),
+        ("m", {"pinned": True}, ConfigError, "pinned has no effect inside one process"),
         ("m", {"kv_type": "f8"}, ConfigError, "kv_type"),
         ("m", {"kv_cache": 3}, ConfigError, "kv_cache"),
     ],
