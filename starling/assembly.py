@@ -92,6 +92,11 @@ def choose_model(
 def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
     """Arenas, scheduler, KV manager and worker group for mapped weights, joined to each other."""
     hyper, digest = weights.hyper, weights.digest
+    if not hyper.is_causal:
+        raise ConfigError(
+            f"model {model.name!r} has embeddings alone and generates no text: load another one, or use a server",
+            param="model",
+        )
     context = min(hyper.context_length, model.max_sequence_length or hyper.context_length)
     scheduling = config.scheduler
     settings = Settings(

@@ -9,6 +9,7 @@ import threading
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import starling
 from pipeline.config.load import resolve
 from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, StarlingError
+from starling.assembly import assemble
 from starling.embedded import Embedded
 from starling.generation import Generation
 from tools.reference.exact_forward import ExactModel, ExactSequence
@@ -147,6 +149,13 @@ def test_a_wrong_setting_is_refused_by_name(
     config = resolve({"models": [{"name": "m", "path": "/none/m.gguf"}]}, {})
     with pytest.raises(error, match=message):
         Embedded.load(model, config=config, **settings)
+
+
+def test_a_model_of_embeddings_is_refused() -> None:
+    config = resolve({"models": [{"name": "bert", "path": "/none/bert.gguf"}]}, {})
+    weights: Any = SimpleNamespace(hyper=SimpleNamespace(is_causal=False), digest=b"")
+    with pytest.raises(ConfigError, match="model 'bert' has embeddings alone and generates no text"):
+        assemble(config, config.models[0], weights)
 
 
 # ------------------------------------------------------------------ results
