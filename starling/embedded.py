@@ -22,6 +22,7 @@ import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -130,8 +131,10 @@ class Embedded:
         for name in SERVER_FIELDS:
             if name in fields:
                 raise InvalidRequest(f"{name} is a field of the HTTP server; leave it out of submit", name)
-        given = prompt if isinstance(prompt, str) else [int(token) for token in prompt]
+        given = prompt if isinstance(prompt, str) else [_plain(token) for token in prompt]
         parsed = generate.read({"prompt": given, **fields})
+        if (n := len(parsed.prompts)) != 1:
+            raise InvalidRequest(f"prompt has {n} prompts; one submit makes one text: submit {n} times", "prompt")
         if parsed.n != 1:
             raise InvalidRequest(f"n is {parsed.n}; one submit makes one text: submit {parsed.n} times", "n")
         if parsed.constraint:  # it needs processes of its own
@@ -360,3 +363,8 @@ class Embedded:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _plain(token: object) -> object:
+    """A whole number of any library as Python's; what else a prompt holds is refused like any wrong value."""
+    return int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token

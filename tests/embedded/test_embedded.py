@@ -309,8 +309,8 @@ def test_requests_of_a_lower_priority_number_are_computed_earlier(model_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("given", [[], [VOCAB], [-1], ""])
-def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: list[int] | str) -> None:
+@pytest.mark.parametrize("given", [[], [VOCAB], [-1], "", [1.5], [1, 2.5], [True], ["1"] * 2, [[1], [2]]])
+def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         engine.submit(given, max_tokens=1)
 
@@ -344,7 +344,8 @@ def test_text_and_token_ids_of_a_prompt_are_the_same_request(engine: Embedded) -
     text = "the lighthouse"
     by_text = engine.generate(text, max_tokens=6, seed=1)
     by_ids = engine.generate(engine.encode(text), max_tokens=6, seed=1)
-    assert (by_text.tokens, by_text.text) == (by_ids.tokens, by_ids.text)
+    by_array = engine.generate(np.array(engine.encode(text)), max_tokens=6, seed=1)  # type: ignore[arg-type]
+    assert (by_text.tokens, by_text.text) == (by_ids.tokens, by_ids.text) == (by_array.tokens, by_array.text)
 
 
 def maps(folder: Path) -> list[str]:
