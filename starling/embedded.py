@@ -33,9 +33,10 @@ from pipeline.api.requests import generate
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import InternalError, InvalidRequest, NotFound, StarlingError
+from pipeline.errors import InternalError, InvalidRequest, NotFound, ResourceError, StarlingError
 from pipeline.models.store import Progress, no_progress
 from pipeline.protocol.messages import Cancel, Denied, Granted, Sampling, Submit
+from shm.arena import ArenaError
 from stages.gateway.admission.lengths import Bounds, output_budget
 from stages.gateway.admission.prompts import check_ids
 from stages.gateway.requests.sequence_breakers import breakers_of
@@ -77,9 +78,11 @@ class Embedded:
         self.config, self.model = config, model
         self._tokenizer = open_model(ModelSource.of(index_path, model))
         self._requests: dict[str, LocalRequest] = {}  # by request id
-        self._parts: Parts | None = assemble(
-            config, model, Model(open_verified(index_path, use_mmap=config.performance.use_mmap))
-        )
+        weights = Model(open_verified(index_path, use_mmap=config.performance.use_mmap))
+        try:
+            self._parts: Parts | None = assemble(config, model, weights)
+        except ArenaError as error:
+            raise ResourceError(str(error)) from None
         self._idle_steps = 0
         self._clock = time.monotonic
 

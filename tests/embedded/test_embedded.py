@@ -17,7 +17,8 @@ import pytest
 
 import starling
 from pipeline.config.load import resolve
-from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, StarlingError
+from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, NotFound, ResourceError, StarlingError
+from shm.arena import ArenaError
 from starling.assembly import assemble
 from starling.embedded import Embedded
 from starling.generation import Generation
@@ -313,6 +314,16 @@ def test_requests_of_a_lower_priority_number_are_computed_earlier(model_path: Pa
 def test_a_prompt_that_cannot_be_computed_is_refused(engine: Embedded, given: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         engine.submit(given, max_tokens=1)
+
+
+@pytest.mark.slow
+def test_arenas_that_do_not_fit_are_a_resource_error(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ArenaError("/dev/shm has 4,096 bytes free")
+
+    monkeypatch.setattr("starling.embedded.assemble", refuse)
+    with pytest.raises(ResourceError, match="has 4,096 bytes free"):
+        Embedded.load(model_path)
 
 
 @pytest.mark.slow
