@@ -29,6 +29,8 @@ if [ $# -gt 0 ]; then
     exit 0
 fi
 getent passwd starling >/dev/null || useradd --system --home-dir /var/lib/starling --shell /usr/sbin/nologin starling
+# systemd makes it as well, but commands such as `starling prepare` need it before.
+[ -d /var/lib/starling ] || install -d -o starling -g starling -m 0700 /var/lib/starling
 if [ ! -e "$configured" ]; then
     install -D -m 0644 "$configuration" "$configured"
 fi
@@ -43,7 +45,7 @@ END
 fi
 cat <<END
 The units are installed. Next:
-  sudo -u starling env STARLING_HOME=/var/lib/starling $prefix/.venv/bin/starling prepare
+  sudo -u starling env STARLING_HOME=/var/lib/starling STARLING_CONFIG=$configured $prefix/.venv/bin/starling prepare
   systemctl enable --now starling.target
   systemctl status 'starling-*'
 END

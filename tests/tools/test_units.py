@@ -61,3 +61,18 @@ def test_they_are_installed_for_a_checkout(tmp_path: Path) -> None:
     for path in written:
         assert "@PREFIX@" not in path.read_text()
     assert unit(tmp_path / "out" / "starling-kv.service")["ExecStart"] == f"{program} stage kv"
+
+
+def test_what_the_documentation_does_as_the_units_user_can_be_done() -> None:
+    """The user's home exists before a unit has made it, and the models that are prepared are the configured ones."""
+    script = (UNITS / "install.sh").read_text()
+    made = "install -d -o starling -g starling -m 0700 /var/lib/starling"
+    assert made in script
+    assert script.index("useradd") < script.index(made) < script.index("systemctl daemon-reload")
+    page = (UNITS.parents[1] / "docs" / "operating.md").read_text()
+    service = unit(UNITS / "starling-worker.service")
+    home, configured = "STARLING_HOME=/var/lib/starling", "STARLING_CONFIG=/etc/starling/starling.yaml"
+    assert configured in (UNITS / "starling-worker.service").read_text()
+    assert service["StateDirectory"] == "starling"
+    assert f"sudo -u starling env {home} {configured} .venv/bin/starling prepare\n" in page
+    assert f"sudo -u starling env {home} STARLING_CONFIG=$configured $prefix/.venv/bin/starling prepare\n" in script
