@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
+from pipeline.api.requests import chat as chat_requests
+from pipeline.api.requests import generate as generate_requests
 from pipeline.procfs import children
+from stages.gateway.plugins.request_hook import changed, offered
 from tests.gateway.server import Server
 
 EXAMPLES = "tests.gateway.plugin_examples"
@@ -121,6 +124,26 @@ def test_logprobs_would_show_the_text(guarded: Server) -> None:
     refused = guarded.post("/v1/chat/completions", chat("hello", logprobs=True))
     assert (refused.status, refused.error["param"]) == (400, "logprobs")
     assert "'answers'" in refused.error["message"]
+
+
+# ------------------------------------------------------------------ changes of requests
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("top_p", 0.0), ("top_p", 1.5), ("temperature", -1.0)])
+def test_a_change_is_within_the_bounds_of_the_api(field: str, value: float) -> None:
+    generation = chat_requests.read({"model": "m", "messages": [{"role": "user", "content": "hello"}]})
+    before, after = offered(generation, "req-1", "t"), offered(generation, "req-1", "t")
+    setattr(after, field, value)
+    with pytest.raises(ValueError, match=f"{field} is"):
+        changed(generation, before, after)
+
+
+def test_zeros_that_the_api_takes_may_be_set() -> None:
+    generation = generate_requests.read({"prompt": "hello", "max_tokens": 5, "seed": 3, "stop": "x"})
+    before, after = offered(generation, "req-1", "t"), offered(generation, "req-1", "t")
+    after.max_tokens, after.seed, after.temperature, after.stop = 0, 0, 0.0, []
+    found = changed(generation, before, after)
+    assert (found.max_tokens, found.seed, found.sampling.temperature, found.stop) == (0, 0, 0.0, ())
 
 
 # ------------------------------------------------------------------ failures

@@ -118,14 +118,17 @@ _READERS: dict[str, Reader] = {
     "seed": read_seed,
     "stop": strings(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
 }
+_NO_TOKENS: dict[str, Reader] = {"max_tokens": integer(0, MAX_OUTPUT_TOKENS)}  # where 0 generates nothing
 
 
 def changed(generation: GenerationRequest, before: InferenceRequest, after: InferenceRequest) -> GenerationRequest:
     """Return the request with what a plugin changed. Raises `ValueError` for a result that cannot be used."""
     values = {name: getattr(after, name) for name in before.__struct_fields__}
     values = {name: value for name, value in values.items() if value != getattr(before, name)}
+    readers = _READERS | (_NO_TOKENS if generation.endpoint in ("completions", "generate") else {})
+    given = {name: value for name, value in values.items() if name in readers and value not in (None, [])}
     try:
-        read = {name: _READERS[name](value, name) for name, value in values.items() if name in _READERS and value}
+        read = {name: readers[name](value, name) for name, value in given.items()}
         if "messages" in values:
             _check_messages(generation, before.messages, after.messages)
         if "prompts" in values and len(after.prompts) != len(before.prompts):
