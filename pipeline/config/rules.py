@@ -34,7 +34,7 @@ _TENANT = re.compile(r"[A-Za-z0-9._@-]{0,64}")
 _SALT = re.compile(r"[^\x00-\x1f\x7f]{0,128}")
 _BLOB_SCHEMES = ("", "file", "http", "https", "s3", "gs", "az")
 MAX_ADAPTERS = 64  # of a model
-_RESERVED_PATHS = ("/v1", "/health", "/ready")
+_RESERVED_PATHS = ("/v1", "/health", "/ready", "/lora-adapters", "/docs", "/web", "/openapi.json")
 
 
 class Rule(NamedTuple):

@@ -72,6 +72,8 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
             ["fleet.tls.denied = 'd'", "by the fleet's token", "fleet.tls.required"],
         ),
         ({"metrics": {"endpoint": "/v1/x"}}, ["metrics.endpoint = '/v1/x'", "taken"]),
+        ({"metrics": {"endpoint": "/docs"}}, ["metrics.endpoint = '/docs'", "taken"]),
+        ({"metrics": {"endpoint": "/openapi.json"}}, ["metrics.endpoint = '/openapi.json'", "taken"]),
         ({"tracing": {"otlp": {"endpoint": "127.0.0.1:4318"}}}, ["tracing.otlp.endpoint", "http://127.0.0.1:4318"]),
         (
             {"tracing": {"otlp": {"endpoint": "http://u:p@c:4318"}}},
