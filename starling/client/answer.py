@@ -24,6 +24,7 @@ from pipeline.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
+    ResourceError,
     StarlingError,
 )
 from starling.client.address import ServerAddress
@@ -204,10 +205,14 @@ def failure(error: dict[str, Any]) -> StarlingError:
     match code:
         case "MODEL_NOT_FOUND":
             return ModelNotFound(message, param)
-        case "INVALID_REQUEST" | "CONTEXT_LENGTH_EXCEEDED" | "REQUEST_TOO_LARGE":
+        case "INVALID_REQUEST" | "CONTEXT_LENGTH_EXCEEDED" | "REQUEST_TOO_LARGE" | "REFUSED_BY_PLUGIN":
             return InvalidRequest(message, param, code=code)
-        case "INVALID_API_KEY" | "FORBIDDEN":
+        case "INVALID_API_KEY" | "FORBIDDEN" | "QUOTA_EXHAUSTED":
             return ConfigError(f"{message}; --key or STARLING_API_KEY gives another key", param, code=code)
+        case "MODEL_DAMAGED":
+            return ConfigError(message, param, code=code)
+        case "INSUFFICIENT_RESOURCES":
+            return ResourceError(message, param, code=code)
     return StarlingError(code, message, param)
 
 

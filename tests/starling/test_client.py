@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.config.schema import ApiKey, AuthConfig, Config
-from pipeline.errors import InvalidRequest
+from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, ResourceError, StarlingError
 from starling.cli.generation_options import choose_key
 from starling.cli.terminal import visible
 from starling.client.address import key_of_config, parse
@@ -77,3 +77,25 @@ def test_a_model_cannot_control_the_terminal(text: str) -> None:
 def test_errors_without_the_apis_shape_are_reported() -> None:
     assert "HTTP status 502: <html>" in read_failure(502, b"<html>").message
     assert failure({"code": "CONTEXT_LENGTH_EXCEEDED", "message": "too long"}).code == "CONTEXT_LENGTH_EXCEEDED"
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("MODEL_NOT_FOUND", ModelNotFound),
+        ("INVALID_REQUEST", InvalidRequest),
+        ("REFUSED_BY_PLUGIN", InvalidRequest),
+        ("INVALID_API_KEY", ConfigError),
+        ("QUOTA_EXHAUSTED", ConfigError),
+        ("MODEL_DAMAGED", ConfigError),
+        ("INSUFFICIENT_RESOURCES", ResourceError),
+        ("RATE_LIMITED", StarlingError),
+        ("PLUGIN_FAILED", StarlingError),
+    ],
+)
+def test_an_error_of_the_server_is_of_the_class_of_its_exit_code(code: str, kind: type[StarlingError]) -> None:
+    """InvalidRequest and NotFound end a command with 2, ConfigError and ResourceError with 78, others with 1."""
+    found = failure({"code": code, "message": "why", "param": None})
+    assert type(found) is kind
+    assert found.code == code
+    assert found.message.startswith("why")
