@@ -14,7 +14,7 @@ from starling.cli.options import exit_codes
 
 @click.command(
     "support-bundle",
-    epilog=exit_codes({0: "the file is written", 1: "it could not be written"}),
+    epilog=exit_codes({0: "the file is written", 2: "a file of that name exists", 78: "the file cannot be written"}),
 )
 @click.option(
     "--output",

@@ -169,6 +169,12 @@ def test_what_cannot_be_written_to_the_end_is_removed(tmp_path: Path, monkeypatc
     assert not path.exists()
 
 
+def test_the_help_page_has_the_exit_codes() -> None:
+    page = CliRunner().invoke(cli, ["support-bundle", "--help"]).output
+    codes = [line.split()[0] for line in page.split("Exit codes:\n")[1].splitlines() if line[4:5] != " "]
+    assert codes == ["0", "2", "78", "130"]  # 78 is that of a ResourceError, 2 of a file that exists
+
+
 @given(TEXTS, st.text(min_size=3, max_size=30).filter(lambda secret: secret not in MASK), TEXTS)
 def test_a_known_secret_never_stays(before: str, secret: str, after: str) -> None:
     text = Redaction([secret]).text(before + secret + after)
