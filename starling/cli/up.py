@@ -18,6 +18,7 @@ from pathlib import Path
 import click
 
 from pipeline import procfs
+from pipeline.api.key_file import key_path
 from pipeline.config import paths, server_cores
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -279,7 +280,8 @@ def _secured(config: Config, connection: socket.socket) -> socket.socket:
 def banner(config: Config, took_s: float) -> str:
     """The server's URL and a request to paste into a shell."""
     url = listen_fd.url(config)
-    key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if config.auth.api_keys else ""
+    has_keys = bool(config.auth.api_keys) or key_path(paths.state_dir(config)).exists()
+    key = " \\\n    -H 'Authorization: Bearer YOUR-API-KEY'" if has_keys else ""
     messages = '[{"role": "user", "content": "Tell me a short story."}]'
     trusted = f"--cacert {config.server.tls_cert} " if config.server.tls_cert else ""
     target = url

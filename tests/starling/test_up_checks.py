@@ -109,6 +109,16 @@ def test_the_banner_is_a_line_to_paste() -> None:
     assert json.loads(words[-1])["model"] == "smollm2-135m-instruct"
 
 
+def test_the_banner_has_a_key_if_one_was_made(home: Path) -> None:
+    """Requests need a key as soon as `starling keys add` has made the file."""
+    config = resolve({}, {})
+    assert "YOUR-API-KEY" not in up_module.banner(config, 1.0)
+    file = paths.state_dir(config) / "keys.json"
+    file.parent.mkdir(parents=True)
+    file.touch()
+    assert "-H 'Authorization: Bearer YOUR-API-KEY'" in up_module.banner(config, 1.0)
+
+
 def test_the_timeline_shows_each_phase_once_and_in_order() -> None:
     timeline = up_module.Timeline(1000.0)
     for phase, at in (("command", 1000.25), ("worker-m", 1002.5), ("kv", 1002.0), ("kv", 1009.0)):
