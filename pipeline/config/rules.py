@@ -283,7 +283,7 @@ def _sessions(config: Config) -> Iterator[Rule]:
 
 def _server(config: Config) -> Iterator[Rule]:
     server = config.server
-    if any(c.isspace() for c in server.host) or not (server.host or server.unix_socket):
+    if not _may_be_host(server.host) or not (server.host or server.unix_socket):
         reason = "expected a host name or an address to listen on; only with server.unix_socket may it be empty"
         yield Rule("server.host", repr(server.host), reason)
     if len(os.fsencode(os.path.abspath(os.path.expanduser(server.unix_socket)))) > MAX_PATH and server.unix_socket:
@@ -305,6 +305,19 @@ def _server(config: Config) -> Iterator[Rule]:
         yield Rule("metrics.endpoint", repr(endpoint), "expected a path like /metrics")
     elif any(endpoint == path or endpoint.startswith(path + "/") for path in _RESERVED_PATHS):
         yield Rule("metrics.endpoint", repr(endpoint), "this path is taken by the API")
+
+
+def _may_be_host(text: str) -> bool:
+    """Whether the resolver takes the text; "" counts as one. A name that is none raises a `UnicodeError` there."""
+    if any(c.isspace() for c in text):
+        return False
+    if text.isascii():  # without the tables of the codec, which every process would load
+        return all(0 < len(label) < 64 for label in text.removesuffix(".").split(".")) or not text
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _network_problem(text: str) -> str:
@@ -405,14 +418,14 @@ def _fleet(config: Config) -> Iterator[Rule]:
     if reason := _store_problem(fleet.store):
         yield Rule("fleet.store", repr(fleet.store), reason)
     for key, host in (("host", fleet.agent.host), ("advertise", fleet.agent.advertise)):
-        if (not host and key == "host") or any(c.isspace() or c in "/@" for c in host):
+        if (not host and key == "host") or not _may_be_host(host) or any(c in "/@" for c in host):
             yield Rule(f"fleet.agent.{key}", repr(host), "expected a host name or an address, without a port")
     if fleet.agent.id and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fleet.agent.id):
         reason = "expected up to 63 letters, digits, dots, dashes and underscores, the first a letter or digit"
         yield Rule("fleet.agent.id", repr(fleet.agent.id), reason)
     for key, value, reason in engine_rules.problems(config, check_name):
         yield Rule(key, value, reason)
-    if not fleet.orchestrator.host or any(c.isspace() for c in fleet.orchestrator.host):
+    if not fleet.orchestrator.host or not _may_be_host(fleet.orchestrator.host):
         yield Rule("fleet.orchestrator.host", repr(fleet.orchestrator.host), "expected a host name or an address")
     if fleet.agent.host in ("0.0.0.0", "::") and not fleet.agent.advertise:
         reason = "listens on every address, so orchestrators need one: set fleet.agent.advertise"
