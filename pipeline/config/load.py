@@ -37,7 +37,7 @@ def find_file(path: str | Path | None = None, env: Env = os.environ, cwd: Path |
     """The configuration file that `load` reads; None when there is none."""
     asked = path or env.get("STARLING_CONFIG")
     if asked:
-        return Path(asked).expanduser()
+        return Path(os.path.expanduser(asked))
     here = cwd or Path.cwd()
     shipped = Path(__file__).resolve().parents[2] / "configs" / "default.yaml"
     candidates = [here / name for name in FILE_NAMES] + [shipped]

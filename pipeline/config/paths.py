@@ -27,7 +27,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeline.config.path_rules import REASON, has_unknown_user
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 
 Env = Mapping[str, str]
 
@@ -35,8 +37,10 @@ ARENA_NAME_FILE = "arena-name"  # in the run directory
 
 
 def home(env: Env = os.environ) -> Path:
-    """STARLING_HOME, by default ~/.starling."""
+    """STARLING_HOME, by default ~/.starling. Raises `ConfigError`."""
     given = env.get("STARLING_HOME", "")
+    if has_unknown_user(given):
+        raise ConfigError(f"STARLING_HOME = {given!r}: {REASON}", "STARLING_HOME")
     base = Path(given) if given else Path(env.get("HOME") or os.path.expanduser("~")) / ".starling"
     return Path(os.path.abspath(base.expanduser()))
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from pipeline.config import core_rules, engine_rules
+from pipeline.config import core_rules, engine_rules, path_rules
 from pipeline.config.addresses import check_address
 from pipeline.config.schema import DEMO_MODEL, Config, ModelConfig
 from pipeline.durations import FORM, seconds_of
@@ -62,6 +62,7 @@ def check_rules(config: Config, pulled: Collection[str] = ()) -> Iterator[Rule]:
     yield from _unavailable(config)
     yield from _models(config, pulled)
     yield from (Rule(*problem) for problem in core_rules.problems(config))
+    yield from (Rule(*problem) for problem in path_rules.problems(config))
     yield from _limits(config)
     yield from _auth(config)
     yield from _idempotency(config)

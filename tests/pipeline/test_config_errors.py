@@ -98,6 +98,8 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
             ["edges.scheduler-worker = 'ipc:///a'", "edges.scheduler-kv has this address already"],
         ),
         ({"server": {"run_dir": "/a", "state_dir": "/a"}}, ["server.state_dir = '/a'"]),
+        ({"server": {"state_dir": "~no-such-user/x"}}, ["server.state_dir = '~no-such-user/x'", "no such user"]),
+        ({"model": {"path": "~no-such-user/m.gguf"}}, ["models.0.path = '~no-such-user/m.gguf'", "no such user"]),
         (
             {"model": {"path": "p", "max_sequence_length": 100}, "scheduler": {"max_prompt_tokens": 100}},
             ["scheduler.max_prompt_tokens = 100", "max_sequence_length = 100"],

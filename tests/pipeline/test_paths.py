@@ -19,6 +19,8 @@ def test_home() -> None:
     assert paths.home(ENV) == Path("/data/starling")
     assert paths.home({"HOME": "/home/me"}) == Path("/home/me/.starling")
     assert paths.home({"STARLING_HOME": "here"}) == Path.cwd() / "here"
+    with pytest.raises(ConfigError, match="STARLING_HOME = '~no-such-user/x': there is no such user"):
+        paths.home({"STARLING_HOME": "~no-such-user/x"})
 
 
 def test_directories_below_home() -> None:

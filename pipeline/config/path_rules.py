@@ -1,0 +1,41 @@
+"""Paths that name the home directory of a user whom the machine does not have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from pipeline.config.schema import Config
+
+REASON = "there is no such user; write the whole path"
+
+
+def problems(config: Config) -> Iterator[tuple[str, str, str]]:
+    """Key, value and reason of each problem."""
+    server, fleet = config.server, config.fleet
+    given = {
+        "server.unix_socket": server.unix_socket,
+        "server.tls_cert": server.tls_cert,
+        "server.tls_key": server.tls_key,
+        "server.tls_client_ca": server.tls_client_ca,
+        "server.run_dir": server.run_dir,
+        "server.state_dir": server.state_dir,
+        "server.arena_dir": server.arena_dir,
+        "fleet.token": fleet.token,
+        "fleet.blobs": fleet.blobs,
+        "fleet.orchestrator.responses": fleet.orchestrator.responses,
+        "fleet.kubernetes.values": fleet.kubernetes.values,
+    }
+    for index, model in enumerate(config.models):
+        given[f"models.{index}.path"] = model.path
+        given[f"models.{index}.spill_path"] = model.spill_path
+        for number, adapter in enumerate(model.adapters):
+            given[f"models.{index}.adapters.{number}.path"] = adapter.path
+    for key, path in given.items():
+        if has_unknown_user(path):
+            yield key, repr(path), REASON
+
+
+def has_unknown_user(path: str) -> bool:
+    """Whether the path begins with ~USER and there is no such user: `Path.expanduser` raises a `RuntimeError` then."""
+    return path.startswith("~") and os.path.expanduser(path) == path
