@@ -15,7 +15,7 @@ from starling.cli import completion
 from starling.cli.fleet_certificate import certificate
 from starling.cli.fleet_launchers import down, launched, logs
 from starling.cli.fleet_up import up
-from starling.cli.options import cacert_option, exit_codes, json_option
+from starling.cli.options import Number, cacert_option, exit_codes, json_option
 from starling.cli.tables import print_table
 from starling.cli.terminal import print_wrapped, visible
 from starling.client.fleet import FleetClient
@@ -118,9 +118,7 @@ def _cordon(
 @fleet.command(epilog=CODES)
 @click.argument("agent", shell_complete=completion.fleet_agents)
 @click.option("--wait", is_flag=True, help="Return when the agent may be stopped.")
-@click.option(
-    "--timeout", type=click.FloatRange(0), default=0.0, metavar="S", help="Of --wait, then exit code 1; 0: none."
-)
+@click.option("--timeout", type=Number(0), default=0.0, metavar="S", help="Of --wait, then exit code 1; 0: none.")
 @json_option()
 @_url
 def drain(agent: str, wait: bool, timeout: float, as_json: bool, url: str) -> None:

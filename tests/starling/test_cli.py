@@ -254,6 +254,7 @@ def test_an_unload_of_an_adapter_has_the_time_of_a_load(
         *(f"{command} --temperature nan" for command in ("run m hi", "chat", "bench")),
         *(f"run m hi --{name} nan" for name in ("top-p", "repetition-penalty")),
         "bench --rate nan",
+        "fleet drain a --timeout nan",
         "logs -n 99999999999999999999",
     ],
 )
