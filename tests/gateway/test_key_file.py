@@ -60,6 +60,7 @@ def test_the_life_of_keys(open_server: Server) -> None:
                 assert answer.status in (200, 404), (has, path)
             else:
                 assert (answer.status, answer.error["code"]) == (403, "FORBIDDEN"), (has, path)
+                assert f"the scope {needs}" in answer.error["message"], "what to ask the operator for"
     assert server.get("/metrics").status == 200, "a scrape without a key gets sums"
     assert generate(server, found["models"]).status == 200
 

@@ -25,4 +25,7 @@ def is_administration(path: str) -> bool:
 def require_admin(request: web.Request) -> None:
     """Raise `Forbidden` unless the caller is an administrator."""
     if not request[CALLER].is_admin:
-        raise Forbidden("this needs an API key with `admin: true`; on the server's machine, use `starling`")
+        raise Forbidden(
+            "this needs an API key with the scope admin, or with `admin: true` in the configuration; on the server's "
+            "machine, use `starling`"
+        )
