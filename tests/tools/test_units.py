@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.schema import ConstraintsConfig
 from starling.cli.stage import STAGES
 
 UNITS = Path(__file__).parents[2] / "configs" / "systemd"
@@ -76,3 +77,10 @@ def test_what_the_documentation_does_as_the_units_user_can_be_done() -> None:
     assert service["StateDirectory"] == "starling"
     assert f"sudo -u starling env {home} {configured} .venv/bin/starling prepare\n" in page
     assert f"sudo -u starling env {home} STARLING_CONFIG=$configured $prefix/.venv/bin/starling prepare\n" in script
+
+
+def test_a_helper_that_takes_too_much_memory_does_not_end_its_stage() -> None:
+    for stage in ("gateway", "scheduler"):
+        assert unit(UNITS / f"starling-{stage}.service")["OOMPolicy"] == "continue"
+    gigabytes = int(unit(UNITS / "starling-scheduler.service")["MemoryMax"].removesuffix("G"))
+    assert gigabytes << 10 > 2 * ConstraintsConfig().memory_mb, "the two helper processes, and the scheduler"
