@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -16,7 +17,11 @@ import yaml
 
 from pipeline.api.requests import chat as chat_requests
 from pipeline.api.requests import generate as generate_requests
+from pipeline.config.load import resolve
+from pipeline.errors import StarlingError
+from pipeline.observe.metrics import Metrics
 from pipeline.procfs import children
+from stages.gateway.plugins.plugins import Plugins
 from stages.gateway.plugins.request_hook import changed, offered
 from tests.gateway.server import Server
 
@@ -147,6 +152,21 @@ def test_zeros_that_the_api_takes_may_be_set() -> None:
 
 
 # ------------------------------------------------------------------ failures
+
+
+async def test_a_request_whose_time_ends_in_a_plugin_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: Any) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr("stages.gateway.plugins.plugins.ask", hang)
+    metrics = Metrics("gateway", None)
+    config = resolve({"server": {"request_timeout_ms": 1}, "plugins": [plugin("slow", "Trouble")]}, {})
+    plugins = Plugins(config, time.monotonic, metrics)
+    generation = chat_requests.read({"model": "m", "messages": [{"role": "user", "content": "hello"}]})
+    with pytest.raises(StarlingError, match="the plugins did not process the request"):
+        await plugins.before(generation, "req-1", "t", time.monotonic())
+    (series,) = metrics.snapshot().families["starling_plugin_requests_total"]
+    assert (series.labels, series.value) == (("slow", "failed"), 1.0)
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,11 @@ class Plugins:
     async def _before(
         self, process: PluginProcess, generation: GenerationRequest, request_id: str, tenant: str
     ) -> GenerationRequest:
-        outcome = "done"
+        outcome = "failed"  # also if the request's time ends meanwhile, or its client leaves
         try:
-            return await ask(process, generation, request_id, tenant)
+            changed = await ask(process, generation, request_id, tenant)
+            outcome = "done"
+            return changed
         except StarlingError as error:
             outcome = "refused" if error.code == "REFUSED_BY_PLUGIN" else "failed"
             if outcome == "refused" or process.config.on_failure == "refuse":
