@@ -464,8 +464,9 @@ async def _ready(request: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(request: web.Request) -> web.StreamResponse:
-    """GET /metrics."""
+    """GET /metrics. A server of the same home adds its series: where there are keys, they name no tenants here."""
     front = request.app[FRONT]
+    shows_tenants = not await front.needs_key()
     request.app[FLEET].sample(front.metrics)
-    body = exposition.render(front.config, front.metrics)
+    body = exposition.render(front.config, front.metrics, shows_tenants)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})

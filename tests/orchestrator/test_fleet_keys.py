@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from typing import Any
 
 from click.testing import CliRunner
 
+from pipeline.config import paths
+from pipeline.config.load import load
+from pipeline.observe.metrics import Metrics
 from starling.cli import cli
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
@@ -61,3 +65,20 @@ def test_what_generates_no_text_counts_within_the_quota_of_tokens(fleet: Fleet) 
         refused = fleet.post(path, {"model": MODEL, **body}, mine)
         assert refused.status == 429 and b"tokens per day" in refused.body, (path, refused.body)
     keys(fleet, "revoke", "bob")
+
+
+def test_metrics_do_not_name_the_tenants_of_a_server_of_the_same_home(fleet: Fleet, engines: list[Server]) -> None:
+    environment = {"STARLING_HOME": str(fleet.home)}
+    directory = paths.arena_dir(load(fleet.home / "starling.yaml", environment), environment)
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        server = Metrics("gateway", directory)
+        server.add("starling_tenant_requests_total", "acme")
+        server.publish()
+        metrics = fleet.get("/metrics").body.decode()
+    finally:
+        (directory / "gateway.metrics").unlink()
+        with suppress(OSError):  # the orchestrator has files there
+            directory.rmdir()
+    assert 'starling_tenant_requests_total{tenant="all"} 1.0' in metrics
+    assert "acme" not in metrics
