@@ -42,7 +42,7 @@ from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
 from pipeline.config import addresses, paths
 from pipeline.config.schema import Config
-from pipeline.errors import StarlingError
+from pipeline.errors import CODES, StarlingError
 from pipeline.models import capacity
 from pipeline.models.versions import initial
 from pipeline.observe import process_use
@@ -242,7 +242,7 @@ class Service:
         """A frame from the tokenizer."""
         match frame:
             case m.TokenizerFailed():
-                error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=RETRY_AFTER_S)
+                error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=_retry_s(frame.code))
                 self.tokenizer.on_reply(frame.id, error)
             case m.Encoded() | m.Described() | m.Detokenized():
                 self.tokenizer.on_reply(frame.id, frame)
@@ -365,3 +365,9 @@ class Service:
 def _window(config: Config) -> int:
     """Prompts of one request that may wait at the scheduler: what its queues hold."""
     return min(WINDOW, config.scheduler.max_queue_depth, config.rate_limits.max_queue_depth or WINDOW)
+
+
+def _retry_s(code: str) -> float:
+    """When to send a text again that the tokenizer has refused, in s; 0: it would be refused again."""
+    known = CODES.get(code)
+    return RETRY_AFTER_S if known is not None and known.retry else 0.0

@@ -127,7 +127,7 @@ class TokenizerClient:
         """Return the token ids of a text; for more than `token_limit` tokens (0: no limit) only their number.
 
         suffix: return the ids of the prompt for what stands between the two texts.
-        field: of the request, which has the text, for error messages.
+        field: of the request, which has the text, or `FIELD[INDEX]`, for error messages.
         """
         reply = self.request(
             lambda key: m.Encode(
@@ -203,4 +203,4 @@ async def _naming(reply: Awaitable[Any], name: str, field: str) -> Any:
         message = error.message
         if message.startswith(f"{name} "):
             message = f"{field}{message.removeprefix(name)}"
-        raise StarlingError(error.code, message, field, retry_after_s=error.retry_after_s) from None
+        raise StarlingError(error.code, message, field.partition("[")[0], retry_after_s=error.retry_after_s) from None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
-from tests.gateway.peers import MODEL
+from stages.tokenizer.chunked_encode import RunTooLong
+from tests.gateway.peers import MODEL, ByteVocabulary
 from tests.gateway.server import Server
 
 CHAT: dict[str, Any] = {"model": MODEL, "seed": 7, "max_tokens": 30, "messages": [{"role": "user", "content": "Hi"}]}
@@ -298,6 +300,34 @@ def test_what_is_not_text_is_refused_by_name(
     assert param in error["message"]  # Anthropic's errors have no param
     assert error.get("param", param) == param
     assert kind in error["message"]
+
+
+UNBROKEN = [
+    ("/v1/tokenize", {"text": "unbroken"}, "text", "text"),
+    ("/v1/generate", {"prompt": "unbroken"}, "prompt", "prompt"),
+    ("/v1/generate", {"prompt": ["x", "unbroken"]}, "prompt", "prompt[1]"),
+    ("/v1/embeddings", {"input": "unbroken"}, "input", "input"),
+    ("/v1/rerank", {"query": "x", "documents": ["x", "unbroken"]}, "documents", "documents[1]"),
+    ("/v1/responses", {"input": "unbroken"}, "input", "input"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "name"), UNBROKEN)
+def test_the_tokenizer_s_refusal_names_the_field_of_the_request(
+    server: Server, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str, name: str
+) -> None:
+    encode_steps = ByteVocabulary.encode_steps
+
+    def refuse(self: ByteVocabulary, text: str, *rest: Any, **more: Any) -> Generator[None, None, Any]:
+        if "unbroken" in text:
+            raise RunTooLong("524288 characters without a border between words")
+        return (yield from encode_steps(self, text, *rest, **more))
+
+    monkeypatch.setattr(ByteVocabulary, "encode_steps", refuse)
+    answer = server.post(path, {"model": MODEL, **body})
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "INVALID_REQUEST", param)
+    assert answer.error["message"].startswith(f"{name} has 524288 characters")
+    assert "Retry-After" not in answer.headers  # the same text would be refused again
 
 
 def test_a_valid_request_id_is_returned(server: Server) -> None:

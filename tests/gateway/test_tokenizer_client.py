@@ -45,7 +45,7 @@ def test_an_unsent_request_is_sent_later() -> None:
 @pytest.mark.parametrize(
     ("param", "message", "shown"),
     [
-        ("prompt", "prompt has too long a word", ("input[1]", "input[1] has too long a word")),
+        ("prompt", "prompt has too long a word", ("input", "input[1] has too long a word")),
         ("suffix", "suffix is given", ("suffix", "suffix is given")),
     ],
 )
