@@ -243,10 +243,10 @@ def test_bounds_of_the_queue_and_of_a_tenant():
     for i in range(3):
         assert queues.make_room(a) is None
         queues.push(sequence(queues, f"a{i}", "a", order=i))
-    with pytest.raises(QueueFullError, match="at most 3"):
+    with pytest.raises(QueueFullError, match=r"at most 3 \(rate_limits.max_queue_depth\)"):
         queues.make_room(a)
     queues.push(sequence(queues, "b0", "b", order=9))
-    with pytest.raises(QueueFullError, match="4 sequences wait, at most 4"):
+    with pytest.raises(QueueFullError, match=r"4 sequences wait, at most 4 \(scheduler.max_queue_depth\)"):
         queues.make_room(b)
     out = queues.make_room(queues.tenant("c"))
     assert out is not None

@@ -127,10 +127,13 @@ class SubmissionQueue:
             removed = self._queues.make_room(tenant, begun)
         except QueueFullError as error:
             wait_s = self._waits.retry_after_s(tenant)
-            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}", "", wait_s)
+            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}; try again later", "", wait_s)
         if removed is not None:
             wait_s = self._waits.retry_after_s(removed.tenant)
-            message = f"queue of {frame.model} is full and most of it is yours"
+            message = (
+                f"queue of {frame.model} is full and most of it is yours (scheduler.max_queue_depth): send fewer "
+                "requests at once, or try again later"
+            )
             self._table.reject(removed, Refusal("OVERLOADED", message, "", wait_s))
         # The estimate is for a full batch.  A sequence that begins at once may be faster, and stop early enough.
         if frame.deadline_ms > 0 and self._is_estimated and not self._rows.begins_at_once:
@@ -138,7 +141,10 @@ class SubmissionQueue:
             if self._queues.depth:
                 done_s += self._waits.run_s(frame)
             if done_s * 1000 > frame.deadline_ms:
-                message = f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms"
+                message = (
+                    f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms "
+                    "(server.request_timeout_ms); try again later"
+                )
                 return Refusal("OVERLOADED", message, "", self._waits.retry_after_s(tenant))
         return None
 
@@ -160,7 +166,10 @@ class SubmissionQueue:
             for sequence, takes_s in list(self._waits.too_late(tenant, now, SHED_MARGIN, n_begin)):
                 if not sequence.outputs and sequence.request not in begun:
                     left_s = sequence.deadline - now
-                    message = f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left"
+                    message = (
+                        f"it would take {takes_s:.1f} s more, and {left_s:.1f} s of the request's time are left "
+                        "(server.request_timeout_ms); try again later"
+                    )
                     self._table.reject(sequence, Refusal("OVERLOADED", message, "", retry_s))
 
     @property

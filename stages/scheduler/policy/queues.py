@@ -77,12 +77,15 @@ class TenantQueues:
         are chosen last.  Raises `QueueFullError` when no sequence may be removed.
         """
         if tenant.waiting >= self.max_tenant_depth:
-            raise QueueFullError(f"{tenant.waiting} of your sequences wait, at most {self.max_tenant_depth}")
+            key = "rate_limits" if self.max_tenant_depth < self.max_depth else "scheduler"
+            raise QueueFullError(
+                f"{tenant.waiting} of your sequences wait, at most {self.max_tenant_depth} ({key}.max_queue_depth)"
+            )
         if self.depth < self.max_depth:
             return None
         longest = max(self.tenants.values(), key=lambda t: (t.waiting * t.inverse, t.name), default=None)
         if tenant.waiting or longest is None or longest.waiting < 2:
-            raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth}")
+            raise QueueFullError(f"{self.depth} sequences wait, at most {self.max_depth} (scheduler.max_queue_depth)")
         candidates = (s for s in self._waiting if s.tenant is longest and not s.outputs)
         return max(candidates, key=lambda s: (s.request not in begun, s.key), default=None)
 
