@@ -7,6 +7,7 @@ number and time.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -15,12 +16,13 @@ from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
 from pipeline.protocol import messages as m
 
 TIMEOUT_S = 30.0  # for one reply
-MAX_PENDING = 2048  # requests without a reply
+MAX_PENDING = 3072  # requests without a reply
+MAX_TENANT_PENDING = 2048  # of one tenant: 32 requests for embeddings, which send 64 texts at once
 RETRY_AFTER_S = 5.0  # of a 503
 
 
 class TextOwner(NamedTuple):
-    """Whose text it is, for the log lines of the tokenizer; "": of none in particular."""
+    """Whose text it is, for log lines and for the bounds of a tenant; "": of none in particular."""
 
     request_id: str = ""
     tenant: str = ""
@@ -36,20 +38,30 @@ class TokenizerClient:
     def __init__(self, send: Callable[[m.Frame], bool]) -> None:
         self._send = send
         self._pending: dict[str, tuple[m.Frame, asyncio.Future[Any]]] = {}
+        self._pending_of: Counter[str] = Counter()  # requests without a reply, by tenant
         self._unsent: set[str] = set()  # ids of pending requests that are to be sent when that is possible
         self._next = 1
 
     # ---------------------------------------------------------------- transport
 
-    async def request(self, make: Callable[[str], m.Frame], timeout_s: float = TIMEOUT_S) -> Any:
-        """Return the reply to the frame that `make` builds for an id. Raises its error, or `ModelUnavailable`."""
+    async def request(self, make: Callable[[str], m.Frame], tenant: str = "", timeout_s: float = TIMEOUT_S) -> Any:
+        """Return the reply to the frame that `make` builds for an id. Raises its error, or `ModelUnavailable`.
+
+        `tenant`: whose text it is; "": of none, then the bound on a tenant's texts does not hold.
+        """
         if len(self._pending) >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} texts are waiting for the tokenizer; try again", retry_after_s=1.0)
+        if tenant and self._pending_of[tenant] >= MAX_TENANT_PENDING:
+            raise Overloaded(
+                f"{MAX_TENANT_PENDING} of your texts are waiting for the tokenizer, the most of one tenant; try again",
+                retry_after_s=1.0,
+            )
         key = f"q{self._next}"
         self._next += 1
         frame = make(key)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._pending[key] = (frame, future)
+        self._pending_of[tenant] += 1
         try:
             # The tokenizer's queue may be full, or its process may have exited unnoticed: `tick` or `on_up` sends it.
             if not self._send(frame):
@@ -64,6 +76,9 @@ class TokenizerClient:
         finally:
             self._pending.pop(key, None)
             self._unsent.discard(key)
+            self._pending_of[tenant] -= 1
+            if not self._pending_of[tenant]:
+                del self._pending_of[tenant]
 
     def on_reply(self, key: str, reply: m.Frame | StarlingError) -> None:
         """Complete the request `key`, if it is still pending."""
@@ -142,7 +157,8 @@ class TokenizerClient:
                 suffix,
                 owner.tenant,
                 owner.session_id,
-            )
+            ),
+            owner.tenant,
         )
         encoded: m.Encoded = await _naming(reply, "prompt", field)
         return encoded
@@ -178,7 +194,8 @@ class TokenizerClient:
                 arguments.continue_final_message,
                 owner.tenant,
                 owner.session_id,
-            )
+            ),
+            owner.tenant,
         )
         rendered: m.Encoded = await _naming(reply, "messages", field)
         return rendered
@@ -188,7 +205,7 @@ class TokenizerClient:
     ) -> str:
         """Return the text of tokens."""
         reply: m.Detokenized = await self.request(
-            lambda key: m.Detokenize(key, version_id, tokens, skip_special, *owner)
+            lambda key: m.Detokenize(key, version_id, tokens, skip_special, *owner), owner.tenant
         )
         return reply.text
 

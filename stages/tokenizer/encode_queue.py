@@ -7,28 +7,32 @@ Owns the queue and the thread's loop; independent of frames and sockets.  The st
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-MAX_JOBS = 2048  # queued or running; a gateway sends no more requests at once
+MAX_JOBS = 3072  # queued or running; a gateway sends no more requests at once
 MAX_CHARACTERS = 256 << 20  # of all jobs together; one job of any size is always accepted
 
 Result = TypeVar("Result")
 
 
 class _Job(Generic[Result]):
-    __slots__ = ("characters", "client", "is_dropped", "steps")
+    __slots__ = ("characters", "client", "is_dropped", "steps", "tenant")
 
-    def __init__(self, client: bytes, characters: int, steps: Generator[None, None, Result]) -> None:
+    def __init__(self, client: bytes, tenant: str, characters: int, steps: Generator[None, None, Result]) -> None:
         self.client = client
+        self.tenant = tenant
         self.characters = characters
         self.steps = steps
         self.is_dropped = False
 
 
 class EncodeQueue(Generic[Result]):
-    """A bounded round-robin queue of generators. The thread that calls `run` calls `on_done()` after each job."""
+    """A bounded round-robin queue of generators. The thread that calls `run` calls `on_done()` after each job.
+
+    A tenant has at most three quarters of the jobs and of their characters.
+    """
 
     def __init__(
         self, on_done: Callable[[], None], max_jobs: int = MAX_JOBS, max_characters: int = MAX_CHARACTERS
@@ -40,6 +44,8 @@ class EncodeQueue(Generic[Result]):
         self._unfinished: set[_Job[Result]] = set()  # waiting, or running a step
         self._results: deque[tuple[bytes, Result]] = deque()
         self._characters = 0  # of the unfinished jobs
+        self._jobs_of: Counter[str] = Counter()  # unfinished ones, by tenant
+        self._characters_of: Counter[str] = Counter()  # likewise
         self._is_stopped = False
 
     @property
@@ -47,18 +53,30 @@ class EncodeQueue(Generic[Result]):
         """True while a job is unfinished or a result has not been taken."""
         return bool(self._unfinished or self._results)
 
-    def submit(self, client: bytes, characters: int, steps: Generator[None, None, Result]) -> bool:
-        """Add a job; False if the queue is full. `steps` returns the result and must not raise."""
+    def submit(self, client: bytes, characters: int, steps: Generator[None, None, Result], tenant: str = "") -> bool:
+        """Add a job; False if the queue is full, or the tenant's part of it. `steps` must not raise.
+
+        `tenant`: "" if it is none's.
+        """
         with self._changed:
             is_full = len(self._unfinished) >= self._max_jobs or self._characters + characters > self._max_characters
-            if is_full and self._unfinished:
+            if (is_full or self._is_full_for(tenant, characters)) and self._unfinished:
                 return False
-            job = _Job(client, characters, steps)
+            job = _Job(client, tenant, characters, steps)
             self._unfinished.add(job)
             self._waiting.append(job)
             self._characters += characters
+            self._jobs_of[tenant] += 1
+            self._characters_of[tenant] += characters
             self._changed.notify()
         return True
+
+    def _is_full_for(self, tenant: str, characters: int) -> bool:
+        """Whether the rest of the queue is for other tenants."""
+        most_jobs = self._max_jobs - self._max_jobs // 4
+        most_characters = self._max_characters - self._max_characters // 4
+        has_most = self._jobs_of[tenant] >= most_jobs or self._characters_of[tenant] + characters > most_characters
+        return bool(tenant) and has_most
 
     def drop_client(self, client: bytes) -> None:
         """Drop the client's jobs: it has disconnected, and their results are not needed."""
@@ -110,3 +128,7 @@ class EncodeQueue(Generic[Result]):
     def _remove(self, job: _Job[Result]) -> None:
         self._unfinished.discard(job)
         self._characters -= job.characters
+        self._jobs_of[job.tenant] -= 1
+        self._characters_of[job.tenant] -= job.characters
+        if not self._jobs_of[job.tenant]:
+            del self._jobs_of[job.tenant], self._characters_of[job.tenant]

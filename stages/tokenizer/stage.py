@@ -188,10 +188,10 @@ class TokenizerStage:
         self.loop.busy = self.encode_queue.is_busy
 
     def _enqueue(self, peer: bytes, frame: TextRequest, length: int) -> None:
-        if self.encode_queue.submit(peer, length, self.service.reply_steps(frame)):
+        if self.encode_queue.submit(peer, length, self.service.reply_steps(frame), frame.tenant):
             self.loop.busy = True
         else:
-            message = "the tokenizer's queue of long texts is full; try again later"
+            message = "the tokenizer's queue of long texts, or one tenant's part of it, is full; try again later"
             self._send(peer, m.TokenizerFailed(frame.id, "OVERLOADED", message))
 
     @staticmethod

@@ -1,17 +1,18 @@
-"""A request that cannot be sent to the tokenizer now is sent later instead of failing."""
+"""A request that cannot be sent to the tokenizer now is sent later instead of failing. Bounds of a tenant's texts."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
 from pipeline.api.requests.generation_request import TemplateArguments
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import StarlingError
+from pipeline.errors import Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.service import Service
-from stages.gateway.tokenizer_client import TokenizerClient
+from stages.gateway.tokenizer_client import MAX_TENANT_PENDING, TextOwner, TokenizerClient
 
 
 def test_an_unsent_request_is_sent_later() -> None:
@@ -73,3 +74,35 @@ def test_an_error_of_the_template_names_the_field_of_the_request() -> None:
         return refused.value.param, refused.value.message
 
     assert asyncio.run(run()) == ("input", "the template rejects the messages")
+
+
+def test_the_texts_of_one_tenant_leave_room_for_those_of_others() -> None:
+    async def run() -> None:
+        sent: list[m.Encode] = []
+
+        def send(frame: m.Frame) -> bool:
+            assert isinstance(frame, m.Encode)
+            sent.append(frame)
+            return True
+
+        client = TokenizerClient(send)
+        busy, quiet = TextOwner(tenant="busy"), TextOwner(tenant="quiet")
+        asked = [asyncio.create_task(client.encode("m", "x", owner=busy)) for _ in range(MAX_TENANT_PENDING)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="of your texts are waiting"):
+            await client.encode("m", "x", owner=busy)
+        other = asyncio.create_task(client.encode("m", "x", owner=quiet))
+        await asyncio.sleep(0)
+        client.on_reply(sent[-1].id, m.Encoded(sent[-1].id, (7,)))
+        assert (await other).tokens == (7,)
+        asked.pop().cancel()
+        await asyncio.sleep(0)
+        asked.append(asyncio.create_task(client.encode("m", "x", owner=busy)))
+        await asyncio.sleep(0)
+        assert len(sent) == MAX_TENANT_PENDING + 2
+        for task in asked:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    asyncio.run(run())

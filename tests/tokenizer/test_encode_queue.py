@@ -65,6 +65,22 @@ def test_the_queue_is_bounded_in_jobs_and_characters_and_accepts_one_of_any_size
         assert queue.submit(b"a", 9, worker.job("y", 1))
 
 
+def test_a_tenant_leaves_a_quarter_of_the_queue_to_the_others() -> None:
+    with Worker(max_jobs=8, max_characters=100) as worker:
+        queue = worker.queue
+        sizes = [40, 30, 10, 5]
+        assert [queue.submit(b"a", n, worker.job("x", 1), "busy") for n in sizes] == [True, True, False, True]
+        assert queue.submit(b"a", 20, worker.job("y", 1), "quiet")
+        worker.thread.start()
+        worker.wait(4)
+        assert queue.submit(b"a", 75, worker.job("z", 1), "busy")
+        worker.wait(1)
+    with Worker(max_jobs=4, max_characters=100) as worker:
+        queue = worker.queue
+        assert [queue.submit(b"a", 1, worker.job("x", 1), "busy") for _ in range(4)] == [True, True, True, False]
+        assert queue.submit(b"a", 1, worker.job("y", 1), "quiet")
+
+
 def test_a_disconnected_client_gets_no_results_until_it_submits_again() -> None:
     with Worker() as worker:
         inside, go_on = threading.Event(), threading.Event()

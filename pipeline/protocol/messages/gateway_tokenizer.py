@@ -19,7 +19,7 @@ class Encode(Frame, tag="e"):
     token_limit: int = 0  # above it the answer has only the token count; 0: no limit
     request: str = ""  # id of the request, for log lines
     suffix: str = ""  # the prompt asks for what stands between `text` and this; for models that can
-    tenant: str = ""  # for log lines
+    tenant: str = ""  # for log lines, and the bounds of the queue of long texts; "": of none
     session: str = ""  # likewise; "": the request has none
 
 
