@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 from openapi_spec_validator import OpenAPIV31SpecValidator
 
@@ -70,6 +71,16 @@ def test_the_document_describes_what_is_served(fleet: Fleet) -> None:
                 assert "unknown path" not in found.error["message"], (method, path)
     tag = {"If-None-Match": answer.headers["ETag"]}
     assert fleet.get("/openapi.json", tag).status == 304
+
+
+def test_the_document_describes_the_answers_of_the_probes(fleet: Fleet) -> None:
+    document = fleet.get("/openapi.json").json
+    for path, name in (("/health", "Health"), ("/ready", "Readiness")):
+        schema, answer = document["components"]["schemas"][name], fleet.get(path).json
+        assert set(schema["required"]) == set(answer)
+        content = document["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]
+        for value in (answer, content["example"]):
+            jsonschema.Draft202012Validator(schema).validate(value)
 
 
 def test_the_page_of_the_document_has_its_files(fleet: Fleet) -> None:
