@@ -27,6 +27,7 @@ Messages name the field, the value, the bound and the remedy.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 
@@ -93,6 +94,7 @@ class StarlingError(Exception):
         self.retry_after_s = retry_after_s
         self.names: tuple[str, str] = ("", "")  # the model and the session of a refused body, for the log
         self.moved_to = ""  # agent that has the session of SESSION_MOVED
+        self.allowed = ""  # methods that METHOD_NOT_ALLOWED names, in `Allow`
 
     def __repr__(self) -> str:
         where = f", param={self.param!r}" if self.param else ""
@@ -115,6 +117,8 @@ class StarlingError(Exception):
             return {"x-should-retry": "false"}  # the clients of OpenAI and Anthropic repeat other requests with a 429
         if self.moved_to:
             return {MOVED_TO: self.moved_to}
+        if self.allowed:
+            return {"Allow": self.allowed}
         retry = CODES.get(self.code, CODES["INTERNAL"]).retry
         if not retry and not self.retry_after_s:
             return {}
@@ -130,6 +134,14 @@ class _Kind(StarlingError):
         self, message: str, param: str = "", *, code: str = "", status: int = 0, retry_after_s: float = 0.0
     ) -> None:
         super().__init__(code or self.CODE, message, param, status=status, retry_after_s=retry_after_s)
+
+
+def method_not_allowed(path: str, method: str, allowed: Iterable[str]) -> StarlingError:
+    """The error for a path that has other methods."""
+    names = ", ".join(sorted(allowed))
+    error = StarlingError("METHOD_NOT_ALLOWED", f"{path[:200]} does not allow {method}; use {names}")
+    error.allowed = names
+    return error
 
 
 class ConfigError(_Kind):

@@ -16,7 +16,15 @@ from aiohttp import web
 from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.config.schema import Config
-from pipeline.errors import Forbidden, InferenceError, ModelUnavailable, NotFound, StarlingError, TooLarge
+from pipeline.errors import (
+    Forbidden,
+    InferenceError,
+    ModelUnavailable,
+    NotFound,
+    StarlingError,
+    TooLarge,
+    method_not_allowed,
+)
 from pipeline.fleet import token as tokens
 from pipeline.fleet.bodies import (
     CacheLevel,
@@ -311,8 +319,7 @@ class AgentApi:
                 key = " (server.max_body_mb)" if limit == self._config.server.max_body_mb else ""
                 return TooLarge(f"the body is larger than {limit} MiB{key}; send less")
             case web.HTTPMethodNotAllowed():
-                allowed = ", ".join(sorted(rejected.allowed_methods))
-                return StarlingError("METHOD_NOT_ALLOWED", f"{request.path[:200]} allows {allowed}")
+                return method_not_allowed(request.path, request.method, rejected.allowed_methods)
             case web.HTTPNotFound():
                 return NotFound(
                     f"unknown path {request.path[:200]}; an agent has /load_model, /load, /unload_model, /heartbeat, "

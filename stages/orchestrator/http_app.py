@@ -26,7 +26,7 @@ from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
 from pipeline.api.unsupported_paths import unsupported_path
-from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge
+from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge, method_not_allowed
 from pipeline.observe import exposition, logs
 from stages.orchestrator.event_response import BEGUN, EventResponse, send_whole
 from stages.orchestrator.fleet_api import FleetApi
@@ -232,8 +232,7 @@ def _rejection(request: web.Request, rejected: web.HTTPException) -> StarlingErr
         case web.HTTPRequestEntityTooLarge():
             return _too_large(request.app[FRONT].config.server.max_body_mb)
         case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(rejected.allowed_methods))
-            return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
+            return method_not_allowed(request.path, request.method, rejected.allowed_methods)
         case web.HTTPNotFound():
             if unsupported := unsupported_path(request.path, of_fleet=True):
                 return unsupported

@@ -242,7 +242,8 @@ def test_paths_methods_and_content_types(server: Server) -> None:
     assert [name for name in UNSUPPORTED_PATHS if f"`/v1/{name}`" not in readme] == []
     wrong = server.get("/v1/generate")
     assert (wrong.status, wrong.error["code"]) == (405, "METHOD_NOT_ALLOWED")
-    assert "use POST" in wrong.error["message"]
+    assert "use POST" in wrong.error["message"] and wrong.headers["Allow"] == "POST"
+    assert server.post("/health", {}).headers["Allow"] == "GET, HEAD"
     form = server.post("/v1/generate", b"prompt=x", {"Content-Type": "application/x-www-form-urlencoded"})
     assert form.status == 400
     assert "Content-Type: application/json" in form.error["message"]

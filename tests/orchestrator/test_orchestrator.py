@@ -266,7 +266,8 @@ def test_bad_requests_are_refused_with_the_reason(fleet: Fleet) -> None:
     refused = fleet.post("/v1/generate", {**BODY, "prompt": [1 << 30]}, MINE)
     assert (refused.status, refused.error["param"]) == (400, "prompt")
     assert fleet.get("/v1/nothing", MINE).error["code"] == "NOT_FOUND"
-    assert fleet.get("/v1/generate", MINE).status == 405
+    wrong = fleet.get("/v1/generate", MINE)
+    assert (wrong.status, wrong.headers["Allow"]) == (405, "POST")
     assert fleet.post("/v1/messages", {**CHAT, "model": "missing"}, MINE).json["type"] == "error"
 
 

@@ -8,7 +8,7 @@ from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.config.schema import Config
-from pipeline.errors import NotFound, StarlingError
+from pipeline.errors import NotFound, StarlingError, method_not_allowed
 from stages.gateway.http.context import is_anthropic, request_id
 from stages.gateway.http.request_body import body_too_large
 from stages.gateway.http.text_endpoints import TEXT_ENDPOINTS
@@ -26,8 +26,7 @@ def error_of(request: web.Request, rejected: web.HTTPException, config: Config) 
         case web.HTTPRequestEntityTooLarge():
             return body_too_large(config)
         case web.HTTPMethodNotAllowed():
-            allowed = ", ".join(sorted(rejected.allowed_methods))
-            return StarlingError("METHOD_NOT_ALLOWED", f"{request.path} does not allow {request.method}; use {allowed}")
+            return method_not_allowed(request.path, request.method, rejected.allowed_methods)
         case web.HTTPNotFound():
             if unsupported := unsupported_path(request.path):
                 return unsupported
