@@ -73,6 +73,10 @@ def _check_typo(variable: str, name: str, findings: Findings) -> None:
 def _set(raw: dict[str, Any], key: Key, text: str, variable: str, findings: Findings) -> None:
     """`raw[key] = text`, parsed as the key's type in the schema; the check reports unknown keys."""
     findings.origins[key] = variable
+    if key == ("auth", "api_keys") and not text.replace(",", " ").strip():
+        # An unset variable in a compose file arrives so, and would open a server whose file has keys.
+        findings.add(key, "names no key; unset the variable, or set it to [] to serve everybody without a key")
+        return
     node: Any = raw
     kind: Any = Config
     for depth, part in enumerate(key):

@@ -202,6 +202,13 @@ def test_whole_lists() -> None:
     assert config.models[0].cpus == (0, 2)
 
 
+def test_an_empty_variable_does_not_remove_the_keys_of_the_file() -> None:
+    for text in ("", " ", ","):
+        with pytest.raises(ConfigError, match=r"STARLING_AUTH__API_KEYS.*names no key; unset"):
+            resolve({"auth": {"api_keys": ["sk-a"]}}, {"STARLING_AUTH__API_KEYS": text})
+    assert resolve({"auth": {"api_keys": ["sk-a"]}}, {"STARLING_AUTH__API_KEYS": "[]"}).auth.api_keys == ()
+
+
 def test_a_field_of_an_api_key_given_as_text() -> None:
     config = resolve({"auth": {"api_keys": ["sk-a"]}}, {"STARLING_AUTH__API_KEYS__0__TENANT": "acme"})
     assert (config.auth.api_keys[0].key, config.auth.api_keys[0].tenant) == ("sk-a", "acme")
