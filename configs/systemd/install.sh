@@ -32,7 +32,7 @@ getent passwd starling >/dev/null || useradd --system --home-dir /var/lib/starli
 # systemd makes it as well, but commands such as `starling prepare` need it before.
 [ -d /var/lib/starling ] || install -d -o starling -g starling -m 0700 /var/lib/starling
 if [ ! -e "$configured" ]; then
-    install -D -m 0644 "$configuration" "$configured"
+    install -D -g starling -m 0640 "$configuration" "$configured"  # it may get API keys
 fi
 systemctl daemon-reload
 if [ "${UNITS:-server}" = fleet ]; then

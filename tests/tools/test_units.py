@@ -69,6 +69,7 @@ def test_what_the_documentation_does_as_the_units_user_can_be_done() -> None:
     script = (UNITS / "install.sh").read_text()
     made = "install -d -o starling -g starling -m 0700 /var/lib/starling"
     assert made in script
+    assert 'install -D -g starling -m 0640 "$configuration" "$configured"' in script  # API keys may be in it
     assert script.index("useradd") < script.index(made) < script.index("systemctl daemon-reload")
     page = (UNITS.parents[1] / "docs" / "operating.md").read_text()
     service = unit(UNITS / "starling-worker.service")
