@@ -21,17 +21,19 @@ KINDS = {
 SPACE = "\u2581"  # stands for a space in the tokens of SentencePiece, and begins a word in those of WordPiece
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type (GGUF specification)
 
-# Names of tokens that end a turn. Many files give only the token that ends a text, and chats end with these.
-_TURN_ENDS = (
+# Names of tokens that end a turn, or a text. Many files give only one of the two as their end: chats end with the
+# first kind, texts that are completed with the second, behind which an unrelated text begins.
+_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|end_of_turn|>"),
     *("<|END_OF_TURN_TOKEN|>", "<|endofturn|>", "<end_of_utterance>", "<EOT>", "[EOT]"),
+    *("<|endoftext|>", "<|end_of_text|>"),
 )
 _HARMONY = "<|return|>"  # a vocabulary with this token uses <|end|> within an answer
 
 
-def turn_ends(special: Mapping[str, int]) -> list[int]:
-    """Return the ids of the control and user-defined tokens that end a turn, by their names."""
-    names = [name for name in _TURN_ENDS if name != "<|end|>" or _HARMONY not in special]
+def named_ends(special: Mapping[str, int]) -> list[int]:
+    """Return the ids of the control and user-defined tokens that end a turn or a text, by their names."""
+    names = [name for name in _ENDS if name != "<|end|>" or _HARMONY not in special]
     return [special[name] for name in names if name in special]
 
 

@@ -28,7 +28,7 @@ from pipeline.models.vocabularies import (
     UNUSED,
     USER_DEFINED,
     WORDPIECE,
-    turn_ends,
+    named_ends,
     vocabulary_problem,
 )
 from pipeline.models.vocabulary_tables import NAMED, Tables, make_tables
@@ -137,7 +137,7 @@ class Vocabulary:
         self.bos, self.eos = spec.bos, spec.eos
         is_stated = spec.add_bos is not None and spec.model != WORDPIECE  # whose texts are always enclosed
         self.add_bos = bool(spec.add_bos if is_stated else self._encoder.adds_bos) and spec.bos >= 0
-        ends = {spec.eos, spec.eot, *turn_ends(marks)}
+        ends = {spec.eos, spec.eot, *named_ends(marks)}
         self.eos_ids: tuple[int, ...] = tuple(sorted(i for i in ends if 0 <= i < self.size))
         self.fill_in_middle = find_fill_in_middle(marks, self.size, spec.fim, spec.fim_ends)
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes

@@ -29,7 +29,7 @@ from pipeline.models.vocabularies import (
     USER_DEFINED,
     WORDPIECE,
     byte_name,
-    turn_ends,
+    named_ends,
 )
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface import sentencepiece_model, tokenizer_library
@@ -85,7 +85,7 @@ def _special_ids(
                 if 0 <= number < len(ids):
                     found.setdefault(to, number)
     # A model may end its answers with several tokens. Those whose names end a turn count without a key.
-    eos, named = found.get("tokenizer.ggml.eos_token_id", -1), turn_ends(ids)
+    eos, named = found.get("tokenizer.ggml.eos_token_id", -1), named_ends(ids)
     ends = [one for one in _numbers(generation, "eos_token_id") if one != eos and 0 <= one < len(ids)]
     if ends:
         found["tokenizer.ggml.eot_token_id"] = ([one for one in ends if one not in named] or ends)[-1]

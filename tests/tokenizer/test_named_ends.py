@@ -1,4 +1,4 @@
-"""Answers end with the token that ends a turn, also if the file names only the one that ends a text."""
+"""Answers end with the token that ends a turn and with the one that ends a text, also if the file names only one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from tests.tokenizer.byte_vocabulary import byte_spec
         (["<|end|>", "<|user|>"], 3, [0]),
         (["<|end|>", "<|return|>"], 3, []),  # parts of one answer
         (["<|eot_id|>", "<|eom_id|>"], 3, [0, 1]),
-        (["<|endoftext|>"], 3, []),
+        (["<|endoftext|>"], 3, [0]),
+        (["<|eot_id|>", "<|end_of_text|>"], 3, [0, 1]),
+        (["<|file_sep|>"], 3, []),
     ],
 )
-def test_names_of_turn_ends(names: list[str], kind: int, expected: list[int]) -> None:
+def test_names_of_ends(names: list[str], kind: int, expected: list[int]) -> None:
     spec = byte_spec()
     vocabulary = Vocabulary(
         spec._replace(tokens=[*spec.tokens, *names], types=[*spec.types, *[kind] * len(names)], eos=1)
