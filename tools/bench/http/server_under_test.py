@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,6 +24,7 @@ import yaml
 
 from pipeline import procfs
 from pipeline.config import paths
+from pipeline.config.schema import Config
 from pipeline.observe.status import read_all
 from pipeline.runtime.process import die_with_parent
 from starling.bench.response import ClientRequest
@@ -173,8 +174,16 @@ class ServerUnderTest:
         """All processes of the server."""
         return procfs.process_tree(self._process.pid)
 
-    def kill_and_start(self) -> float:
-        """Send SIGKILL to every process at once and start again; returns the seconds until it is ready."""
+    @property
+    def arena_dir(self) -> Path:
+        """Where its arenas are."""
+        return paths.arena_dir(Config(), self._environment)
+
+    def kill_and_start(self, between: Callable[[], object] = lambda: None) -> float:
+        """Send SIGKILL to every process at once and start again; returns the seconds until it is ready.
+
+        between: called when all have ended.
+        """
         pids = self.pids
         fds = [os.pidfd_open(pid) for pid in pids]
         for number in (signal.SIGSTOP, signal.SIGKILL):
@@ -185,6 +194,7 @@ class ServerUnderTest:
             select.select([fd], [], [], STOP_S)
             os.close(fd)
         self._process.wait(STOP_S)
+        between()
         begun = time.perf_counter()
         self._start()
         return time.perf_counter() - begun
