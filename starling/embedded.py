@@ -370,4 +370,6 @@ class Embedded:
 
 def _plain(token: object) -> object:
     """A whole number of any library as Python's; what else a prompt holds is refused like any wrong value."""
-    return int(token) if isinstance(token, Integral) and not isinstance(token, bool) else token
+    if isinstance(token, bool):
+        return token
+    return int(token) if isinstance(token, Integral) else token

@@ -32,8 +32,8 @@ def fill(path: Path, tokens: np.ndarray) -> tuple[int, int]:
             )
         headers, memory = PageHeaders(views.headers), Extents(arena, geometry, len(views.pages))
         states = headers.states_and_refs()[0][: memory.n_pages]
-        full = {page: headers.identity(int(page)) for page in np.flatnonzero(states == PAGE_FULL)}
-        page_of = {identity.page_hash: int(page) for page, identity in full.items() if identity is not None}
+        full = {page: headers.identity(page) for page in np.flatnonzero(states == PAGE_FULL).tolist()}
+        page_of = {identity.page_hash: page for page, identity in full.items() if identity is not None}
         for root in {identity.root for identity in full.values() if identity is not None}:
             hashes = page_hashes(root, tokens, geometry.page_tokens)
             if hashes and hashes[0] in page_of:
@@ -42,7 +42,7 @@ def fill(path: Path, tokens: np.ndarray) -> tuple[int, int]:
             raise RuntimeError(f"{path} has no page of the prompt's first {geometry.page_tokens} tokens")
         computed = [page_of[page_hash] for page_hash in hashes if page_hash in page_of]
         missing = len(hashes) - len(computed)
-        memory.grow(len(states) + missing - np.count_nonzero(states == PAGE_FREE))
+        memory.grow(len(states) + missing - int(np.count_nonzero(states == PAGE_FREE)))
         free = np.flatnonzero(headers.states_and_refs()[0][: memory.n_pages] == PAGE_FREE).tolist()
         if len(free) < missing:
             raise RuntimeError(f"{path} has {len(free)} free pages of {len(views.pages)}, and {missing} are missing")
