@@ -145,6 +145,11 @@ class Keys:
             return min(share, total - total // 4)  # there may be other tenants than the configured one
         return share
 
+    def part_of(self, tenant: str, total: int) -> int:
+        """How much of what a server stores may be of a tenant: all, if no request can be of another one."""
+        only = self._config.tenants or {DEFAULT_TENANT}
+        return self.share_of(tenant, total, total if only == {tenant} else total - total // 4)
+
     def _caller_of(self, key: StoredKey) -> Caller:
         return Caller(
             key.tenant,

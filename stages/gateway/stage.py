@@ -67,7 +67,8 @@ class GatewayStage:
         )
         self.kv: Link = self.endpoints.connect("gateway-kv", lambda frame: self.service.sessions.on_frame(frame))
         steady = SteadyClock(clock_path(paths.state_dir(config), "gateway")).seconds
-        self.state_writer = StateWriter(_open_journal(config, steady), _open_quotas(config))
+        keys = Keys(config, KeyFile(key_path(paths.state_dir(config))))
+        self.state_writer = StateWriter(_open_journal(config, steady, keys), _open_quotas(config))
         catalog = VersionCatalog(config, versions.read(config), lambda table: versions.write(config, table))
         self.service = Service(
             config,
@@ -78,7 +79,7 @@ class GatewayStage:
             send_kv=self.kv.send,
             catalog=catalog,
             steady=steady,
-            api_keys=Keys(config, KeyFile(key_path(paths.state_dir(config)))),
+            api_keys=keys,
             responses_path=paths.state_dir(config) / "responses.db",
             self_tests_path=paths.state_dir(config) / "self-tests.json",
         )
@@ -305,11 +306,11 @@ class GatewayStage:
                 await asyncio.sleep(0.01)
 
 
-def _open_journal(config: Config, steady: Callable[[], float]) -> Journal | None:
+def _open_journal(config: Config, steady: Callable[[], float], keys: Keys) -> Journal | None:
     """None if it is off: requests then end with this process."""
     if not config.server.journal_mb:
         return None
-    return Journal(paths.state_dir(config) / "journal", config.server.journal_mb << 20, steady)
+    return Journal(paths.state_dir(config) / "journal", config.server.journal_mb << 20, steady, keys.part_of)
 
 
 def _open_quotas(config: Config) -> QuotaFile | None:

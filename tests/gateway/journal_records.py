@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.protocol.messages import Sampling
 from stages.gateway.requests.journal import Journal, RequestEnd
@@ -34,9 +36,24 @@ def make_spec(name: str, prompt: bytes = b"1234") -> RequestSpec:
     )
 
 
-def open_journal(directory: Path, max_bytes: int = 1 << 20, wall: Callable[[], float] = lambda: NOW) -> Journal:
+def spec_of(tenant: str, name: str) -> RequestSpec:
+    """A request of 1,000 bytes."""
+    return msgspec.structs.replace(make_spec(name, b"1234" * 250), tenant=tenant)
+
+
+def part_of(tenant: str, total: int) -> int:
+    """A tenant's part where there are several."""
+    return total - total // 4
+
+
+def open_journal(
+    directory: Path,
+    max_bytes: int = 1 << 20,
+    wall: Callable[[], float] = lambda: NOW,
+    part_of: Callable[[str, int], int] = lambda tenant, total: total,
+) -> Journal:
     """The journal of a gateway that starts."""
-    return Journal(directory, max_bytes, wall)
+    return Journal(directory, max_bytes, wall, part_of)
 
 
 def recovered(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, RequestEnd | None]:

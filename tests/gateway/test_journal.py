@@ -34,7 +34,7 @@ from stages.gateway.requests.journal import (
 )
 from stages.gateway.requests.spec import RequestSpec, SequenceSpec
 from stages.gateway.requests.state_writer import StateWriter
-from tests.gateway.journal_records import NOW, make_spec, open_journal, recovered
+from tests.gateway.journal_records import NOW, make_spec, open_journal, part_of, recovered, spec_of
 
 Actions = st.lists(
     st.tuples(st.sampled_from(["open", "answered", "failed", "abandoned"]), st.integers(0, 7)), max_size=24
@@ -133,6 +133,42 @@ def test_requests_that_do_not_fit_are_counted_and_continue(tmp_path: Path) -> No
     assert target.open(make_spec("req-7"))
     target.close()
     assert recovered(tmp_path) == {"req-7": None}
+
+
+def test_requests_in_flight_of_one_tenant_leave_room_for_those_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal, "PART_LOG_S", 1e9)
+    target = open_journal(tmp_path, 1 << 16, part_of=part_of)
+    taken = [name for number in range(80) if target.open(spec_of("busy", name := f"req-busy-{number}"))]
+    assert 0 < len(taken) < 80
+    for number in range(80):  # the file is rewritten meanwhile
+        assert target.open(spec_of("quiet", f"req-{number}"))
+        target.end(RequestEnd(f"req-{number}", NOW, "ABANDONED"), is_kept=False)
+        assert not target.open(spec_of("busy", "req-busy"))
+    assert target.left_out == 160 - len(taken)
+    assert [vars(record)["tenant"] for record in caplog.records] == ["busy"]
+    assert target.open(spec_of("quiet", "req-quiet"))
+    target.close()
+    assert recovered_ids(tmp_path) == [*taken, "req-quiet"]
+    target = open_journal(tmp_path, 1 << 16, part_of=part_of)  # of the successor
+    assert not target.open(spec_of("busy", "req-busy"))
+    target.end(RequestEnd(taken[0], NOW), is_kept=True)
+    assert target.open(spec_of("busy", "req-busy"))
+    assert not target.open(spec_of("busy", "req-more"))
+    target.close()
+    assert recovered_ids(tmp_path) == [*taken, "req-quiet", "req-busy"]
+
+
+def test_a_successor_keeps_requests_in_flight_beyond_a_tenants_part(tmp_path: Path) -> None:
+    target = open_journal(tmp_path, 1 << 16)
+    taken = [name for number in range(30) if target.open(spec_of("busy", name := f"req-{number}"))]
+    target.close()
+    for _ in range(2):
+        target = open_journal(tmp_path, 1 << 14, part_of=part_of)
+        assert not target.open(spec_of("busy", "req-busy"))
+        target.close()
+        assert [spec.id for spec, _ in target.take_entries()] == taken
 
 
 def test_ended_requests_expire(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from tests.gateway.http_client import Event
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
+from tests.gateway.server_journal import journaled
 from tests.gateway.stream_content import joined
 
 GENERATE = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
@@ -109,6 +110,25 @@ def test_a_request_can_be_read_only_by_its_tenant(make_server: MakeServer) -> No
         assert refused.error["message"].replace(request_id, "req-00") == unknown.error["message"]
         assert server.get(f"/v1/requests/{request_id}", mine).status == 200
         server.kill_and_restart()
+
+
+@pytest.mark.parametrize(("tenants", "is_written"), [("a", True), ("ab", False)])
+def test_one_of_several_tenants_has_a_part_of_the_journal(
+    make_server: MakeServer, tenants: str, is_written: bool
+) -> None:
+    server = make_server(
+        auth={"api_keys": [{"key": f"sk-{name}", "tenant": name} for name in tenants]}, server={"journal_mb": 1}
+    )
+    server.wait_ready()
+    prompts = [f"{number:02}" + "x" * 3998 for number in range(40)]  # 640 KB of token ids
+    ids = []
+    for name, prompt in ((tenants[0], prompts), (tenants[-1], ["x"])):
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
+        answer = server.post("/v1/completions", body, {"Authorization": f"Bearer sk-{name}"})
+        assert answer.status == 200, answer.body
+        ids.append(answer.headers["X-Request-Id"])
+    written = {spec.id for spec in journaled(server)}
+    assert [one in written for one in ids] == [is_written, True]
 
 
 def test_a_request_continues_while_it_has_another_reader(server: Server) -> None:

@@ -104,6 +104,19 @@ def test_a_share_leaves_room_for_the_tenants_of_the_file(tmp_path: Path) -> None
     assert keys.concurrent(many) == Config().server.max_concurrent_requests
 
 
+def test_a_tenant_may_have_all_that_is_stored_if_there_is_no_other_one(tmp_path: Path) -> None:
+    file = KeyFile(key_path(tmp_path))
+    free, one, two = (
+        Keys(Config(auth=AuthConfig(api_keys=tuple(ApiKey(key=f"sk-{name}", tenant=name) for name in names))), file)
+        for names in ("", "c", "cd")
+    )
+    assert [keys.part_of("c", 16) for keys in (one, two)] == [16, 12]
+    assert [free.part_of(tenant, 16) for tenant in ("default", "of-a-fleet")] == [16, 12]
+    store(tmp_path, record("a"))
+    caller(one, "Bearer sk-a")
+    assert [one.part_of("c", 16), free.part_of("default", 16)] == [12, 12]
+
+
 def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> None:
     now = 100.0
     old = digest_of("sk-old")

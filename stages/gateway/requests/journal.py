@@ -10,7 +10,7 @@ The journal has no tokens: an answer is determined by its `RequestSpec`, so it i
 failure. Length and checksum reveal what a crash or a bad disk has damaged: records before the first damage count,
 everything after it is dropped. A second end, "ABANDONED", drops an answer. The file is rewritten, without expired
 requests, when it reaches its bound and at every start; the new file replaces the old one by a rename. The journal is
-never fatal: when the disk or the journal is full, a request is left out, and that is counted.
+never fatal: when the disk, the journal or a tenant's part of it is full, a request is left out, and that is counted.
 
 In memory are the records of requests in flight. Of an ended request only the position of its record is in memory.
 Answered requests with an idempotency key are pinned: they stay, while there is room, until `forget`.
@@ -22,6 +22,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +42,7 @@ FILE = "requests.journal"
 UNREADABLE_FILE = "requests.unreadable"  # the last journal that could not be read
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
 REOPEN_S = 5.0  # between attempts to open a journal that could not be opened
+PART_LOG_S = 60.0  # between log lines about tenants whose part is full
 MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
 
 _SPEC, _END = 1, 2  # kinds of records
@@ -65,6 +67,7 @@ class JournalEntry(NamedTuple):
 class _Location(msgspec.Struct, gc=False):
     """Where a request's records are in the file."""
 
+    tenant: str
     at: int  # offset of the `RequestSpec` record
     length: int
     spec_record: bytes  # the whole record while the request is in flight; then b"", and it is read from the file
@@ -80,11 +83,18 @@ class _Location(msgspec.Struct, gc=False):
 class Journal(DurableFile):
     """One directory with one writer, the gateway. `wall()` returns seconds since 1970."""
 
-    def __init__(self, directory: Path, max_bytes: int, wall: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        max_bytes: int,
+        wall: Callable[[], float],
+        part_of: Callable[[str, int], int] = lambda tenant, total: total,
+    ) -> None:
         """Read the journal and rewrite it. Never raises `OSError`.
 
         If it cannot be read, it is renamed and a new one begins; if it cannot be written, requests are left out of
-        it until it can.
+        it until it can. `part_of` returns how much of a total may be of a tenant's requests in flight; requests that
+        are found in the file stay in any case.
         """
         super().__init__()
         self.directory = directory
@@ -94,16 +104,18 @@ class Journal(DurableFile):
         self._is_unreadable = False  # the file at `path` could not be read and is yet to be renamed
         self._entries: list[JournalEntry] = []  # found at the start, in order
         self._wall = wall
+        self._part_of = part_of
         self._points = points.DiskPoints("journal")
         self._locations: dict[str, _Location] = {}
         self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
         self._pinned: dict[str, None] = {}  # the same, of answered requests with an idempotency key
         self._size = 0
         self._live = 0  # bytes that a rewritten file would have
+        self._in_flight: Counter[str] = Counter()  # of them, of requests in flight, by tenant
         self.errors = DiskErrors(log, "requests continue without the journal")
         self._has_complained = False  # of a journal that is full or closed
         self._is_closed = False
-        self._next_reopen = 0.0  # s of the monotonic clock
+        self._next_reopen = self._next_part_log = 0.0  # s of the monotonic clock
         sound = 0
         try:
             sound = self._read()
@@ -147,6 +159,11 @@ class Journal(DurableFile):
         """The journal's file."""
         return self.directory / FILE
 
+    @property
+    def _most_live(self) -> int:
+        """Most bytes of a rewritten file. If it could not shrink so far it would be rewritten for every record."""
+        return self.max_bytes * 3 // 4
+
     def take_entries(self) -> list[JournalEntry]:
         """The entries found at the start, in order. A second call returns none."""
         entries, self._entries = self._entries, []
@@ -160,11 +177,13 @@ class Journal(DurableFile):
             record = encode(_SPEC, spec)
         except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
             return self._leave_out(f"it cannot be encoded: {error}")
+        part, held = self._part_of(spec.tenant, self._most_live), self._in_flight[spec.tenant]
+        if part < self._most_live and held + len(record) > part:
+            return self._leave_out_of_part(spec.tenant, held, part)
         if not self._append(record):
             return False
         self.forget(spec.id)
-        self._locations[spec.id] = _Location(self._size - len(record), len(record), record)
-        self._live += len(record)
+        self._register(spec, self._size - len(record), record)
         return True
 
     def end(self, end: RequestEnd, is_kept: bool, is_pinned: bool = False) -> None:
@@ -194,8 +213,7 @@ class Journal(DurableFile):
         try:
             if self._size + len(record) > self.max_bytes:
                 self._expire()
-                # A file that cannot shrink below 3/4 of the bound would be rewritten for every record.
-                most = self.max_bytes * 3 // 4 - len(MAGIC) - len(record)
+                most = self._most_live - len(MAGIC) - len(record)
                 while self._live > most and (ended := self._ended or self._pinned):
                     self.forget(next(iter(ended)))  # requests in flight take precedence over ended ones
                 if self._live > most:
@@ -228,6 +246,15 @@ class Journal(DurableFile):
             log.error("requests continue without the journal", extra={"path": str(self.path), "reason": reason})
         return False
 
+    def _leave_out_of_part(self, tenant: str, held: int, part: int) -> bool:
+        self.left_out += 1
+        if time.monotonic() >= self._next_part_log:
+            self._next_part_log = time.monotonic() + PART_LOG_S
+            reason = f"{held} bytes of it are in use by the tenant's requests in flight, a tenant's part is {part}"
+            extra = {"path": str(self.path), "tenant": tenant, "reason": reason}
+            log.error("requests of a tenant continue without the journal", extra=extra)
+        return False
+
     # -------------------------------------------------------------- rewriting
 
     def forget(self, request_id: str) -> None:
@@ -237,8 +264,21 @@ class Journal(DurableFile):
             self._ended.pop(request_id, None)
             self._pinned.pop(request_id, None)
             self._live -= location.size
+            if not location.end_record:
+                self._count_in_flight(location.tenant, -location.length)
+
+    def _register(self, spec: RequestSpec, at: int, record: bytes) -> None:
+        self._locations[spec.id] = _Location(spec.tenant, at, len(record), record)
+        self._live += len(record)
+        self._count_in_flight(spec.tenant, len(record))
+
+    def _count_in_flight(self, tenant: str, change: int) -> None:
+        self._in_flight[tenant] += change
+        if not self._in_flight[tenant]:
+            del self._in_flight[tenant]
 
     def _register_end(self, end: RequestEnd, location: _Location, record: bytes, is_pinned: bool) -> None:
+        self._count_in_flight(location.tenant, -location.length)
         location.end_record, location.ended_at = record, end.when
         (self._pinned if is_pinned else self._ended)[end.id] = None
         self._live += len(record)
@@ -313,8 +353,7 @@ class Journal(DurableFile):
             if isinstance(value, RequestSpec):
                 self.forget(value.id)
                 found[value.id] = JournalEntry(value, None)
-                self._locations[value.id] = _Location(end - len(record), len(record), record)
-                self._live += len(record)
+                self._register(value, end - len(record), record)
             elif value.id in found:
                 if not self._locations[value.id].end_record:
                     found[value.id] = JournalEntry(found[value.id].spec, value)
