@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,8 +32,8 @@ from stages.gateway.requests.replay_buffer import ENTRY_BYTES, ReplayBuffer, to_
 from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from stages.gateway.requests.state_writer import StateWriter
+from tests.gateway.journal_records import NOW, open_journal, part_of, recovered, spec_of
 from tests.gateway.journal_records import make_spec as make_journal_spec
-from tests.gateway.journal_records import open_journal, recovered
 from tests.gateway.peers import Generator, make_token_bytes
 from tests.gateway.request_states import make_state
 from tests.gateway.vocabularies import vocabulary_of
@@ -355,6 +356,21 @@ def test_ended_requests_make_room_for_those_in_flight(tmp_path: Path) -> None:
     assert target.left_out == 0
     target.close()
     assert set(recovered(tmp_path)) >= set(names)
+
+
+def test_answers_of_a_tenant_make_room_before_those_of_tenants_with_few(tmp_path: Path) -> None:
+    target = open_journal(tmp_path, 1 << 16, part_of=part_of)
+    for tenant, names in (("quiet", ["", "k"]), ("busy", [f"k{number}" * (number % 2) for number in range(200)])):
+        for number, key in enumerate(names):
+            spec = spec_of(tenant, f"req-{tenant}-{number}")
+            assert target.open(msgspec.structs.replace(spec, idempotency_key=key, body_digest=b"d" * 32))
+            target.end(RequestEnd(spec.id, NOW), is_kept=True, is_pinned=bool(key))
+    target.close()
+    reader = open_journal(tmp_path)
+    reader.close()
+    found = [spec.id for spec, _ in reader.take_entries()]
+    assert found[:2] == ["req-quiet-0", "req-quiet-1"]
+    assert found[-1] == "req-busy-199"
 
 
 def test_damaged_records_are_not_copied_into_the_new_file(tmp_path: Path) -> None:

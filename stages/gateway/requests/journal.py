@@ -214,8 +214,8 @@ class Journal(DurableFile):
             if self._size + len(record) > self.max_bytes:
                 self._expire()
                 most = self._most_live - len(MAGIC) - len(record)
-                while self._live > most and (ended := self._ended or self._pinned):
-                    self.forget(next(iter(ended)))  # requests in flight take precedence over ended ones
+                if self._live > most:
+                    self._make_room(most)
                 if self._live > most:
                     return self._leave_out(f"{self._live} bytes of it are in use, the bound is {self.max_bytes}")
                 self._rewrite()
@@ -238,6 +238,25 @@ class Journal(DurableFile):
         self._is_dirty = True
         self._has_complained = False
         return True
+
+    def _make_room(self, most: int) -> None:
+        """Forget ended requests, the oldest first, until at most `most` bytes are live.
+
+        Those of tenants that have more than their part come first, so that none drives out what others have.
+        """
+        excess: Counter[str] = Counter()  # bytes beyond the part, by tenant
+        for location in self._locations.values():
+            excess[location.tenant] += location.size
+        for tenant in excess:
+            excess[tenant] -= self._part_of(tenant, self._most_live)
+        for is_within_part in (False, True):
+            for name in (*self._ended, *self._pinned):
+                if self._live <= most:
+                    return
+                location = self._locations[name]
+                if is_within_part or excess[location.tenant] > 0:
+                    excess[location.tenant] -= location.size
+                    self.forget(name)
 
     def _leave_out(self, reason: str) -> bool:
         self.left_out += 1
