@@ -436,7 +436,7 @@ def _prompt_arguments(values: dict[str, Any]) -> dict[str, Any]:
 def text_characters(generation: GenerationRequest) -> int:
     """Return the number of characters of the messages, their thinking and calls, and the tools, to charge for them."""
     template = generation.template or TemplateArguments()
-    count = len(msgspec.json.encode(template.tools or []))
+    count = len(msgspec.json.encode(template.tools)) if template.tools else 0
     for message in generation.messages or []:
         count += len(message["content"]) + len(message.get("reasoning_content", ""))
         if calls := message.get("tool_calls"):
