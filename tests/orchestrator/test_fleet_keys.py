@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from click.testing import CliRunner
@@ -12,10 +12,11 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.observe.metrics import Metrics
 from starling.cli import cli
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
-from tests.orchestrator.streams import BODY
+from tests.orchestrator.streams import BODY, hold, step
 
 
 def keys(fleet: Fleet, *words: str) -> Any:
@@ -47,6 +48,31 @@ def test_a_key_has_its_limits_and_its_tenant(fleet: Fleet, engines: list[Server]
     assert fleet.post("/v1/generate", BODY, header).status == 403
     keys(fleet, "revoke", "alice")
     assert fleet.post("/v1/generate", BODY, mine).error["code"] == "INVALID_API_KEY"
+
+
+def test_a_key_with_one_request_in_flight_can_cancel_it(fleet: Fleet, engines: list[Server]) -> None:
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    made = keys(fleet, "add", "carol", "--max-concurrent", "1", "--json")
+    mine = {"Authorization": f"Bearer {made['key']}"}
+    for engine in engines:
+        hold(engine)
+    try:
+        with closing(fleet.connect()) as connection:
+            body = json.dumps({**BODY, "stream": True}).encode()
+            connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json", **mine})
+            fleet.wait(lambda state: any(one["under_way"] for one in state["agents"]))
+            poll_until(lambda: any(engine.peers.generator.running for engine in engines))
+            step(next(engine for engine in engines if engine.peers.generator.running), 1)
+            response = connection.getresponse()
+            path = f"/v1/requests/{response.headers['X-Starling-Request']}"
+            assert fleet.get(path, mine).status == 429
+            cancelled = fleet.request("DELETE", path, None, mine)
+            assert cancelled.status == 200, cancelled.body
+            assert b"cancelled by its client" in response.read()
+    finally:
+        for engine in engines:
+            hold(engine, False)
+        keys(fleet, "revoke", "carol")
 
 
 def test_what_generates_no_text_counts_within_the_quota_of_tokens(fleet: Fleet) -> None:
