@@ -47,7 +47,7 @@ FLEET = web.AppKey("fleet", FleetApi)
 CALLER = web.RequestKey("caller", Caller)
 PRINCIPAL = web.RequestKey("principal", str)
 REQUEST_ID = web.RequestKey("request_id", str)  # of the response: the client's, if it sends one
-OWN_ID = web.RequestKey("own_id", str)  # of a request that is refused before it has a ticket
+OWN_ID = web.RequestKey("own_id", str)  # of a request that has no ticket, or is refused before it has one
 NAMED = web.RequestKey("named", dict[str, Any])  # the model and the session of its body
 FORWARD = web.RequestKey("forward", Forward)
 
@@ -212,9 +212,8 @@ def _own_id(request: web.Request) -> str:
 
 
 def _shown_id(request: web.Request) -> str:
-    """The client's id, the request's, or a new one of a refusal: the response has it too."""
-    request[REQUEST_ID] = request[REQUEST_ID] or _own_id(request)
-    return request[REQUEST_ID]
+    """The client's id, the request's, or a new one where it has none: the log has it, and an error's body."""
+    return request.get(REQUEST_ID) or _own_id(request)
 
 
 def _report(request: web.Request, error: StarlingError) -> web.StreamResponse:
@@ -253,9 +252,9 @@ async def _set_headers(request: web.Request, response: web.StreamResponse) -> No
 
 def own_headers(request: web.Request) -> dict[str, str]:
     """The headers that every response has."""
-    name, caller, path = request.get(REQUEST_ID), request.get(CALLER), request.path
-    found = {**SERVER, "X-Request-Id": name} if name else dict(SERVER)
-    if name and path.startswith(message_version.PATH):
+    name, caller, path = _shown_id(request), request.get(CALLER), request.path
+    found = {**SERVER, "X-Request-Id": name}
+    if path.startswith(message_version.PATH):
         found["Request-Id"] = name
     if caller is not None and not path.startswith("/v1/fleet"):
         found |= request.app[FRONT].quotas.headers(caller.tenant, caller.key_id)
@@ -303,6 +302,7 @@ async def _in_background(request: web.Request, front: Front, job: Job) -> web.St
     """Begin a response in the background, and send it as it is now, or its stream."""
     background = front.responses.background
     assert background is not None
+    request[OWN_ID] = job.request_id
     shown = await background.begin(job)
     if job.is_stream:
         find = partial(front.ticket_of, request[CALLER], job.request_id, "")

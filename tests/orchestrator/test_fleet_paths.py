@@ -46,6 +46,17 @@ def test_a_request_in_flight_is_cancelled_by_its_tenant(fleet: Fleet, engines: l
             hold(engine, False)
 
 
+def test_every_answer_has_a_request_id(fleet: Fleet) -> None:
+    text = {"model": MODEL, "text": "x"}
+    answers = [fleet.get(path, MINE) for path in ("/v1/models", f"/v1/models/{MODEL}", "/v1/engines", "/v1/nothing")]
+    answers += [fleet.get(path) for path in ("/health", "/ready", "/metrics", "/openapi.json", "/docs", "/web/docs.js")]
+    answers += [fleet.post("/v1/tokenize", text, MINE), fleet.post("/v1/generate", BODY, MINE)]
+    names = [str(answer.headers["X-Request-Id"]) for answer in answers]
+    assert all(name.startswith("req-") for name in names) and len(set(names)) == len(names), names
+    assert names[-1] == answers[-1].headers["X-Starling-Request"]
+    assert fleet.get("/v1/models", {**MINE, "X-Request-Id": "mine-2"}).headers["X-Request-Id"] == "mine-2"
+
+
 def test_the_older_name_of_models_redirects(fleet: Fleet) -> None:
     for path, target in (("/v1/engines", "/v1/models"), (f"/v1/engines/{MODEL}", f"/v1/models/{MODEL}")):
         answer = fleet.get(path, MINE)

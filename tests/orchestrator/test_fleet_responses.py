@@ -191,6 +191,7 @@ def test_a_response_in_the_background_ends_at_any_orchestrator(pair: Pair, engin
         hold(engine)
     made = first.post(PATH, said("Hello", background=True), MINE)
     assert (made.status, made.json["status"], made.json["background"]) == (200, "queued", True)
+    assert made.headers["X-Request-Id"] == made.headers["X-Starling-Request"]
     name = made.json["id"]
     for orchestrator in pair:
         assert orchestrator.get(f"{PATH}/{name}", MINE).json["status"] in ("queued", "in_progress")
