@@ -6,6 +6,7 @@ fields.py              field tables and their readers
 generation_fields.py   the fields that the text endpoints have in common
 requests/              from the fields of a body to a valid request, one reader for each endpoint
 error_response.py      errors as responses and as events
+malformed_http.py      aiohttp's connections, with the same errors for what is not valid HTTP
 keys.py                API keys, tenants and scopes
 key_file.py            keys that `starling keys` makes
 quotas.py              limits per minute, per day and in all, of tenants and keys

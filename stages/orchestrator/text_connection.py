@@ -21,10 +21,10 @@ from typing import Any, cast
 
 from aiohttp import HttpVersion11, web
 from aiohttp.tcp_helpers import tcp_keepalive
-from aiohttp.web_protocol import RequestHandler
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from pipeline.api import sse
+from pipeline.api.malformed_http import HttpConnection
 from stages.orchestrator.client_connections import Client, ClientConnections
 from stages.orchestrator.event_response import IN_EVENTS, UNDRAINED_BYTES, date_field, while_read
 from stages.orchestrator.head_facts import FACTS, HeadFacts, facts_of
@@ -123,9 +123,9 @@ class TextServer:
         """The protocol of a new connection."""
         return TextConnection(self)
 
-    def other(self, client: Client) -> OtherConnection:
+    def other(self, client: Client, peer: str) -> OtherConnection:
         """The protocol of a connection that becomes one of aiohttp."""
-        return OtherConnection(self, self._server, client)
+        return OtherConnection(self, self._server, client, peer)
 
     def stop(self) -> None:
         """The process ends: connections without a request are closed, and others after their answer."""
@@ -361,7 +361,7 @@ class TextConnection(asyncio.Protocol):
         self.transport = None
         if transport is not None and not transport.is_closing() and self._client is not None:
             self._client.probe_at = None
-            other = self.server.other(self._client)
+            other = self.server.other(self._client, self.remote)
             self._client = None
             transport.set_protocol(other)
             other.connection_made(transport)
@@ -422,11 +422,11 @@ class TextConnection(asyncio.Protocol):
             self.transport.close()
 
 
-class OtherConnection(RequestHandler):
+class OtherConnection(HttpConnection):
     """A connection of aiohttp, within the same bounds."""
 
-    def __init__(self, texts: TextServer, server: web.Server, client: Client) -> None:
-        super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
+    def __init__(self, texts: TextServer, server: web.Server, client: Client, peer: str) -> None:
+        super().__init__(server, peer, log)
         self._texts = texts
         self._client = client
         texts.others.add(self)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -189,6 +190,19 @@ async def test_what_is_no_http_is_refused_by_aiohttp(data: bytes) -> None:
         head = await client.reader.read(1 << 16)
         assert head.startswith((b"HTTP/1.0 400", b"HTTP/1.1 400")) or b" 200 " in head
         assert site.begun.empty() or not isinstance(site.begun.get_nowait(), PlainRequest)
+
+
+@pytest.mark.parametrize(("field", "reason"), [(b"A: " + b"x" * 9000, "8190 bytes"), (b"no colon", "not valid HTTP")])
+async def test_malformed_http_is_refused_as_others_and_not_quoted(caplog: Any, field: bytes, reason: str) -> None:
+    async with serving() as (_, client):
+        client.writer.write(request(fields=b"Authorization: secret\r\n%b\r\n" % field))
+        head, _, body = (await client.reader.read()).partition(b"\r\n\r\n")
+    assert b" 400 " in head and b"\r\nContent-Type: application/json\r\n" in head and b"secret" not in body
+    error = json.loads(body)["error"]
+    assert error["code"] == "INVALID_REQUEST" and reason in error["message"]
+    (line,) = caplog.records
+    assert (line.levelname, line.message, line.client) == ("WARNING", "a client sent malformed HTTP", "127.0.0.1")
+    assert line.exc_info is None
 
 
 async def test_a_client_that_leaves_ends_its_request() -> None:

@@ -8,20 +8,16 @@ half close  a client that has closed its sending side still gets the answers to 
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from aiohttp import HttpVersion11, web
-from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.streams import StreamReader
-from aiohttp.web_protocol import RequestHandler
 
 from pipeline.api.error_response import error_response
-from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.api.malformed_http import HttpConnection
 from pipeline.errors import StarlingError
 
 log = logging.getLogger("starling.gateway")
@@ -43,13 +39,12 @@ _LARGE_HEAD = (
 )
 
 
-class Connection(RequestHandler):
+class Connection(HttpConnection):
     """One per connection; `connection_gate.py` constructs it."""
 
     def __init__(self, server: web.Server, on_lost: Callable[[Connection], None], peer: str) -> None:
         """`peer`: the client's address, or uid:N on the Unix socket."""
-        super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
-        self.peer = peer
+        super().__init__(server, peer, log)
         self._on_lost = on_lost
         self._opened_at = time.monotonic()
         self.head_since = math.inf  # s, monotonic: when the first bytes of an incomplete head arrived
@@ -95,30 +90,6 @@ class Connection(RequestHandler):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer malformed HTTP in the form of all errors; aiohttp's answer is a text that quotes the request."""
-        super().handle_error(request, status, exc, message)  # logs it, and raises if an answer has begun
-        answer = error_response(_http_error(status, exc))
-        response = web.Response(body=answer.body, status=status, headers=answer.headers, content_type=CONTENT_TYPE)
-        response.headers["Server"] = "starling"
-        response.force_close()
-        return response
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """aiohttp answers malformed HTTP with 400 and logs it as an error, which it is of the client alone."""
-        error = kw.get("exc_info")
-        if not isinstance(error, HttpProcessingError):
-            super().log_exception(*args, **kw)
-            return
-        # Its text quotes the request, keys and prompts included.
-        log.warning("a client sent malformed HTTP", extra={"client": self.peer, "kind": type(error).__name__})
-
     def connection_lost(self, exc: BaseException | None) -> None:
         """The connection is closed."""
         super().connection_lost(exc)
@@ -157,17 +128,3 @@ class Connection(RequestHandler):
             return
         self.transport.write(_LARGE_HEAD)
         self.force_close()
-
-
-def _http_error(status: int, error: BaseException | None) -> StarlingError:
-    """What is wrong with a request that aiohttp could not read. A status of 500: with the server."""
-    if not isinstance(error, HttpProcessingError):
-        text = "internal error of the server; the server's log has the details"
-        return StarlingError("INTERNAL", text, status=status)
-    if isinstance(error, LineTooLong):
-        text = f"a line of the request's head has more than {error.args[1]} bytes; send a shorter one"
-    else:
-        # The lines after the first one quote the request.
-        reason = error.message.partition("\n")[0].strip().rstrip(":")[:200]
-        text = f"the request is not valid HTTP: {reason or type(error).__name__}; check what the client sends"
-    return StarlingError("INVALID_REQUEST", text, status=status)

@@ -1,0 +1,66 @@
+"""aiohttp's protocol of a connection, with answers to malformed HTTP in the form of all errors.
+
+aiohttp's own answer is a text that quotes the request, and so are the lines that it logs: keys and prompts included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.web_protocol import RequestHandler
+
+from pipeline.api.error_response import error_response
+from pipeline.api.json_body import CONTENT_TYPE
+from pipeline.errors import StarlingError
+
+
+class HttpConnection(RequestHandler):
+    """One per connection."""
+
+    def __init__(self, server: web.Server, peer: str, log: logging.Logger) -> None:
+        """`peer`: the client's address, for the log."""
+        super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
+        self.peer = peer
+        self._log = log
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer in the form of all errors."""
+        super().handle_error(request, status, exc, message)  # logs it, and raises if an answer has begun
+        answer = error_response(http_error(status, exc))
+        response = web.Response(body=answer.body, status=status, headers=answer.headers, content_type=CONTENT_TYPE)
+        response.headers["Server"] = "starling"
+        response.force_close()
+        return response
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """aiohttp answers malformed HTTP with 400 and logs it as an error, which it is of the client alone."""
+        error = kw.get("exc_info")
+        if not isinstance(error, HttpProcessingError):
+            super().log_exception(*args, **kw)
+            return
+        # Its text quotes the request, keys and prompts included.
+        self._log.warning("a client sent malformed HTTP", extra={"client": self.peer, "kind": type(error).__name__})
+
+
+def http_error(status: int, error: BaseException | None) -> StarlingError:
+    """What is wrong with a request that aiohttp could not read. A status of 500: with the server."""
+    if not isinstance(error, HttpProcessingError):
+        text = "internal error of the server; the server's log has the details"
+        return StarlingError("INTERNAL", text, status=status)
+    if isinstance(error, LineTooLong):
+        text = f"a line of the request's head has more than {error.args[1]} bytes; send a shorter one"
+    else:
+        # The lines after the first one quote the request.
+        reason = error.message.partition("\n")[0].strip().rstrip(":")[:200]
+        text = f"the request is not valid HTTP: {reason or type(error).__name__}; check what the client sends"
+    return StarlingError("INVALID_REQUEST", text, status=status)
