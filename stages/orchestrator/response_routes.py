@@ -29,7 +29,10 @@ def add_routes(app: web.Application) -> None:
 
 
 async def _get(request: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/ID: a response as it is now; with `stream=true` its events after `starting_after`."""
+    """GET /v1/responses/ID: a response as it is now; with `stream=true` its events after `starting_after`.
+
+    `Last-Event-ID`, which a client that reconnects adds to the same URL, is used instead if there is one.
+    """
     front, caller, name = request.app[FRONT], request[CALLER], request.match_info["id"]
     with front.counted(request[PRINCIPAL]):
         request_id = front.responses.request_of(caller.tenant, name)
@@ -39,12 +42,13 @@ async def _get(request: web.Request) -> web.StreamResponse:
                 raise InvalidRequest(
                     f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
                 )
-            ticket = await front.ticket_of(caller, request_id, "")
+            last_id = request.headers.get("Last-Event-ID", "")
+            ticket = await front.ticket_of(caller, request_id, last_id)
             if not ticket.forward.is_stream:
                 raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
             if request.method == METH_HEAD:
                 return web.Response(headers=sse.HEADERS)
-            return await answer(request, front, ticket, int(after))
+            return await answer(request, front, ticket, -1 if last_id else int(after))
         return _json(await _current(front, caller, name))
 
 

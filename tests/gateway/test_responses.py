@@ -180,10 +180,14 @@ def test_a_stream_is_continued_after_any_event(server: Server) -> None:
         rest = read_events(server, f"{path}&starting_after={number}")
         assert assembled([*events[: at + 1], *rest]) == whole
         if event.id:
-            rest = read_events(server, PATH, said("ignored"), {"Last-Event-ID": event.id})
-            assert [e.name for e in rest if "delta" not in e.name] == [
-                e.name for e in events[at + 1 :] if "delta" not in e.name
-            ]
+            for where, body in ((PATH, said("ignored")), (path, None), (f"{path}&starting_after=0", None)):
+                rest = read_events(server, where, body, {"Last-Event-ID": event.id})
+                assert [e.name for e in rest if "delta" not in e.name] == [
+                    e.name for e in events[at + 1 :] if "delta" not in e.name
+                ]
+    for last_id in ("req-0a:1", "0"):
+        refused = server.get(path, {"Last-Event-ID": last_id})
+        assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
     for number in ("x", "%C2%B2", "-2", "1" * 5000, "0" * 20 + "1"):
         refused = server.get(f"{path}&starting_after={number}")
         assert (refused.status, refused.error["param"]) == (400, "starting_after")

@@ -174,6 +174,23 @@ def test_an_orchestrator_dies_in_the_middle_of_a_stream(pair: Pair, engines: lis
     assert "".join(spoken) == say[3:]
 
 
+def test_a_stream_is_continued_after_the_last_event_that_a_client_has(pair: Pair) -> None:
+    events = read_events(pair[0], PATH, said("Hello again"), MINE)
+    whole = assembled(events)
+    deltas = [event for event in events if event.name == "response.output_text.delta"]
+    had = next(event for event in deltas if event.id)
+    begun = "".join(event.data["delta"] for event in deltas[: deltas.index(had) + 1])
+    path = f"{PATH}/{whole['id']}?stream=true"
+    for orchestrator in pair:
+        for where in (path, f"{path}&starting_after=0"):  # a client that reconnects adds the header to its URL
+            rest = read_events(orchestrator, where, None, {**MINE, "Last-Event-ID": had.id})
+            spoken = [event.data["delta"] for event in rest if event.name == "response.output_text.delta"]
+            assert begun + "".join(spoken) == "Hello again"
+            assert rest[-1].data["response"]["output"] == whole["output"]
+        refused = orchestrator.get(path, {**MINE, "Last-Event-ID": f"req-{'0' * 24}:1"})
+        assert (refused.status, refused.error["param"]) == (400, "Last-Event-ID")
+
+
 # ---------------------------------------------------------------- in the background
 
 

@@ -13,7 +13,7 @@ from pipeline.api.response_object import request_id_of
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
-from stages.gateway.http.text_endpoints import resume_after
+from stages.gateway.http.text_endpoints import cursor_of, resume_after
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.responses import check_cancel, find_open
 
@@ -25,7 +25,10 @@ def _not_found(response_id: str) -> NotFound:
 
 
 async def get_response(request: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/ID: a response as it is now; with `stream=true` its events after `starting_after`."""
+    """GET /v1/responses/ID: a response as it is now; with `stream=true` its events after `starting_after`.
+
+    `Last-Event-ID`, which a client that reconnects adds to the same URL, is used instead if there is one.
+    """
     service, tenant, name = request.app[SERVICE], request[CALLER].tenant, request.match_info["id"]
     if request.query.get("stream", "false") == "true":
         after = request.query.get("starting_after", "-1")
@@ -33,14 +36,15 @@ async def get_response(request: web.Request) -> web.StreamResponse:
             raise InvalidRequest(
                 f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
             )
-        state = service.resumer.find(request_id_of(name), tenant)
+        cursor = cursor_of(request, request_id_of(name))
+        state = service.resumer.find(request_id_of(name), tenant, cursor)
         if not state.spec.generation.response:
             raise _not_found(name)
         if not state.spec.generation.stream:
             raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
         if request.method == METH_HEAD:
             return web.Response(headers=sse.HEADERS)
-        return await resume_after(request, service, state, int(after))
+        return await resume_after(request, service, state, int(after), cursor)
     with service.in_flight.counted(request[PRINCIPAL]):
         if (running := find_open(service.recovery, name, tenant)) is not None:
             return await send_body(request, to_json(response_object(running)))

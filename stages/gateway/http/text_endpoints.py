@@ -290,14 +290,11 @@ async def _start(request: web.Request, service: Service, state: RequestState) ->
 async def get_request(request: web.Request) -> web.StreamResponse:
     """GET /v1/requests/ID: the response of an earlier request, a stream from `Last-Event-ID` on."""
     service = request.app[SERVICE]
-    cursor = _last_event_id(request)
     name = request.match_info["id"]
-    if request.method == METH_HEAD:
-        state = service.resumer.find(name, request[CALLER].tenant, cursor)
-        return web.Response(headers=sse.HEADERS if state.spec.generation.stream else {"Content-Type": CONTENT_TYPE})
-    if cursor is not None and cursor.request != name:
-        raise InvalidRequest(f"Last-Event-ID is of request {cursor.request}, not of this one", "Last-Event-ID")
+    cursor = cursor_of(request, name)
     state = service.resumer.find(name, request[CALLER].tenant, cursor)
+    if request.method == METH_HEAD:
+        return web.Response(headers=sse.HEADERS if state.spec.generation.stream else {"Content-Type": CONTENT_TYPE})
     return await _resume(request, service, state, cursor)
 
 
@@ -366,12 +363,22 @@ def _last_event_id(request: web.Request) -> EventCursor | None:
     return parse_event_cursor(given) if given else None
 
 
-async def resume_after(request: web.Request, service: Service, state: RequestState, number: int) -> web.StreamResponse:
-    """Stream the events of a response after the one with the sequence number `number`; -1: all."""
+def cursor_of(request: web.Request, name: str) -> EventCursor | None:
+    """Read `Last-Event-ID`, of an event of the request `name`; None without one. Raises `InvalidRequest`."""
+    cursor = _last_event_id(request)
+    if cursor is not None and cursor.request != name:
+        raise InvalidRequest(f"Last-Event-ID is of request {cursor.request}, not of this one", "Last-Event-ID")
+    return cursor
+
+
+async def resume_after(
+    request: web.Request, service: Service, state: RequestState, number: int, cursor: EventCursor | None
+) -> web.StreamResponse:
+    """Stream the events of a response after `cursor`, or without one after the sequence number `number`; -1: all."""
     formatter: ResponsesFormatter = _formatter(service, state)
-    if number >= 0:
+    if cursor is None and number >= 0:
         formatter.skip_numbers(number)
-    return await _resume(request, service, state, None, formatter)
+    return await _resume(request, service, state, cursor, formatter)
 
 
 async def _resume(

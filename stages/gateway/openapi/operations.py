@@ -122,6 +122,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         {**json_content("Response"), **STREAM},
         None,
         (*_KEYED, 400, 404, 409),
+        ("Last-Event-ID",),
         query=("stream", "starting_after"),
     ),
     ("DELETE", "/v1/responses/{id}"): Operation(
