@@ -390,13 +390,14 @@ class Front:
         return await self._locate(job.request_id, job.model, Caller(job.tenant), is_certain=False)
 
     async def cancel(self, caller: Caller, request_id: str) -> None:
-        """End a request of the tenant at every engine that has it. Raises `NotFound`."""
+        """End a request of the tenant at every engine that has it, or its wait for a model here. Raises `NotFound`."""
         self._ids.check(request_id, caller.tenant)
+        was_waiting = self._relay.routes.cancel(request_id)
         relay = relay_header(caller.tenant, caller.priority)
         answers = await asyncio.gather(
             *(self._locator.ask("DELETE", request_id, agent, one, relay) for agent, one in self._locator.engines())
         )
-        if not any(answer is not None and answer.status == 200 for answer in answers):
+        if not (was_waiting or any(answer is not None and answer.status == 200 for answer in answers)):
             raise NotFound(f"there is no request {request_id} in flight")
 
     async def running_response(self, caller: Caller, name: str) -> bytes | None:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from pipeline.api.output_tokens import RELAY, read_relay
-from pipeline.errors import ModelUnavailable, Overloaded, StarlingError
+from pipeline.errors import Conflict, ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Out, Tries
 from stages.orchestrator.key_claims import KeyClaims
@@ -50,6 +50,7 @@ class RouteFinder:
         self._next_change = next_change
         self._progress_of = progress_of
         self._claims = claims
+        self._loading: dict[str, set[asyncio.Future[None]]] = {}  # by request, while it waits; done: it was cancelled
         self.locate: Callable[[Forward, str], Awaitable[str]] | None = None  # see front.py
 
     async def find(self, forward: Forward, tries: Tries, out: Out | None) -> Route:
@@ -78,6 +79,14 @@ class RouteFinder:
             elif not forward.is_claimed or route.engine.continues_text or await self._has_claim(route, forward, tries):
                 tries.count += 1
                 return route
+
+    def cancel(self, request_id: str) -> bool:
+        """End the request, for each of its readers here, if it waits for a model that is loading; whether it does."""
+        waiting = self._loading.get(request_id, set())
+        for cancelled in waiting:
+            if not cancelled.done():
+                cancelled.set_result(None)
+        return bool(waiting)
 
     def left(self, tries: Tries) -> None:
         """The request has ended."""
@@ -120,13 +129,20 @@ class RouteFinder:
         agents, tenant = [route.agent_id], _tenant_of(forward)
         loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append, tenant)
         waiter = asyncio.ensure_future(loaded)
+        cancelled = asyncio.get_running_loop().create_future()
+        self._loading.setdefault(forward.id, set()).add(cancelled)
         try:
-            while not waiter.done():
-                await asyncio.wait({waiter}, timeout=COMMENT_S)
-                if not waiter.done() and out is not None:
+            while not (waiter.done() or cancelled.done()):
+                await asyncio.wait({waiter, cancelled}, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if not (waiter.done() or cancelled.done()) and out is not None:
                     await comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
+            if cancelled.done():
+                raise Conflict("the request was cancelled by its client")
         finally:
             waiter.cancel()
+            self._loading[forward.id].discard(cancelled)
+            if not self._loading[forward.id]:
+                del self._loading[forward.id]
         try:
             await waiter
         except StarlingError as error:

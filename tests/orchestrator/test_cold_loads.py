@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import resolve
-from pipeline.errors import ModelUnavailable, Overloaded
+from pipeline.errors import Conflict, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Tries
@@ -153,3 +153,26 @@ async def test_a_load_that_fails_at_another_agent_is_no_failure_of_the_one_that_
     routing.update_routing_table([view("B", engine())])
     loader.ends[MODEL].set_result(None)
     assert (await finding).agent_id == "B"
+
+
+async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on() -> None:
+    async def poll(record: object) -> HeartbeatResponse:
+        return heartbeat("A")
+
+    loader, clock = Loader(), Clock()
+    bounds = Bounds(1.0, 1000.0)
+    routing = router(view("A", cached_models=(cached(),)))
+    relay = Relay(WatchedClient(), routing, Registry(poll, clock), loader.cold, bounds, clock, clock.wait)
+    sent = Forward(routed=request(), path="/v1/generate", body=b"{}", headers={})
+    readers = [asyncio.ensure_future(relay.routes.find(sent, Tries(clock), None)) for _ in range(2)]
+    await loader.begun(MODEL)
+    other = loader.wait(MODEL, "A")
+    while loader.cold.n_waiting < 3:
+        await asyncio.sleep(0)
+    assert not relay.routes.cancel("req-2")
+    assert relay.routes.cancel(sent.id)
+    found = await asyncio.gather(*readers, return_exceptions=True)
+    assert [(type(one), str(one)) for one in found] == [(Conflict, "the request was cancelled by its client")] * 2
+    assert not relay.routes.cancel(sent.id)
+    loader.ends[MODEL].set_result(None)
+    assert await other == "A" and loader.cold.n_waiting == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 
 import jsonschema
 import pytest
@@ -12,7 +13,7 @@ from pipeline.api.unsupported_paths import UNSUPPORTED_PATHS
 from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
-from tests.orchestrator.fleet import Fleet
+from tests.orchestrator.fleet import Fleet, TestAgent
 from tests.orchestrator.streams import BODY, MINE, OTHER, hold, step
 
 
@@ -44,6 +45,21 @@ def test_a_request_in_flight_is_cancelled_by_its_tenant(fleet: Fleet, engines: l
         connection.close()
         for engine in engines:
             hold(engine, False)
+
+
+def test_a_request_that_waits_for_its_model_is_cancelled(fleet: Fleet, cold_agent: TestAgent) -> None:
+    cold_agent.may_load.clear()
+    with closing(fleet.connect()) as connection:
+        body = json.dumps({**BODY, "model": "cold", "stream": True}).encode()
+        connection.request("POST", "/v1/generate", body, {"Content-Type": "application/json", **MINE})
+        response = connection.getresponse()  # begins with the first comment
+        path = f"/v1/requests/{response.headers['X-Starling-Request']}"
+        assert fleet.request("DELETE", path, None, OTHER).status == 404
+        assert fleet.request("DELETE", path, None, MINE).status == 200
+        assert b"cancelled by its client" in response.read()
+        assert fleet.request("DELETE", path, None, MINE).status == 404
+    cold_agent.may_load.set()
+    fleet.wait(lambda state: "cold" in cold_agent.engines)
 
 
 def test_every_answer_has_a_request_id(fleet: Fleet) -> None:
