@@ -3,6 +3,7 @@
     wait    join the load of a model, or start it; returns when it has ended
     bound   `max_waiting` requests in all and half of them for one model, and a part of both for one of several
             tenants; more get 429 with an estimate
+    failed  which agents have just failed to load a model: none of them is asked for a further copy (further_copies.py)
 
 The load itself is injected.  Without sockets.
 """
@@ -15,6 +16,8 @@ from collections.abc import Awaitable, Callable
 
 from pipeline.api.adapter_names import base_of
 from pipeline.errors import Overloaded, StarlingError
+
+FAILED_S = 30.0  # after a failure, until the agent may load a further copy of the model
 
 
 class ColdLoad:
@@ -34,7 +37,7 @@ class ColdLoads:
     """One per orchestrator. `load(agent_id, model, evict)` raises `StarlingError`. `clock` is monotonic, s."""
 
     def __init__(
-        self, load: Callable[[str, str, str], Awaitable[None]], max_waiting: int, clock: Callable[[], float]
+        self, load: Callable[[str, str, str | None], Awaitable[None]], max_waiting: int, clock: Callable[[], float]
     ) -> None:
         # How many of so many may be of a tenant.
         self.share_of: Callable[[str, int], int] = lambda tenant, most: most
@@ -42,6 +45,7 @@ class ColdLoads:
         self._max_waiting = max_waiting
         self._clock = clock
         self._loads: dict[str, ColdLoad] = {}
+        self._failed: dict[tuple[str, str], float] = {}  # s of the clock, by model and agent
         self.n_waiting = 0
         self._of_tenant: Counter[str] = Counter()  # of them
         self.started = self.done = self.failed = 0  # counts, for metrics
@@ -55,20 +59,27 @@ class ColdLoads:
         """All loads."""
         return list(self._loads.values())
 
-    def agents_of(self, base: str) -> set[str]:
-        """The agents that load a model, or one of its adapters."""
-        return {load.agent_id for load in self._loads.values() if base_of(load.model) == base}
+    def agents_of(self, model: str) -> set[str]:
+        """The agents that load a model, or one of its adapters; "": that load any."""
+        return {one.agent_id for one in self._loads.values() if model in ("", one.model, base_of(one.model))}
+
+    def failed_at(self, model: str) -> set[str]:
+        """The agents that have just failed to load a model."""
+        since = self._clock() - FAILED_S
+        return {agent_id for (name, agent_id), at in self._failed.items() if name == model and at > since}
 
     async def wait(
         self,
         model: str,
         agent_id: str,
-        evict: str = "",
+        evict: str | None = "",
         predicted_s: float = 0.0,
         on_join: Callable[[str], object] = lambda agent_id: None,
         tenant: str = "",
     ) -> str:
         """Load the model, or wait for the load that is under way; the agent that has it. Raises `StarlingError`.
+
+        `evict`: the model that leaves before; "": none must, None: none may.
 
         `on_join` is called with the agent that loads it, which may be another one than `agent_id`.  `tenant`: whose
         request waits; "": it is of none in particular.
@@ -121,11 +132,14 @@ class ColdLoads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, load: ColdLoad, evict: str) -> None:
+    async def _run(self, load: ColdLoad, evict: str | None) -> None:
         try:
             await self._load(load.agent_id, load.model, evict)
         except BaseException as error:
             self.failed += 1
+            now = self._clock()
+            self._failed = {key: at for key, at in self._failed.items() if at > now - FAILED_S}
+            self._failed[load.model, load.agent_id] = now
             if isinstance(error, StarlingError) and not load.n_waiting:
                 return  # no request is there to report it to
             raise

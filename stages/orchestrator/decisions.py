@@ -31,7 +31,7 @@ class Choice(msgspec.Struct, kw_only=True, gc=False):
 
     agent_id: str
     at: float  # s since 1970
-    cause: str  # "new", "moved", "cold"
+    cause: str  # "new", "moved", "cold", "overloaded": a further copy is loaded
     predicted_s: float  # until the first token
     scores: tuple[AgentScore, ...]
 

@@ -234,13 +234,14 @@ class Tries:
         self.visited.discard(agent_id)
         self.not_held = refusal
 
-    def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError) -> None:
-        """The agent cannot load the model. Raises it if there is no use in asking another one."""
+    def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError, *, is_further: bool = False) -> None:
+        """The agent cannot load the model, or a further copy. Raises it if there is no use in asking another one."""
         asked = self.routed(forward)
         if isinstance(error, Overloaded | StillLoading) or (asked.is_held and asked.pinned == agent_id):
             raise error
         self.unfit.add(agent_id)
-        self.failure = error
+        if not is_further:  # else others have it
+            self.failure = error
 
     def hold(self, agent_id: str) -> None:
         """The agent has, or may have, the session of the request."""

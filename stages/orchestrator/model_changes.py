@@ -102,8 +102,11 @@ class ModelChanges:
         self._sleep = sleep
         self.kept: Callable[[], Collection[str]] = tuple  # adapters that do not leave for others
 
-    async def load(self, agent_id: str, model: str, evict: str = "") -> None:
-        """Load a model on an agent, after another one has left. Raises `StarlingError`."""
+    async def load(self, agent_id: str, model: str, evict: str | None = "") -> None:
+        """Load a model on an agent, after another one has left. Raises `StarlingError`.
+
+        `evict`: which one; "": one leaves if the agent needs its room, None: none does.
+        """
         record = self._registry.find(agent_id)
         if record is None:
             raise ModelUnavailable(f"agent {agent_id} has left")
@@ -126,7 +129,7 @@ class ModelChanges:
             adapter=adapter,
         )
         body = msgspec.json.encode(request)
-        besides, left, waits = {model, base}, set[str](), 0
+        besides, left, waits, may_evict = {model, base}, set[str](), 0, evict is not None
         try:
             while True:
                 if evict:
@@ -136,7 +139,8 @@ class ModelChanges:
                     else:
                         waits += 1
                 if not waits:
-                    self._events.add("load", agent=agent_id, model=model)
+                    text = "" if may_evict else "the agents that have it are full"
+                    self._events.add("load", agent=agent_id, model=model, text=text)
                 try:
                     raw = await self._calls.post(record, "/load_model", body, self._timeout_ms / 1000 + LOAD_MARGIN_S)
                     if not _is_loading(raw):
@@ -150,6 +154,8 @@ class ModelChanges:
                     evict = ""  # its engine has ended meanwhile, and is started again
                     await self._sleep(RETRY_S)
                 except StarlingError as error:
+                    if not may_evict:
+                        raise
                     evict = self._making_room(error, agent_id, model, besides, is_repeated=base in left)
                     if not evict:
                         if waits == MOST_WAITS or not self._may_leave_later(error, agent_id, model):

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import Conflict, ModelUnavailable, Overloaded, StarlingError
 from stages.orchestrator.cold_loads import ColdLoads
@@ -61,7 +62,7 @@ class RouteFinder:
             request = tries.routed(forward)
             try:
                 tries.check_referrals()
-                route = self._router.choose(request, "moved" if tries.count else "new")
+                route = self._router.choose(request, "moved" if tries.count else "new", may_copy=True)
             except (ModelUnavailable, Overloaded) as error:
                 may_be_there = self._registry.awaits_answers()
                 if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):
@@ -124,17 +125,27 @@ class RouteFinder:
         return False
 
     async def _load(self, route: Route, forward: Forward, tries: Tries, out: Out | None) -> None:
-        """Wait until the model is loaded."""
+        """Wait until the model is loaded; a further copy, or until an agent that has the model has room again."""
         model = forward.routed.model
+        turn = self._router.room.join(base_of(model)) if route.evict is None else None
         agents, tenant = [route.agent_id], _tenant_of(forward)
         loaded = self._cold.wait(model, route.agent_id, route.evict, route.predicted_s, agents.append, tenant)
         waiter = asyncio.ensure_future(loaded)
         cancelled = asyncio.get_running_loop().create_future()
         self._loading.setdefault(forward.id, set()).add(cancelled)
+        commented = self._clock()
         try:
-            while not (waiter.done() or cancelled.done()):
-                await asyncio.wait({waiter, cancelled}, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
-                if not (waiter.done() or cancelled.done()) and out is not None:
+            while True:
+                waited = {waiter, cancelled} if turn is None else {waiter, cancelled, turn.come}
+                done, _ = await asyncio.wait(waited, timeout=COMMENT_S, return_when=asyncio.FIRST_COMPLETED)
+                if waiter.done() or cancelled.done():
+                    break
+                if turn is not None:
+                    turn.reset()
+                    if self._router.has_room(tries.routed(forward)):
+                        return
+                if out is not None and (not done or self._clock() - commented >= COMMENT_S):
+                    commented = self._clock()
                     await comment(out, f"loading {model}: {self._progress_of(model) or 'waiting'}")
             if cancelled.done():
                 raise Conflict("the request was cancelled by its client")
@@ -143,11 +154,13 @@ class RouteFinder:
             self._loading[forward.id].discard(cancelled)
             if not self._loading[forward.id]:
                 del self._loading[forward.id]
+            if turn is not None:
+                self._router.room.leave(turn)
         try:
             await waiter
         except StarlingError as error:
             # The load that was joined may be at another agent than the route's, which must not count as unfit.
-            tries.not_loaded(forward, agents[-1], error)
+            tries.not_loaded(forward, agents[-1], error, is_further=turn is not None)
             log.warning("a model was not loaded", extra={"model": model, "agent": agents[-1], "reason": str(error)})
 
 

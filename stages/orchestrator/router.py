@@ -5,6 +5,7 @@ be ready first.
     suspect     the agent has not answered its last poll: only if no other one is ready
     held        only the agent that has the session or the answer can serve the request: even suspect, or cordoned
     cold        the model must be loaded first, for which another model may have to leave
+    further     all agents that have it ready are full: an idle one loads it, too, if no other model has to leave
 
 A published adapter is a model of its own, MODEL:ADAPTER, that runs in the engine of its model: it is loaded into that,
 and waits in its queue.  Requests under way are counted here, because agents report their queues only now and then.
@@ -23,7 +24,7 @@ from pipeline.api.adapter_names import adapted_digest, adapter_of, base_of
 from pipeline.catalog.adapters import unknown_adapter
 from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import LoadedModel
-from stages.orchestrator import adapter_hosts
+from stages.orchestrator import adapter_hosts, further_copies
 from stages.orchestrator.adapter_hosts import HELD_STATES, Published
 from stages.orchestrator.decisions import AgentScore, Choice, DecisionLog
 from stages.orchestrator.held_prefixes import HeldPrefixes, engine_name
@@ -47,7 +48,7 @@ class Route(NamedTuple):
     predicted_s: float  # until the first token
     ahead: int
     new_bytes: int  # of the prompt, not cached there
-    evict: str  # the model that must leave first; "": none
+    evict: str | None  # the model that must leave first; "": none; None: none may, because others have the model ready
     must_hold: bool = False  # the session must exist there: the engine begins none
 
 
@@ -80,7 +81,9 @@ class ScoreRouter(RequestRouter):
         self._turns = itertools.count()
         self._last_turn: dict[str, int] = {}  # by agent: ties go to the one that was chosen longest ago
         self._last_uses = LastUses(self._turns)  # which model or adapter leaves first
-        self.loading_at: Callable[[str], Collection[str]] = lambda base: ()  # agents that load a model for a request
+        self.room = further_copies.RoomLines()
+        self.loading_at: Callable[[str], Collection[str]] = lambda model: ()  # agents that load it ("": any) now
+        self.failed_at: Callable[[str], Collection[str]] = lambda model: ()  # agents that have just failed to
 
     # ---------------------------------------------------------------- the table
 
@@ -161,7 +164,11 @@ class ScoreRouter(RequestRouter):
         """The id of the agent that serves the request. Raises `ModelNotFound`, `ModelUnavailable`, `Overloaded`."""
         return self.choose(request).agent_id
 
-    def choose(self, request: RoutedRequest, cause: str = "new") -> Route:
+    def has_room(self, request: RoutedRequest) -> bool:
+        """Whether an agent that has the model ready can take the request now."""
+        return any((one := self._score(request, view)).is_candidate and one.state == "READY" for view in self.table)
+
+    def choose(self, request: RoutedRequest, cause: str = "new", *, may_copy: bool = False) -> Route:
         """Choose an agent, and record why. Raises `ModelNotFound`, `ModelUnavailable`, `Overloaded`."""
         if request.has_context:
             self._check_engine(request.model)
@@ -175,17 +182,19 @@ class ScoreRouter(RequestRouter):
             if request.pinned:
                 candidates = [one for one in candidates if one.agent_id == request.pinned] or candidates
         order = by_name(request.begins) if request.begins and not request.is_held else self._order
+        further = self._further(request, scored) if may_copy and not candidates else []
         if not candidates:
-            self._refuse(request, scored)
+            if not further:
+                self._refuse(request, scored)
             if request.is_held and request.begins and not request.pinned:
                 raise ModelUnavailable(f"no agent that has {request.model} ready has the session")
-            candidates = [one for one in scored if one.is_candidate]
+            candidates = further or [one for one in scored if one.is_candidate]
             # An engine that has just failed to start is tried again only if no other agent can load the model.
             candidates = [one for one in candidates if one.state != "FAILED"] or candidates
             begun = self.loading_at(base_of(request.model))
             hosts = {view.agent_id for view in self._table.values() if self.is_host(view, request.model)}
             candidates = adapter_hosts.nearest(candidates, request.model, hosts, begun)
-            cause, order = "cold", by_score
+            cause, order = "overloaded" if further else "cold", by_score
         best = candidates[0]
         if len(candidates) > 1:
             best = min(candidates, key=lambda one: order(one, self._last_turn))
@@ -206,11 +215,22 @@ class ScoreRouter(RequestRouter):
             predicted_s=predicted_s,
             ahead=best.ahead,
             new_bytes=max(0, request.prompt_bytes - best.matched_bytes),
-            evict=""
+            evict=None
+            if further
+            else ""
             if is_ready or not self._takes_place(view, request.model)
             else self._leaving(view, request.model) or "",
             must_hold=request.is_held and bool(request.begins),
         )
+
+    def _further(self, request: RoutedRequest, scored: list[AgentScore]) -> list[AgentScore]:
+        """The agents that may load the model as well, if all that have it ready are full; the caller waits for that."""
+        model = request.model
+        if not further_copies.are_wanted(request, scored):
+            return []
+        busy = {agent_id for agent_id, _ in self._under_way}.union(self.loading_at(""), self.failed_at(model))
+        fit = further_copies.places(scored, self._table, self.loading_at(model), busy)
+        return [one for one in fit if self._has_place(self._table[one.agent_id], model)]
 
     def is_host(self, view: NodeView, model: str) -> bool:
         """Whether the agent has an engine for the model, or is getting one: for an adapter in the right version."""
@@ -222,6 +242,10 @@ class ScoreRouter(RequestRouter):
     def _takes_place(self, view: NodeView, model: str) -> bool:
         """Whether an engine must be started for a model: an adapter is loaded into that of its model."""
         return not self.is_host(view, model) and view.agent_id not in self.loading_at(base_of(model))
+
+    def _has_place(self, view: NodeView, model: str) -> bool:
+        """Whether no other model must leave for this one; an adapter needs an engine of its model."""
+        return not self._takes_place(view, model) or (":" not in model and self._leaving(view, model) == "")
 
     def _check_engine(self, model: str) -> None:
         """Raises `StarlingError` if another kind of engine computes the model, which takes no conversations."""
@@ -304,8 +328,7 @@ class ScoreRouter(RequestRouter):
     def _refuse(self, request: RoutedRequest, scored: list[AgentScore]) -> None:
         """No agent has the model ready. Raises unless one of them can load it."""
         model = request.model
-        full = [one for one in scored if one.state == "READY" and "under way" in one.reason]
-        if full:
+        if full := further_copies.full(scored):
             raise Overloaded(
                 f"all {len(full)} agents that serve {model} have {self._max_per_agent} requests under way "
                 "(fleet.orchestrator.max_per_agent); try again",
@@ -460,6 +483,7 @@ class ScoreRouter(RequestRouter):
         self._under_way[key] -= 1
         if self._under_way[key] <= 0:
             del self._under_way[key]
+        self.room.wake(key[1])
         self._last_uses.end(route.agent_id, request.model)
 
     def under_way(self, agent_id: str, model: str = "") -> int:

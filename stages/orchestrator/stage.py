@@ -136,7 +136,7 @@ class OrchestratorStage:
             self.signer,
         )
         self.cold = ColdLoads(self.changes.load, bounds.max_waiting, time.monotonic)
-        self.router.loading_at = self.cold.agents_of
+        self.router.loading_at, self.router.failed_at = self.cold.agents_of, self.cold.failed_at
         self.changes.kept = self._kept
         self._changed = asyncio.Event()
         self.pages = PageTransfers(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from pipeline.api.adapter_names import adapted_digest, sort_key
-from pipeline.errors import ModelNotFound, ModelUnavailable, StarlingError
+from pipeline.errors import ModelNotFound, ModelUnavailable, Overloaded, StarlingError
 from pipeline.fleet.bodies import CachedModel, LoadedAdapter, LoadedModel
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.placement import Load, missing_loads
@@ -65,6 +65,22 @@ def test_it_is_loaded_where_its_model_is(state: Any) -> None:
     full = agent("a", engine(model_state=state), engine("other", running=3), max_models=2)
     route = routing(full, agent("b", engine("other", running=1), max_models=1)).choose(request(model=f"{MODEL}:first"))
     assert (route.agent_id, route.engine, route.evict) == ("a", None, "")
+
+
+def test_an_adapter_whose_agents_are_full_is_loaded_where_its_model_is_idle() -> None:
+    """And starts its model on no further agent."""
+
+    def choose(*others: NodeView) -> str:
+        made = routing(agent("a", with_adapters("first")), *others)
+        for _ in range(100):
+            made.begin(made.choose(request(model=MODEL, pinned="a")), request())
+        return made.choose(request(model=f"{MODEL}:first"), may_copy=True).agent_id
+
+    empty, host = agent("b", cached_models=(cached(),)), agent("c", engine())
+    assert choose(empty, host) == "c"
+    for other in (empty, agent("c", engine(running=1)), agent("c", engine(digest="f" * 64))):
+        with pytest.raises(Overloaded):
+            choose(other)
 
 
 def test_without_its_model_another_one_may_have_to_leave() -> None:

@@ -10,7 +10,8 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.errors import Conflict, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
-from stages.orchestrator.cold_loads import ColdLoads
+from stages.orchestrator import route_finder
+from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
@@ -23,11 +24,12 @@ class Loader:
     """Loads that end when the test says so."""
 
     def __init__(self, max_waiting: int = 100) -> None:
-        self.calls: list[tuple[str, str, str]] = []
+        self.calls: list[tuple[str, str, str | None]] = []
         self.ends: dict[str, asyncio.Future[None]] = {}
-        self.cold = ColdLoads(self.load, max_waiting, lambda: 0.0)
+        self.now = 0.0
+        self.cold = ColdLoads(self.load, max_waiting, lambda: self.now)
 
-    async def load(self, agent_id: str, model: str, evict: str) -> None:
+    async def load(self, agent_id: str, model: str, evict: str | None) -> None:
         self.calls.append((agent_id, model, evict))
         self.ends[model] = asyncio.get_running_loop().create_future()
         await self.ends[model]
@@ -176,3 +178,147 @@ async def test_a_request_that_waits_for_a_load_is_cancelled_and_the_load_goes_on
     assert not relay.routes.cancel(sent.id)
     loader.ends[MODEL].set_result(None)
     assert await other == "A" and loader.cold.n_waiting == 0
+
+
+class Full:
+    """The agent A has the model and as many requests as it may have; the others are idle. Finds routes."""
+
+    def __init__(self, *idle: str, max_waiting: int = 100) -> None:
+        async def poll(record: object) -> HeartbeatResponse:
+            return heartbeat("A")
+
+        self.loader, self.clock = Loader(max_waiting), Clock()
+        self.cold = self.loader.cold
+        self.idle = [view(name, cached_models=(cached(),)) for name in idle]
+        self.routing = router(view("A", engine()), *self.idle, max_per_agent=1)
+        self.routing.loading_at, self.routing.failed_at = self.cold.agents_of, self.cold.failed_at
+        bounds = Bounds(1.0, 1000.0)
+        registry = Registry(poll, self.clock)
+        self.relay = Relay(WatchedClient(), self.routing, registry, self.cold, bounds, self.clock, self.clock.wait)
+        self.first = self.routing.choose(request())
+        self.routing.begin(self.first, request())
+
+    def find(self, name: str) -> asyncio.Task[str]:
+        """Find a route, and use it: the agent."""
+
+        async def found() -> str:
+            sent = Forward(routed=request(name), path="/v1/generate", body=b"{}", headers={})
+            route = await self.relay.routes.find(sent, Tries(self.clock), None)
+            self.routing.begin(route, sent.routed)
+            return route.agent_id
+
+        return asyncio.ensure_future(found())
+
+    async def waiting(self, count: int) -> None:
+        """So many wait for a load that has begun."""
+        await self.loader.begun(MODEL)
+        while self.cold.n_waiting != count:
+            await asyncio.sleep(0)
+
+    def end(self) -> None:
+        """A request of A ends."""
+        self.routing.end(self.first, request())
+
+    def loaded(self, name: str) -> None:
+        """The load has ended, and the table has it."""
+        self.routing.update_routing_table([view("A", engine()), view(name, engine())])
+        self.loader.ends[MODEL].set_result(None)
+
+
+@pytest.fixture
+def without_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is woken, and does not look for room from time to time."""
+    monkeypatch.setattr(route_finder, "COMMENT_S", 1000.0)
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_who_waits_for_a_further_copy_takes_room_that_comes_earlier_in_order() -> None:
+    made = Full("B", "C")
+    waiters = [made.find(f"req-{number}") for number in range(3)]
+    await made.waiting(3)
+    assert made.loader.calls == [("B", MODEL, None)]  # one load for all, and nothing may leave for it
+    made.end()
+    assert await waiters[0] == "A"
+    await made.waiting(2)
+    assert not (waiters[1].done() or waiters[2].done())  # A is full again
+    made.loaded("B")
+    assert await waiters[1] == "B"
+    # B is full, too, and no agent is idle any more.
+    with pytest.raises(Overloaded, match="all 2 agents"):
+        await waiters[2]
+    assert len(made.loader.calls) == 1
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_a_new_request_takes_room_at_once_and_who_was_woken_keeps_the_place() -> None:
+    made = Full("B")
+    waiters = [made.find("req-0"), made.find("req-1")]
+    await made.waiting(2)
+    made.end()
+    quick = made.routing.choose(request("quick"), may_copy=True)
+    made.routing.begin(quick, request("quick"))
+    assert quick.agent_id == "A"
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert made.cold.n_waiting == 2
+    made.routing.end(quick, request("quick"))
+    assert await waiters[0] == "A" and not waiters[1].done()
+    made.loaded("B")
+    assert await waiters[1] == "B"
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_who_is_woken_and_has_left_wakes_the_next_one() -> None:
+    made = Full("B")
+    waiters = [made.find("req-0"), made.find("req-1")]
+    await made.waiting(2)
+    made.end()
+    waiters[0].cancel()
+    assert await waiters[1] == "A"
+    await asyncio.gather(waiters[0], return_exceptions=True)
+    assert waiters[0].cancelled()
+    await made.cold.close()
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_waiting_for_a_further_copy_is_bounded() -> None:
+    made = Full("B", max_waiting=4)  # two for one model
+    waiters = [made.find("req-0"), made.find("req-1")]
+    await made.waiting(2)
+    with pytest.raises(Overloaded, match="max_waiting"):
+        await made.find("req-2")
+    made.end()
+    assert await waiters[0] == "A"
+    made.loaded("B")
+    assert await waiters[1] == "B"
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_a_copy_that_is_not_loaded_leaves_the_model_full_and_is_not_tried_again_at_once() -> None:
+    made = Full("B", "C")
+    waiter = made.find("req-0")
+    for name in "BC":  # one after the other
+        await made.loader.begun(MODEL)
+        assert made.loader.calls[-1] == (name, MODEL, None)
+        made.loader.ends.pop(MODEL).set_exception(ModelUnavailable(f"no room at {name}"))
+    with pytest.raises(Overloaded, match="all 1 agents that serve"):
+        await waiter
+    with pytest.raises(Overloaded, match="all 1 agents that serve"):
+        await made.find("req-1")
+    assert len(made.loader.calls) == 2
+    made.loader.now = FAILED_S
+    again = made.find("req-2")
+    await made.waiting(1)
+    made.end()
+    assert await again == "A" and len(made.loader.calls) == 3
+    await made.cold.close()
+
+
+async def test_an_agent_that_gets_the_model_otherwise_is_found_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route_finder, "COMMENT_S", 0.001)
+    made = Full("B")
+    waiter = made.find("req-0")
+    await made.waiting(1)
+    made.routing.update_routing_table([view("A", engine()), *made.idle, view("C", engine())])
+    assert await waiter == "C" and MODEL in made.loader.ends
+    await made.cold.close()

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pipeline.blobs.folder import FolderStore
+from pipeline.errors import ResourceError
 from pipeline.fleet.bodies import LoadModelResponse, ModelState
 from pipeline.fleet.records import AgentRecord
 from stages.orchestrator.fleet_api import EventLog
@@ -77,6 +78,25 @@ async def test_a_model_whose_engine_has_ended_before_the_answer_is_waited_for(tm
     changes, events = await made(tmp_path, agent, router(view("one")))
     await changes.load("one", MODEL)
     assert events.after(0)[-1].kind == "loaded"
+
+
+async def test_no_model_leaves_for_a_further_copy(tmp_path: Path) -> None:
+    class Full(Agent):
+        paths: list[str] = []
+
+        async def post(self, record: AgentRecord, path: str, body: bytes, timeout_s: float) -> bytes:
+            self.paths.append(path)
+            raise ResourceError("unload a model", "model_id")
+
+    agent = Full()
+    changes, events = await made(tmp_path, agent, router(view("one", engine("other"))))
+    with pytest.raises(ResourceError):
+        await changes.load("one", MODEL, None)
+    assert agent.paths == ["/load_model"]
+    assert [(one.kind, one.text) for one in events.after(0)] == [
+        ("load", "the agents that have it are full"),
+        ("load-failed", "unload a model"),
+    ]
 
 
 def test_no_other_agent_begins_a_load_that_one_goes_on_with() -> None:

@@ -6,7 +6,8 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -254,6 +255,55 @@ def test_a_cold_model_is_loaded_once(fleet: Fleet, cold_agent: TestAgent) -> Non
     # The engine serves it under another name, so that it refuses: in the stream, whose head was sent already.
     assert len(answers) == 6
     assert all(one.status in (200, 404) and b"MODEL_NOT_FOUND" in one.body for one in answers)
+
+
+def test_a_model_whose_agents_are_full_is_loaded_on_an_idle_one(
+    homes: Callable[[], Path], engines: list[Server]
+) -> None:
+    fleet = Fleet(homes(), max_per_agent=1, silent_ms=600_000)
+    fleet.add_agent("one", engines[0])
+    idle = fleet.agents["two"] = TestAgent("two", fleet.secret)
+    idle.cold[MODEL] = engines[1]
+    fleet.register(idle)
+    expected = plain(engines[1].post("/v1/generate", BODY).body)
+    operator = token.authorization(fleet.secret)
+
+    def occupy() -> threading.Thread:
+        """Agent one gets a request, and cannot answer."""
+        hold(engines[0])
+        return begin([])
+
+    def begin(answers: list[Any]) -> threading.Thread:
+        thread = threading.Thread(target=lambda: answers.append(fleet.post("/v1/generate", BODY)))
+        thread.start()
+        return thread
+
+    def causes(answer: Any) -> list[tuple[str, str]]:
+        why = fleet.get(f"/v1/fleet/why/{answer.headers['X-Starling-Request']}", operator).json
+        return [(one["cause"], one["agent_id"]) for one in why["choices"]]
+
+    answers: list[Any] = []
+    threads = [occupy()]
+    fleet.wait(lambda state: state["agents"][0]["under_way"] == 1)
+    threads.append(begin(answers))
+    assert idle.loading.wait(60)
+    fleet.wait(lambda state: [(one["agent"], one["waiting"]) for one in state["loads"]] == [("two", 1)])
+    hold(engines[0], False)  # agent one has room before the copy is loaded
+    for thread in threads:
+        thread.join()
+    assert [plain(one.body) for one in answers] == [expected]
+    assert causes(answers.pop()) == [("overloaded", "two"), ("new", "one")]
+    threads = [occupy()]
+    fleet.wait(lambda state: state["agents"][0]["under_way"] == 1)
+    threads.append(begin(answers))  # joins the load, which has gone on
+    fleet.wait(lambda state: [one["waiting"] for one in state["loads"]] == [1])
+    idle.may_load.set()
+    threads[1].join()
+    assert [plain(one.body) for one in answers] == [expected] and idle.loads == [MODEL]
+    assert causes(answers.pop()) == [("overloaded", "two"), ("new", "two")]
+    hold(engines[0], False)
+    threads[0].join()
+    assert fleet.close() == 0, "".join(fleet.lines)
 
 
 def test_bad_requests_are_refused_with_the_reason(fleet: Fleet) -> None:

@@ -15,6 +15,7 @@ from stages.orchestrator.forward import Bounds, Forward, Refusal, Tries
 from stages.orchestrator.interfaces import NodeView
 from stages.orchestrator.policies import order_of
 from stages.orchestrator.prefixes import BLOCK_BYTES, block_hashes
+from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.score import version_of
 from tests.orchestrator.agents import MODEL, cached, engine, request, router, view
 
@@ -210,6 +211,104 @@ def test_a_full_fleet_refuses_with_the_bound() -> None:
     routing.begin(routing.choose(request()), request())
     with pytest.raises(Overloaded, match="max_per_agent"):
         routing.choose(request())
+
+
+def full(*others: NodeView) -> ScoreRouter:
+    """The agent "full" has the model and all the requests that it may have."""
+    routing = router(view("full", engine()), *others, max_per_agent=1)
+    routing.begin(routing.choose(request(pinned="full")), request())
+    return routing
+
+
+IDLE = {"cached_models": (cached(),)}
+
+
+def test_a_model_whose_agents_are_full_is_loaded_on_an_idle_one() -> None:
+    """The one with the lowest score; nothing leaves for it, and only who waits for the load gets such a route."""
+    routing = full(view("far"), view("near", engine("other"), **IDLE), view("busy", engine("other", running=1), **IDLE))
+    route = routing.choose(request("req-2"), may_copy=True)
+    assert (route.agent_id, route.engine, route.evict) == ("near", None, None)
+    decision = routing.decisions.find("req-2")
+    assert decision is not None and [one.cause for one in decision.choices] == ["overloaded"]
+    with pytest.raises(Overloaded, match="all 1 agents that serve demo"):
+        routing.choose(request())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        view("b", engine("other", running=1), **IDLE),
+        view("b", engine("other", vllm_queue_length=1), **IDLE),
+        view("b", engine("other", model_state="LOADING_TO_GPU"), **IDLE),
+        view("b", engine(model_state="FAILED"), **IDLE),
+        view("b", engine("other"), max_models=1, **IDLE),  # which would have to leave
+        view("b", may_start=False, **IDLE),
+        view("b", health="SUSPECT", **IDLE),
+        view("b", state="DEGRADED", **IDLE),
+        view("b", memory_available=0.07, **IDLE),
+        view("b", vllm_queue_length=1, **IDLE),
+    ],
+)
+def test_no_further_copy_is_loaded_where_anything_is_done_or_would_have_to_leave(other: NodeView) -> None:
+    with pytest.raises(Overloaded, match="max_per_agent"):
+        full(other).choose(request("req-2"), may_copy=True)
+
+
+def test_agents_with_other_work_of_this_orchestrator_are_not_idle() -> None:
+    def choose() -> str:
+        return routing.choose(request("req-2"), may_copy=True).agent_id
+
+    routing = full(view("b", engine("other"), **IDLE))
+    other = request(model="other")
+    route = routing.choose(other)
+    routing.begin(route, other)  # not in a report yet
+    with pytest.raises(Overloaded):
+        choose()
+    routing.end(route, other)
+    assert choose() == "b"
+    routing.loading_at = lambda model: {"b"} if model in ("", "third") else ()
+    with pytest.raises(Overloaded):
+        choose()
+    routing.loading_at = lambda model: {"b"} if model in ("", MODEL) else ()  # all wait for one load
+    assert choose() == "b"
+    routing.loading_at = lambda model: ()
+    routing.failed_at = lambda model: {"b"} if model == MODEL else ()
+    with pytest.raises(Overloaded):
+        choose()
+
+
+def test_a_copy_that_is_loading_already_is_waited_for() -> None:
+    """Whoever has begun it, and although its agent is not idle: no second one is begun on an idle agent."""
+    loading = view("a", engine(model_state="DOWNLOADING"), engine("other", running=1), state="LOADING_MODEL")
+    assert full(loading, view("b", **IDLE)).choose(request("req-2"), may_copy=True).agent_id == "a"
+
+
+@pytest.mark.parametrize("fields", [{"pinned": "full"}, {"is_held": True}, {"begins": "s"}, {"version": "v"}])
+def test_what_belongs_to_an_agent_waits_for_no_copy(fields: dict[str, Any]) -> None:
+    routing = full(view("b", **IDLE))
+    if "version" in fields:
+        fields = {"version": version_of(engine())}
+    with pytest.raises(Overloaded):
+        routing.choose(request("req-2", **fields), may_copy=True)
+
+
+def test_no_copy_is_loaded_for_a_conversation_that_a_copy_has_not_taken() -> None:
+    """Of agents of an older release, each would load one, and serve nothing."""
+    asked = request("req-2", has_context=True)
+    for idle, is_wanted in ((view("b", engine()), False), (view("b", engine("other")), True)):
+        routing = router(view("a", engine(takes_conversations=True)), idle, view("c", **IDLE), max_per_agent=1)
+        routing.begin(routing.choose(asked), asked)
+        if is_wanted:
+            assert routing.choose(asked, may_copy=True).agent_id == "c"
+        else:
+            with pytest.raises(Overloaded):
+                routing.choose(asked, may_copy=True)
+
+
+def test_an_agent_with_room_comes_before_a_further_copy() -> None:
+    routing = full(view("b", engine(vllm_queue_length=1000)), view("c", **IDLE))
+    assert routing.choose(request("req-2"), may_copy=True).agent_id == "b" and routing.has_room(request())
+    assert not full(view("c", **IDLE)).has_room(request())
 
 
 def test_unknown_models_and_an_empty_fleet() -> None:
