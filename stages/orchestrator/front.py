@@ -430,7 +430,9 @@ class Front:
         """Forward a request that is not streamed. Raises `StarlingError`, `Refusal`, `Unreachable`."""
         forward = ticket.forward
         is_charged = bool(forward.id and ticket.is_charged and forward.method == "POST")
-        charge = partial(self._charge, ticket) if is_charged else None
+        # It may be called a minute after the client has left, which must not keep the body for so long.
+        bare = ticket._replace(forward=msgspec.structs.replace(forward, body=b"")) if is_charged else None
+        charge = partial(self._charge, bare) if bare is not None else None
         status, headers, body = await self._relay.whole(forward, charge)
         body, kept = response_context.split_kept(body, headers.get(response_context.KEPT_HEADER))
         end = body if ticket.forward.path == PATH else body[-512:]

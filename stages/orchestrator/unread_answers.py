@@ -75,6 +75,7 @@ class UnreadAnswers:
         engine = route.engine
         if engine is None or engine.continues_text or RELAY not in forward.headers:
             return False
+        forward = msgspec.structs.replace(forward, body=b"")  # which is not sent again, and may be large
         until = asyncio.get_running_loop().time() + (self._wait_s if forward.outlives_client else 0.0)
         if (known := self._unread.get(forward.id)) is not None:
             known.route, known.forward, known.charge, known.until = route, forward, charge, until

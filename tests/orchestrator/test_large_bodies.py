@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,9 @@ import pytest
 from pipeline.api.idempotency_key import digest_head
 from pipeline.api.keys import Caller
 from pipeline.config.load import resolve
+from stages.orchestrator.forward import Forward
 from stages.orchestrator.stage import OrchestratorStage
+from stages.orchestrator.unread_answers import Charge
 from tests.orchestrator.conversations import job
 from tests.orchestrator.mortal import World
 
@@ -58,9 +62,21 @@ def check(hashed: list[tuple[int, int]]) -> None:
     assert thread != threading.get_ident()
 
 
-async def test_the_body_of_a_keyed_request(tmp_path: Path, hashed: list[tuple[int, int]]) -> None:
-    stage = OrchestratorStage(resolve({}, {"STARLING_HOME": str(tmp_path)}))
+@contextlib.asynccontextmanager
+async def staged(home: Path) -> AsyncIterator[OrchestratorStage]:
+    """An orchestrator that does not run."""
+    stage = OrchestratorStage(resolve({}, {"STARLING_HOME": str(home)}))
     try:
+        yield stage
+    finally:
+        await stage.client.close()
+        await stage._store.close()
+        await stage._blobs.close()
+        await stage.responses.close_store()
+
+
+async def test_the_body_of_a_keyed_request(tmp_path: Path, hashed: list[tuple[int, int]]) -> None:
+    async with staged(tmp_path) as stage:
         body = json.dumps({"model": "any", "prompt": "x" * LARGE}).encode()
         ticket = await stage.front.ticket(Caller("mine"), "/v1/completions", body, JSON, "key", "")
         check(hashed)
@@ -70,11 +86,26 @@ async def test_the_body_of_a_keyed_request(tmp_path: Path, hashed: list[tuple[in
         ticket = await stage.front.ticket(Caller("mine"), "/v1/completions", small, JSON, "other", "")
         assert {thread for thread, _ in hashed} == {threading.get_ident()}  # a thread would take longer
         assert ticket.forward.digest == digest_of(small)
-    finally:
-        await stage.client.close()
-        await stage._store.close()
-        await stage._blobs.close()
-        await stage.responses.close_store()
+
+
+async def test_what_is_charged_when_a_client_has_left_does_not_keep_its_body(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charges: list[Any] = []
+
+    async def whole(forward: Forward, charge: Charge) -> None:
+        assert forward.body
+        charges.append(charge)
+        raise ConnectionError
+
+    async with staged(tmp_path) as stage:
+        monkeypatch.setattr(stage.relay, "whole", whole)
+        body = json.dumps({"model": "any", "prompt": "x"}).encode()
+        ticket = await stage.front.ticket(Caller("mine"), "/v1/completions", body, JSON, "key", "")
+        with pytest.raises(ConnectionError):
+            await stage.front.whole(ticket)
+    ((charged,),) = [charge.args for charge in charges]
+    assert (charged.forward.id, charged.forward.body) == (ticket.forward.id, b"")
 
 
 async def test_a_request_in_the_background(hashed: list[tuple[int, int]]) -> None:

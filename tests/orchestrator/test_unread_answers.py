@@ -153,6 +153,14 @@ async def test_attempts_that_leave_take_no_places_of_readers() -> None:
         assert world.charged == [7]
 
 
+async def test_the_body_of_a_request_does_not_wait_with_it() -> None:
+    """A tenant may have hundreds that wait for a minute."""
+    async with Unread(*[told()] * 2, wait_s=WAIT_S) as world:
+        for _ in range(2):  # the second departure replaces what the first one has left
+            assert world.begin(forward("req-0"))
+            assert world.unread._unread["req-0"].forward.body == b""
+
+
 @pytest.mark.parametrize(
     ("is_keyed", "answer", "charged"),
     [
