@@ -11,6 +11,7 @@ keys.py                API keys, tenants and scopes
 key_file.py            keys that `starling keys` makes
 quotas.py              limits per minute, per day and in all, of tenants and keys
 fair_shares.py         bounds in total and for each tenant or address
+held_bytes.py          bytes of bodies, counted for each tenant or address
 forwarded.py           the address of a client behind trusted proxies
 quota_file.py          what of them is used, on disk
 sse.py                 encoding of server-sent events

@@ -49,7 +49,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_concurrent_requests: Count = 256  # HTTP requests in flight; more get 429
     max_concurrent_per_tenant: CountOrNone = 0  # of them; without API keys, of an address; 0: three quarters
     max_connections_per_address: CountOrNone = 0  # open connections; 0: three quarters of all
-    body_buffer_mb: Annotated[int, Meta(ge=2, le=65_536)] = 256  # bodies being read in all; half for one tenant
+    body_buffer_mb: Annotated[int, Meta(ge=2, le=65_536)] = 256  # bodies held in all; half for one tenant
     response_buffer_mb: Annotated[int, Meta(ge=64, le=65_536)] = 256  # responses being sent in all; half for a tenant
     # Larger bodies get 413; a frame holds 64 MiB (pipeline/ipc/endpoint.py).
     max_body_mb: Annotated[int, Meta(ge=1, le=60)] = 8

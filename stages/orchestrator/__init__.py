@@ -50,7 +50,7 @@ head_facts.py   the fields of a head that every request's handlers use
 http_app.py     the routes
 text_request.py  reads plain requests for text
 text_connection.py  the connections of clients, which send them and others
-slots.py        how many requests there may be at once
+slots.py        how many requests there may be at once, and bytes of their bodies
 event_response.py  the response of a stream to its client
 response_routes.py  those of stored responses
 conversation_routes.py  those of conversations

@@ -54,10 +54,10 @@ async def _create(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         new = await _read(request, "conversation")
-    try:
-        made = await _change(request, lambda: conversations.create(tenant, new.metadata, _named(new)))
-    except TooLargeError as error:
-        raise error.of_items() from None
+        try:
+            made = await to_its_end(conversations.create(tenant, new.metadata, _named(new)))
+        except TooLargeError as error:
+            raise error.of_items() from None
     return _json(to_json(made.shown))
 
 
@@ -75,8 +75,7 @@ async def _update(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         new = await _read(request, "conversation_update")
-    name = request.match_info["id"]
-    made = await _change(request, lambda: conversations.set_metadata(tenant, name, new.metadata))
+        made = await to_its_end(conversations.set_metadata(tenant, request.match_info["id"], new.metadata))
     return _json(to_json(made.shown))
 
 
@@ -102,10 +101,10 @@ async def _add_items(request: web.Request) -> web.StreamResponse:
     with front.counted(request[PRINCIPAL]):
         conversations = front.responses.conversations
         items = _named(await _read(request, "conversation_items"))
-    try:
-        await _change(request, lambda: conversations.add(tenant, request.match_info["id"], items))
-    except TooLargeError as error:
-        raise error.of_items() from None
+        try:
+            await to_its_end(conversations.add(tenant, request.match_info["id"], items))
+        except TooLargeError as error:
+            raise error.of_items() from None
     return _json(list_body([(item.id, item.item) for item in items], has_more=False))
 
 

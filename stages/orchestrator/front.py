@@ -19,6 +19,7 @@ import msgspec
 from pipeline.api import response_context
 from pipeline.api.body_names import names_of
 from pipeline.api.forwarded import TrustedProxies
+from pipeline.api.held_bytes import body_shares
 from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.keys import Caller, Keys
 from pipeline.api.output_tokens import RELAY, relay_header
@@ -51,7 +52,7 @@ from stages.orchestrator.responses.service import PATH, Responses
 from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
-from stages.orchestrator.slots import Counted, RequestSlots
+from stages.orchestrator.slots import Counted, RequestSlots, hold_body
 from stages.orchestrator.upstream import Client
 
 CLOSE_PATH = "/v1/session/close"
@@ -125,7 +126,7 @@ class Front:
         def share_of(principal: str) -> int:
             return keys.share_of(principal, total, share)
 
-        self._slots = RequestSlots(total, share, share_of)
+        self._slots = RequestSlots(total, share, share_of, body_shares(config.server))
         relay.routes.locate = self._locator.locate_other
 
     # ---------------------------------------------------------------- bounds and counts
@@ -288,6 +289,8 @@ class Front:
         if kept is not None and kept[0].path == path:  # with the conversation as it was
             same = {"body": kept[0].body, "headers": {**kept[0].headers, RELAY: sent[RELAY]}}
             forward = msgspec.structs.replace(forward, is_only_continued=False, **same)
+        if len(forward.body) > len(body):  # with its conversation
+            hold_body(len(forward.body) - len(body))
         job = None
         if joined is not None and read.generation is not None and read.generation.is_in_background and not last_id:
             with suppress(ModelUnavailable, Overloaded):  # it waits for an agent
@@ -319,6 +322,7 @@ class Front:
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             forward, agent = kept
+            hold_body(len(forward.body))  # it may be kept here alone before the answer ends
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id, is_charged=not forward.in_background)

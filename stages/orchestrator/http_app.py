@@ -37,6 +37,7 @@ from stages.orchestrator.pages import Pages
 from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import AfterOut
+from stages.orchestrator.slots import hold_body
 from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
@@ -280,8 +281,9 @@ async def _generate(request: web.Request) -> web.StreamResponse:
 async def _text(request: web.Request, front: Front) -> web.StreamResponse:
     caller, facts = request[CALLER], head_facts(request)
     await front.take_request(caller)
-    body = await body_of(request)
-    ticket = await front.ticket(caller, request.path, body, headers_of(request), facts.key, facts.last_id)
+    ticket = await front.ticket(
+        caller, request.path, await body_of(request), headers_of(request), facts.key, facts.last_id
+    )
     try:
         if ticket.stored:
             request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
@@ -378,21 +380,37 @@ def _check_version(request: web.Request) -> None:
 
 
 async def body_of(request: web.Request) -> bytes:
-    """The body of a request. Raises `TooLarge`, and a 408 for one that is late."""
+    """The body of a request; it counts until the request has ended.
+
+    Raises `TooLarge`, `Overloaded`, and a 408 for one that is late.
+    """
     limit_mb = request.app[FRONT].config.server.max_body_mb
     if request.content.is_eof():  # a short body has come with its head
         body = request.content.read_nowait()
         if len(body) > limit_mb << 20:
             raise _too_large(limit_mb)
+        hold_body(len(body))
         return body
     if (request.content_length or 0) > limit_mb << 20:
         raise _too_large(limit_mb)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.read()
+            return await _receive(request, limit_mb)
     except TimeoutError:
         message = f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s"
         raise StarlingError("INVALID_REQUEST", message, status=408) from None
+
+
+async def _receive(request: web.Request, limit_mb: int) -> bytes:
+    """The parts of a body, each counted as it comes."""
+    parts, size = [], 0
+    while part := await request.content.readany():
+        size += len(part)
+        if size > limit_mb << 20:
+            raise _too_large(limit_mb)
+        hold_body(len(part))
+        parts.append(part)
+    return b"".join(parts)
 
 
 def headers_of(request: web.Request) -> dict[str, str]:

@@ -3,6 +3,9 @@
 A request holds a slot from its arrival to its end.  What goes on when its client leaves, because it must not be
 interrupted, holds the same slot until it has ended: the store of its response, a change of a conversation.  So a client
 that begins requests and leaves cannot have more of them than one that stays.
+
+With its slot a request holds the bytes of its body, from which another agent goes on with it.  A body that is too much
+is refused when it arrives, so that a request that was accepted keeps its own.
 """
 
 from __future__ import annotations
@@ -15,17 +18,20 @@ from typing import Any, TypeVar
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
+from pipeline.api.held_bytes import HeldBytes
 from pipeline.api.keys import is_key
 from pipeline.errors import Overloaded
 
 T = TypeVar("T")
+BODIES = "of requests in flight are held (server.body_buffer_mb)"
 
 
 class _Slot:
     """Of one request. It is given back when nothing holds it any more."""
 
-    def __init__(self, give_back: Callable[[], object]) -> None:
+    def __init__(self, give_back: Callable[[], object], body: HeldBytes) -> None:
         self._give_back = give_back
+        self._body = body
         self._n_holders = 1
 
     def hold(self) -> bool:
@@ -35,10 +41,16 @@ class _Slot:
         self._n_holders += 1
         return True
 
+    def hold_body(self, n: int) -> None:
+        """Hold bytes of a body with it. Raises `Overloaded`."""
+        if self._n_holders:
+            self._body.add(n)
+
     def release(self) -> None:
         """One of those who hold it has ended."""
         self._n_holders -= 1
         if not self._n_holders:
+            self._body.give_back()
             self._give_back()
 
 
@@ -48,9 +60,12 @@ _SLOT: ContextVar[_Slot | None] = ContextVar("slot", default=None)  # of the req
 class RequestSlots:
     """One per orchestrator. A principal is a tenant or key, or a client's address where there are no keys."""
 
-    def __init__(self, total: int, share: int, share_of: Callable[[str], int]) -> None:
-        """`share`: of one principal; `share_of` returns it where it is another one."""
+    def __init__(
+        self, total: int, share: int, share_of: Callable[[str], int], bodies: FairShares | None = None
+    ) -> None:
+        """`share`: of one principal; `share_of` returns it where it is another one. `bodies`: the bytes of them."""
         self._shares = FairShares(total, share, total // 8, share_of=share_of)
+        self._bodies = bodies
 
     @property
     def held(self) -> int:
@@ -71,26 +86,35 @@ class RequestSlots:
                 f"{bound} requests can be in flight {what} ({source}), and no more are taken now; try again",
                 retry_after_s=1.0,
             )
-        return Counted(shares, principal)
+        return Counted(shares, self._bodies, principal)
 
 
 class Counted:
     """A context manager that holds a request's slot. Every request enters one, so no generator."""
 
-    __slots__ = ("_principal", "_shares", "_slot", "_token")
+    __slots__ = ("_bodies", "_principal", "_shares", "_slot", "_token")
 
-    def __init__(self, shares: FairShares, principal: str) -> None:
+    def __init__(self, shares: FairShares, bodies: FairShares | None, principal: str) -> None:
         self._shares = shares
+        self._bodies = bodies
         self._principal = principal
 
     def __enter__(self) -> None:
         self._shares.take(self._principal)
-        self._slot = _Slot(partial(self._shares.give_back, self._principal))
+        body = HeldBytes(self._bodies, self._principal, BODIES)
+        self._slot = _Slot(partial(self._shares.give_back, self._principal), body)
         self._token = _SLOT.set(self._slot)
 
     def __exit__(self, *exception: object) -> None:
         _SLOT.reset(self._token)
         self._slot.release()
+
+
+def hold_body(n: int) -> None:
+    """Count bytes of a body until the present request has ended, if it has a slot. Raises `Overloaded`."""
+    slot = _SLOT.get()
+    if slot is not None:
+        slot.hold_body(n)
 
 
 def counts_until_done(task: asyncio.Future[Any]) -> None:

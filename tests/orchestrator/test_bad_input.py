@@ -5,23 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.fleet import token
 from pipeline.fleet.records import VERSION, agent_key
+from tests.e2e.server import poll_until
 from tests.gateway import large_bodies
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 from tests.orchestrator.fleet import Fleet
-from tests.orchestrator.streams import BODY, MINE
+from tests.orchestrator.streams import BODY, MINE, OTHER, hold, step
 
 
 @pytest.fixture(scope="module")
 def small_fleet(homes: Callable[[], Path], engines: list[Server]) -> Iterator[Fleet]:
-    """An orchestrator that takes bodies of 1 MiB."""
-    keys = [{"key": "sk-mine", "tenant": "mine"}]
-    running = Fleet(homes(), {"auth": {"api_keys": keys}, "server": {"max_body_mb": 1}}, silent_ms=600_000)
+    """An orchestrator that takes bodies of 1 MiB, and two of them at once."""
+    keys = [{"key": "sk-mine", "tenant": "mine"}, {"key": "sk-other", "tenant": "other"}]
+    server = {"max_body_mb": 1, "body_buffer_mb": 2}
+    running = Fleet(homes(), {"auth": {"api_keys": keys}, "server": server}, silent_ms=600_000)
     running.add_agent("one", engines[0])
     yield running
     assert running.close() == 0, "".join(running.lines)
@@ -36,6 +39,42 @@ def test_a_body_of_100_mib_is_refused_in_bounded_memory(small_fleet: Fleet, path
     assert answer.startswith(b"HTTP/1.1 413 ") and b"server.max_body_mb" in answer, answer
     assert large_bodies.peak_bytes(small_fleet.process.pid) < before + (16 << 20)
     assert small_fleet.post("/v1/completions", BODY, MINE).status == 200
+
+
+def padded(body: dict[str, Any], n: int) -> bytes:
+    """A body with `n` bytes more."""
+    return json.dumps(body).encode() + b" " * n
+
+
+TEXT = {"model": MODEL, "text": "x"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", padded(BODY, 200_000)), ("/v1/tokenize", padded(TEXT, 400_000))],
+    ids=["plain", "by aiohttp"],
+)
+def test_bodies_of_requests_in_flight_are_bounded_for_each_tenant(
+    small_fleet: Fleet, engines: list[Server], path: str, body: bytes
+) -> None:
+    connection = small_fleet.connect()
+    hold(engines[0])
+    try:
+        headers = {"Content-Type": "application/json", **MINE}
+        connection.request("POST", "/v1/completions", padded({**BODY, "stream": True}, 900_000), headers)
+        step(engines[0], 1)
+        response = connection.getresponse()
+        refused = small_fleet.post(path, body, MINE)
+        assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+        assert "(server.body_buffer_mb): at most 1 MiB for one client, 2 MiB in all" in refused.error["message"]
+        assert small_fleet.post("/v1/tokenize", TEXT, MINE).status == 200
+        assert small_fleet.post("/v1/tokenize", padded(TEXT, 400_000), OTHER).status == 200
+        hold(engines[0], False)
+        assert response.read().endswith(b"data: [DONE]\n\n")
+        poll_until(lambda: small_fleet.post(path, body, MINE).status == 200)
+    finally:
+        hold(engines[0], False)
+        connection.close()
 
 
 def test_records_of_a_newer_release_are_skipped_and_named(small_fleet: Fleet) -> None:

@@ -8,10 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 
+from pipeline.api.fair_shares import FairShares
+from pipeline.api.held_bytes import body_shares
 from pipeline.api.response_object import response_id_of
+from pipeline.config.schema import ServerConfig
 from pipeline.errors import Overloaded
 from stages.orchestrator.responses.turns import TURNS
-from stages.orchestrator.slots import RequestSlots
+from stages.orchestrator.slots import RequestSlots, hold_body, to_its_end
 from tests.orchestrator.conversations import completed, service
 from tests.orchestrator.mortal import World
 
@@ -71,14 +74,62 @@ async def test_a_turn_that_is_taken_or_ended_counts_although_its_client_has_left
     assert not (await world.store.scan(TURNS))[0]
 
 
+MIB = 1 << 20
+
+
+def bodies_of(total_mb: int) -> FairShares:
+    return body_shares(ServerConfig(max_body_mb=1, body_buffer_mb=total_mb))
+
+
+async def test_bytes_of_bodies_are_bounded_for_a_client_and_in_all() -> None:
+    bodies, may_end = bodies_of(4), asyncio.Event()
+    slots = RequestSlots(8, 8, lambda principal: 8, bodies)
+
+    async def handle(principal: str) -> None:
+        with slots.counted(principal):
+            hold_body(MIB)
+            await may_end.wait()
+
+    handling = [asyncio.ensure_future(handle(principal)) for principal in "aaabbcd"]
+    await asyncio.sleep(0)
+    # The last one of "b" would take the room for a client that has nothing.
+    is_refused = [False, False, True, False, True, False, True]
+    assert [one.done() for one in handling] == is_refused and bodies.held == 4 * MIB
+    with pytest.raises(Overloaded, match=r"server.body_buffer_mb\): at most 2 MiB for one client, 4 MiB in all"):
+        await handling[2]
+    may_end.set()
+    done = await asyncio.gather(*handling, return_exceptions=True)
+    assert [isinstance(one, Overloaded) for one in done] == is_refused and bodies.held == 0
+
+
+async def test_a_body_is_held_with_the_slot_of_its_request() -> None:
+    bodies, may_end = bodies_of(4), asyncio.Event()
+    slots = RequestSlots(8, 1, lambda principal: 1, bodies)
+
+    async def work() -> None:
+        hold_body(3)
+        hold_body(4)
+        await to_its_end(may_end.wait())
+
+    await left(slots, work)
+    assert bodies.held == bodies.held_by("a") == 7
+    may_end.set()
+    await until_free(slots)
+    assert bodies.held == 0
+    hold_body(5)  # without a slot, as an operator's
+    assert bodies.held == 0
+
+
 async def test_work_that_begins_after_its_request_does_not_count() -> None:
     """As that of a request in the background, whose task began in a client's request."""
     world = World()
     _, responses, ids = service(world)
-    slots, may_begin = RequestSlots(8, 1, lambda principal: 1), asyncio.Event()
+    bodies, may_begin = bodies_of(4), asyncio.Event()
+    slots = RequestSlots(8, 1, lambda principal: 1, bodies)
 
     async def work() -> None:
         await may_begin.wait()
+        hold_body(5)
         await responses.keep("a", *completed(response_id_of(ids.new("a")), ""))
 
     with slots.counted("a"):
@@ -87,7 +138,7 @@ async def test_work_that_begins_after_its_request_does_not_count() -> None:
     world.order.is_on = True
     for _ in range(4):
         await asyncio.sleep(0)
-    assert not task.done() and slots.held == 0
+    assert not task.done() and slots.held == bodies.held == 0
     await world.order.run([task], lambda count: 0)
 
 

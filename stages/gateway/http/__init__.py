@@ -16,7 +16,6 @@ sinks.py              an event stream or a whole response
 block_stream.py       an event stream of Anthropic's API
 whole_response.py     writes a whole body within its limits of time and bytes
 stream_backlogs.py    bytes that wait for the clients of event streams
-held_bytes.py         bytes of bodies, counted for each tenant or address
 connection.py         aiohttp's protocol, with bounded heads and half-closed connections
 connection_gate.py    bounds on connections, in total and for each address
 network_use.py        bytes of connections, as the kernel counts them

@@ -10,12 +10,12 @@ from aiohttp import web
 
 from pipeline.api import response_context
 from pipeline.api.body_names import BodyNames, names_of
+from pipeline.api.held_bytes import HeldBytes
 from pipeline.api.output_tokens import OUTPUT, decode_output, output_length
 from pipeline.config.schema import Config
 from pipeline.errors import StarlingError, TooLarge
 from stages.gateway.endpoints.body_readers import Body
 from stages.gateway.http.context import BODY_TURN, CONTINUED, CONVERSATION, MAY_ADD, NAMES, PARSERS, PRINCIPAL, SERVICE
-from stages.gateway.http.held_bytes import HeldBytes
 
 BODY_TIMEOUT_S = 30.0  # from a request's head to the end of its body
 

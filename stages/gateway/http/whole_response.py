@@ -13,10 +13,10 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
+from pipeline.api.held_bytes import HeldBytes
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
 from stages.gateway.http.context import PRINCIPAL, SERVICE
-from stages.gateway.http.held_bytes import HeldBytes
 
 UNCOUNTED_BYTES = 64 << 10  # one for each request in flight is 16 MiB
 PART_BYTES = 64 << 10  # given to the transport at once
