@@ -6,11 +6,19 @@ from pipeline.api.fair_shares import FairShares
 from pipeline.config.schema import ServerConfig
 from pipeline.errors import Overloaded
 
+UNCOUNTED_BYTES = 64 << 10  # of an answer; one for each request in flight is 16 MiB at a server
+
 
 def body_shares(server: ServerConfig) -> FairShares:
     """The bounds on the bytes of request bodies: half of `server.body_buffer_mb` for one principal."""
     total, body = server.body_buffer_mb << 20, server.max_body_mb << 20
     return FairShares(total, total // 2, reserve=min(body, total // 2), first=body)
+
+
+def answer_shares(server: ServerConfig) -> FairShares:
+    """The bounds on the bytes of answers that clients have yet to read: half of `server.response_buffer_mb` for one."""
+    total = server.response_buffer_mb << 20
+    return FairShares(total, total // 2, reserve=total // 4, first=total // 8)
 
 
 class HeldBytes:
@@ -30,6 +38,11 @@ class HeldBytes:
 
     def __exit__(self, *_: object) -> None:
         self.give_back()
+
+    @property
+    def count(self) -> int:
+        """The bytes so far."""
+        return self._bytes
 
     def add(self, n: int) -> None:
         """Count more bytes. Raises `Overloaded`; a body is not refused while there are no others."""

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pipeline.api.fair_shares import FairShares
-from pipeline.api.held_bytes import body_shares
+from pipeline.api.held_bytes import answer_shares, body_shares
 from pipeline.api.keys import Keys
 from pipeline.api.quotas import Quotas
 from pipeline.config import addresses, paths
@@ -165,8 +165,7 @@ class Service:
             self.readiness.plugin_problem = lambda: self.plugins.problem if self.plugins is not None else ""
         self.in_flight = InFlight(self.relay, self.recovery.waiting_on, bounds)
         self.body_bytes = body_shares(config.server)
-        waiting = config.server.response_buffer_mb << 20
-        self.response_bytes = FairShares(waiting, waiting // 2, reserve=waiting // 4, first=waiting // 8)
+        self.response_bytes = answer_shares(config.server)
         self.response_cache = ResponseCache(config.cache.responses, clock)
         quotas = Quotas(config.rate_limits, clock, writer, steady, self.api_keys.limits)
         self.lifecycle = RequestLifecycle(

@@ -19,7 +19,7 @@ import msgspec
 from pipeline.api import response_context
 from pipeline.api.body_names import names_of
 from pipeline.api.forwarded import TrustedProxies
-from pipeline.api.held_bytes import body_shares
+from pipeline.api.held_bytes import answer_shares, body_shares
 from pipeline.api.idempotency_key import digest_head, read_key
 from pipeline.api.keys import Caller, Keys
 from pipeline.api.output_tokens import RELAY, relay_header
@@ -126,7 +126,7 @@ class Front:
         def share_of(principal: str) -> int:
             return keys.share_of(principal, total, share)
 
-        self._slots = RequestSlots(total, share, share_of, body_shares(config.server))
+        self._slots = RequestSlots(total, share, share_of, body_shares(config.server), answer_shares(config.server))
         relay.routes.locate = self._locator.locate_other
 
     # ---------------------------------------------------------------- bounds and counts

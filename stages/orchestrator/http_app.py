@@ -37,7 +37,7 @@ from stages.orchestrator.pages import Pages
 from stages.orchestrator.read_body import OTHER_PATHS, TEXT_PATHS
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import AfterOut
-from stages.orchestrator.slots import hold_body
+from stages.orchestrator.slots import hold_answer, hold_body
 from stages.orchestrator.upstream import Unreachable
 
 log = logging.getLogger("starling.orchestrator.http")
@@ -286,6 +286,7 @@ async def _text(request: web.Request, front: Front) -> web.StreamResponse:
     )
     try:
         if ticket.stored:
+            hold_answer(len(ticket.stored))
             request[FORWARD], request[REQUEST_ID] = ticket.forward, request[REQUEST_ID] or ticket.forward.id
             request[NAMED] = dict[str, Any](model=ticket.forward.routed.model)
             headers = {"X-Starling-Request": ticket.forward.id}

@@ -50,6 +50,7 @@ from stages.orchestrator.releases import Releases
 from stages.orchestrator.route_finder import NextChange, RouteFinder, comment
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
+from stages.orchestrator.slots import hold_answer
 from stages.orchestrator.text_stream import TextStream, next_bytes
 from stages.orchestrator.unread_answers import Charge, UnreadAnswers
 from stages.orchestrator.upstream import Answer, Begins, Client, Unreachable, read_whole
@@ -278,7 +279,7 @@ class Relay:
                 answer = await self._send(route, forward, {}, method="GET", path=path, on_unread=on_unread)
             with self._registered(route, forward, answer, self._end, on_unread):
                 await self._accept(route, forward, answer, tries)
-                body = await read_whole(answer)
+                body = await read_whole(answer, hold_answer)
                 return answer.status, dict(answer.headers), body
         finally:
             self._router.end(route, forward.routed)
@@ -395,7 +396,7 @@ class Relay:
     async def _check_status(answer: Answer) -> None:
         """Raises `Refusal` for an error response."""
         if answer.status != 200:
-            raise Refusal(answer.status, answer.headers, await read_whole(answer))
+            raise Refusal(answer.status, answer.headers, await read_whole(answer, hold_answer))
 
     def _accepted(self, route: Route, forward: Forward, tries: Tries) -> None:
         assert route.engine is not None
@@ -405,7 +406,7 @@ class Relay:
     async def _read_refusal(self, route: Route, forward: Forward, answer: Answer) -> Refusal:
         """An error response, after which its engine is asked once more. Raises `Unreachable`."""
         with self._registered(route, forward, answer, self._end):
-            return Refusal(answer.status, answer.headers, await read_whole(answer))
+            return Refusal(answer.status, answer.headers, await read_whole(answer, hold_answer))
 
     async def _check_same(self, route: Route, forward: Forward, answer: Answer) -> None:
         """Raises `Refusal` if the engine has another request with the key of this one."""

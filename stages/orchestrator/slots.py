@@ -5,7 +5,8 @@ interrupted, holds the same slot until it has ended: the store of its response, 
 that begins requests and leaves cannot have more of them than one that stays.
 
 With its slot a request holds the bytes of its body, from which another agent goes on with it.  A body that is too much
-is refused when it arrives, so that a request that was accepted keeps its own.
+is refused when it arrives, so that a request that was accepted keeps its own.  A whole answer is counted as it comes
+from its engine, if it is large.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from typing import Any, TypeVar
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.fair_shares import Refusal as Bound
-from pipeline.api.held_bytes import HeldBytes
+from pipeline.api.held_bytes import UNCOUNTED_BYTES, HeldBytes
 from pipeline.api.keys import is_key
 from pipeline.errors import Overloaded
 
 T = TypeVar("T")
 BODIES = "of requests in flight are held (server.body_buffer_mb)"
+ANSWERS = "of answers wait for clients that have not read them (server.response_buffer_mb)"
 
 
 class _Slot:
     """Of one request. It is given back when nothing holds it any more."""
 
-    def __init__(self, give_back: Callable[[], object], body: HeldBytes) -> None:
+    def __init__(self, give_back: Callable[[], object], body: HeldBytes, answer: HeldBytes) -> None:
         self._give_back = give_back
         self._body = body
+        self._answer = answer
         self._n_holders = 1
 
     def hold(self) -> bool:
@@ -46,11 +49,18 @@ class _Slot:
         if self._n_holders:
             self._body.add(n)
 
+    def hold_answer(self, size: int) -> None:
+        """Hold a whole answer with it, of which `size` bytes have come. Raises `Overloaded`."""
+        fresh = size - self._answer.count  # after an engine has died the answer begins anew
+        if self._n_holders and size > UNCOUNTED_BYTES and fresh > 0:
+            self._answer.add(fresh)
+
     def release(self) -> None:
         """One of those who hold it has ended."""
         self._n_holders -= 1
         if not self._n_holders:
             self._body.give_back()
+            self._answer.give_back()
             self._give_back()
 
 
@@ -61,11 +71,20 @@ class RequestSlots:
     """One per orchestrator. A principal is a tenant or key, or a client's address where there are no keys."""
 
     def __init__(
-        self, total: int, share: int, share_of: Callable[[str], int], bodies: FairShares | None = None
+        self,
+        total: int,
+        share: int,
+        share_of: Callable[[str], int],
+        bodies: FairShares | None = None,
+        answers: FairShares | None = None,
     ) -> None:
-        """`share`: of one principal; `share_of` returns it where it is another one. `bodies`: the bytes of them."""
+        """`share`: of one principal; `share_of` returns it where it is another one.
+
+        `bodies`, `answers`: the bounds on their bytes; None: there are none.
+        """
         self._shares = FairShares(total, share, total // 8, share_of=share_of)
         self._bodies = bodies
+        self._answers = answers
 
     @property
     def held(self) -> int:
@@ -86,23 +105,26 @@ class RequestSlots:
                 f"{bound} requests can be in flight {what} ({source}), and no more are taken now; try again",
                 retry_after_s=1.0,
             )
-        return Counted(shares, self._bodies, principal)
+        return Counted(self, principal)
+
+    def take(self, principal: str) -> _Slot:
+        """A slot, whatever the bounds are; see `counted`."""
+        self._shares.take(principal)
+        body, answer = HeldBytes(self._bodies, principal, BODIES), HeldBytes(self._answers, principal, ANSWERS)
+        return _Slot(partial(self._shares.give_back, principal), body, answer)
 
 
 class Counted:
     """A context manager that holds a request's slot. Every request enters one, so no generator."""
 
-    __slots__ = ("_bodies", "_principal", "_shares", "_slot", "_token")
+    __slots__ = ("_principal", "_slot", "_slots", "_token")
 
-    def __init__(self, shares: FairShares, bodies: FairShares | None, principal: str) -> None:
-        self._shares = shares
-        self._bodies = bodies
+    def __init__(self, slots: RequestSlots, principal: str) -> None:
+        self._slots = slots
         self._principal = principal
 
     def __enter__(self) -> None:
-        self._shares.take(self._principal)
-        body = HeldBytes(self._bodies, self._principal, BODIES)
-        self._slot = _Slot(partial(self._shares.give_back, self._principal), body)
+        self._slot = self._slots.take(self._principal)
         self._token = _SLOT.set(self._slot)
 
     def __exit__(self, *exception: object) -> None:
@@ -115,6 +137,13 @@ def hold_body(n: int) -> None:
     slot = _SLOT.get()
     if slot is not None:
         slot.hold_body(n)
+
+
+def hold_answer(size: int) -> None:
+    """Count the bytes of a whole answer so far until the present request has ended. Raises `Overloaded`."""
+    slot = _SLOT.get()
+    if slot is not None:
+        slot.hold_answer(size)
 
 
 def counts_until_done(task: asyncio.Future[Any]) -> None:

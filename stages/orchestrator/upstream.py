@@ -57,12 +57,16 @@ class Client(Protocol):
         """
 
 
-async def read_whole(answer: Answer) -> bytes:
-    """The rest of an answer. Raises `Unreachable`, also for more than `MAX_WHOLE_BYTES`."""
+async def read_whole(answer: Answer, hold: Callable[[int], object] = lambda size: None) -> bytes:
+    """The rest of an answer. Raises `Unreachable`, also for more than `MAX_WHOLE_BYTES`.
+
+    `hold` is called with its size so far, and may raise.
+    """
     parts, size = [], 0
     while part := await answer.read():
         size += len(part)
         if size > MAX_WHOLE_BYTES:
             raise Unreachable(f"the answer has more than {MAX_WHOLE_BYTES} bytes")
+        hold(size)
         parts.append(part)
     return b"".join(parts)

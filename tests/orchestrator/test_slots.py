@@ -9,13 +9,14 @@ from contextlib import ExitStack
 import pytest
 
 from pipeline.api.fair_shares import FairShares
-from pipeline.api.held_bytes import body_shares
+from pipeline.api.held_bytes import UNCOUNTED_BYTES, answer_shares, body_shares
 from pipeline.api.response_object import response_id_of
 from pipeline.config.schema import ServerConfig
 from pipeline.errors import Overloaded
 from stages.orchestrator.responses.turns import TURNS
-from stages.orchestrator.slots import RequestSlots, hold_body, to_its_end
+from stages.orchestrator.slots import RequestSlots, hold_answer, hold_body, to_its_end
 from tests.orchestrator.conversations import completed, service
+from tests.orchestrator.loopback_engine import LoopbackEngine, keyed, relaying, response
 from tests.orchestrator.mortal import World
 
 
@@ -118,6 +119,37 @@ async def test_a_body_is_held_with_the_slot_of_its_request() -> None:
     assert bodies.held == 0
     hold_body(5)  # without a slot, as an operator's
     assert bodies.held == 0
+
+
+async def test_bytes_of_large_answers_are_bounded_until_their_requests_have_ended() -> None:
+    answers = answer_shares(ServerConfig(response_buffer_mb=4))
+    slots = RequestSlots(8, 8, lambda principal: 8, answers=answers)
+    large, small = bytes(3 * MIB // 2), bytes(UNCOUNTED_BYTES)
+    engine = LoopbackEngine(*(response(200, one) for one in (large, large, small)))
+    async with relaying(engine) as world:
+
+        async def answer() -> bytes:
+            with slots.counted("a"):
+                return (await world.relay.whole(keyed()))[2]
+
+        with slots.counted("a"):
+            assert (await world.relay.whole(keyed()))[2] == large
+            assert answers.held_by("a") == len(large)
+            with pytest.raises(Overloaded, match=r"server.response_buffer_mb\): at most 2 MiB for one client, 4 MiB"):
+                await asyncio.ensure_future(answer())
+            assert answers.held == len(large)
+            assert await asyncio.ensure_future(answer()) == small
+        assert answers.held == 0
+
+
+async def test_an_answer_that_begins_anew_is_counted_once() -> None:
+    answers = answer_shares(ServerConfig(response_buffer_mb=4))
+    slots = RequestSlots(8, 8, lambda principal: 8, answers=answers)
+    with slots.counted("a"):
+        for size in (UNCOUNTED_BYTES, MIB, 2 * MIB, MIB, 3 * MIB):
+            hold_answer(size)
+        assert answers.held == 3 * MIB
+    assert answers.held == 0
 
 
 async def test_work_that_begins_after_its_request_does_not_count() -> None:

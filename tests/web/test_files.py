@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stages.gateway.http.whole_response import UNCOUNTED_BYTES
+from pipeline.api.held_bytes import UNCOUNTED_BYTES
 from stages.gateway.web import files
 
 

@@ -12,11 +12,12 @@ from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
 from pipeline.api.fair_shares import address_principal
+from pipeline.api.held_bytes import UNCOUNTED_BYTES
 from pipeline.api.json_body import to_json
 from pipeline.config.schema import Config
 from pipeline.errors import NotFound
 from stages.gateway.http.context import CLIENT, PRINCIPAL, SERVICE, Handler
-from stages.gateway.http.whole_response import UNCOUNTED_BYTES, held_response, send_parts
+from stages.gateway.http.whole_response import held_response, send_parts
 from stages.gateway.openapi.document import make_document
 from stages.gateway.web import File, files, make_file
 

@@ -13,12 +13,11 @@ from contextlib import suppress
 from aiohttp import web
 from aiohttp.hdrs import METH_HEAD
 
-from pipeline.api.held_bytes import HeldBytes
+from pipeline.api.held_bytes import UNCOUNTED_BYTES, HeldBytes
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
 from stages.gateway.http.context import PRINCIPAL, SERVICE
 
-UNCOUNTED_BYTES = 64 << 10  # one for each request in flight is 16 MiB
 PART_BYTES = 64 << 10  # given to the transport at once
 WRITE_TIMEOUT_S = 30.0  # for a client to accept a body, and
 MIN_BYTES_PER_S = 64 << 10  # more time for each so many bytes
