@@ -16,6 +16,7 @@ read_body.py    checks its body, and reads what routing uses
 request_ids.py  ids from which every orchestrator derives the same
 relay.py        forwards requests, and moves them when an engine dies
 forward.py      a request on its way, and what was tried
+kept_requests.py  requests that clients may read again
 route_finder.py the agent for the next attempt, and what it waits for
 key_claims.py   agreement on the agent of a request with a key
 request_locator.py  which engine has a request

@@ -34,7 +34,6 @@ from stages.orchestrator.forward import (
     MOVABLE_IN_STREAM,
     Bounds,
     Forward,
-    KeptRequests,
     NotRepeated,
     Out,
     Refusal,
@@ -42,6 +41,7 @@ from stages.orchestrator.forward import (
     read_error,
 )
 from stages.orchestrator.handover import BringPages, Handovers
+from stages.orchestrator.kept_requests import KeptRequests
 from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.opening import Abortable, E, Opening, Registered
 from stages.orchestrator.passing import Passing, pass_events

@@ -11,7 +11,8 @@ from pipeline.api.error_response import error_response
 from pipeline.api.idempotency_key import other_body
 from pipeline.errors import Conflict
 from stages.orchestrator.event_cutter import tokens_before
-from stages.orchestrator.forward import KEPT_S, Refusal
+from stages.orchestrator.forward import Refusal
+from stages.orchestrator.kept_requests import KEPT_S
 from tests.orchestrator.loopback_engine import WAIT_S, LoopbackEngine, keyed, relaying, response
 from tests.orchestrator.test_text_relay import Received
 
