@@ -1,13 +1,17 @@
-"""Requests that clients may read again, and may continue: what an orchestrator keeps of those that it has forwarded."""
+"""Requests that clients may read again, and may continue: what an orchestrator keeps of those that it has forwarded.
+
+Beyond the bounds, the tenant that holds most loses its oldest one: no tenant can drive out those of the others.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 import msgspec
 
 from pipeline.api.idempotency_key import other_body
+from pipeline.api.output_tokens import RELAY, read_relay
 from pipeline.errors import NotFound
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.forward import Forward
@@ -21,6 +25,7 @@ KEPT_COUNT = 4096
 class _Kept(msgspec.Struct, gc=False):
     forward: Forward
     agent_id: str
+    tenant: str
     nbytes: int  # as it is counted
     under_way: list[Forward]  # it, or its repetitions, whose clients are connected
     until: float = float("inf")  # s of the clock, when none is
@@ -42,8 +47,10 @@ class KeptRequests:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
-        self._pending: OrderedDict[str, _Kept] = OrderedDict()  # with another body than the kept one of their id
+        self._kept: dict[str, _Kept] = {}
+        self._pending: dict[str, _Kept] = {}  # with another body than the kept one of their id
+        self._names: dict[str, OrderedDict[str, None]] = {}  # of both by tenant, oldest first
+        self._bytes_of: Counter[str] = Counter()  # by tenant
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -72,7 +79,7 @@ class KeptRequests:
                 )
             return
         if known is None:
-            self._add(forward, agent_id)
+            self._add(self._kept, forward, agent_id)
             return
         known.agent_id, known.until = agent_id, float("inf")
         if all(one is not forward for one in known.under_way):
@@ -84,9 +91,7 @@ class KeptRequests:
         if engine.continues_text:  # its answer could not be repeated
             return
         if pending is None:
-            self._pending[forward.id] = _Kept(forward, agent_id, len(forward.body), [forward])
-            self.nbytes += len(forward.body)
-            self._trim()
+            self._add(self._pending, forward, agent_id)
         elif not pending.is_other(forward.digest):
             pending.agent_id = agent_id
             if all(one is not forward for one in pending.under_way):
@@ -107,7 +112,7 @@ class KeptRequests:
         if pending is not None:
             self._drop_pending(forward.id)
         if (known is not None or pending is not None) and not engine.continues_text:
-            self._add(forward, agent_id)
+            self._add(self._kept, forward, agent_id)
 
     def left(self, forward: Forward, record: OutputRecord | None = None) -> None:
         """Its client has left, or has everything. `record`: of the output so far."""
@@ -125,7 +130,7 @@ class KeptRequests:
             known.until = self._clock() + KEPT_S
         if record is not None:
             nbytes = len(known.forward.body) + record.nbytes
-            self.nbytes += nbytes - known.nbytes
+            self._count(known.tenant, nbytes - known.nbytes)
             known.nbytes, known.record = nbytes, record
             self._trim()
 
@@ -172,20 +177,38 @@ class KeptRequests:
         known, pending = self._kept.get(request_id), self._pending.get(request_id)
         return known if pending is None or (known is not None and known.under_way) else pending
 
-    def _add(self, forward: Forward, agent_id: str) -> None:
-        self._kept[forward.id] = _Kept(forward, agent_id, len(forward.body), [forward])
-        self.nbytes += len(forward.body)
+    def _add(self, entries: dict[str, _Kept], forward: Forward, agent_id: str) -> None:
+        relay = forward.headers.get(RELAY)
+        tenant = read_relay(relay).tenant if relay is not None else ""
+        entries[forward.id] = _Kept(forward, agent_id, tenant, len(forward.body), [forward])
+        self._names.setdefault(tenant, OrderedDict())[forward.id] = None
+        self._count(tenant, len(forward.body))
         self._trim()
 
+    def _count(self, tenant: str, nbytes: int) -> None:
+        self.nbytes += nbytes
+        self._bytes_of[tenant] += nbytes
+
     def _trim(self) -> None:
-        while len(self) and (self.nbytes > KEPT_BYTES or len(self) > KEPT_COUNT):
-            if self._kept:
-                self._drop(next(iter(self._kept)))
+        while self._names and ((is_large := self.nbytes > KEPT_BYTES) or len(self) > KEPT_COUNT):
+            held = self._bytes_of if is_large else {tenant: len(names) for tenant, names in self._names.items()}
+            oldest = next(iter(self._names[max(held, key=held.__getitem__)]))
+            if oldest in self._kept:
+                self._drop(oldest)
             else:
-                self._drop_pending(next(iter(self._pending)))
+                self._drop_pending(oldest)
 
     def _drop(self, request_id: str) -> None:
-        self.nbytes -= self._kept.pop(request_id).nbytes
+        self._dropped(request_id, self._kept.pop(request_id))
 
     def _drop_pending(self, request_id: str) -> None:
-        self.nbytes -= self._pending.pop(request_id).nbytes
+        self._dropped(request_id, self._pending.pop(request_id))
+
+    def _dropped(self, request_id: str, one: _Kept) -> None:
+        self._count(one.tenant, -one.nbytes)
+        if request_id in self._kept or request_id in self._pending:
+            return
+        names = self._names[one.tenant]
+        del names[request_id]
+        if not names:
+            del self._names[one.tenant], self._bytes_of[one.tenant]

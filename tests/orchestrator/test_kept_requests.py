@@ -9,11 +9,15 @@ import pytest
 
 from pipeline.api.error_response import error_response
 from pipeline.api.idempotency_key import other_body
+from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.errors import Conflict
+from stages.orchestrator import kept_requests
 from stages.orchestrator.event_cutter import tokens_before
-from stages.orchestrator.forward import Refusal
-from stages.orchestrator.kept_requests import KEPT_S
-from tests.orchestrator.loopback_engine import WAIT_S, LoopbackEngine, keyed, relaying, response
+from stages.orchestrator.forward import Forward, Refusal
+from stages.orchestrator.kept_requests import KEPT_S, KeptRequests
+from stages.orchestrator.output_record import OutputRecord
+from tests.orchestrator.agents import engine, request
+from tests.orchestrator.loopback_engine import WAIT_S, Clock, LoopbackEngine, keyed, relaying, response
 from tests.orchestrator.test_text_relay import Received
 
 FIRST, OTHER = b"1" * 32, b"2" * 32
@@ -149,6 +153,42 @@ async def test_an_answer_of_another_body_is_not_read_with_a_key(is_anthropic: bo
             await world.relay.whole(keyed(OTHER, was_sent=True))
         assert refused.value.is_of_key and "another body" in json.loads(refused.value.body)["error"]["message"]
         assert len(engine.requests) == 1
+
+
+def of_tenant(tenant: str, number: int, body: bytes = b"") -> Forward:
+    """A request of a tenant."""
+    headers = {RELAY: relay_header(tenant, number % 3)}
+    return Forward(routed=request(f"req-{tenant}-{number}"), path="/v1/completions", body=body, headers=headers)
+
+
+@pytest.mark.parametrize("bound", ["KEPT_BYTES", "KEPT_COUNT"])
+def test_the_tenant_that_holds_most_loses_its_oldest_request(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_requests, bound, 60)
+    body = bytes(10) if bound == "KEPT_BYTES" else b""
+    n_kept = 6 if body else 60
+    kept = KeptRequests(Clock())
+    sent = [of_tenant("a", number, body) for number in range(2)]  # the oldest ones
+    sent += [of_tenant("b", number, body) for number in range(2 * n_kept)]
+    for one in sent:
+        kept.put(one, "agent", engine())
+    assert len(kept) == n_kept and kept.nbytes == n_kept * len(body)
+    mine = n_kept - 2
+    assert [one for one in sent if kept.find(one.id)] == [*sent[:2], *sent[-mine:]]
+    for one in sent:
+        kept.forget(one.id)
+    assert len(kept) == kept.nbytes == 0 and not kept._names and not kept._bytes_of
+
+
+def test_the_tokens_of_a_request_count_for_its_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_requests, "KEPT_BYTES", 60)
+    kept = KeptRequests(Clock())
+    sent = [of_tenant("a", 0, bytes(20)), of_tenant("b", 0, bytes(10)), of_tenant("b", 1, bytes(10))]
+    for one in sent:
+        kept.put(one, "agent", engine())
+    record = OutputRecord()
+    record.add(b"x" * 28)  # a comment with its end
+    kept.left(sent[2], record)
+    assert [one for one in sent if kept.find(one.id)] == [sent[0], sent[2]] and kept.nbytes == 60
 
 
 async def test_tokens_that_a_client_gets_again_are_charged_once() -> None:
