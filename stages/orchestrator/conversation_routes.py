@@ -12,6 +12,7 @@ from pipeline.api.conversation_object import TooLargeError, deleted_body, missin
 from pipeline.api.item_pages import list_body, read_page
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.requests.conversations import ConversationItem, NewConversation
+from stages.orchestrator.event_response import send_stored, send_whole
 from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL, body_of, headers_of
 from stages.orchestrator.slots import to_its_end
 
@@ -92,7 +93,7 @@ async def _list_items(request: web.Request) -> web.StreamResponse:
     page = read_page(request.query)
     with front.counted(request[PRINCIPAL]):
         found = await front.responses.conversations.get(tenant, request.match_info["id"])
-        return _json(found.page_body(page))
+        return await send_stored(request, found.page_body(page))
 
 
 async def _add_items(request: web.Request) -> web.StreamResponse:
@@ -105,7 +106,8 @@ async def _add_items(request: web.Request) -> web.StreamResponse:
             await to_its_end(conversations.add(tenant, request.match_info["id"], items))
         except TooLargeError as error:
             raise error.of_items() from None
-    return _json(list_body([(item.id, item.item) for item in items], has_more=False))
+        # It is as large as the body, which counts, and cannot be refused: they are added.
+        return await send_whole(request, _json(list_body([(item.id, item.item) for item in items], has_more=False)))
 
 
 async def _get_item(request: web.Request) -> web.StreamResponse:
@@ -114,9 +116,9 @@ async def _get_item(request: web.Request) -> web.StreamResponse:
     name, item_id = request.match_info["id"], request.match_info["item"]
     with front.counted(request[PRINCIPAL]):
         item = (await front.responses.conversations.get(tenant, name)).find(item_id)
-    if item is None:
-        raise missing_item(name, item_id)
-    return _json(item.item)
+        if item is None:
+            raise missing_item(name, item_id)
+        return await send_stored(request, item.item)
 
 
 async def _delete_item(request: web.Request) -> web.StreamResponse:

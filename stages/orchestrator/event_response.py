@@ -17,8 +17,10 @@ from aiohttp import HttpVersion11, web
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
+from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
 from pipeline.ipc.tcp_transport import tcp_state
+from stages.orchestrator.slots import hold_answer
 
 BEGUN = web.RequestKey("begun", bool)
 IN_EVENTS = web.RequestKey("in_events", bool)  # a chunk with a comment may be sent: between the head and the end
@@ -169,6 +171,12 @@ async def send_whole(request: web.Request, response: web.StreamResponse) -> web.
         raise ConnectionResetError("the client has disconnected")
     await while_read(request.transport, response.write_eof())
     return response
+
+
+async def send_stored(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Send what is stored as `send_whole` does; its bytes count meanwhile. Raises `Overloaded`, too."""
+    hold_answer(len(body))
+    return await send_whole(request, web.Response(body=body, content_type=CONTENT_TYPE))
 
 
 async def while_read(transport: asyncio.Transport, drained: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ from pipeline.api.item_pages import page_body, read_page
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import Caller
 from pipeline.errors import InvalidRequest, NotFound
+from stages.orchestrator.event_response import send_stored
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL, answer
 from stages.orchestrator.responses.service import PATH
@@ -49,7 +50,7 @@ async def _get(request: web.Request) -> web.StreamResponse:
             if request.method == METH_HEAD:
                 return web.Response(headers=sse.HEADERS)
             return await answer(request, front, ticket, -1 if last_id else int(after))
-        return _json(await _current(front, caller, name))
+        return await send_stored(request, await _current(front, caller, name))
 
 
 async def _current(front: Front, caller: Caller, name: str) -> bytes:
@@ -93,7 +94,7 @@ async def _cancel(request: web.Request) -> web.StreamResponse:
 
             await front.responses.background.cancel(job, await front.running_response(caller, name), stop)
         try:
-            return _json((await front.responses.find(caller.tenant, name)).body)
+            return await send_stored(request, (await front.responses.find(caller.tenant, name)).body)
         except NotFound:
             if await front.running_response(caller, name) is None:
                 raise
@@ -108,7 +109,7 @@ async def _input_items(request: web.Request) -> web.StreamResponse:
     page = read_page(request.query)
     with front.counted(request[PRINCIPAL]):
         stored = await front.responses.find(caller.tenant, name)
-        return _json(page_body(stored.items, page))
+        return await send_stored(request, page_body(stored.items, page))
 
 
 def _json(body: bytes) -> web.Response:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from aiohttp import web
 
 from pipeline.api.fair_shares import FairShares
 from pipeline.api.held_bytes import UNCOUNTED_BYTES, answer_shares, body_shares
+from pipeline.api.keys import Caller
 from pipeline.api.response_object import response_id_of
 from pipeline.config.schema import ServerConfig
 from pipeline.errors import Overloaded
+from stages.orchestrator import conversation_routes, response_routes
+from stages.orchestrator.http_app import CALLER, FRONT, PRINCIPAL
 from stages.orchestrator.responses.turns import TURNS
 from stages.orchestrator.slots import RequestSlots, hold_answer, hold_body, to_its_end
 from tests.orchestrator.conversations import completed, service
@@ -140,6 +146,58 @@ async def test_bytes_of_large_answers_are_bounded_until_their_requests_have_ende
             assert answers.held == len(large)
             assert await asyncio.ensure_future(answer()) == small
         assert answers.held == 0
+
+
+class Stored:
+    """What is stored of a conversation or a response: large."""
+
+    item = body = bytes(MIB)
+    items: tuple[dict[str, Any], ...] = ({"id": "x", "text": "x" * MIB},)
+
+    def page_body(self, page: object) -> bytes:
+        return bytes(MIB)
+
+    def find(self, item_id: str) -> Stored:
+        return self
+
+
+class Read(dict[Any, Any]):
+    """A request of "a" for it. `held`: the requests and the bytes that count while it is sent."""
+
+    method = "GET"
+
+    def __init__(self, slots: RequestSlots, answers: FairShares) -> None:
+        async def get(*names: str) -> Stored:
+            return Stored()
+
+        conversations = SimpleNamespace(get=get)
+        responses = SimpleNamespace(conversations=conversations, find=get, request_of=lambda *names: "req-1")
+        super().__init__({CALLER: Caller("a"), PRINCIPAL: "a"})
+        self.app = {FRONT: SimpleNamespace(counted=slots.counted, responses=responses)}
+        self.match_info, self.query = {"id": "x", "item": "x"}, dict[str, str]()
+        self.held: Callable[[], tuple[int, int]] = lambda: (slots.held, answers.held // MIB)
+        self.sent = (0, 0)
+
+    async def send(self, response: web.Response) -> None:
+        self.sent = self.held()
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        conversation_routes._list_items,
+        conversation_routes._get_item,
+        response_routes._get,
+        response_routes._input_items,
+    ],
+)
+async def test_a_stored_answer_counts_while_it_is_sent(
+    handle: Callable[[web.Request], Awaitable[web.StreamResponse]],
+) -> None:
+    answers = answer_shares(ServerConfig(response_buffer_mb=4))
+    request = Read(RequestSlots(8, 8, lambda principal: 8, answers=answers), answers)
+    await handle(cast(web.Request, request))
+    assert request.sent == (1, 1) and request.held() == (0, 0)
 
 
 async def test_an_answer_that_begins_anew_is_counted_once() -> None:
