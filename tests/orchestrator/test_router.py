@@ -278,7 +278,7 @@ def test_agents_with_other_work_of_this_orchestrator_are_not_idle() -> None:
 
 
 def test_a_copy_that_is_loading_already_is_waited_for() -> None:
-    """Whoever has begun it, and although its agent is not idle: no second one is begun on an idle agent."""
+    """By any orchestrator, also on an agent that is not idle: no second load begins on an idle one."""
     loading = view("a", engine(model_state="DOWNLOADING"), engine("other", running=1), state="LOADING_MODEL")
     assert full(loading, view("b", **IDLE)).choose(request("req-2"), may_copy=True).agent_id == "a"
 
