@@ -94,40 +94,37 @@ def test_a_model_that_was_published_just_now_can_be_placed(tmp_path: Path, store
         assert fleet.close() == 0, "".join(fleet.lines)
 
 
+class Store:
+    """A fleet's API, and what it writes into the store."""
+
+    def __init__(self) -> None:
+        unused: Any = None
+        self.written: list[tuple[str, bytes | None]] = []
+        self.registry = Registry(unused, lambda: 0.0)
+        self.api = FleetApi("front", self.registry, router(), unused, unused, self._write, EventLog(lambda: 0.0))
+
+    async def _write(self, key: str, value: bytes | None) -> None:
+        self.written.append((key, value))
+
+    async def change(self, name: str, **fields: object) -> Any:
+        return await self.api.change(name, msgspec.json.encode(fields), "application/json")
+
+
 async def test_the_placement_of_a_model_that_is_gone_can_be_ended() -> None:
-    written: list[tuple[str, bytes | None]] = []
-
-    async def write(key: str, value: bytes | None) -> None:
-        written.append((key, value))
-
-    unused: Any = None
-    registry = Registry(unused, lambda: 0.0)
-    api = FleetApi("front", registry, router(), unused, unused, write, EventLog(lambda: 0.0))
-
-    async def place(replicas: int) -> Any:
-        return await api.change("place", b'{"model": "gone", "replicas": %d}' % replicas, "application/json")
-
+    store = Store()
     with pytest.raises(ModelNotFound):
-        await place(0)
-    api.placements["placements/gone"] = Placement("gone", 2)
-    assert await place(0) == {"model": "gone", "replicas": 0, "ready": 0}
-    assert written == [("placements/gone", None)]
+        await store.change("place", model="gone", replicas=0)
+    store.api.placements["placements/gone"] = Placement("gone", 2)
+    assert await store.change("place", model="gone", replicas=0) == {"model": "gone", "replicas": 0, "ready": 0}
+    assert store.written == [("placements/gone", None)]
     with pytest.raises(ModelNotFound):
-        await place(1)
+        await store.change("place", model="gone", replicas=1)
 
 
 async def test_the_cordon_of_an_agent_that_has_left_can_be_ended() -> None:
-    written: list[tuple[str, bytes | None]] = []
-
-    async def write(key: str, value: bytes | None) -> None:
-        written.append((key, value))
-
-    unused: Any = None
-    registry = Registry(unused, lambda: 0.0)
-    api = FleetApi("front", registry, router(), unused, unused, write, EventLog(lambda: 0.0))
-    body = b'{"agent": "gone", "cordoned": false}'
+    store = Store()
     with pytest.raises(NotFound, match="there is no agent 'gone'"):
-        await api.change("cordon", body, "application/json")
-    registry.set_cordons({"gone": Cordon()})
-    await api.change("cordon", body, "application/json")
-    assert written == [("cordons/gone", None)]
+        await store.change("cordon", agent="gone", cordoned=False)
+    store.registry.set_cordons({"gone": Cordon()})
+    await store.change("cordon", agent="gone", cordoned=False)
+    assert store.written == [("cordons/gone", None)]
