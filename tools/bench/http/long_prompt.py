@@ -89,7 +89,7 @@ class LongPrompt:
         lengths = (self._page_tokens, tokens)
         known = self._tokens[:depth]
         (alone,) = self._send([[self._prompt(rng.choice(self._tokens, self._page_tokens), ALONE_TOKENS)]])
-        alone_s = alone.times[-1] - alone.times[0]
+        alone_s = alone.ended - alone.head_at
         output = 4 * ALONE_TOKENS + sum(lengths) // 4 + len(lengths)
         for _ in range(TRIES):
             prompts = [self._prompt(np.concatenate([known, rng.choice(self._tokens, n)])) for n in lengths]
@@ -97,7 +97,7 @@ class LongPrompt:
             beside, short, long = self._send([[stream], prompts], (0.0, alone_s))
             if (short.cached_tokens, long.cached_tokens) != (depth, depth):
                 raise RuntimeError(f"{short.cached_tokens} and {long.cached_tokens} tokens were cached, not {depth}")
-            if beside.times[-1] >= long.ended:
+            if beside.ended >= long.ended:
                 break
             output *= 2
         else:
