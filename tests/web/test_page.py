@@ -30,8 +30,13 @@ def url(server: Server) -> str:
 
 def start(open_page: OpenPage, server: Server, **size: Any) -> Page:
     page = open_page(url(server), **size)
-    page.wait("document.querySelector('#parameters input') && !document.querySelector('#model').disabled")
+    wait_complete(page)
     return page
+
+
+def wait_complete(page: Page) -> None:
+    """The page knows the models and parameters."""
+    page.wait("document.querySelector('#parameters input') && !document.querySelector('#model').disabled")
 
 
 def send(page: Page, text: str) -> None:
@@ -105,6 +110,20 @@ def test_a_chat_streams_and_is_edited_and_regenerated(open_page: OpenPage, serve
     assert page.text("#conversation-list button") == "Hello please say <b>bold</b>"
 
 
+def test_nothing_is_sent_before_the_models_are_known(open_page: OpenPage, server: Server) -> None:
+    """The text stays in its field; it went to a model of no name."""
+    page = start(open_page, server)
+    page.evaluate("document.querySelector('#model').disabled = true")  # as until the server has answered
+    send(page, "please say it")
+    assert "have not come from the server yet" in page.text("#problem")
+    assert page.evaluate("document.querySelectorAll('.message').length") == 0
+    assert page.evaluate("document.querySelector('#prompt').value") == "please say it"
+    page.evaluate("document.querySelector('#model').disabled = false")
+    page.press("Enter", 13, "\r")
+    wait_done(page, 2)
+    assert answer(page) == "it"
+
+
 def test_an_edit_that_is_left_changes_nothing(open_page: OpenPage, server: Server) -> None:
     page = start(open_page, server)
     for count, text in ((2, "one"), (4, "two")):
@@ -119,6 +138,7 @@ def test_an_edit_that_is_left_changes_nothing(open_page: OpenPage, server: Serve
     assert page.evaluate("document.querySelectorAll('.message:not(.replaced)').length") == 4
     page.reload()
     page.wait(IS_DONE.format(4))
+    wait_complete(page)
     assert answer(page) == "two"
     page.click(".message.user button")
     page.type("#prompt", " or three")

@@ -118,6 +118,7 @@ async function start() {
   open(sessionStorage.getItem(CURRENT));
   setInterval(() => document.hidden || byId("key-dialog").open || check(), CHECK_MS);
   const [document_] = await Promise.all([client.getJSON("/openapi.json").catch(() => null), check()]);
+  settings.isComplete = true;
   if (!document_) return;
   const body = document_.paths["/v1/chat/completions"].post.requestBody;
   settings.showParameters(body.content["application/json"].schema);

@@ -30,6 +30,7 @@ export class Settings {
   constructor() {
     this.stored = this.read();
     this.fields = new Map(); // by parameter: its field and schema
+    this.isComplete = false; // the fields of all parameters are there, or the server does not describe them
     for (const id of TEXTS) {
       if (this.stored[id]) byId(id).value = this.stored[id];
       byId(id).addEventListener("input", () => this.store());
@@ -124,6 +125,7 @@ export class Settings {
 
   /** The fields of a request besides its messages. Throws an Error that says which setting is wrong. */
   request() {
+    if (byId("model").disabled || !this.isComplete) throw new Error("The models and parameters have not come from the server yet; send again.");
     const request = { model: byId("model").value };
     for (const [name, { field }] of this.fields) {
       if (field.value === "" && !field.validity?.badInput) continue;
