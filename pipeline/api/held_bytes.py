@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pipeline.api.fair_shares import FairShares
 from pipeline.config.schema import ServerConfig
 from pipeline.errors import Overloaded
@@ -9,16 +11,26 @@ from pipeline.errors import Overloaded
 UNCOUNTED_BYTES = 64 << 10  # of an answer; one for each request in flight is 16 MiB at a server
 
 
-def body_shares(server: ServerConfig) -> FairShares:
-    """The bounds on the bytes of request bodies: half of `server.body_buffer_mb` for one principal."""
+def body_shares(server: ServerConfig, is_alone: Callable[[], bool] = lambda: False) -> FairShares:
+    """The bounds on the bytes of request bodies: half of `server.body_buffer_mb` for one principal.
+
+    is_alone: whether there is one principal, which then may have all but the reserve.
+    """
     total, body = server.body_buffer_mb << 20, server.max_body_mb << 20
-    return FairShares(total, total // 2, reserve=min(body, total // 2), first=body)
+    return FairShares(total, total // 2, min(body, total // 2), body, _half_or_all(total, is_alone))
 
 
-def answer_shares(server: ServerConfig) -> FairShares:
-    """The bounds on the bytes of answers that clients have yet to read: half of `server.response_buffer_mb` for one."""
+def answer_shares(server: ServerConfig, is_alone: Callable[[], bool] = lambda: False) -> FairShares:
+    """The bounds on the bytes of answers that clients have yet to read: half of `server.response_buffer_mb` for one.
+
+    is_alone: as of `body_shares`.
+    """
     total = server.response_buffer_mb << 20
-    return FairShares(total, total // 2, reserve=total // 4, first=total // 8)
+    return FairShares(total, total // 2, total // 4, total // 8, _half_or_all(total, is_alone))
+
+
+def _half_or_all(total: int, is_alone: Callable[[], bool]) -> Callable[[str], int]:
+    return lambda principal: total if is_alone() else total // 2
 
 
 class HeldBytes:
@@ -51,7 +63,7 @@ class HeldBytes:
         bounds = self._bounds
         if bounds.held > self._bytes and bounds.refusal(self._principal, n) is not None:
             raise Overloaded(
-                f"too many bytes {self._what}: at most {bounds.share >> 20} MiB for one client, "
+                f"too many bytes {self._what}: at most {bounds.share_of(self._principal) >> 20} MiB for one client, "
                 f"{bounds.total >> 20} MiB in all; try again",
                 retry_after_s=1.0,
             )

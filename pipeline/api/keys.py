@@ -141,9 +141,14 @@ class Keys:
         """
         if principal.startswith(_KEY):
             return min(total, self.limits(principal.removeprefix(_KEY)).max_concurrent or total)
-        if self._file is not None and self._file.exists and not is_fixed:
+        if self.has_file and not is_fixed:
             return min(share, total - total // 4)  # there may be other tenants than the configured one
         return share
+
+    @property
+    def has_file(self) -> bool:
+        """Whether `starling keys` has made keys, which may be of other tenants than the configured ones."""
+        return self._file is not None and self._file.exists
 
     def part_of(self, tenant: str, total: int) -> int:
         """How much of what a server stores may be of a tenant: all, if no request can be of another one."""

@@ -185,8 +185,14 @@ class Tries:
         self.successor = ""  # the agent that has computed its prompt and tokens for it
         self.is_moving = False  # it leaves an agent that can still answer
         self.has_begun = False  # a part of the answer was delivered
+        self.was_copy_late = False  # a further copy of the model was not loaded in time
         self.failure: Refusal | StarlingError | None = None  # the last one
         self._failing_since: float | None = None
+
+    @property
+    def may_copy(self) -> bool:
+        """Whether it may wait for a further copy of its model: not while a client reads it, nor after one was late."""
+        return not (self.has_begun or self.was_copy_late)
 
     @property
     def begun_text(self) -> TextStream | None:
@@ -231,6 +237,9 @@ class Tries:
     def not_loaded(self, forward: Forward, agent_id: str, error: StarlingError, *, is_further: bool = False) -> None:
         """The agent cannot load the model, or a further copy. Raises it if there is no use in asking another one."""
         asked = self.routed(forward)
+        if isinstance(error, StillLoading) and is_further:
+            self.was_copy_late = True  # others have the model
+            return
         if isinstance(error, Overloaded | StillLoading) or (asked.is_held and asked.pinned == agent_id):
             raise error
         self.unfit.add(agent_id)

@@ -126,7 +126,11 @@ class Front:
         def share_of(principal: str) -> int:
             return keys.share_of(principal, total, share)
 
-        self._slots = RequestSlots(total, share, share_of, body_shares(config.server), answer_shares(config.server))
+        def is_alone() -> bool:
+            return len(config.tenants) == 1 and not keys.has_file
+
+        bodies, answers = body_shares(config.server, is_alone), answer_shares(config.server, is_alone)
+        self._slots = RequestSlots(total, share, share_of, bodies, answers)
         relay.routes.locate = self._locator.locate_other
 
     # ---------------------------------------------------------------- bounds and counts
@@ -314,15 +318,19 @@ class Front:
         forward = Forward(routed=routed, path=path, body=body, headers=sent, is_bound=read.session is not None)
         return Ticket(forward, caller.tenant, read.session, caller.key_id)
 
-    async def ticket_of(self, caller: Caller, request_id: str, last_id: str) -> Ticket:
-        """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`."""
+    async def ticket_of(self, caller: Caller, request_id: str, last_id: str, *, is_body_held: bool = False) -> Ticket:
+        """A request of the tenant that was sent before. Raises `NotFound`, `InvalidRequest`, `Overloaded`.
+
+        is_body_held: the caller's request has brought the body, which counts already.
+        """
         self._ids.check(request_id, caller.tenant)
         if last_id and request_of(last_id) != request_id:
             raise InvalidRequest(f"Last-Event-ID is of request {request_of(last_id)}, not of this one", "Last-Event-ID")
         kept = self._relay.kept.find(request_id)
         if kept is not None:
             forward, agent = kept
-            hold_body(len(forward.body))  # it may be kept here alone before the answer ends
+            if not is_body_held:
+                hold_body(len(forward.body))  # it may be kept here alone before the answer ends
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id, is_charged=not forward.in_background)

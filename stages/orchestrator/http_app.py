@@ -308,7 +308,7 @@ async def _in_background(request: web.Request, front: Front, job: Job) -> web.St
     request[OWN_ID] = job.request_id
     shown = await background.begin(job)
     if job.is_stream:
-        find = partial(front.ticket_of, request[CALLER], job.request_id, "")
+        find = partial(front.ticket_of, request[CALLER], job.request_id, "", is_body_held=True)
         ticket = await background.once_begun(job.request_id, find)
         return await answer(request, front, ticket._replace(is_charged=False))
     headers = {"X-Starling-Request": job.request_id}

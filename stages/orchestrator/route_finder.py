@@ -62,7 +62,7 @@ class RouteFinder:
             request = tries.routed(forward)
             try:
                 tries.check_referrals()
-                route = self._router.choose(request, "moved" if tries.count else "new", may_copy=True)
+                route = self._router.choose(request, "moved" if tries.count else "new", may_copy=tries.may_copy)
             except (ModelUnavailable, Overloaded) as error:
                 may_be_there = self._registry.awaits_answers()
                 if isinstance(error, ModelUnavailable) and not may_be_there and tries.begin_session(request):

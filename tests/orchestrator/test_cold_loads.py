@@ -12,7 +12,7 @@ from pipeline.errors import Conflict, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
 from stages.orchestrator import route_finder
 from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
-from stages.orchestrator.forward import Bounds, Forward, Tries
+from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.stage import OrchestratorStage
@@ -312,6 +312,21 @@ async def test_a_copy_that_is_not_loaded_leaves_the_model_full_and_is_not_tried_
     made.end()
     assert await again == "A" and len(made.loader.calls) == 3
     await made.cold.close()
+
+
+@pytest.mark.usefixtures("without_looks")
+async def test_who_has_waited_for_a_copy_that_was_late_is_not_failed_by_it_and_waits_for_no_other() -> None:
+    made = Full("B", "C")
+    waiter = made.find("req-0")
+    await made.waiting(1)
+    made.loader.ends.pop(MODEL).set_exception(StillLoading("not within 600 s", "model"))
+    with pytest.raises(Overloaded, match="all 1 agents that serve"):
+        await waiter
+    assert [agent for agent, _, _ in made.loader.calls] == ["B"]
+    begun = Tries(made.clock)
+    assert begun.may_copy
+    begun.advanced()
+    assert not begun.may_copy
 
 
 async def test_an_agent_that_gets_the_model_otherwise_is_found_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
