@@ -143,6 +143,14 @@ def test_a_full_cache_evicts_an_answer_of_the_tenant_that_holds_most() -> None:
     assert cache.put(name(40), [line()], "small")
 
 
+def test_too_many_answers_of_one_tenant_do_not_drive_out_larger_ones_of_another() -> None:
+    cache, _ = make(max_entries=4)
+    cache.put(name(0), [line("x" * 10_000)], "few")
+    for i in range(1, 10):
+        cache.put(name(i), [line()], "many")
+    assert sorted(order(cache)) == [0, 7, 8, 9]
+
+
 def test_a_large_answer_does_not_take_the_place_of_other_tenants_answers() -> None:
     cache, _ = make(max_size_mb=1)
     cache.put(name(1), [line("x" * (1 << 18))], "one")

@@ -158,8 +158,11 @@ class ResponseCache:
             self.expired += 1
 
     def _evict_for(self, new: _Entry) -> None:
-        """Evict an entry of the tenant that would hold most bytes, `new` included."""
-        largest = max(self._orders, key=lambda tenant: self._bytes_of[tenant] + new.size * (tenant == new.tenant))
+        """Evict an entry of the tenant that would hold most, with `new`: entries if there are too many, else bytes."""
+        if len(self._entries) >= self.max_entries:
+            largest = max(self._orders, key=lambda tenant: len(self._orders[tenant]) + (tenant == new.tenant))
+        else:
+            largest = max(self._orders, key=lambda tenant: self._bytes_of[tenant] + new.size * (tenant == new.tenant))
         self._forget(self._orders[largest].pop())
         self.evicted += 1
 
