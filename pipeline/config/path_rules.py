@@ -21,6 +21,7 @@ def problems(config: Config) -> Iterator[tuple[str, str, str]]:
         "server.run_dir": server.run_dir,
         "server.state_dir": server.state_dir,
         "server.arena_dir": server.arena_dir,
+        "fleet.store": fleet.store,
         "fleet.token": fleet.token,
         "fleet.blobs": fleet.blobs,
         "fleet.orchestrator.responses": fleet.orchestrator.responses,
@@ -29,10 +30,11 @@ def problems(config: Config) -> Iterator[tuple[str, str, str]]:
     for index, model in enumerate(config.models):
         given[f"models.{index}.path"] = model.path
         given[f"models.{index}.spill_path"] = model.spill_path
+        given[f"models.{index}.chat_template"] = "" if "{" in model.chat_template else model.chat_template
         for number, adapter in enumerate(model.adapters):
             given[f"models.{index}.adapters.{number}.path"] = adapter.path
     for key, path in given.items():
-        if has_unknown_user(path):
+        if has_unknown_user(path.removeprefix("file://").removeprefix("sqlite:")):
             yield key, repr(path), REASON
 
 

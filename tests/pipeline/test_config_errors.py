@@ -100,6 +100,9 @@ def refused(raw: dict[str, Any], env: dict[str, str] | None = None) -> str:
         ({"server": {"run_dir": "/a", "state_dir": "/a"}}, ["server.state_dir = '/a'"]),
         ({"server": {"state_dir": "~no-such-user/x"}}, ["server.state_dir = '~no-such-user/x'", "no such user"]),
         ({"model": {"path": "~no-such-user/m.gguf"}}, ["models.0.path = '~no-such-user/m.gguf'", "no such user"]),
+        ({"model": {"path": "file://~no-such-user/m.gguf"}}, ["models.0.path", "no such user"]),
+        ({"model": {"path": "/m", "chat_template": "~no-such-user/x"}}, ["models.0.chat_template", "no such user"]),
+        ({"fleet": {"store": "sqlite:~no-such-user/x"}}, ["fleet.store", "no such user"]),
         (
             {"model": {"path": "p", "max_sequence_length": 100}, "scheduler": {"max_prompt_tokens": 100}},
             ["scheduler.max_prompt_tokens = 100", "max_sequence_length = 100"],
