@@ -18,11 +18,11 @@ One thread at a time may use an engine.  A request's result is kept until `relea
 
 from __future__ import annotations
 
+import operator
 import secrets
 import time
 from array import array
 from collections.abc import Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Self
 
@@ -372,4 +372,7 @@ def _plain(token: object) -> object:
     """A whole number of any library as Python's; what else a prompt holds is refused like any wrong value."""
     if isinstance(token, bool):
         return token
-    return int(token) if isinstance(token, Integral) else token
+    try:
+        return operator.index(token)  # type: ignore[arg-type]
+    except TypeError:
+        return token
