@@ -26,6 +26,7 @@ MAX_DIGITS = 64  # in one number: more than any bound needs, and few enough to p
 SHOWN_CHARACTERS = 60  # of a name in an error message
 MAX_DEPTH = 100  # arrays and objects within each other; no endpoint needs 10
 MAX_CONTAINERS = 100_000  # arrays and objects: each takes some 100 bytes of memory, for 2 of the body
+SEARCHED = 1 << 20  # characters at most of a body in which the place of such an error is looked for
 MAX_VALUES = 1_200_000  # of one body: a prompt of a million token ids, and everything else
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
 _BRACKET = re.compile(rb"[\[\]{}]")
@@ -90,7 +91,9 @@ def _parse(body: bytes, content_type: str) -> Any:
             f"(character {error.pos})"
         ) from None
     except _RejectedError as error:
-        at = _place_of_number(text, error.number) if error.number else _place_of_second_name(text)
+        at = -1
+        if len(text) <= SEARCHED:
+            at = _place_of_number(text, error.number) if error.number else _place_of_second_name(text)
         raise InvalidRequest(f"{error}{_shown_place(text, at)}; {error.remedy}") from None
     if isinstance(value, dict | list) and _SURROGATE_ESCAPE.search(body):
         _reject_lone_surrogates(value)

@@ -90,6 +90,8 @@ def test_errors_name_the_position() -> None:
         with pytest.raises(InvalidRequest) as refused:
             parse_object(body)
         assert place in refused.value.message
+    with pytest.raises(InvalidRequest, match="'b' twice in one object; give it once"):  # it would take a second
+        parse_object(b'{"b": "' + b"x" * (1 << 20) + b'", "b": 2}')
     # A complete surrogate pair is a character.
     assert parse_object(rb'{"a": "\ud83d\udc26"}') == {"a": "🐦"}
 
