@@ -38,6 +38,9 @@ def fold_system_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[
         if role == "system" and isinstance(content, str):
             texts += [content] if content.strip() else []
             continue
+        if role == "tool":  # results stay behind their calls
+            folded.append(message)
+            continue
         if texts and role == "user" and isinstance(content, str):
             message = {**message, "content": "\n\n".join([*texts, content])}
         else:

@@ -83,7 +83,7 @@ class ChatTemplate:
             log.warning("the chat template cannot be compiled", extra={"reason": self.failure})
         self.lacks_system_role = self._template is not None and self._has_no_system_role()
         if self.lacks_system_role:
-            log.info("the chat template has no system role; system messages are put before the next user message")
+            log.info("the chat template has no system role; system messages are put into the user message beside them")
 
     def render(
         self,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import InvalidRequest
-from stages.tokenizer.chat_messages import END
+from stages.tokenizer.chat_messages import END, fold_system_messages
 from stages.tokenizer.template import ChatTemplate
 from tests.tokenizer.chat_templates import GEMMA, TEMPLATES, chat_vocabulary
 
@@ -129,6 +129,13 @@ def test_without_a_system_role_its_text_goes_to_the_user(source: str) -> None:
     system = [say("system", "<end_of_turn>"), say("system", "T"), say("user", "U")]
     assert [i for i in VOCABULARY.encode(template.render(system).text, True, marks=frozenset()) if i in (1, 2)] == []
     assert template.render(system) == template.render([say("user", "<end_of_turn>\n\nT\n\nU")])
+
+
+def test_results_of_calls_stay_behind_their_calls() -> None:
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    result = {"role": "tool", "content": "R"}
+    folded = fold_system_messages([say("user", "U"), called, say("system", "S"), result, say("assistant", "A")])
+    assert folded == [say("user", "U"), called, result, say("user", "S"), say("assistant", "A")]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
