@@ -125,6 +125,7 @@ export class Settings {
 
   /** The fields of a request besides its messages. Throws an Error that says which setting is wrong. */
   request() {
+    if (!byId("model").length) throw new Error("The server serves no model.");
     if (byId("model").disabled || !this.isComplete) throw new Error("The models and parameters have not come from the server yet; send again.");
     const request = { model: byId("model").value };
     for (const [name, { field }] of this.fields) {
