@@ -1,7 +1,8 @@
 """Gives a stopped server's KV cache the pages of a long prompt of which it has computed the beginning alone.
 
-To compute 130,000 positions takes hours.  What their K and V hold takes no time to read, so the pages behind the
-computed ones get copies of these: with the hashes of the prompt's tokens, and checksums that the server verifies.
+To compute 130,000 positions takes hours, and how long it takes to read their K and V does not depend on the values.  So
+the pages behind the computed ones get copies of these: with the hashes of the prompt's tokens, and checksums that the
+server verifies.
 """
 
 from __future__ import annotations

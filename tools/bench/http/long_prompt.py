@@ -46,7 +46,7 @@ class Part(NamedTuple):
     tokens: int
     token_ms: float  # time of a token of the part
     cached_ms: float  # to the first token of a prompt of `depth` cached positions and a page
-    steps: int
+    steps: int  # events of the stream meanwhile
     usual_p50: float  # gaps of the stream without the part
     usual_p99: float
     beside_p50: float  # and beside it
@@ -66,7 +66,8 @@ class LongPrompt:
     def __init__(self, server: ServerUnderTest, tokens: np.ndarray, page_tokens: int) -> None:
         """Compute the first positions, end the server, fill its arena and start it again."""
         self._server, self._tokens, self._page_tokens = server, tokens, page_tokens
-        self._send([[self._prompt(tokens[: min(COMPUTED, len(tokens) // 4) + 1])]])
+        first = self._prompt(tokens[: min(COMPUTED, len(tokens) // 4) + 1])
+        self._send([[first, first]])  # the second one finds the pages: they are full before the server ends
         path = server.arena_dir / f"{server.model}.kv"
         self.filled: list[int] = []
         server.kill_and_start(lambda: self.filled.extend(filled_prefix.fill(path, tokens)))
@@ -86,7 +87,7 @@ class LongPrompt:
 
         Repeated with a longer stream where that ends too soon.  Raises `RuntimeError` if the positions were not cached.
         """
-        lengths = (self._page_tokens, tokens)
+        lengths = (self._page_tokens, self._page_tokens + tokens)
         known = self._tokens[:depth]
         (alone,) = self._send([[self._prompt(rng.choice(self._tokens, self._page_tokens), ALONE_TOKENS)]])
         alone_s = alone.ended - alone.head_at
@@ -107,9 +108,8 @@ class LongPrompt:
         gaps = list(zip(beside.times, list(beside.times)[1:], strict=False))
         usual = [1e3 * (b - a) for a, b in gaps if b <= short.sent or a >= long.ended]
         slow = [1e3 * (b - a) for a, b in gaps if b > began and a < long.ended]
-        timed = lengths[1] - lengths[0]
         figures = (percentile(times, share) for times in (usual, slow) for share in (0.5, 0.99))
-        return Part(depth, timed, (long_ms - short_ms) / timed, short_ms, len(slow), *figures)
+        return Part(depth, tokens, (long_ms - short_ms) / tokens, short_ms, len(slow), *figures)
 
 
 def measure(model: ModelConfig, cores: list[int], tokens: int, part: int) -> dict[str, Any]:
@@ -118,15 +118,16 @@ def measure(model: ModelConfig, cores: list[int], tokens: int, part: int) -> dic
     vocabulary = load_index(index).hyper.vocab_size
     rng = np.random.default_rng(int.from_bytes(os.urandom(4)))
     ids = rng.integers(vocabulary // 4, vocabulary // 2, tokens, np.int32)
-    beside = 6 * ALONE_TOKENS + 2 * part  # positions of the streams of a part, or more
-    arena_mb = kv_cache_mb(model, index, [tokens, *len(SHARES) * [part, beside]])  # so that nothing is evicted
+    # Positions of a part and of its streams, or more, so that nothing is evicted: one repetition on an average.
+    beside = 3 * (6 * ALONE_TOKENS + 2 * (part + page))
+    arena_mb = kv_cache_mb(model, index, [tokens, *len(SHARES) * [2 * (part + page), beside]])
     settings = {"server": {"request_timeout_ms": int(1000 * scenarios.LONG_S)}}
     with ServerUnderTest(describe(model) | {"kv_cache_mb": arena_mb}, cores, settings, {}) as server:
         prompt = LongPrompt(server, ids, page)
         click.echo(f"{prompt.filled[0]:,} positions were computed, {prompt.filled[1]:,} are in the cache")
         parts = []
         for share in SHARES:
-            depth = min(int(share * tokens), tokens - part - 1) // page * page
+            depth = min(int(share * tokens), tokens - part - page - 1) // page * page
             parts.append(one := prompt.part(depth, part, rng))
             chunk = one.tokens / max(1, one.steps)
             click.echo(
@@ -147,6 +148,11 @@ def main(gguf: Path | None, cores: str, tokens: int, part: int) -> None:
     """The first token of a long prompt beside a running stream, by parts."""
     numbers = [int(c) for c in cores.split(",")] if cores else sorted(os.sched_getaffinity(0))[:2]
     model = ModelConfig(name=gguf.stem, path=str(gguf)) if gguf else ModelConfig(name=DEMO_MODEL)
+    if part < 1 or tokens < 2 * (part + model.page_tokens):
+        least = 2 * (part + model.page_tokens)
+        raise click.BadParameter(
+            f"a prompt of {tokens} tokens is too short for parts of {part}; expected at least {least}"
+        )
     click.echo(json.dumps({"machine": machine(numbers), "long_prompt": measure(model, numbers, tokens, part)}))
 
 
