@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
         "presence": 0.2,
     },
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
+    "typical-p 0.9": {"temperature": 1.0, "typical_p": 0.9},
+    "typical-p 0.9 of a flat distribution": {"temperature": 50.0, "typical_p": 0.9},
 }
 
 
