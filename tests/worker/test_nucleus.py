@@ -9,8 +9,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stages.worker.kernels import sampler_nucleus as nucleus
+from stages.worker.kernels import sampler_cut as cut
 from stages.worker.kernels.buffer_sizes import SUM_BLOCK, sampler_bytes
+from stages.worker.kernels.sampler_nucleus import top_p
+from stages.worker.kernels.sampler_sums import round_weights
 from stages.worker.kernels.sampler_vocabulary import parts_at
 from tests.properties import examples
 from tests.worker.sampler_row import logits_of
@@ -51,15 +53,15 @@ class Kernel:
         self.scratch[: 4 * self.size].view(np.float32)[:] = -np.inf
         self.scratch[: 4 * self.vocab].view(np.float32)[:] = values
         self.address = self.scratch.ctypes.data
-        self.n = nucleus.top_p(self.address, self.vocab, np.float32(p))
+        self.n = top_p(self.address, self.vocab, np.float32(p))
 
     @property
     def total(self) -> float:
-        return self._result(nucleus._SUM)
+        return self._result(cut.SUM)
 
     @property
     def slack(self) -> float:
-        return self._result(nucleus._SLACK)
+        return self._result(cut.SLACK)
 
     def _result(self, offset: int) -> float:
         at = parts_at(0, self.vocab) + offset
@@ -125,15 +127,15 @@ def test_what_is_kept_and_drawn_is_that_of_the_definition(
     if not np.isfinite(values).any():
         values[0] = 1.0
     plain, kernel = Plain(values, p), Kernel(values, p)
-    if kernel.n != nucleus.CUT:
+    if kernel.n != cut.CUT:
         assert kernel.ids(kernel.n) == plain.ids
         return
     assert abs(kernel.total - plain.total) <= kernel.slack
     at_sums = [float(plain.sums[int(u * len(plain.sums))] / plain.total) for u in draws]  # a rounding decides
     for u in [*draws, *(u for u in at_sums if u < 1)]:
-        token = nucleus.draw_of_cut(kernel.address, vocab, u)
+        token = cut.draw_of_cut(kernel.address, vocab, u)
         assert token == plain.draw(u) or (token == -1 and kernel.slack > 0)
-    assert kernel.ids(nucleus.list_of_cut(kernel.address, vocab)) == plain.ids
+    assert kernel.ids(cut.list_of_cut(kernel.address, vocab)) == plain.ids
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_what_is_kept_and_drawn_is_that_of_the_definition(
 )
 def test_only_few_candidates_are_sorted(kind: str, p: float) -> None:
     values = values_of(kind, 40_000, 3)
-    assert (Kernel(values, p).n == nucleus.CUT) == (len(Plain(values, p).ids) > nucleus.SORTED)
+    assert (Kernel(values, p).n == cut.CUT) == (len(Plain(values, p).ids) > cut.SORTED)
 
 
 def test_where_a_rounding_decides_the_candidates_are_sorted() -> None:
@@ -153,7 +155,7 @@ def test_where_a_rounding_decides_the_candidates_are_sorted() -> None:
         for step in range(1, 900, 3):
             p = 1 - step * 2**-24
             kernel = Kernel(values, p)
-            if kernel.n != nucleus.CUT:
+            if kernel.n != cut.CUT:
                 is_sorted += 1
                 assert kernel.ids(kernel.n) == Plain(values, p).ids
     assert 0 < is_sorted < 60  # of 600
@@ -170,7 +172,7 @@ def test_rounded_weights_add_up_to_the_sums_of_the_definition(
     weights = np.minimum(weights, 1).astype(np.float32)
     rounded = np.zeros(-(-len(weights) // 16) * 16, np.float32)
     rounded[: len(weights)] = weights
-    slack = nucleus._round_weights(rounded.ctypes.data, len(weights), float(weights.astype(np.float64).sum()))
+    slack = round_weights(rounded.ctypes.data, len(weights), float(weights.astype(np.float64).sum()))
     order = np.argsort(-weights, kind="stable")
     sums = np.cumsum(weights[order].astype(np.float64))
     exact = [math.fsum(rounded[order[: i + 1]].tolist()) for i in range(0, len(order), 997)]

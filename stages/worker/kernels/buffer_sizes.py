@@ -150,7 +150,7 @@ PIVOT_BYTES = 4 * (PIVOTS + 1) + 8 * (PIVOTS + 1)  # f32, and sums of weights ab
 BINS = 2048  # of values, whose weights are summed apart
 BINS_AT = 2 * (PIVOT_BYTES + 4 * SAMPLES)  # of the sums of bins, f64, behind two sets of pivots and samples
 NUMBERS_AT = BINS_AT + 8 * (BINS + 16)  # of 16 numbers of bins, the last of which is one for each lane
-CUT_AT = NUMBERS_AT + 64 + 16  # of three results of top_p, behind what defines a bin
+CUT_AT = NUMBERS_AT + 64 + 16  # of what describes a list that is not made, behind what defines a bin
 PARTS_BYTES = CUT_AT + 3 * 8
 
 

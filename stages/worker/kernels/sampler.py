@@ -14,10 +14,27 @@ from shm.sampler_steps import SAMPLER_STEPS
 from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import prefix_length, sort_list, top_k, weigh_list
+from stages.worker.kernels.sampler_cut import (
+    CUT,
+    SORTED,
+    draw_of_cut,
+    drop_others,
+    is_weighed,
+    leave,
+    list_of_cut,
+    min_p_of_cut,
+    stays_finite,
+    top_k_of_cut,
+    top_k_of_many,
+    top_p_of_cut,
+    weigh_cut,
+    xtc_of_cut,
+)
 from stages.worker.kernels.sampler_dry import dry
-from stages.worker.kernels.sampler_filters import min_p, top_n_sigma, typical_p, xtc
-from stages.worker.kernels.sampler_nucleus import CUT, draw_of_cut, list_of_cut, min_p_of_cut, top_p
+from stages.worker.kernels.sampler_filters import min_p, top_n_sigma, xtc
+from stages.worker.kernels.sampler_nucleus import top_p
 from stages.worker.kernels.sampler_scalars import log, uniform
+from stages.worker.kernels.sampler_typical import UNCHANGED, typical_p
 from stages.worker.kernels.sampler_vocabulary import (
     first_largest,
     is_finite,
@@ -235,8 +252,8 @@ def _is_plain(ints, floats, position):
 
 
 @numba.njit(**INNER)
-def _is_active(step, ints, floats, greedy):
-    """Whether the row's parameters let `step` change or select anything."""
+def _is_active(step, ints, floats, greedy, position):
+    """Whether the row's parameters, and for XTC a random number, let `step` change or select anything."""
     if step == MASK:
         return get_i64(ints + _N_BIAS) > 0
     if step == REPEAT:
@@ -258,7 +275,40 @@ def _is_active(step, ints, floats, greedy):
     if step == CUT_MIN_P:
         return get_f32(floats + _MIN_P) > _F(0.0)
     chance, threshold = get_f32(floats + _XTC_PROBABILITY), get_f32(floats + _XTC_THRESHOLD)
-    return step == XTC and not greedy and chance > _F(0.0) and threshold <= _F(0.5)
+    if step != XTC or greedy or not chance > _F(0.0) or not threshold <= _F(0.5):
+        return False
+    # As in the draw, a number below the bound is a success: it is certain at 1.
+    return uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM) < np.float64(chance)
+
+
+@numba.njit(**INNER)
+def _step_of_cut(scratch, vocab, step, ints, floats, output, n_output):
+    """Take `step` of a list that is not made (sampler_cut.py).
+
+    Returns CUT, the length of the list that it makes, or 0: only a list can take it, and nothing is done.
+    """
+    t = get_f32(floats + _TEMPERATURE)
+    if step == TEMPER and stays_finite(scratch, vocab, 1.0 / np.float64(t), 0.0):
+        drop_others(scratch, vocab)
+        _temper(scratch, vocab, t)
+        return leave(scratch, vocab)
+    frequency, presence = get_f32(floats + _FREQUENCY), get_f32(floats + _PRESENCE)
+    most = abs(np.float64(frequency)) * n_output + abs(np.float64(presence))
+    if step == PENALIZE and stays_finite(scratch, vocab, 1.0, most):
+        drop_others(scratch, vocab)
+        _penalties(scratch, vocab, vocab, bool(vocab > 0), output, n_output, frequency, presence)
+        return leave(scratch, vocab)
+    if step == CUT_K:
+        return top_k_of_cut(scratch, vocab, get_i64(ints + _TOP_K))
+    needs_weights = step == CUT_MIN_P or step == CUT_P or step == XTC
+    if not needs_weights or (not is_weighed(scratch, vocab) and weigh_cut(scratch, vocab) != CUT):
+        return 0
+    if step == CUT_MIN_P:
+        min_p_of_cut(scratch, vocab, get_f32(floats + _MIN_P))
+        return CUT
+    if step == CUT_P:
+        return CUT if top_p_of_cut(scratch, vocab, get_f32(floats + _TOP_P)) else 0
+    return xtc_of_cut(scratch, vocab, get_f32(floats + _XTC_THRESHOLD))
 
 
 @numba.njit(**INNER)
@@ -288,19 +338,24 @@ def sample(
         _forbid(scratch, vocab, mask)
         if n_stops and _allows_only(mask, vocab, mask_ids, n_stops):
             n_stops = 0  # the output is complete
-    whole, n = True, vocab
+    # The candidates are the whole vocabulary, a list of n, or a list that is not made: then n is CUT (sampler_cut.py).
+    whole, n = bool(vocab > 0), vocab
     # Whatever the order: a filter before this one could leave nothing but them.
     for i in range(n_stops):
         _add_to(scratch, vocab, n, whole, get_i32(mask_ids + 4 * i), _F(-np.inf), True)
     order = get_i64(ints + _ORDER)
-    is_cut = False  # after top_p: the list is not made (sampler_nucleus.py)
+    output = tokens + 4 * start
     while order & 15:
         step = order & 15
         order = (order >> 4) & 0x0FFFFFFFFFFFFFFF
-        if not _is_active(step, ints, floats, greedy):
+        if not _is_active(step, ints, floats, greedy, position):
             continue
-        if is_cut and step != CUT_MIN_P:
-            n, is_cut = list_of_cut(scratch, vocab), False
+        if n == CUT:
+            taken = _step_of_cut(scratch, vocab, step, ints, floats, output, n_tokens - start)
+            if taken:
+                n = taken
+                continue
+            n = list_of_cut(scratch, vocab)
         changed = False
         if step == MASK:
             for i in range(min(get_i64(ints + _N_BIAS), _MAX_BIAS)):
@@ -315,19 +370,20 @@ def sample(
         elif step == CUT_K:
             k = get_i64(ints + _TOP_K)
             if k < n:
-                n = top_k(scratch, scratch, vocab, k) if whole else k
+                if whole:
+                    n = top_k_of_many(scratch, vocab, k) if vocab > SORTED else top_k(scratch, scratch, vocab, k)
+                else:
+                    n = k
                 whole = False
         elif step == CUT_P:
             p = get_f32(floats + _TOP_P)
             if whole:
-                n = top_p(scratch, vocab, p)
-                whole, is_cut = False, n == CUT
+                n, whole = top_p(scratch, vocab, p), False
             else:
                 enough = np.float64(p) * weigh_list(scratch, vocab, n)
                 n = min(n, prefix_length(scratch, vocab, n, enough))
         elif step == PENALIZE:
             frequency, presence = get_f32(floats + _FREQUENCY), get_f32(floats + _PRESENCE)
-            output = tokens + 4 * start
             _penalties(scratch, vocab, n, whole, output, n_tokens - start, frequency, presence)
             changed = True
         elif step == DRY:
@@ -339,25 +395,20 @@ def sample(
             n = top_n_sigma(scratch, vocab, n, whole, get_f32(floats + _TOP_N_SIGMA))
         elif step == TYPICAL:
             kept = typical_p(scratch, vocab, n, whole, get_f32(floats + _TYPICAL_P))
-            if kept >= 0:
-                whole, n = False, kept
+            if kept != UNCHANGED:
+                n, whole = kept, False
         elif step == CUT_MIN_P:
-            p = get_f32(floats + _MIN_P)
-            if is_cut:
-                min_p_of_cut(scratch, vocab, p)
-            else:
-                n = min_p(scratch, vocab, n, whole, p)
+            n = min_p(scratch, vocab, n, whole, get_f32(floats + _MIN_P))
         elif step == XTC:
-            # As in the draw, a number below the bound is a success: it is certain at 1.
-            u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), XTC_STREAM)
-            if u < np.float64(get_f32(floats + _XTC_PROBABILITY)):
-                n = xtc(scratch, vocab, n, whole, get_f32(floats + _XTC_THRESHOLD))
+            n = xtc(scratch, vocab, n, whole, get_f32(floats + _XTC_THRESHOLD))
         if changed and not whole:
             sort_list(scratch, vocab, n, False)
     if greedy:  # a list that is not made begins with the first of the vocabulary
-        return first_largest(scratch, vocab) if whole or is_cut else get_i32(scratch + 4 * size)
+        return first_largest(scratch, vocab) if whole or n == CUT else get_i32(scratch + 4 * size)
     u = uniform(get_i64(ints + _SEED), position, get_i64(ints + _CHOICE), DRAW_STREAM)
-    if is_cut:
+    if n == CUT and not is_weighed(scratch, vocab):
+        n = weigh_cut(scratch, vocab)
+    if n == CUT:
         token = draw_of_cut(scratch, vocab, u)
         if token >= 0:
             return token

@@ -11,15 +11,18 @@ import numpy as np
 
 from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_vocabulary import gather_above, largest, padded
+from stages.worker.kernels.sampler_vocabulary import largest, padded
 from stages.worker.kernels.simd import (
     LANES,
     bits_of,
     exp,
     get_f32,
     get_i32,
+    lanes_set,
     load_f32,
+    load_f32_part,
     load_i32,
+    lowest_bit,
     put_f32,
     put_i32,
     select_i32,
@@ -44,12 +47,11 @@ def _make_keys(values, keys, n):
 
 
 @numba.njit(**INNER)
-def _pass(keys, ids, new_keys, new_ids, histogram, n, shift, by_id):
-    """One stable pass over 11 bits of the key (or of the id)."""
+def _pass(keys, ids, new_keys, new_ids, histogram, n, source, shift):
+    """One stable pass over 11 bits of `source`: the keys or the ids."""
     digits = (1 << DIGIT) - 1
     for i in range(digits + 1):
         put_i32(histogram + 4 * i, 0)
-    source = ids if by_id else keys
     for i in range(n):
         at = histogram + 4 * (((get_i32(source + 4 * i) & 0xFFFFFFFF) >> shift) & digits)
         put_i32(at, get_i32(at) + 1)
@@ -88,12 +90,14 @@ def sort_list(scratch, vocab, n, ids_ascend):
     k1, k2, i2 = scratch + 5 * size, scratch + 6 * size, scratch + 7 * size
     histogram = scratch + 8 * size
     _make_keys(values, k1, n)
-    if not ids_ascend:
-        _pass(k1, ids, k2, i2, histogram, n, 0, True)
-        _pass(k2, i2, k1, ids, histogram, n, DIGIT, True)
-    _pass(k1, ids, k2, i2, histogram, n, 0, False)
-    _pass(k2, i2, k1, ids, histogram, n, DIGIT, False)
-    _pass(k1, ids, k2, i2, histogram, n, 2 * DIGIT, False)
+    first = 0 if ids_ascend else -2
+    for number in range(first, 3):
+        from_first = (number - first) % 2 == 0
+        keys, new_keys, old_ids, new_ids = (k1, k2, ids, i2) if from_first else (k2, k1, i2, ids)
+        if number < 0:
+            _pass(keys, old_ids, new_keys, new_ids, histogram, n, old_ids, (number + 2) * DIGIT)
+        else:
+            _pass(keys, old_ids, new_keys, new_ids, histogram, n, keys, number * DIGIT)
     sign, ones = splat_i32(0x80000000), splat_i32(-1)
     for i in range(0, n, LANES):
         key = load_i32(k2 + 4 * i)
@@ -127,8 +131,11 @@ def weigh_list(scratch, vocab, n):
 
 
 @numba.njit(**INNER)
-def top_k(scratch, x, vocab, k):
-    """The list becomes the first k of the n f32 at x, sorted."""
+def gather_best(scratch, x, vocab, k, limit):
+    """The list becomes candidates, by ascending id, among them the first k of the n f32 at x. Returns their number.
+
+    Ends when there are `limit` or more. Of those at the threshold, the first k are gathered.
+    """
     size = 4 * padded(vocab)
     values, ids = scratch + 3 * size, scratch + 4 * size
     blocks = (vocab + MAX_BLOCK - 1) // MAX_BLOCK
@@ -141,7 +148,29 @@ def top_k(scratch, x, vocab, k):
             put_i32(ids + 4 * b, b)
         sort_list(scratch, vocab, blocks, True)
         threshold = get_f32(values + 4 * (k - 1))
-    n = gather_above(x, vocab, threshold, values, ids)
+    bound, count, n_equal = splat_f32(threshold), 0, 0
+    for i in range(0, vocab, LANES):
+        rest = min(vocab - i, LANES)
+        v = load_f32_part(x + 4 * i, rest, _F(-np.inf))
+        found = lanes_set(v > bound if n_equal >= k else v >= bound) & ((1 << rest) - 1)
+        while found:
+            identity = i + lowest_bit(found)
+            value = get_f32(x + 4 * identity)
+            put_f32(values + 4 * count, value)
+            put_i32(ids + 4 * count, identity)
+            count += 1
+            if value == threshold:
+                n_equal += 1
+            found &= found - 1
+        if count >= limit:
+            break
+    return count
+
+
+@numba.njit(**INNER)
+def top_k(scratch, x, vocab, k):
+    """The list becomes the first k of the n f32 at x, sorted."""
+    n = gather_best(scratch, x, vocab, k, vocab)
     sort_list(scratch, vocab, n, True)
     return min(n, k)
 

@@ -1,4 +1,4 @@
-"""Filters of the sampler that select candidates by their probability: min_p, top_n_sigma, typical_p and XTC.
+"""Filters of the sampler that select candidates by their probability: min_p, top_n_sigma and XTC.
 
 Equal the reference implementation (tools/reference/sampling_filters.py).  A filter of the whole vocabulary that selects
 by a threshold gives the others the value -inf: nothing need be sorted.  The scratch is drawn in sampler_vocabulary.py.
@@ -13,21 +13,21 @@ import numpy as np
 
 from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_candidates import sort_list, weigh_list, write_weights
+from stages.worker.kernels.sampler_candidates import weigh_list
 from stages.worker.kernels.sampler_scalars import log
-from stages.worker.kernels.sampler_vocabulary import gather_above, largest, padded, weigh_vocabulary
+from stages.worker.kernels.sampler_vocabulary import largest, last_equal, padded, weigh_vocabulary
 from stages.worker.kernels.simd import (
     LANES,
-    absolute,
     f32_to_f64,
     get_f32,
     get_i32,
     load_f32,
     load_f32_part,
-    maximum,
+    minimum,
     put_f32,
     put_i32,
     reduce_add_f64,
+    reduce_max,
     select,
     splat_f32,
     splat_f64,
@@ -35,8 +35,6 @@ from stages.worker.kernels.simd import (
 )
 
 _F = np.float32
-_LOWEST = np.float32(-3.0e38)  # stands for -inf where it is multiplied
-_FIRST_BOUND, _LAST_BOUND = 0.5, 200.0  # of scores; a candidate beyond the last one has a weight of 0
 
 
 # ------------------------------------------------------------------ thresholds
@@ -121,97 +119,30 @@ def top_n_sigma(scratch, vocab, n, whole, sigmas):
     return _keep_above(scratch, vocab, n, whole, _F(np.float64(top) - np.float64(sigmas) * deviation))
 
 
-# ------------------------------------------------------------------ typical_p
-
-
-@numba.njit(**INNER)
-def _weighted_distances(x, w, vocab, top):
-    """Block sum of w * (x - top) over the vocabulary."""
-    m, low = splat_f32(top), splat_f32(_LOWEST)
-    total = 0.0
-    for start in range(0, vocab, SUM_BLOCK):
-        lanes = splat_f64(0.0)
-        for i in range(start, min(start + SUM_BLOCK, vocab), LANES):
-            v = load_f32_part(x + 4 * i, min(vocab - i, LANES), _F(-np.inf))
-            lanes = lanes + f32_to_f64(load_f32(w + 4 * i)) * f32_to_f64(maximum(v - m, low))
-        total += reduce_add_f64(lanes)
-    return total
-
-
-@numba.njit(**INNER)
-def _write_scores(x, scores, vocab, top, mean):
-    """Minus the distance between `mean` and x - top; the highest score is the most typical candidate's."""
-    m, low, middle = splat_f32(top), splat_f32(_LOWEST), splat_f32(mean)
-    for i in range(0, vocab, LANES):
-        store_f32(scores + 4 * i, -absolute(maximum(load_f32(x + 4 * i) - m, low) - middle))
-
-
-@numba.njit(**INNER)
-def _keep_typical(scratch, vocab, n, top, enough):
-    """Of a list with scores as values: sort, put the values back, keep the first until their weights exceed `enough`.
-
-    Returns their number, n + 1 if all together do not.
-    """
-    size = 4 * padded(vocab)
-    w, values, ids = scratch + size, scratch + 3 * size, scratch + 4 * size
-    sort_list(scratch, vocab, n, False)
-    for i in range(n):
-        put_f32(values + 4 * i, get_f32(scratch + 4 * get_i32(ids + 4 * i)))
-    write_weights(scratch, vocab, n, top)
-    total = 0.0
-    for i in range(n):
-        total += np.float64(get_f32(w + 4 * i))
-        if total > enough:
-            return i + 1
-    return n + 1
-
-
-@numba.njit(**INNER)
-def typical_p(scratch, vocab, n, whole, p):
-    """The list becomes the most typical candidates, with share `p` of the weight; -1: all values are -inf."""
-    size = 4 * padded(vocab)
-    w, values, ids, scores = scratch + size, scratch + 3 * size, scratch + 4 * size, scratch + 5 * size
-    top = largest(scratch, vocab) if whole else get_f32(values)
-    if top == _F(-np.inf):
-        return -1
-    if not whole:
-        total = weigh_list(scratch, vocab, n)
-        distances = 0.0
-        for i in range(n):
-            value = get_f32(values + 4 * i)
-            put_f32(scratch + 4 * get_i32(ids + 4 * i), value)
-            distances += np.float64(get_f32(w + 4 * i)) * np.float64(max(value - top, _LOWEST))
-        mean = _F(distances / total)
-        for i in range(n):
-            distance = max(get_f32(values + 4 * i) - top, _LOWEST) - mean
-            put_f32(values + 4 * i, distance if distance < _F(0.0) else -distance)
-        n = min(n, _keep_typical(scratch, vocab, n, top, np.float64(p) * total))
-        sort_list(scratch, vocab, n, False)
-        return n
-    sums = scratch + 8 * size + 4 * (1 << DIGIT)
-    total = weigh_vocabulary(scratch, w, sums, vocab, top)
-    mean = _F(_weighted_distances(scratch, w, vocab, top) / total)
-    enough = np.float64(p) * total
-    bound = _F(_FIRST_BOUND)
-    while True:
-        _write_scores(scratch, scores, vocab, top, mean)
-        last = bound > _F(_LAST_BOUND)
-        n = gather_above(scores, vocab, _F(-np.inf) if last else -bound, values, ids)
-        about = 0.0
-        if not last:
-            for i in range(n):
-                about += np.float64(get_f32(w + 4 * get_i32(ids + 4 * i)))
-        if last or about >= enough * 0.999999:
-            kept = _keep_typical(scratch, vocab, n, top, enough)
-            if last or kept <= n:
-                n = min(n, kept)
-                sort_list(scratch, vocab, n, False)
-                return n
-            weigh_vocabulary(scratch, w, sums, vocab, top)
-        bound = bound * _F(2.0)
-
-
 # ------------------------------------------------------------------ XTC
+
+
+@numba.njit(**INNER)
+def drop_likely(x, w, n, enough):
+    """Of the n candidates at x that are above -inf and weigh `enough` or more, -inf for all but the last.
+
+    n: the whole vocabulary. The last one is that by (value descending, id ascending).
+    """
+    low, most, zero, bound = splat_f32(_F(-np.inf)), splat_f32(_F(np.inf)), splat_f32(_F(0.0)), splat_f64(enough)
+    lowest = most
+    for i in range(0, 4 * n, 4 * LANES):
+        v, weight = load_f32(x + i), load_f32(w + i)
+        is_likely = (v > low) & (weight > zero) & (f32_to_f64(weight) >= bound)
+        lowest = minimum(select(is_likely, v, most), lowest)
+    value = -reduce_max(-lowest)
+    if value == _F(np.inf):
+        return
+    last = last_equal(x, n, value)
+    for i in range(0, 4 * n, 4 * LANES):
+        v, weight = load_f32(x + i), load_f32(w + i)
+        is_likely = (v > low) & (weight > zero) & (f32_to_f64(weight) >= bound)
+        store_f32(x + i, select(is_likely, low, v))
+    put_f32(x + 4 * last, value)
 
 
 @numba.njit(**INNER)
@@ -221,31 +152,24 @@ def xtc(scratch, vocab, n, whole, threshold):
     w, values, ids = scratch + size, scratch + 3 * size, scratch + 4 * size
     if whole:
         top = largest(scratch, vocab)
-        if top == _F(-np.inf):
-            return n
-        total = weigh_vocabulary(scratch, w, scratch + 8 * size + 4 * (1 << DIGIT), vocab, top)
-        values = scratch
-    else:
-        total = weigh_list(scratch, vocab, n)
-    enough = np.float64(threshold) * total
-    last, found, lowest = -1, 0, _F(np.inf)
+        if top > _F(-np.inf):
+            total = weigh_vocabulary(scratch, w, scratch + 8 * size + 4 * (1 << DIGIT), vocab, top)
+            drop_likely(scratch, w, vocab, np.float64(threshold) * total)
+        return n
+    enough = np.float64(threshold) * weigh_list(scratch, vocab, n)
+    found = 0
     for i in range(n):
         weight = get_f32(w + 4 * i)
         if weight > _F(0.0) and np.float64(weight) >= enough:
             found += 1
-            if get_f32(values + 4 * i) <= lowest:
-                last, lowest = i, get_f32(values + 4 * i)
-    if found < 2:
-        return n
     kept = 0
     for i in range(n):
         weight = get_f32(w + 4 * i)
-        is_dropped = i != last and weight > _F(0.0) and np.float64(weight) >= enough
-        if whole:
-            if is_dropped:
-                put_f32(values + 4 * i, _F(-np.inf))
-        elif not is_dropped:
-            put_f32(values + 4 * kept, get_f32(values + 4 * i))
-            put_i32(ids + 4 * kept, get_i32(ids + 4 * i))
-            kept += 1
-    return n if whole else kept
+        if weight > _F(0.0) and np.float64(weight) >= enough:
+            found -= 1
+            if found:
+                continue
+        put_f32(values + 4 * kept, get_f32(values + 4 * i))
+        put_i32(ids + 4 * kept, get_i32(ids + 4 * i))
+        kept += 1
+    return kept

@@ -1,4 +1,4 @@
-"""Two scalar functions of the sampler, the same bits on every machine: a uniform random number and the logarithm."""
+"""Scalar functions of the sampler, the same bits everywhere: a uniform random number, the logarithm, the next f64."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ def uniform(seed, position, choice, stream):
         k0 = (k0 + np.uint64(0x9E3779B9)) & low
         k1 = (k1 + np.uint64(0xBB67AE85)) & low
     return np.float64((c0 << np.uint64(21)) + (c1 >> np.uint64(11))) * 2.0**-53
+
+
+@numba.njit(**INNER)
+def next_above(x):
+    """The least f64 above x, which is 0 or at least 2^-1022."""
+    # Three quarters to one and a half of the distance to it: the sum is rounded to it.
+    return x + x * (0.75 * 2.0**-52) if x > 0.0 else 2.0**-1074
 
 
 @numba.njit(**INNER)

@@ -1,8 +1,8 @@
 """The candidate of the whole vocabulary at which a running sum of weights reaches a target, without a sort.
 
-The weights of all candidates are summed by parts of the vocabulary, ranges of values.  The candidates of the part in
-which the sum reaches the target are gathered and divided again, and the last few hundred are sorted.  A few samples
-decide how all candidates are divided:
+Weights are added in the order of keys: the values (VAL), or how typical these are.  The weights of all candidates are
+summed by parts of the vocabulary, ranges of keys.  The candidates of the part in which the sum reaches the target are
+gathered and divided again, and the last few hundred are sorted.  A few samples decide how all candidates are divided:
 
 - by bins of one width between the highest and lowest samples, if no bin has many samples.  One pass fills all bins.
 - else by pivots, quantiles of the samples, as in sample sort.  A pass sums the weights above a pivot, and a binary
@@ -10,10 +10,10 @@ decide how all candidates are divided:
   side of it, so that candidates of one value are a part of their own.  The passes depend on the order of the values
   alone: outliers, levels and scales do not matter.  Some candidates are always divided by pivots.
 
-The sums are those of the order of values (docs/numerics.md) where no f64 sum is rounded: then any order gives the same
-bits.  Callers make sure of that (sampler_nucleus.py).  The scratch is drawn in sampler_vocabulary.py; VAL and W are
-read, PARTS keeps the parts of all candidates with their sums, and I2, K1, ID hold values, weights and ids of the
-candidates of a part.
+The sums are those of the definition (docs/numerics.md) where no f64 sum is rounded: then any order gives the same bits.
+Callers make sure of that (sampler_sums.py).  The scratch is drawn in sampler_vocabulary.py; the keys and W are read,
+PARTS keeps the parts of all candidates with their sums, and I2, K1, ID hold keys, weights and ids of the candidates of
+a part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from stages.worker.kernels.buffer_sizes import BINS, BINS_AT, NUMBERS_AT, PIVOT_BYTES, PIVOTS, SAMPLES
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import sort_list
-from stages.worker.kernels.sampler_vocabulary import nth_equal, padded, parts_at
+from stages.worker.kernels.sampler_vocabulary import BY_VALUE, key_at, keys_at, nth_equal, padded, parts_at
 from stages.worker.kernels.simd import (
     LANES,
     f32_to_f64,
@@ -55,6 +55,7 @@ MOST_SPLITS = 16  # then what is left is sorted; 3 or 4 leave a few hundred of 1
 _LIST = 512  # candidates, at most, that are sorted instead of split; SAMPLES or more
 _SMALLEST_RANGE = 1e-30  # of bins: their number divided by it must be finite
 _SOME, _ALL = 1, 2  # of the candidates are in bins; the others, perhaps most, are in the last one
+_STALE = -1  # PARTS is of other keys or weights
 _UNKNOWN = -1.0  # a sum that no pass has computed
 _F = np.float32
 _CROWDED = 40  # samples of one bin, at most: many additions in turn to one sum are slow
@@ -72,13 +73,13 @@ def _put_next(to, at):
 
 
 @numba.njit(**INNER)
-def _sample(x, n, samples):
-    """SAMPLES of the n f32 at x, descending."""
+def _sample(x, key, n, samples):
+    """SAMPLES of the keys of n candidates, descending."""
     for i in range(SAMPLES):
         start = i * n // SAMPLES
         width = (i + 1) * n // SAMPLES - start
         # Places are scattered, so that no period of the vocabulary is met.
-        value = get_f32(x + 4 * (start + (i * 40503 & 0xFFFF) * width // 0x10000))
+        value = key_at(x + 4 * (start + (i * 40503 & 0xFFFF) * width // 0x10000), key)
         j = i
         while j > 0 and get_f32(samples + 4 * j - 4) < value:
             put_f32(samples + 4 * j, get_f32(samples + 4 * j - 4))
@@ -127,7 +128,7 @@ def _choose_bins(parts, threshold):
 
 
 @numba.njit(**INNER)
-def _fill_bins(scratch, vocab, parts):
+def _fill_bins(scratch, key, vocab, parts):
     """Sum the weights of all candidates by bins."""
     w, bins, numbers = scratch + 4 * padded(vocab), parts + BINS_AT, parts + NUMBERS_AT
     for i in range(BINS + LANES):
@@ -137,7 +138,7 @@ def _fill_bins(scratch, vocab, parts):
     high, scale = splat_f32(get_f32(parts + _HIGH)), splat_f32(get_f32(parts + _SCALE))
     zero, most = splat_f32(_F(0.0)), to_f32(load_i32(numbers))
     for i in range(0, vocab, LANES):
-        number = minimum(maximum((high - load_f32(scratch + 4 * i)) * scale, zero), most)
+        number = minimum(maximum((high - keys_at(scratch + 4 * i, key)) * scale, zero), most)
         store_i32(numbers, to_i32(number))
         for lane in range(LANES):
             at = bins + 8 * get_i32(numbers + 4 * lane)
@@ -161,25 +162,25 @@ def _end_of_bin(parts, number):
 
 
 @numba.njit(**INNER)
-def weight_from(x, w, n, value):
-    """The sum of the n f32 at w whose value at x is `value` or more."""
+def weight_from(x, key, w, n, value):
+    """The sum of the weights of those of n candidates whose key is `value` or more."""
     bound, zero, sums = splat_f32(value), splat_f32(_F(0.0)), splat_f64(0.0)
     for i in range(0, 4 * n, 4 * LANES):
-        sums = sums + f32_to_f64(select(load_f32(x + i) >= bound, load_f32(w + i), zero))
+        sums = sums + f32_to_f64(select(keys_at(x + i, key) >= bound, load_f32(w + i), zero))
     return reduce_add_f64(sums)
 
 
 @numba.njit(**INNER)
-def _sum_above(x, w, n, pivots, number):
-    """Weights of the candidates whose value is a pivot's or more."""
+def _sum_above(x, key, w, n, pivots, number):
+    """Weights of the candidates whose key is a pivot's or more."""
     at = pivots + _SUMS + 8 * number
     if get_f64(at) == _UNKNOWN:
-        put_f64(at, weight_from(x, w, n, get_f32(pivots + 4 * number)))
+        put_f64(at, weight_from(x, key, w, n, get_f32(pivots + 4 * number)))
     return get_f64(at)
 
 
 @numba.njit(**INNER)
-def _take(scratch, vocab, x, w, ids, n, low, high):
+def _take(scratch, vocab, x, key, w, ids, n, low, high):
     """I2, K1, ID become those of n candidates (0 as `ids`: all) that are `low` or more and below `high`; their number.
 
     They may be those that are read.  16 lanes behind them are -inf and 0.
@@ -189,11 +190,11 @@ def _take(scratch, vocab, x, w, ids, n, low, high):
     lowest, highest = splat_f32(low), splat_f32(high)
     count = 0
     for i in range(0, n, LANES):
-        v = load_f32(x + 4 * i)
+        v = keys_at(x + 4 * i, key)
         found = lanes_set((v >= lowest) & (v < highest)) & ((1 << min(n - i, LANES)) - 1)
         while found:
             at = i + lowest_bit(found)
-            put_f32(to_x + 4 * count, get_f32(x + 4 * at))
+            put_f32(to_x + 4 * count, key_at(x + 4 * at, key))
             put_f32(to_w + 4 * count, get_f32(w + 4 * at))
             put_i32(to_ids + 4 * count, get_i32(ids + 4 * at) if ids else at)
             count += 1
@@ -204,12 +205,7 @@ def _take(scratch, vocab, x, w, ids, n, low, high):
 
 
 @numba.njit(**INNER)
-def _reaches(total, target, exceeds):
-    return total > target if exceeds else total >= target
-
-
-@numba.njit(**INNER)
-def walk(scratch, vocab, n, total, target, exceeds):
+def walk(scratch, vocab, n, total, target):
     """Add the weights (W, by id) of the list's n candidates to `total` until it reaches `target`.
 
     Returns how many it took, n + 1 if all together do not, and the sum.
@@ -218,28 +214,28 @@ def walk(scratch, vocab, n, total, target, exceeds):
     w, ids = scratch + size, scratch + 4 * size
     for i in range(n):
         total += np.float64(get_f32(w + 4 * get_i32(ids + 4 * i)))
-        if _reaches(total, target, exceeds):
+        if total >= target:
             return i + 1, total
     return n + 1, total
 
 
 @numba.njit(**INNER)
-def _find_equal(x, w, ids, n, value, total, target, exceeds):
-    """`find` among those of n candidates that have one value, behind others whose weights are `total`."""
-    weight = np.float64(get_f32(w + 4 * nth_equal(x, n, value, 1)))
+def _find_equal(x, key, w, ids, n, value, total, target):
+    """`find` among those of n candidates that have one key, behind others whose weights are `total`."""
+    weight = np.float64(get_f32(w + 4 * nth_equal(x, key, n, value, np.int64(1))))
     if weight == 0.0:
         return -1, total
     count = np.int64(min((target - total) / weight, np.float64(n))) - 1
     count = count if count > 1 else np.int64(1)
-    while count < n and not _reaches(total + count * weight, target, exceeds):
+    while count < n and total + count * weight < target:
         count += 1
-    at = nth_equal(x, n, value, count)
+    at = nth_equal(x, key, n, value, count)
     return (get_i32(ids + 4 * at) if ids else at), total + count * weight
 
 
 @numba.njit(**INNER)
-def _is_one_value(parts, x, n, low, high):
-    """Whether the candidates in a range have one value; only looked for where the samples in it, two or more, have."""
+def _is_one_value(parts, x, key, n, low, high):
+    """Whether the candidates in a range have one key; only looked for where the samples in it, two or more, have."""
     samples, value, times = parts + _SAMPLES_AT, _F(0.0), 0
     for i in range(SAMPLES):
         sample = get_f32(samples + 4 * i)
@@ -252,18 +248,18 @@ def _is_one_value(parts, x, n, low, high):
         return False, value
     lowest, highest, wanted, others = splat_f32(low), splat_f32(high), splat_f32(value), first_lanes(0)
     for i in range(0, 4 * n, 4 * LANES):
-        v = load_f32(x + i)
+        v = keys_at(x + i, key)
         others = others | ((v >= lowest) & (v < highest) & ~(v == wanted))
     return lanes_set(others) == 0, value
 
 
 @numba.njit(**INNER)
-def _part_of_bins(parts, total, target, exceeds):
+def _part_of_bins(parts, total, target):
     """Whether few candidates are in the bin in which the sum, behind `total`, reaches the target; its range; the sum
     before it.
     """
     bins, number, before = parts + BINS_AT, 0, total
-    while number < BINS - 1 and not _reaches(before + get_f64(bins + 8 * number), target, exceeds):
+    while number < BINS - 1 and before + get_f64(bins + 8 * number) < target:
         before += get_f64(bins + 8 * number)
         number += 1
     if number == BINS - 1 and get_i32(parts + _HAS_BINS) == _SOME:
@@ -272,13 +268,13 @@ def _part_of_bins(parts, total, target, exceeds):
 
 
 @numba.njit(**INNER)
-def _part_of_pivots(x, w, n, pivots, total, target, exceeds):
+def _part_of_pivots(x, key, w, n, pivots, total, target):
     """The range between pivots in which the sum reaches the target, or would, and the sum before it."""
     first, last = 0, PIVOTS  # the first pivot whose sum reaches the target is one of these
     while first < last:
         middle = (first + last) // 2
         bound = get_f32(pivots + 4 * middle)
-        if _reaches(total + _sum_above(x, w, n, pivots, middle), target, exceeds):
+        if total + _sum_above(x, key, w, n, pivots, middle) >= target:
             last = middle
         else:
             first = middle + 1
@@ -290,46 +286,55 @@ def _part_of_pivots(x, w, n, pivots, total, target, exceeds):
         low = get_f32(pivots + 4 * last)
     if last > 0:
         high = get_f32(pivots + 4 * last - 4)
-        total += _sum_above(x, w, n, pivots, last - 1)
+        total += _sum_above(x, key, w, n, pivots, last - 1)
     return low, high, total
 
 
 @numba.njit(**INNER)
-def find(scratch, vocab, target, exceeds, threshold, has_parts):
-    """The first candidate (VAL, W) by (value descending, id ascending) whose running sum reaches, or exceeds, `target`.
+def forget_parts(scratch, vocab):
+    """Before a `find` with other keys or weights than the last one had."""
+    put_i32(parts_at(scratch, vocab) + _HAS_BINS, _STALE)
 
-    No value is inf; vocab is above _LIST. threshold: its value is hardly below. has_parts: whether PARTS holds those of
-    VAL, from a call before. Returns its id, -1 if none does, and the sum.
+
+@numba.njit(**INNER)
+def find(scratch, key, vocab, target, threshold):
+    """The first candidate by (key descending, id ascending) whose running sum of weights reaches `target`.
+
+    key: what the keys of VAL are (`key_at`). None is inf, and vocab is above _LIST. threshold: its key is hardly below.
+    Keys and weights are those of the last call, or PARTS has been forgotten. Returns its id, -1 if none does, and the
+    sum.
     """
     size, parts = 4 * padded(vocab), parts_at(scratch, vocab)
     samples, pivots = parts + _SAMPLES_AT, parts
-    x, w, ids, n, total = scratch, scratch + size, 0, vocab, 0.0
+    x, w, ids, n, total = scratch, scratch + size, np.int64(0), vocab, 0.0
+    has_parts = get_i32(parts + _HAS_BINS) != _STALE
     for split in range(MOST_SPLITS):
         if n <= _LIST:
             break
         if split or not has_parts:
-            _sample(x, n, samples)
+            _sample(x, key, n, samples)
             _choose_pivots(pivots, samples)
             if split == 0 and _choose_bins(parts, threshold):
-                _fill_bins(scratch, vocab, parts)
+                _fill_bins(scratch, key, vocab, parts)
         has_range = False
         low = high = _F(0.0)
         if split == 0 and get_i32(parts + _HAS_BINS):
-            has_range, low, high, total = _part_of_bins(parts, total, target, exceeds)
-            is_one, value = _is_one_value(parts, x, n, low, high)
+            has_range, low, high, total = _part_of_bins(parts, total, target)
+            is_one, value = _is_one_value(parts, x, key, n, low, high)
             if has_range and is_one:
-                return _find_equal(x, w, ids, n, value, total, target, exceeds)
+                return _find_equal(x, key, w, ids, n, value, total, target)
         if not has_range:
-            low, high, total = _part_of_pivots(x, w, n, pivots, total, target, exceeds)
+            low, high, total = _part_of_pivots(x, key, w, n, pivots, total, target)
             put_f32(parts + _VALUE, low)
             _put_next(parts + _VALUE, parts + _VALUE)
             if get_f32(parts + _VALUE) == high:
-                return _find_equal(x, w, ids, n, low, total, target, exceeds)
-        n = _take(scratch, vocab, x, w, ids, n, low, high)
+                return _find_equal(x, key, w, ids, n, low, total, target)
+        n = _take(scratch, vocab, x, key, w, ids, n, low, high)
+        key = BY_VALUE  # what was taken are keys
         x, w, ids = scratch + 7 * size, scratch + 5 * size, scratch + 4 * size
         pivots, samples = parts + PIVOT_BYTES, parts + _SAMPLES_AT + 4 * SAMPLES
     for i in range(0, 4 * n, 4 * LANES):
         store_f32(scratch + 3 * size + i, load_f32(scratch + 7 * size + i))
     sort_list(scratch, vocab, n, True)
-    reached, total = walk(scratch, vocab, n, total, target, exceeds)
+    reached, total = walk(scratch, vocab, n, total, target)
     return (get_i32(scratch + 4 * size + 4 * (reached - 1)) if reached <= n else -1), total

@@ -12,8 +12,8 @@ Scratch of one rank (`sampler_bytes`), n = vocabulary rounded up to SUM_BLOCK, i
     HIST   2048 i32     digit counts
     SUM    n / 1024 f64 block sums
     BEST   n / 64 f32   block maxima
-    PARTS               pivots of VAL, pivots of some candidates, samples, bins of VAL (sampler_select.py); results of
-                        top_p (sampler_nucleus.py)
+    PARTS               pivots of all keys, pivots of some, samples, bins of all keys (sampler_select.py); a list that
+                        is not made (sampler_cut.py)
     REPEAT tokens + 1 i32  lengths of repetitions, by distance
 """
 
@@ -26,6 +26,7 @@ from stages.worker.kernels.buffer_sizes import DIGIT, MAX_BLOCK, PARTS_BYTES, SU
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.simd import (
     LANES,
+    absolute,
     bits_of,
     exp,
     f32_to_f64,
@@ -47,7 +48,9 @@ from stages.worker.kernels.simd import (
     store_f32,
 )
 
+LOWEST = -3.0e38  # stands for -inf where it is multiplied
 _F = np.float32
+BY_VALUE = (False, _F(0.0), _F(0.0))
 
 
 @numba.njit(**INNER)
@@ -152,20 +155,38 @@ def weigh_vocabulary(x, w, sums, n, top):
 
 
 @numba.njit(**INNER)
-def gather_between(x, n, low, high, limit, values, ids):
-    """Values and ids of those of n f32 that are `low` to `high`, by ascending id; returns how many.
+def key_at(address, key):
+    """The key of the value at `address`: the value, or how typical it is.
+
+    key: whether it is the latter, the largest value, the mean of the differences to it.
+    """
+    v, (is_typical, top, mean) = get_f32(address), key
+    return -abs(max(v - top, _F(LOWEST)) - mean) if is_typical else v
+
+
+@numba.njit(**INNER)
+def keys_at(address, key):
+    """The same of LANES values."""
+    v, (is_typical, top, mean) = load_f32(address), key
+    if is_typical:
+        return -absolute(maximum(v - splat_f32(top), splat_f32(_F(LOWEST))) - splat_f32(mean))
+    return v
+
+
+@numba.njit(**INNER)
+def gather_between(x, key, n, low, high, limit, keys, ids):
+    """Keys and ids of those of n candidates whose key is `low` to `high`, by ascending id; returns how many.
 
     Ends when there are `limit` or more, with at most LANES - 1 more.
     """
     lowest, highest = splat_f32(low), splat_f32(high)
     count = 0
     for i in range(0, n, LANES):
-        rest = min(n - i, LANES)
-        v = load_f32_part(x + 4 * i, rest, _F(-np.inf))
-        found = lanes_set((v >= lowest) & (v <= highest)) & ((1 << rest) - 1)
+        v = keys_at(x + 4 * i, key)
+        found = lanes_set((v >= lowest) & (v <= highest)) & ((1 << min(n - i, LANES)) - 1)
         while found:
             identity = i + lowest_bit(found)
-            put_f32(values + 4 * count, get_f32(x + 4 * identity))
+            put_f32(keys + 4 * count, key_at(x + 4 * identity, key))
             put_i32(ids + 4 * count, identity)
             count += 1
             found &= found - 1
@@ -176,16 +197,16 @@ def gather_between(x, n, low, high, limit, values, ids):
 
 @numba.njit(**INNER)
 def gather_above(x, n, threshold, values, ids):
-    """The same of all that are `threshold` or more."""
-    return gather_between(x, n, threshold, _F(np.inf), n, values, ids)
+    """The same of all values that are `threshold` or more."""
+    return gather_between(x, BY_VALUE, n, threshold, _F(np.inf), n, values, ids)
 
 
 @numba.njit(**INNER)
-def nth_equal(x, n, value, number):
-    """The index of the `number`-th, from 1, of n f32 that equals `value`; there are so many."""
+def nth_equal(x, key, n, value, number):
+    """The index of the `number`-th, from 1, of n candidates whose key equals `value`; there are so many."""
     wanted = splat_f32(value)
     for i in range(0, n, LANES):
-        found = lanes_set(load_f32_part(x + 4 * i, min(n - i, LANES), _F(np.inf)) == wanted)
+        found = lanes_set(keys_at(x + 4 * i, key) == wanted) & ((1 << min(n - i, LANES)) - 1)
         count = _count_bits(found)
         if count >= number:
             for _ in range(number - 1):
