@@ -205,9 +205,12 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(result.output.splitlines()[-1])["us"]
     assert 0 < found["greedy"] < found["top-p 0.9 of a flat distribution"]
     arguments = ["--vocabulary", "65536", "--repeats", "5", "--only", "peaked", "--only", "flat", "-p", "0.5"]
+    arguments += ["--case", "top-p", "--case", "typical-p, penalties", "--case", "XTC"]
     result = CliRunner().invoke(sampler_shapes.main, arguments, catch_exceptions=False)
     shapes_us = json.loads(result.output.splitlines()[-1])["us"]
-    assert 0 < shapes_us["peaked"]["0.5"][0] < shapes_us["flat"]["0.5"][0]  # one candidate, and thousands
+    assert shapes_us.keys() == {"top-p", "typical-p, penalties", "XTC"} and shapes_us["XTC"]["flat"]["us"][0] > 0
+    for of_case in (shapes_us["top-p"], shapes_us["typical-p, penalties"]):
+        assert 0 < of_case["peaked"]["p 0.5"][0] < of_case["flat"]["p 0.5"][0]  # one candidate, and thousands
     arguments = ["--contexts", "64,2048", "--heads", "64", "--groups", "2", "--repeats", "3"]
     result = CliRunner().invoke(attention.main, arguments, catch_exceptions=False)
     report = json.loads(result.output.splitlines()[-1])

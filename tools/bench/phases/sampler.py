@@ -31,6 +31,12 @@ CASES: dict[str, dict[str, Any]] = {
         "frequency": 0.2,
         "presence": 0.2,
     },
+    "top-p 0.9 of a flat distribution, penalties": {
+        "temperature": 50.0,
+        "top_p": 0.9,
+        "frequency": 0.2,
+        "presence": 0.2,
+    },
     "min-p 0.05": {"temperature": 1.0, "min_p": 0.05},
     "typical-p 0.9": {"temperature": 1.0, "typical_p": 0.9},
     "typical-p 0.9 of a flat distribution": {"temperature": 50.0, "typical_p": 0.9},
