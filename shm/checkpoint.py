@@ -30,7 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -381,7 +381,9 @@ def load_tables(path: Path) -> dict[str, np.ndarray]:
         file = msgspec.msgpack.decode(raw, type=_File)
         if any(file.padding):
             raise CheckpointError(f"{path}: the padding is not zero: the file is damaged; remove it to ingest again")
-        return unpack(_checked(path, file.tables, file.tables_checksum))
+        tables = unpack(_checked(path, file.tables, file.tables_checksum))
+        cast(mmap.mmap, raw.obj).madvise(mmap.MADV_DONTNEED)  # read for the checksum; what is looked up comes back
+        return tables
     except (*DECODE_ERRORS, ValueError) as error:
         raise CheckpointError(f"{path}: not a checkpoint index ({error}); remove it to ingest again") from None
 
@@ -402,8 +404,7 @@ def _map(path: Path, *, has_tables: bool) -> tuple[memoryview, os.stat_result]:
 
 
 def _checked(path: Path, data: memoryview, checksum: int) -> memoryview:
-    found = xxhash.xxh3_64_intdigest(data)
-    if found != checksum:
+    if (found := xxhash.xxh3_64_intdigest(data)) != checksum:
         raise CheckpointError(
             f"{path}: checksum is {found:016x}, expected {checksum:016x}: the file is damaged; remove it to "
             f"ingest again"
@@ -423,11 +424,10 @@ def write_temporary_index(path: Path, index: Index, tables: Mapping[str, np.ndar
     checksums = xxhash.xxh3_64_intdigest(payload), xxhash.xxh3_64_intdigest(packed)
     head = _File(VERSION, checksums[0], memoryview(payload), checksums[1], tables=memoryview(packed))
     start = len(msgspec.msgpack.encode(head)) - len(packed)
-    raw = msgspec.msgpack.encode(msgspec.structs.replace(head, padding=memoryview(bytes(-start % ALIGNMENT))))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    padding, temporary = memoryview(bytes(-start % ALIGNMENT)), path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(raw)
+            file.write(msgspec.msgpack.encode(msgspec.structs.replace(head, padding=padding)))
             file.flush()
             os.fsync(file.fileno())
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from stages.tokenizer.opened_models import ModelSource, UnusableModel, build_mod
 from stages.tokenizer.vocabulary import TokenizerSpec, Vocabulary
 from stages.worker.checkpoint.verify import migrate
 from tests.tokenizer.trained import byte_level_spec, sentencepiece_spec, unigram_spec, wordpiece_spec
+from tests.worker.mappings import mapping_of
 
 SPECS: dict[str, Callable[[], TokenizerSpec]] = {
     "gpt2": byte_level_spec,
@@ -171,6 +173,16 @@ def test_arrays_are_mapped_where_they_are_aligned(tmp_path: Path) -> None:
     write_index(path, sentencepiece_spec())
     for name, array in load_tables(path).items():
         assert array.flags.aligned and not array.flags.owndata, name
+
+
+def test_what_is_not_looked_up_takes_no_memory(tmp_path: Path) -> None:
+    """The checksum reads all tables; the process of a tokenizer keeps what it needs of them."""
+    path = tmp_path / "m.idx"
+    tables = {"numbers": np.arange(1 << 20, dtype=np.int64)}
+    checkpoint.write_index(path, write_index(path, sentencepiece_spec()), tables)
+    array = load_tables(path)["numbers"]
+    assert mapping_of(os.getpid(), array.ctypes.data)["Rss"] < 1024  # of 8,192 kB
+    assert array.tolist() == list(range(1 << 20))
 
 
 @cache
