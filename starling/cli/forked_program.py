@@ -46,6 +46,7 @@ class ForkedProgram:
         is_piped: stdout and stderr go to the pipe `stdout`.  leads_session: it starts a session, else a process group.
         """
         self.returncode: int | None = None  # exit code, or -signal
+        env = dict(env)  # it may be that of this process, which the child empties
         reader, writer = os.pipe2(os.O_CLOEXEC) if is_piped else (-1, -1)
         parent = os.getpid()
         sys.stdout.flush()

@@ -11,14 +11,21 @@ import os
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from pipeline.config.env import ALIAS_PREFIX, PREFIX
+from pipeline.config.load import load
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
 from pipeline.runtime.paused_collector import paused_collector
 from starling.cli.forked_program import ForkedProgram, can_fork
-from starling.cli.run_command import run_command
+from starling.cli.run_command import run_command, run_program
 
 GATEWAY = "gateway"
 LONGEST = ("worker", "tokenizer", GATEWAY)  # take longest until they are ready, once all stages are imported
+_read: tuple[object, Config] | None = None  # with the settings of the environment, and the directory, that it is for
+_has_config: set[str] = set()  # stages whose first supervisor has been started
 _LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
 
 
@@ -65,7 +72,28 @@ def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None
     if not can_fork(shown):  # asked after the import, which may have started a thread
         return Popen(command, env=env, cwd=cwd)
     env = os.environ if env is None else env
-    return ForkedProgram(shown, lambda: _main(stage), env, cwd=cwd, is_piped=True, leads_session=True)
+    config = _config_for(stage, env, cwd)
+    return ForkedProgram(shown, lambda: _main(stage, config), env, cwd=cwd, is_piped=True, leads_session=True)
+
+
+def _config_for(stage: str, env: Mapping[str, str], cwd: str | None) -> Config | None:
+    """The configuration for the first supervisor of a stage; None: it reads its own, and reports what is wrong with it.
+
+    It is read once for all of them: a process that reads it gets private copies of all pages that this touches. The
+    successor of a supervisor that was killed reads what the file holds then.
+    """
+    from starling.cli.stage import STAGES
+
+    global _read
+    if stage in _has_config or stage not in STAGES:
+        return None
+    _has_config.add(stage)
+    settings = {name: value for name, value in env.items() if name.startswith((PREFIX, ALIAS_PREFIX))}, cwd
+    if _read is None or _read[0] != settings:
+        with contextlib.suppress(ConfigError, OSError):
+            _read = settings, load(env=env, cwd=Path(cwd) if cwd else None)
+            gc.freeze()
+    return _read[1] if _read is not None and _read[0] == settings else None
 
 
 def _import(stage: str) -> None:
@@ -82,8 +110,11 @@ def command_of(stage: str) -> list[str]:
     return ["starling", "supervise", stage]
 
 
-def _main(stage: str) -> None:
-    from starling.cli.stage import supervise
+def _main(stage: str, config: Config | None) -> None:
+    from starling.cli.stage import supervise, supervise_stage
 
     sys.argv = ["starling supervise", stage]
-    run_command(supervise, "starling supervise")
+    if config is None:
+        run_command(supervise, "starling supervise")
+    else:
+        run_program(lambda: supervise_stage(stage, "", config))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
 
 import click
 
@@ -18,9 +19,14 @@ EXIT_INTERRUPTED = 130
 
 def run_command(command: click.Command, name: str) -> None:
     """Run `command` with the arguments of this process, and exit. `name`: of the program, for messages."""
+    run_program(lambda: command.main(prog_name=name, standalone_mode=False))
+
+
+def run_program(program: Callable[[], object]) -> None:
+    """Run what a command does, and exit with the code that it returns."""
     output.install()
     try:
-        code = _run(command, name)
+        code = _run(program)
         sys.stdout.flush()
     except output.OutputError as error:
         output.discard()
@@ -30,9 +36,9 @@ def run_command(command: click.Command, name: str) -> None:
     sys.exit(code)
 
 
-def _run(command: click.Command, name: str) -> int:
+def _run(program: Callable[[], object]) -> int:
     try:
-        code = command.main(prog_name=name, standalone_mode=False)
+        code = program()
     except StarlingError as error:
         terminal.complain(error.message)
         if isinstance(error, NotFound | InvalidRequest):

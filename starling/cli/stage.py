@@ -72,7 +72,11 @@ def supervise(name: str, model: str) -> int:
     STAGE is tokenizer, scheduler, kv, worker or gateway. A stage that dies too often is given up, with an error.
     `worker` runs a group of workers for each loaded model and follows `starling load`, `reload` and `unload`.
     """
-    config = load()
+    return supervise_stage(name, model, load())
+
+
+def supervise_stage(name: str, model: str, config: Config) -> int:
+    """What `starling supervise` does."""
     if name == "worker":
         if model and config.model(model) is None:
             raise _unknown(model, [known.name for known in config.models])

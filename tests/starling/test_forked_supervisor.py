@@ -137,7 +137,8 @@ class Holding:
             sys.stdin.readline()
 
 sys.meta_path.insert(0, Holding())
-forked_supervisor._main = lambda stage: signal.pause()  # it has no handler of its own, however late the signal comes
+# It has no handler of its own, however late the signal comes.
+forked_supervisor._main = lambda stage, config: signal.pause()
 honcho_patch.main()
 """
 
@@ -183,6 +184,66 @@ def test_stages_but_the_gateway_are_imported_before_their_supervisors_are_forked
         check=True,
     )
     assert done.stdout == "gateway 78 False\nkv 78 True\n"
+
+
+READ = """
+import os, sys
+from pathlib import Path
+from starling.cli import forked_supervisor, stage
+
+def port(name, model, config):
+    print(config.server.port, os.environ["PORT"], flush=True)
+
+def read(*arguments, **options):
+    print("read", os.getpid() == parent, flush=True)
+    return load(*arguments, **options)
+
+parent, load = os.getpid(), forked_supervisor.load
+forked_supervisor.preload()
+forked_supervisor.load = stage.load = read
+stage.supervise_stage = port
+os.environ["PORT"] = "none"
+OTHER = {"STARLING_SERVER__PORT": "9"}
+for at, (name, settings) in enumerate([("kv", {}), ("scheduler", {}), ("kv", {}), ("tokenizer", OTHER)]):
+    env = {**os.environ, "PORT": str(at), **settings}
+    child = forked_supervisor.child_of(f"exec starling supervise {name}", env, sys.argv[1])
+    print(child.stdout.read().decode(), child.wait(), flush=True)
+    Path(sys.argv[1], "starling.yaml").write_text("server: {port: 8}")
+"""
+
+
+def test_the_first_supervisors_share_a_configuration_and_later_ones_read_it_anew(tmp_path: Path) -> None:
+    """Each has its own environment; one whose settings differ has a configuration of its own."""
+    (tmp_path / "starling.yaml").write_text("server: {port: 7}")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "STARLING_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split("\n") == [
+        *("read True", "7 0", " 0", "7 1", " 0"),
+        *("read False", "8 2", " 0", "read True", "9 3", " 0", ""),
+    ]
+
+
+def test_a_fork_may_get_the_environment_of_its_parent(tmp_path: Path) -> None:
+    """The child empties its own before it takes over what it gets."""
+    code = """
+import os
+from starling.cli.forked_program import ForkedProgram
+child = ForkedProgram(["child"], lambda: print(os.environ["GREETING"], flush=True), os.environ, is_piped=True)
+print(child.stdout.read().decode(), child.wait())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "GREETING": "hello"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "hello\n 0\n"
 
 
 def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> None:
