@@ -36,6 +36,7 @@ from starling.cli.bounded_output import BoundedOutput
 from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
+from starling.cli.prepare_apart import prepare_apart
 from starling.cli.stage import STAGES
 from starling.cli.users_lock import end_when_unused
 from starling.doctor.finding import disk_bytes
@@ -91,7 +92,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         check_port(config)
         check_certificate(config)
         moved = choose_arena_dir(config)  # before a long download
-        prepare_all(config)
+        prepare_apart(config, prepare_all)
         timeline.reached("models")
         env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
         with_arenas = load(env=env)
