@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import tempfile
 import weakref
 from pathlib import Path
 
@@ -80,6 +79,8 @@ def collapse(fd: int, address: int, begin: int, end: int) -> bool:
 
 def is_granted(directory: Path) -> bool:
     """Whether the kernel puts a file in `directory` into a huge page. Tries it with one that is removed."""
+    import tempfile  # with random numbers and digests: few processes ask, and all import this module
+
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.truncate(2 * HUGE_BYTES)

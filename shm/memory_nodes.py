@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shm.arena import Arena
@@ -70,6 +69,8 @@ def reserve(arena: Arena, parts: Sequence[Part], huge: bool = False) -> bool:
 
     `huge`, and what is returned: as of `Arena.reserve`.  Raises `OSError`: then nothing changed.
     """
+    from concurrent.futures import ThreadPoolExecutor  # of a worker alone, and every process imports this module
+
     before = arena.reserved
     try:
         with ThreadPoolExecutor(1, "place") as pool:  # a thread of its own, because it moves from node to node

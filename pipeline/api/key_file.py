@@ -16,7 +16,6 @@ import fcntl
 import hashlib
 import logging
 import os
-import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -113,6 +112,8 @@ def digest_of(key: str) -> str:
 
 def generate() -> str:
     """A new key."""
+    import secrets  # of `starling keys` alone, and every process of a server imports this module
+
     return PREFIX + secrets.token_urlsafe(32)
 
 

@@ -6,7 +6,6 @@ value.  Values of secrets are never shown.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -148,6 +147,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """ "; did you mean X?" when a known word is similar, else ""."""
     if len(word) > MATCHED_CHARACTERS:
         return ""
+    import difflib  # only for a mistake: every process of a server has read its configuration
+
     names = {name.lower(): name for name in known}
     near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
     return f"; did you mean {names[near[0]]}?" if near else ""

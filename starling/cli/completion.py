@@ -7,13 +7,15 @@ cannot be asked has no names: a Tab never shows an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem, get_completion_class
 
 from pipeline.errors import StarlingError
 from starling.cli.options import exit_codes
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 VARIABLE = "_STARLING_COMPLETE"  # click's name for the program's completion
 FLEET_TIMEOUT_S = 2.0  # for an orchestrator, while a Tab waits
@@ -29,19 +31,23 @@ def completion(shell: str) -> None:
     zsh    eval "$(starling completion zsh)"         in ~/.zshrc
     fish   starling completion fish | source         in ~/.config/fish/config.fish
     """
+    from click.shell_completion import get_completion_class
+
     program = click.get_current_context().find_root().command
     kind = get_completion_class(shell)
     assert kind is not None
     click.echo(kind(program, {}, "starling", VARIABLE).source())
 
 
-Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+Completer = Callable[[click.Context, click.Parameter, str], "list[CompletionItem]"]
 
 
 def _completer(find: Callable[[click.Context], Iterable[str]]) -> Completer:
     """A completer of the names that `find` returns."""
 
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
         try:
             names = find(context)
         except (StarlingError, OSError, LookupError, TypeError):  # also of an answer of another server
@@ -60,6 +66,8 @@ def _models(context: click.Context) -> Iterable[str]:
 
 def models_or_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of models; if none begins so, files."""
+    from click.shell_completion import CompletionItem
+
     return model_names(context, parameter, incomplete) or [CompletionItem(incomplete, type="file")]
 
 
