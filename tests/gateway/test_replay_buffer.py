@@ -373,6 +373,23 @@ def test_answers_of_a_tenant_make_room_before_those_of_tenants_with_few(tmp_path
     assert found[-1] == "req-busy-199"
 
 
+@pytest.mark.parametrize("is_rewritten", [False, True])
+def test_ended_requests_of_busy_tenants_leave_those_of_a_quiet_one_in_the_journal(
+    tmp_path: Path, is_rewritten: bool
+) -> None:
+    target = open_journal(tmp_path, 400_000 if is_rewritten else 1 << 22)
+    tenants = ["quiet"] * 2 + ["first", "second"] * MAX_ENDED
+    names = [f"req-{tenant}-{number}" for number, tenant in enumerate(tenants)]
+    for tenant, name in zip(tenants, names, strict=True):
+        assert target.open(msgspec.structs.replace(make_journal_spec(name), tenant=tenant))
+        target.end(RequestEnd(name, NOW), is_kept=True)
+    assert (target.path.stat().st_size <= 400_000) == is_rewritten
+    target.close()
+    reader = open_journal(tmp_path)
+    reader.close()
+    assert [spec.id for spec, _ in reader.take_entries()] == names[:2] + names[2 - MAX_ENDED :]
+
+
 def test_damaged_records_are_not_copied_into_the_new_file(tmp_path: Path) -> None:
     """A damaged record of a request in flight is written again from memory."""
     target = open_journal(tmp_path, max_bytes=16_384)

@@ -43,7 +43,7 @@ UNREADABLE_FILE = "requests.unreadable"  # the last journal that could not be re
 KEEP_S = 120.0  # how long a client may ask for the answer of an ended request
 REOPEN_S = 5.0  # between attempts to open a journal that could not be opened
 PART_LOG_S = 60.0  # between log lines about tenants whose part is full
-MAX_ENDED = 256  # ended requests that are stored, the latest ones: readers reconnect soon or not at all
+MAX_ENDED = 256  # ended requests that are stored, the latest of each tenant: readers reconnect soon or not at all
 
 _SPEC, _END = 1, 2  # kinds of records
 
@@ -108,6 +108,7 @@ class Journal(DurableFile):
         self._points = points.DiskPoints("journal")
         self._locations: dict[str, _Location] = {}
         self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
+        self._ended_of: dict[str, dict[str, None]] = {}  # the same, by tenant
         self._pinned: dict[str, None] = {}  # the same, of answered requests with an idempotency key
         self._size = 0
         self._live = 0  # bytes that a rewritten file would have
@@ -280,11 +281,18 @@ class Journal(DurableFile):
         """Leave a request out of the next file. Does nothing if it is unknown."""
         location = self._locations.pop(request_id, None)
         if location is not None:
-            self._ended.pop(request_id, None)
+            if request_id in self._ended:
+                self._forget_ended(request_id, location.tenant)
             self._pinned.pop(request_id, None)
             self._live -= location.size
             if not location.end_record:
                 self._count_in_flight(location.tenant, -location.length)
+
+    def _forget_ended(self, request_id: str, tenant: str) -> None:
+        del self._ended[request_id]
+        del self._ended_of[tenant][request_id]
+        if not self._ended_of[tenant]:
+            del self._ended_of[tenant]
 
     def _register(self, spec: RequestSpec, at: int, record: bytes) -> None:
         self._locations[spec.id] = _Location(spec.tenant, at, len(record), record)
@@ -299,16 +307,23 @@ class Journal(DurableFile):
     def _register_end(self, end: RequestEnd, location: _Location, record: bytes, is_pinned: bool) -> None:
         self._count_in_flight(location.tenant, -location.length)
         location.end_record, location.ended_at = record, end.when
-        (self._pinned if is_pinned else self._ended)[end.id] = None
+        if is_pinned:
+            self._pinned[end.id] = None
+        else:
+            self._ended[end.id] = self._ended_of.setdefault(location.tenant, {})[end.id] = None
         self._live += len(record)
 
     def _expire(self) -> None:
+        """Forget ended requests that are too old, and if there are too many, the oldest of the tenant that has most.
+
+        So does the replay buffer: no tenant can drive out the requests of the others.
+        """
         oldest = self._wall() - KEEP_S
-        while self._ended:
-            name = next(iter(self._ended))
-            if len(self._ended) <= MAX_ENDED and self._locations[name].ended_at >= oldest:
-                return
+        while self._ended and self._locations[name := next(iter(self._ended))].ended_at < oldest:
             self.forget(name)
+        while len(self._ended) > MAX_ENDED:
+            largest = max(self._ended_of.values(), key=len)
+            self.forget(next(iter(largest)))
 
     def _read_spec_record(self, location: _Location) -> bytes:
         """The record of an ended request from the file; b"" if it is damaged."""
