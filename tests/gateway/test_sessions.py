@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.session_header import EXISTING, HEADER
-from pipeline.errors import StarlingError
+from pipeline.errors import Overloaded, StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.requests.relay import Relay
-from stages.gateway.requests.sessions import Sessions
+from stages.gateway.requests.sessions import MAX_PENDING, MAX_TENANT_PENDING, Sessions
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.kv.sessions.model_sessions import answer
 from tests.gateway.kv_peer import MAX_SESSIONS, KvPeer, open_sessions
@@ -99,10 +99,10 @@ class World:
             self.relay._finish(line, len(tokens))
 
 
-def begin_turn(world: World) -> asyncio.Task[Any]:
+def begin_turn(world: World, tenant: str = "t", session: str = "s") -> asyncio.Task[Any]:
     """The gateway's task that begins a turn of a session, the first one if there is none."""
-    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id="s", creates_session=True)
-    return asyncio.ensure_future(world.sessions.begin(MODEL, "t", ask, ask.cache_salt))
+    ask = GenerationRequest(endpoint="generate", model=MODEL, session_id=session, creates_session=True)
+    return asyncio.ensure_future(world.sessions.begin(MODEL, tenant, ask, ask.cache_salt))
 
 
 async def begun_turn(world: World) -> GenerationRequest:
@@ -128,6 +128,26 @@ async def test_a_turn_whose_client_has_just_left_is_aborted(tmp_path: Path) -> N
     world.settle()
     assert not world.kv.all(), "without its first turn there is no session"
     assert not world.sessions._busy and not world.sessions._pending
+
+
+async def test_turns_of_a_tenant_that_wait_for_the_kv_manager_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    busy = [begin_turn(world, "busy", f"s{number}") for number in range(MAX_TENANT_PENDING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="384 of your turns of sessions .* the most of one tenant"):
+        await begin_turn(world, "busy", "one-more")
+    quiet = [begin_turn(world, "quiet", f"s{number}") for number in range(MAX_PENDING - MAX_TENANT_PENDING)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="512 turns of sessions wait for the KV manager"):
+        await begin_turn(world, "quiet", "one-more")
+    assert len(world.to_kv) == MAX_PENDING
+    world.settle()
+    await asyncio.gather(*busy, *quiet, return_exceptions=True)  # the KV manager has a bound of its own on sessions
+    again = begin_turn(world, "busy", "one-more")
+    await asyncio.sleep(0)
+    assert len(world.to_kv) == 1, "what was answered does not count"
+    world.settle()
+    await asyncio.gather(again, return_exceptions=True)
 
 
 @pytest.mark.parametrize("is_admitted", [False, True])

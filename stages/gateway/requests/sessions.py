@@ -33,6 +33,7 @@ log = logging.getLogger("starling.gateway.sessions")
 ANSWER_TIMEOUT_S = 10.0  # for one answer of the KV manager, its restart included
 RETRY_AFTER_S = 5.0  # in the 503
 MAX_PENDING = 512  # unanswered frames; the edge's queue is longer
+MAX_TENANT_PENDING = 384  # of one tenant
 
 Key = tuple[str, str, str]  # model, tenant, session
 Command = m.SessionBegin | m.SessionCommit | m.SessionClose
@@ -273,6 +274,12 @@ class Sessions:
             if len(self._pending) >= MAX_PENDING:
                 raise Overloaded(
                     f"{MAX_PENDING} turns of sessions wait for the KV manager; try again", retry_after_s=1.0
+                )
+            if sum(one.frame.tenant == frame.tenant for one in self._pending.values()) >= MAX_TENANT_PENDING:
+                raise Overloaded(
+                    f"{MAX_TENANT_PENDING} of your turns of sessions wait for the KV manager, the most of one tenant; "
+                    "try again",
+                    retry_after_s=1.0,
                 )
             self._put(frame, on_answer)  # replaced below if the caller stops waiting
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
