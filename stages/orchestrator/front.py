@@ -131,6 +131,7 @@ class Front:
 
         bodies, answers = body_shares(config.server, is_alone), answer_shares(config.server, is_alone)
         self._slots = RequestSlots(total, share, share_of, bodies, answers)
+        self._cancellations = RequestSlots(total, share, share_of, state="cancelled at once")
         relay.routes.locate = self._locator.locate_other
 
     # ---------------------------------------------------------------- bounds and counts
@@ -151,9 +152,9 @@ class Front:
             return most
         return self.keys.share_of(tenant, most, most if len(self.config.tenants) == 1 else most - most // 4)
 
-    def counted(self, principal: str) -> Counted:
-        """Count a request of a tenant or address. Raises `Overloaded`."""
-        return self._slots.counted(principal)
+    def counted(self, principal: str, *, is_cancellation: bool = False) -> Counted:
+        """Count a request of a tenant or address; a cancellation apart from the others. Raises `Overloaded`."""
+        return (self._cancellations if is_cancellation else self._slots).counted(principal)
 
     def answered(self, endpoint: str, status: int, took_s: float, code: str) -> None:
         """Count an answer."""

@@ -368,10 +368,11 @@ async def _get_request(request: web.Request) -> web.StreamResponse:
 async def _cancel_request(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/requests/ID: cancel a request in flight. Its readers get an error.
 
-    It is not counted: a tenant that has as many requests in flight as it may have must be able to end one.
+    It is counted apart: a tenant that has as many requests in flight as it may have must be able to end them all.
     """
-    name = request.match_info["id"]
-    await request.app[FRONT].cancel(request[CALLER], name)
+    front, name = request.app[FRONT], request.match_info["id"]
+    with front.counted(request[PRINCIPAL], is_cancellation=True):
+        await front.cancel(request[CALLER], name)
     return _json({"id": name, "cancelled": True})
 
 

@@ -77,14 +77,16 @@ class RequestSlots:
         share_of: Callable[[str], int],
         bodies: FairShares | None = None,
         answers: FairShares | None = None,
+        state: str = "in flight",
     ) -> None:
         """`share`: of one principal; `share_of` returns it where it is another one.
 
-        `bodies`, `answers`: the bounds on their bytes; None: there are none.
+        `bodies`, `answers`: the bounds on their bytes; None: there are none. `state`: of those counted, for the error.
         """
         self._shares = FairShares(total, share, total // 8, share_of=share_of)
         self._bodies = bodies
         self._answers = answers
+        self._state = state
 
     @property
     def held(self) -> int:
@@ -102,7 +104,7 @@ class RequestSlots:
                 if is_key(principal):
                     what, source = "with this API key", "the key's own limit"
             raise Overloaded(
-                f"{bound} requests can be in flight {what} ({source}), and no more are taken now; try again",
+                f"{bound} requests can be {self._state} {what} ({source}), and no more are taken now; try again",
                 retry_after_s=1.0,
             )
         return Counted(self, principal)

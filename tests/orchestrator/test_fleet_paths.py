@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import jsonschema
 import pytest
@@ -60,6 +66,44 @@ def test_a_request_that_waits_for_its_model_is_cancelled(fleet: Fleet, cold_agen
         assert fleet.request("DELETE", path, None, MINE).status == 404
     cold_agent.may_load.set()
     fleet.wait(lambda state: "cold" in cold_agent.engines)
+
+
+def test_cancellations_under_way_are_bounded_for_a_tenant_and_in_all(
+    homes: Callable[[], Path], engines: list[Server]
+) -> None:
+    """They ask every engine, and one of these is silent."""
+    keys = [{"key": f"sk-{tenant}", "tenant": tenant} for tenant in ("mine", "other")]
+    fleet = Fleet(homes(), {"auth": {"api_keys": keys}}, max_concurrent_requests=8)
+    with ExitStack() as stack:
+        stack.callback(fleet.close)
+        fleet.add_agent("one", engines[0])
+        names = [fleet.post("/v1/generate", BODY, tenant).headers["X-Starling-Request"] for tenant in (MINE, OTHER)]
+        mine, other = (f"/v1/requests/{name}" for name in names)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        silent.settimeout(60)
+        fleet.add_agent("two", cast(Server, SimpleNamespace(port=silent.getsockname()[1])))
+
+        def cancel(path: str, tenant: dict[str, str]) -> tuple[HTTPConnection, socket.socket]:
+            connection = stack.enter_context(closing(fleet.connect()))
+            connection.request("DELETE", path, headers=tenant)
+            asked = stack.enter_context(silent.accept()[0])
+            assert asked.recv(1 << 16).startswith(b"DELETE ")
+            return connection, asked
+
+        under_way = []
+        for path, tenant, n, bound in (
+            (mine, MINE, 6, "6 requests can be cancelled at once for one client"),
+            (other, OTHER, 1, "8 requests can be cancelled at once for all clients together"),
+        ):
+            under_way += [cancel(path, tenant) for _ in range(n)]
+            refused = fleet.request("DELETE", path, None, tenant)
+            assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+            assert refused.error["message"].startswith(bound)
+        silent.close()
+        for _, asked in under_way:
+            asked.close()
+        assert [connection.getresponse().status for connection, _ in under_way] == [404] * len(under_way)
+        assert fleet.request("DELETE", mine, None, MINE).status == 404
 
 
 def test_every_answer_has_a_request_id(fleet: Fleet) -> None:
