@@ -77,6 +77,25 @@ def test_bodies_of_requests_in_flight_are_bounded_for_each_tenant(
         connection.close()
 
 
+def test_bodies_in_the_background_are_bounded_for_each_tenant(small_fleet: Fleet, engines: list[Server]) -> None:
+    """A stream is refused, and others wait in the store. They count apart from the bodies of requests in flight."""
+    path, asked = "/v1/responses", {"model": MODEL, "input": "x", "max_output_tokens": 4, "background": True}
+    made: list[tuple[str, dict[str, str]]] = []
+    hold(engines[0])
+    try:
+        for tenant in (MINE, MINE, OTHER):
+            made.append((small_fleet.post(path, padded(asked, 700_000), tenant).json["id"], tenant))
+        for tenant in (MINE, OTHER):
+            refused = small_fleet.post(path, padded({**asked, "stream": True}, 700_000), tenant)
+            assert (refused.status, refused.error["code"]) == (429, "OVERLOADED")
+            assert "in the background are held (server.body_buffer_mb): at most 1 MiB" in refused.error["message"]
+            assert small_fleet.post("/v1/tokenize", padded(TEXT, 400_000), tenant).status == 200
+    finally:
+        hold(engines[0], False)
+    for name, tenant in made:
+        poll_until(lambda: small_fleet.get(f"{path}/{name}", tenant).json["status"] == "incomplete")  # noqa: B023
+
+
 def test_records_of_a_newer_release_are_skipped_and_named(small_fleet: Fleet) -> None:
     url = small_fleet.agents["one"].url
     newer = {"agent_id": "two", "url": url, "incarnation": "9", "version": VERSION + 1, "what": {"is": "new"}}

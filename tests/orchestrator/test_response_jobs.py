@@ -12,11 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from pipeline.api.fair_shares import FairShares
+from pipeline.api.held_bytes import body_shares
 from pipeline.api.requests.readers import READERS
 from pipeline.api.response_context import KeptResponse
 from pipeline.api.response_object import response_id_of
 from pipeline.blobs.folder import FolderStore
-from pipeline.config.schema import StoredResponsesConfig
+from pipeline.config.schema import ServerConfig, StoredResponsesConfig
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.errors import (
     Conflict,
@@ -78,7 +80,9 @@ def job(number: int = 1, tenant: str = "a", **fields: Any) -> Job:
 class Orchestrator:
     """What one has; several share a path. `answers` decides what the engines do."""
 
-    def __init__(self, path: Path, name: str, wall: Wall, max_open: int = 100) -> None:
+    def __init__(
+        self, path: Path, name: str, wall: Wall, max_open: int = 100, bodies: FairShares | None = None
+    ) -> None:
         self.store = SqliteStore(path / "fleet.db")
         self.blobs = FolderStore(path / "responses")
         use = ResponseUse(self.store, 64 * MIB, 256 * MIB, wall)
@@ -101,6 +105,7 @@ class Orchestrator:
             wall,
             timeout_s=60.0,
             max_open=max_open,
+            bodies=bodies,
         )
 
     async def answer(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
@@ -313,6 +318,36 @@ async def test_requests_are_bounded_for_each_tenant_and_in_all(tmp_path: Path) -
         await only.background.begin(job(200, "b"))
     await only.background.begin(job(201, "c"))  # a reserve for those that have none
     await only.close()
+
+
+async def test_bytes_of_bodies_that_run_are_bounded_for_each_tenant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait, also at an orchestrator that finds them; a stream's client would wait with them."""
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
+    sent = [job(number, tenant, body=bytes(MIB)) for number, tenant in enumerate("aaab")]
+    shares = [body_shares(ServerConfig(max_body_mb=1, body_buffer_mb=4)) for _ in range(2)]
+    first, second = (
+        Orchestrator(tmp_path, name, Wall(), bodies=bodies) for name, bodies in zip(("one", "two"), shares)
+    )
+    for one in sent:
+        await first.background.begin(one)
+    with pytest.raises(Overloaded, match=r"server.body_buffer_mb\): at most 2 MiB for one client, 4 MiB in all"):
+        await first.background.begin(job(9, "a", body=bytes(MIB), is_stream=True))
+    taken = [sent[number].request_id for number in (0, 1, 3)]
+    assert list(first.background._tasks) == taken and shares[0].held_by("a") == 2 * MIB
+    await first.background.close()
+    assert shares[0].held == 0
+    looking = asyncio.ensure_future(second.background.run())
+    while len(second.began) < 3:
+        await asyncio.sleep(0)
+    assert sorted(second.began) == taken and shares[1].held_by("a") == 2 * MIB
+    second.may_end.set()
+    assert [await second.ended(one) for one in sent] == ["completed"] * 4
+    looking.cancel()
+    for orchestrator in (first, second):
+        await orchestrator.close()
+    assert shares[1].held == 0
 
 
 @pytest.mark.parametrize(("tenants", "max_open"), [("a" * 17, 100), ("abcdefghijklmnopq", 16)])

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from pipeline.api.fair_shares import FairShares
+from pipeline.api.held_bytes import HeldBytes
 from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import to_json
 from pipeline.api.response_context import KeptResponse
@@ -45,6 +47,7 @@ MOST_RETRY_S = 15.0  # ... up to this
 LATE_S = 600.0  # after its time: then a request ends whose failure could not be stored
 MAX_RUNNING = 256  # of one orchestrator; others wait
 MAX_OF_TENANT = 16  # that have not ended; as in a server
+BODIES = "of responses in the background are held (server.body_buffer_mb)"
 
 T = TypeVar("T")
 
@@ -106,8 +109,12 @@ class Background:
         *,
         timeout_s: float,
         max_open: int,
+        bodies: FairShares | None = None,
     ) -> None:
-        """`timeout_s`: for a response. `max_open`: of all tenants and orchestrators."""
+        """`timeout_s`: for a response. `max_open`: of all tenants and orchestrators.
+
+        `bodies`: the bounds on the bytes of those that run here, others wait; None: there are none.
+        """
         self._store = store
         self._jobs = jobs
         self._responses = responses
@@ -117,6 +124,7 @@ class Background:
         self._wall = wall
         self._timeout_s = timeout_s
         self._max_open = max_open
+        self._bodies = bodies
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._begun: dict[str, Begun] = {}
         self._pauses: dict[str, float] = {}  # s, of requests that wait here
@@ -140,11 +148,14 @@ class Background:
                     "background",
                     retry_after_s=1.0,
                 )
+            if job.is_stream:  # likewise
+                with HeldBytes(self._bodies, job.tenant, BODIES) as held:
+                    held.add(len(job.body))
             blob = await self._jobs.write(job)
             async with self._adding:  # only other orchestrators may be in the way
                 is_added = await self._jobs.add(job, blob, partial(self._check_room, job.tenant))
             if is_added:
-                self._take(job.request_id, job.tenant, is_new=True)
+                self._take(job.request_id, job.tenant, len(job.body), is_new=True)
                 return job.shown
             known = await self._jobs.find(job.request_id, job.tenant)
         if known is None:
@@ -232,7 +243,7 @@ class Background:
                 held = {item.key.removeprefix(RUN) for item in items}
                 for one in opened:
                     if one.request_id not in held:
-                        self._take(one.request_id, one.tenant)
+                        self._take(one.request_id, one.tenant, one.size)
                 known = {one.request_id for one in opened}
                 self._pauses = {name: pause_s for name, pause_s in self._pauses.items() if name in known}
             except StarlingError as error:
@@ -246,14 +257,22 @@ class Background:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _take(self, request_id: str, tenant: str, *, is_new: bool = False) -> None:
-        if request_id not in self._tasks and len(self._tasks) < MAX_RUNNING:
-            self._begun[request_id] = Begun(is_new=is_new)
-            task = asyncio.get_running_loop().create_task(self._hold(request_id, tenant))
-            self._tasks[request_id] = task
-            task.add_done_callback(lambda done: self._dropped(request_id))
+    def _take(self, request_id: str, tenant: str, size: int = 0, *, is_new: bool = False) -> None:
+        """Run a request here if there is room, also for `size` bytes of its body; else it is looked for again."""
+        if request_id in self._tasks or len(self._tasks) >= MAX_RUNNING:
+            return
+        body = HeldBytes(self._bodies, tenant, BODIES)
+        try:
+            body.add(size)
+        except Overloaded:
+            return
+        self._begun[request_id] = Begun(is_new=is_new)
+        task = asyncio.get_running_loop().create_task(self._hold(request_id, tenant))
+        self._tasks[request_id] = task
+        task.add_done_callback(lambda done: self._dropped(request_id, body))
 
-    def _dropped(self, request_id: str) -> None:
+    def _dropped(self, request_id: str, body: HeldBytes) -> None:
+        body.give_back()
         self._tasks.pop(request_id, None)
         out = self._begun.pop(request_id, None)
         if out is not None:

@@ -50,6 +50,7 @@ class OpenRecord(msgspec.Struct, frozen=True, kw_only=True):
     blob: str
     conversation: str = ""  # that the response continues; "": none
     digest: str = ""  # of the client's body; "" also from older releases
+    size: int = 0  # bytes of the body that engines get; 0 from older releases
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +106,7 @@ class Opened(NamedTuple):
     blob: str
     conversation: str
     digest: str  # hexadecimal
+    size: int
 
 
 class Jobs:
@@ -139,6 +141,7 @@ class Jobs:
             blob=blob,
             conversation=job.conversation_id,
             digest=job.digest.hex(),
+            size=len(job.body),
         )
         key, value = OPEN + job.request_id, msgspec.json.encode(record)
         for _ in range(TRIES):
@@ -219,4 +222,5 @@ def _opened(key: str, value: bytes) -> Opened | None:
         record = msgspec.json.decode(value, type=OpenRecord)
     except DECODE_ERRORS:
         return None
-    return Opened(key.removeprefix(OPEN), record.tenant, record.at, record.blob, record.conversation, record.digest)
+    of = record.tenant, record.at, record.blob, record.conversation, record.digest, record.size
+    return Opened(key.removeprefix(OPEN), *of)

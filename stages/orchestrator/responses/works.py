@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
+from pipeline.api.held_bytes import body_shares
 from pipeline.blobs.address import open_responses
 from pipeline.config.schema import Config
 from pipeline.coordination.interface import CoordinationStore
@@ -52,6 +53,8 @@ class ResponseWorks:
     def attach(self, front: Front, relay: Relay, identity: str) -> None:
         """Let clients use it. `identity`: of this orchestrator."""
         if self.shared is not None:
+            server = self._config.server
+            total = server.body_buffer_mb << 20
             self._background = front.responses.background = Background(
                 self._coordination,
                 self.shared.jobs,
@@ -60,8 +63,9 @@ class ResponseWorks:
                 JobRunner(relay, front.quotas, front.locate_job).run,
                 identity,
                 self._wall,
-                timeout_s=self._config.server.request_timeout_ms / 1000,
+                timeout_s=server.request_timeout_ms / 1000,
                 max_open=self._config.fleet.orchestrator.max_concurrent_requests,
+                bodies=body_shares(server, lambda: front.share_of("", total) == total),  # if there is one tenant
             )
 
     async def run(self) -> None:
