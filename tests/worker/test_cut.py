@@ -127,6 +127,19 @@ def test_typical_candidates_are_those_of_the_definition(kind: str, vocab: int, p
     assert p == 1 or Kernel(values, p).ids == _typical(values, p)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+@pytest.mark.parametrize("p", [0.2, 0.5, 0.9])
+def test_two_values_may_be_equally_typical(p: float, noise: float) -> None:
+    """8,544 candidates weigh as much as 23,225 of 1 / e: the mean is in the middle, and all distances are 1 / 2."""
+    rng = np.random.default_rng(1)
+    values = np.full(31_769, -1, np.float32)
+    values[rng.permutation(31_769)[:8544]] = 0
+    if noise:  # and others, as many on either side of the mean
+        shifts = (rng.standard_normal(200) * noise).astype(np.float32)
+        values = np.concatenate([values, np.float32(-0.5) + shifts, np.float32(-0.5) - shifts])
+    assert Kernel(values, p).ids == _typical(values, p)
+
+
 @pytest.mark.parametrize("p", [0.9, 0.9999])
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_few_typical_candidates_are_sorted(kind: str, p: float) -> None:

@@ -220,11 +220,24 @@ def walk(scratch, vocab, n, total, target):
 
 
 @numba.njit(**INNER)
-def _find_equal(x, key, w, ids, n, value, total, target):
-    """`find` among those of n candidates that have one key, behind others whose weights are `total`."""
-    weight = np.float64(get_f32(w + 4 * nth_equal(x, key, n, value, np.int64(1))))
-    if weight == 0.0:
+def _has_other_weight(x, key, w, n, value, weight):
+    """Whether any of those of n candidates whose key is `value` has another weight. No lane behind n has that key."""
+    wanted, usual, others = splat_f32(value), splat_f32(weight), first_lanes(0)
+    for i in range(0, 4 * n, 4 * LANES):
+        others = others | ((keys_at(x + i, key) == wanted) & ~(load_f32(w + i) == usual))
+    return lanes_set(others) != 0
+
+
+@numba.njit(**INNER)
+def _find_equal(x, key, w, ids, n, value, total, target, is_typical):
+    """`find` among those of n candidates that have one key, behind others whose weights are `total`.
+
+    is_typical: whether keys are distances to the mean: two values, on either side of it, may have one. Then -1.
+    """
+    first = get_f32(w + 4 * nth_equal(x, key, n, value, np.int64(1)))
+    if first == _F(0.0) or (is_typical and _has_other_weight(x, key, w, n, value, first)):
         return -1, total
+    weight = np.float64(first)
     count = np.int64(min((target - total) / weight, np.float64(n))) - 1
     count = count if count > 1 else np.int64(1)
     while count < n and total + count * weight < target:
@@ -301,13 +314,13 @@ def find(scratch, key, vocab, target, threshold):
     """The first candidate by (key descending, id ascending) whose running sum of weights reaches `target`.
 
     key: what the keys of VAL are (`key_at`). None is inf, and vocab is above _LIST. threshold: its key is hardly below.
-    Keys and weights are those of the last call, or PARTS has been forgotten. Returns its id, -1 if none does, and the
-    sum.
+    Keys and weights are those of the last call, or PARTS has been forgotten. Returns its id and the sum. The id is -1
+    if none does, or if only a sort shows which does (`_find_equal`).
     """
     size, parts = 4 * padded(vocab), parts_at(scratch, vocab)
     samples, pivots = parts + _SAMPLES_AT, parts
     x, w, ids, n, total = scratch, scratch + size, np.int64(0), vocab, 0.0
-    has_parts = get_i32(parts + _HAS_BINS) != _STALE
+    has_parts, is_typical = get_i32(parts + _HAS_BINS) != _STALE, key[0]
     for split in range(MOST_SPLITS):
         if n <= _LIST:
             break
@@ -322,13 +335,13 @@ def find(scratch, key, vocab, target, threshold):
             has_range, low, high, total = _part_of_bins(parts, total, target)
             is_one, value = _is_one_value(parts, x, key, n, low, high)
             if has_range and is_one:
-                return _find_equal(x, key, w, ids, n, value, total, target)
+                return _find_equal(x, key, w, ids, n, value, total, target, is_typical)
         if not has_range:
             low, high, total = _part_of_pivots(x, key, w, n, pivots, total, target)
             put_f32(parts + _VALUE, low)
             _put_next(parts + _VALUE, parts + _VALUE)
             if get_f32(parts + _VALUE) == high:
-                return _find_equal(x, key, w, ids, n, low, total, target)
+                return _find_equal(x, key, w, ids, n, low, total, target, is_typical)
         n = _take(scratch, vocab, x, key, w, ids, n, low, high)
         key = BY_VALUE  # what was taken are keys
         x, w, ids = scratch + 7 * size, scratch + 5 * size, scratch + 4 * size
