@@ -9,7 +9,7 @@ The definition adds weights one after the other, in f64.  Any order gives the sa
   ones, which follow, are added to sums whose last place is U: each adds itself rounded to a multiple of U.  Only where
   a weight lies in the middle between two multiples does its rounding depend on the sum: by half to even, it is one of
   the two.  Sums of rounded weights are exact, and those of the definition but for at most `slack`, U for each weight in
-  the middle.  A candidate that the sum reaches with either sign of the slack is the definition's.
+  the middle, and one more.  A candidate that the sum reaches with either sign of the slack is the definition's.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ def base_of(total):
 
 @numba.njit(**INNER)
 def round_weights(w, n, total):
-    """Round the n f32 at w as the sums around `total`, the sum of all, round them. Returns the slack; -1: not possible.
+    """Round the n f32 at w as the sums around `total`, the sum of all, round them.
 
-    The largest weight is 1, and what is lighter than B * 2^-29 is added behind what is not.
+    Returns the slack, which is 0 only if all stay as they are, or -1: not possible. The largest weight is 1, and what
+    is lighter than B * 2^-29 is added behind what is not.
     """
     base = base_of(total)
     unit = base * 2.0**-52
@@ -85,8 +86,8 @@ def round_weights(w, n, total):
         heavy_sums = heavy_sums + f32_to_f64(select(weight >= heavy, weight, zero))
         all_sums = all_sums + f32_to_f64(rounded)
         store_f32(w + i, rounded)
-    n_halves = reduce_add_i32(halves)
-    slack = (n_halves + 1) * unit if n_halves else 0.0  # a unit more: bounds that are computed with it are rounded
+    # A unit more: bounds that are computed with it are rounded, and 0 says that W and `total` are the definition's.
+    slack = (reduce_add_i32(halves) + 1) * unit
     is_possible = reduce_add_f64(heavy_sums) >= base and reduce_add_f64(all_sums) + slack < 2.0 * base
     return slack if is_possible else -1.0
 
