@@ -107,6 +107,10 @@ def _scratch_of(values: np.ndarray) -> np.ndarray:
     return scratch
 
 
+def _ids(scratch: np.ndarray, vocab: int, n: int) -> list[int]:
+    return scratch[16 * -(-vocab // SUM_BLOCK) * SUM_BLOCK :][: 4 * n].view(np.int32).tolist()
+
+
 def test_weights_that_are_rounded_have_a_slack() -> None:
     """Beside 3 candidates of weight 1, thousands are lost, in no sum of the definition halfway between two places."""
     values = np.full(6000, -38, np.float32)
@@ -129,16 +133,27 @@ def test_xtc_compares_weights_that_are_not_rounded(threshold: float) -> None:
         _tokens_equal(values, p, seed, 0.0)
 
 
+@pytest.mark.parametrize("n_infinite", [10, 5990, 6000])
+def test_top_k_of_infinite_values(n_infinite: int) -> None:
+    """A repetition penalty below 1 makes them, and a temperature behind top_k ends at 3e38."""
+    values = np.random.default_rng(1).standard_normal(6000).astype(np.float32)
+    values[np.random.default_rng(2).permutation(6000)[:n_infinite]] = np.inf
+    scratch, best = _scratch_of(values), Candidates(np.arange(6000, dtype=np.int32), values.copy())
+    best.sort()
+    best.keep(5000)
+    assert cut.top_k_of_many(scratch.ctypes.data, 6000, 5000) == 5000
+    assert _ids(scratch, 6000, 5000) == best.ids.tolist()
+
+
 class Kernel:
     """`typical_p` of some values: `n` and the list, which is made if it is not."""
 
     def __init__(self, values: np.ndarray, p: float) -> None:
         vocab = len(values)
-        size = -(-vocab // SUM_BLOCK) * SUM_BLOCK
         scratch = _scratch_of(values)
         self.n = typical_p(scratch.ctypes.data, vocab, vocab, True, np.float32(p))
         kept = cut.list_of_cut(scratch.ctypes.data, vocab) if self.n == cut.CUT else self.n
-        self.ids = scratch[16 * size :][: 4 * kept].view(np.int32).tolist()
+        self.ids = _ids(scratch, vocab, kept)
 
 
 def _typical(values: np.ndarray, p: float) -> list[int]:

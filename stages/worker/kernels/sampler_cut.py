@@ -19,7 +19,7 @@ import numpy as np
 
 from stages.worker.kernels.buffer_sizes import CUT_AT, DIGIT
 from stages.worker.kernels.entries import INNER
-from stages.worker.kernels.sampler_candidates import gather_best, sort_list
+from stages.worker.kernels.sampler_candidates import gather_best, sort_list, top_k
 from stages.worker.kernels.sampler_filters import drop_likely, least_value
 from stages.worker.kernels.sampler_scalars import next_above
 from stages.worker.kernels.sampler_select import find, forget_parts
@@ -218,8 +218,10 @@ def top_k_of_many(scratch, vocab, k):
 
     Returns CUT, or the length of the list.
     """
-    n = gather_best(scratch, scratch, vocab, k, SORTED + 1)
-    if n <= SORTED or largest(scratch, vocab) == _F(-np.inf):
+    n, top = gather_best(scratch, scratch, vocab, k, SORTED + 1), largest(scratch, vocab)
+    if top == _F(np.inf):  # a repetition penalty below 1 divides a value close to the largest f32
+        return top_k(scratch, scratch, vocab, k)
+    if n <= SORTED or top == _F(-np.inf):
         n = min(n, SORTED)
         sort_list(scratch, vocab, n, True)
         return min(n, k)
