@@ -11,16 +11,17 @@ import msgspec
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.errors import ConfigError, ModelNotFound, StarlingError
 from pipeline.models import collect, registry
 from pipeline.models.locks import lock
+from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import CheckpointError
 from starling import model_list
 from starling.cli import completion
 from starling.cli.options import exit_codes, json_option
 from starling.cli.prepare import chosen_models
 from starling.cli.status import duration, size
-from starling.cli.terminal import print_wrapped
+from starling.cli.terminal import complain, print_wrapped
 
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
 NAMED = exit_codes({0: "success", 2: "no such model", 78: "the model is in use, or the configuration is wrong"})
@@ -29,11 +30,19 @@ TITLES = ("NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED")
 LEAVE = ("DIGEST", "ARCH", "CTX")  # a narrow terminal, in this order
 
 
-@click.command(epilog=exit_codes({0: "success", 2: "no such model", 78: "the configuration is wrong"}))
+@click.command(
+    epilog=exit_codes(
+        {
+            0: "success",
+            2: "no such model",
+            78: "the configuration is wrong; with --plan also: a model's files are damaged",
+        }
+    )
+)
 @click.argument("name", required=False, shell_complete=completion.model_names)
 @click.option("--plan", "with_plan", is_flag=True, help="Show the memory and the speed of prepared models instead.")
 @json_option()
-def models(name: str | None, with_plan: bool, as_json: bool) -> None:
+def models(name: str | None, with_plan: bool, as_json: bool) -> int:
     """List the configured and the pulled models.
 
     NAME is one of them; the default is all.
@@ -54,35 +63,53 @@ def models(name: str | None, with_plan: bool, as_json: bool) -> None:
     config = load()
     chosen = chosen_models(config, name) if name else model_list.known(config)
     if with_plan:
-        _show_plans(config, chosen, as_json)
-        return
+        return _show_plans(config, chosen, as_json)
     names = {model.name for model in chosen}
     found = [row for row in model_list.rows(config) if not name or row.name in names]
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
-        return
+        return 0
     print_table(TITLES, [_cells(row) for row in found], right=("SIZE", "CTX", "USED"), leave=LEAVE)
+    return 0
 
 
-def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) -> None:
+def _show_plans(config: Config, chosen: Sequence[ModelConfig], as_json: bool) -> int:
+    """Print the plans; the exit code. One of several models that cannot be used does not keep back the others."""
     from starling.cli import plan  # imports numpy, which no other listing needs
 
     plans: dict[str, plan.Plan | None] = {}
+    problems: dict[str, str] = {}
     for model in chosen:
         try:
             plans[model.name] = plan.plan(config, model, paths.models_dir())
-        except FileNotFoundError as error:
-            missing = f"model {model.name!r}: {error.filename} is missing; run `starling prepare {model.name}`"
-            raise ConfigError(missing, "model") from None
-        except CheckpointError as error:
-            raise ConfigError(f"model {model.name!r}: {error}", "model") from None
+        except (CheckpointError, StarlingError, OSError) as error:
+            if len(chosen) == 1 and not isinstance(error, CheckpointError | FileNotFoundError):
+                raise
+            problems[model.name] = _problem(model, error)
+    if problems and len(chosen) == 1:
+        raise ConfigError(f"model {chosen[0].name!r}: {problems[chosen[0].name]}", "model")
     if as_json:
         found = [one for one in plans.values() if one is not None]
         click.echo(msgspec.json.format(msgspec.json.encode(found)).decode())
-        return
-    for name, one in plans.items():
-        for line in plan.lines(one) if one else [f"{name}  not prepared: run `starling prepare {name}` first"]:
+        for name, problem in problems.items():
+            complain(f"model {name!r}: {problem}")
+        return EXIT_CONFIG if problems else 0
+    for model in chosen:
+        name, one = model.name, plans.get(model.name)
+        missing = f"{name}  not prepared: run `starling prepare {name}` first"
+        problem = f"{name}  cannot be used: {problems[name]}" if name in problems else missing
+        for line in plan.lines(one) if one else [problem]:
             print_wrapped(line, PLAN_INDENT)
+    return EXIT_CONFIG if problems else 0
+
+
+def _problem(model: ModelConfig, error: Exception) -> str:
+    """Why a model has no plan, with the remedy."""
+    if isinstance(error, FileNotFoundError):
+        return f"{error.filename} is missing; run `starling prepare {model.name}`"
+    if isinstance(error, OSError):
+        return f"{error.filename} cannot be read: {error.strerror}; check its permissions and the disk"
+    return str(error)
 
 
 def _cells(row: model_list.Row) -> list[str]:

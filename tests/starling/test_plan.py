@@ -14,6 +14,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models.arena_sizes import arena_sizes, most_positions
+from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import Hyper, load_index
 from stages.worker.adapters.memory import AdapterMemory
 from stages.worker.checkpoint.prepare import prepare_adapters, prepare_checkpoint
@@ -105,6 +106,37 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(config: Config, home: Pat
     assert refusal() == f"model 'm0': {weights} is missing; run `starling prepare m0`"
     weights.write_bytes(whole[:4096])
     assert f"{weights}: 4096 bytes, expected {len(whole)}; remove {index_path.name} to ingest again" in refusal()
+
+
+def test_one_of_several_models_that_is_damaged_is_a_line_and_the_others_are_shown(config: Config, home: Path) -> None:
+    (index_path,) = (home / "models").glob("*.idx")
+    index_path.with_suffix(".bin").write_bytes(bytes(4096))
+    prepare_checkpoint(config.models[1], home / "models")
+    reason = f"{index_path.with_suffix('.bin')}: 4096 bytes, expected "
+    shown = CliRunner().invoke(cli, ["models", "--plan"], standalone_mode=False)
+    first, second, *_ = shown.output.splitlines()
+    assert first.startswith(f"m0  cannot be used: {reason}") and index_path.name in first
+    assert second.startswith("m1  ") and second.endswith(" of memory")
+    assert "tokens/s for one request" in shown.output
+    assert (shown.exception, shown.return_value) == (None, EXIT_CONFIG)
+    as_json = CliRunner().invoke(cli, ["models", "--plan", "--json"], standalone_mode=False)
+    assert [row["name"] for row in json.loads(as_json.stdout)] == ["m1"]
+    assert as_json.stderr.startswith(f"starling: model 'm0': {reason}")
+    assert (as_json.exception, as_json.return_value) == (None, EXIT_CONFIG)
+
+
+def test_an_adapter_that_is_damaged_costs_its_own_model_the_plan(config: Config, home: Path, tmp_path: Path) -> None:
+    written = yaml.safe_load((tmp_path / "starling.yaml").read_text())
+    adapter = tmp_path / "a.gguf"
+    adapter.write_bytes(b"GGUF")
+    written["models"][0]["adapters"] = [{"name": "a", "path": str(adapter)}]
+    (tmp_path / "starling.yaml").write_text(yaml.safe_dump(written))
+    shown = CliRunner().invoke(cli, ["models", "--plan"], standalone_mode=False)
+    first, second = shown.output.splitlines()
+    assert first.startswith("m0  cannot be used: ") and str(adapter) in first
+    assert second == "m1  not prepared: run `starling prepare m1` first"
+    alone = CliRunner().invoke(cli, ["models", "--plan", "m0"], standalone_mode=False).exception
+    assert isinstance(alone, ConfigError) and str(adapter) in alone.message
 
 
 def test_a_window_bounds_what_a_layer_attends_to() -> None:
