@@ -5,7 +5,11 @@ Phases that are complete already print nothing and cost no time.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import signal
+from collections.abc import Iterator
 
 import click
 
@@ -13,7 +17,8 @@ from pipeline.catalog.pulled import published_name
 from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.errors import ConfigError, InternalError, ModelNotFound, ResourceError, StarlingError
+from pipeline.files import replace_file
 from pipeline.models import store
 from pipeline.runtime import process
 from shm.checkpoint import load_index
@@ -22,10 +27,12 @@ from starling.cli import completion, terminal
 from starling.cli.options import exit_codes
 from starling.cli.progress import shown
 
+MAX_REASON = 300  # characters of a compiler's last line in a message
+
 CODES = exit_codes(
     {
         0: "success",
-        1: "failure that a retry may cure, for example of the network",
+        1: "failure that a retry may cure, for example of the network or of a compiler",
         2: "no such model is configured",
         78: "a file or the configuration is invalid, or there is not enough disk space or memory",
     }
@@ -64,7 +71,7 @@ def prepare_kernels(kv_types: tuple[str, ...]) -> None:
             shown_last = done, total
             click.echo(f"{phase} {done} of {total}")
 
-    with compiling():
+    with compiling(), _compiler_failures():
         for kv_type in kv_types:
             with BackgroundBuild(kv_type, probe=True) as build:
                 build.wait(report)
@@ -79,13 +86,52 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     terminal.show_warnings()
     pull_published(config, name)
     allowed, folder = config.registry.sources, paths.models_dir()
-    with compiling():
+    with compiling(), _compiler_failures():
         for model in chosen_models(config, name):
             with shown(model.name) as progress:
                 conversion = conversion_of(folder, model.pretokenizer, terminal.note)
                 index_path = worker.prepare(model, folder, progress, "", allowed, conversion, probe=True)
                 worker.prepare_adapters(model, load_index(index_path), folder)
     check_drafts(config)
+
+
+@contextlib.contextmanager
+def _compiler_failures() -> Iterator[None]:
+    """A kernel that could not be compiled is one message, and the compiler's output a file."""
+    from stages.worker.kernels.build import CompilerFailed
+
+    try:
+        yield
+    except CompilerFailed as error:
+        raise _refusal(error.entry, error.code, error.output) from None
+
+
+def _refusal(entry: str, code: int, output: str) -> StarlingError:
+    """The error of a compiler that has ended with `code`, or -signal, before the kernel `entry` was stored."""
+    reason = output.rpartition("\n")[2].strip()[:MAX_REASON] or f"the compiler has ended with {code}"
+    remedy, is_full = "run the command again", False
+    if code < 0:
+        reason = f"the compiler was ended by {signal.Signals(-code).name}"
+    if code == -signal.SIGKILL:
+        reason, remedy = f"{reason}, as happens when memory is short", "free memory and run the command again"
+    elif any(os.strerror(number) in reason for number in (errno.ENOSPC, errno.EDQUOT)):
+        remedy, is_full = f"free space for {paths.cache_dir()} and run the command again", True
+    message = f"kernel {entry!r} could not be compiled: {reason}; {remedy}{_kept_output(output)}"
+    return ResourceError(message) if is_full else InternalError(message)
+
+
+def _kept_output(output: str) -> str:
+    """Where the output of a compiler is, for a message: in a file, or printed on stderr if none can be written."""
+    if not output:
+        return ""
+    path = paths.logs_dir() / "kernel-compiler.log"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        replace_file(path, f"{output}\n".encode())
+    except OSError:
+        terminal.print_error(terminal.visible(output))
+        return "; the compiler's output is above"
+    return f"; the compiler's output is in {path}"
 
 
 def pull_published(config: Config, name: str | None) -> None:

@@ -50,7 +50,7 @@ ANSWER_S = 1.0  # for each step of the answer of /ready; then it is asked again
     epilog=exit_codes(
         {
             0: "ended on request",
-            1: "a stage was given up, or still runs",
+            1: "a stage was given up, or still runs; or a model was not prepared, and a retry may cure that",
             78: "the configuration or the machine must be changed first",
         }
     )

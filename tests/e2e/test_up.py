@@ -7,12 +7,14 @@ import queue
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import share_caches
+from stages.worker.kernels import build, features
+from tests.e2e.conftest import copy_cache, share_caches
 from tests.e2e.server import START_S, STOP_S, poll_until, wait_gone
 from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
@@ -165,3 +167,31 @@ def test_up_goes_on_when_the_reader_of_its_output_has_closed_the_pipe(
         assert server.leftovers() == []
     finally:
         server.stop(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("command", [("prepare",), ("prepare", "--kernels", "f16"), ("up",)])
+def test_a_kernel_that_cannot_be_compiled_is_one_message_and_a_file(
+    tmp_path: Path, config: dict[str, object], command: tuple[str, ...]
+) -> None:
+    build.build("f16")
+    (tmp_path / "cache").unlink()
+    copy_cache(found := features.cache_dir(), kernels := tmp_path / "cache" / found.name)
+    for name in ("head-any.symbol", "head-any.o"):
+        (kernels / name).unlink()
+    in_the_way = kernels / "head-any.o" / "folder"
+    in_the_way.mkdir(parents=True)
+    server = Up(tmp_path, config)
+    done = subprocess.run(
+        [sys.executable, "-m", "starling", *command], env=server.environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    log = tmp_path / "logs" / "kernel-compiler.log"
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("starling: kernel 'head' could not be compiled: IsADirectoryError: ")
+    assert line.endswith(f"; run the command again; the compiler's output is in {log}")
+    assert "Traceback" in log.read_text() and "IsADirectoryError" in log.read_text()
+    assert server.leftovers() == []
+    in_the_way.rmdir()
+    in_the_way.parent.rmdir()
+    again = subprocess.run([sys.executable, "-m", "starling", "prepare"], env=server.environment)
+    assert again.returncode == 0

@@ -15,7 +15,10 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from pipeline.errors import InternalError, ResourceError, StarlingError
+from stages.worker.kernels.build import CompilerFailed
 from starling.cli import COMMANDS, cli
+from starling.cli.prepare import _compiler_failures
 from starling.cli.progress import _Lines, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +275,38 @@ def test_a_home_that_takes_no_kernels_is_one_message(home: Path, command: str) -
     assert done.returncode == 78
     assert "Traceback" not in done.stderr
     assert "compiled kernels are kept in" in " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("code", "last_line", "kind", "said"),
+    [
+        (1, "OSError: [Errno 28] No space left on device", ResourceError, "; free space for {home}/cache and run "),
+        (1, "RuntimeError: LLVM", InternalError, "could not be compiled: RuntimeError: LLVM; run the command again; "),
+        (-9, "", InternalError, "was ended by SIGKILL, as happens when memory is short; free memory and run "),
+    ],
+)
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_failed_compiler_is_named_with_the_remedy_and_its_output(
+    home: Path, capsys: pytest.CaptureFixture[str], code: int, last_line: str, kind: type, said: str, is_kept: bool
+) -> None:
+    if not is_kept:
+        home.mkdir()
+        (home / "logs").write_text("where the directory should be")
+    output = last_line and f"Traceback (most recent call last):\n  ...\n{last_line}"
+    with pytest.raises(StarlingError) as refused, _compiler_failures():
+        raise CompilerFailed("steps", code, output)
+    assert type(refused.value) is kind
+    message, log = refused.value.message, home / "logs" / "kernel-compiler.log"
+    assert message.startswith("kernel 'steps' could not be compiled: ") and said.format(home=home) in message
+    shown = capsys.readouterr().err
+    if not output:
+        assert message.endswith(" again") and not log.exists()
+    elif is_kept:
+        assert message.endswith(f"; the compiler's output is in {log}")
+        assert (log.read_text(), shown) == (f"{output}\n", "")
+    else:
+        assert message.endswith("; the compiler's output is above")
+        assert shown == f"{output}\n"
 
 
 # Prepares no model, as there is none of that name, and meets a damaged index.

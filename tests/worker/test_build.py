@@ -59,7 +59,7 @@ def test_a_compiler_that_dies_ends_the_others_and_raises(tmp_path: Path) -> None
     signal.pidfd_send_signal(pidfds[0], signal.SIGKILL)
     words = parent.communicate(timeout=LONG_S)[1]
     assert parent.returncode == 1
-    assert "RuntimeError: compiling kernel 'steps' failed (-9)" in words
+    assert "CompilerFailed: compiling kernel 'steps' failed (-9)" in words
     assert all(map(has_ended, pidfds))
 
 

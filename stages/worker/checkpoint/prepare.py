@@ -185,7 +185,7 @@ def prepare(
     """As `prepare_checkpoint`; meanwhile compile the kernels of the model's KV type into the cache.
 
     probe: as of `build.build`: wait for the AMX probe, also if the kernels are in the cache.
-    Raises `StarlingError`, or `RuntimeError` with the compiler's last output.
+    Raises `StarlingError`, or `CompilerFailed` with the compiler's last output.
     """
     with BackgroundBuild(model.kv_type, probe=probe) as kernels:
         index_path = prepare_checkpoint(model, models_dir, progress, digest, allowed, conversion)

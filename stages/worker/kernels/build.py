@@ -29,6 +29,19 @@ PRODUCTS, PROBE = "matmul", "amx probe"  # the entry that the probe multiplies w
 # Kernels write out vectors and unrolled loops: LLVM's further passes take a tenth of the time and gain nothing.
 COMPILER = {"NUMBA_OPT": "2", "NUMBA_LOOP_VECTORIZE": "0"}
 
+MAX_OUTPUT = 1 << 16  # characters of a failed compiler's stderr: many times a traceback
+
+
+class CompilerFailed(RuntimeError):
+    """A compiler process has ended before its entry was stored.
+
+    entry: what it compiled.  code: its exit code, or -signal.  output: the end of what it has printed on stderr.
+    """
+
+    def __init__(self, entry: str, code: int, output: str) -> None:
+        super().__init__(f"compiling kernel {entry!r} failed ({code}): {output[-2000:]}")
+        self.entry, self.code, self.output = entry, code, output[-MAX_OUTPUT:]
+
 
 class _Compiler:
     """A process that compiles one entry after the other: shared callees are typed once."""
@@ -55,13 +68,13 @@ class _Compiler:
             self._stdin.flush()
 
     def finish(self) -> str:
-        """Read the answer to `begin`: what follows the entry. Raises `RuntimeError` if the process has ended."""
+        """Read the answer to `begin`: what follows the entry. Raises `CompilerFailed` if the process has ended."""
         entry, _, found = self.answers.readline().strip().partition("\t")
         if entry != self.entry:
             code = self._process.wait()
             self._words.seek(0)
             words = self._words.read().decode(errors="replace").strip()
-            raise RuntimeError(f"compiling kernel {self.entry!r} failed ({code}): {words[-2000:]}")
+            raise CompilerFailed(self.entry, code, words)
         return found
 
     def close(self) -> None:
@@ -96,7 +109,7 @@ def build(
     `extra`: entries of `EXTRA_ENTRIES` that are needed as well.  `only`: these and no others.
     `probe`: run the probe, if one is needed, also if the products have been compiled before.
 
-    Raises `RuntimeError` with the end of a compiler's stderr when one fails.
+    Raises `CompilerFailed`.
     """
     needed = only or (*ENTRIES, *extra)
     waiting = [name for name in needed if not stored_code.symbol_path(name, kv_type).exists()]
@@ -128,7 +141,7 @@ def build(
                     answer = compiler.finish()
                     if compiler.entry == PROBE:
                         found = amx_verdict.Found.decode(answer)
-                except (RuntimeError, ValueError):  # it has ended, or has printed something else
+                except (CompilerFailed, ValueError):  # it has ended, or has printed something else
                     if compiler.entry != PROBE:
                         raise
                     has_ended = True  # without a verdict, of which `pass_on` says so
