@@ -219,6 +219,17 @@ def number(key: str, value: int) -> object:
     return edit
 
 
+def numbers(key: str, values: list[int]) -> object:
+    """Put a list of u32 in the place of a u32 metadata value. Tensors stay aligned with 6, 14 ... values."""
+
+    def edit(raw: bytearray) -> None:
+        at = raw.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
+        assert struct.unpack_from("<I", raw, at)[0] == 4, "a u32"
+        raw[at : at + 8] = struct.pack(f"<IIQ{len(values)}I", 9, 4, len(values), *values)
+
+    return edit
+
+
 def tensor_field(name: str, field: int, value: int) -> object:
     """Overwrite dimension 0 or 1 (GGUF order), the format (2) or the offset (3) of a matrix."""
 
@@ -244,6 +255,14 @@ BAD = {
     "architecture": (replaced(b"llama", b"mamba"), "general.architecture is 'mamba'; supported: llama, qwen2"),
     "heads": (number("llama.attention.head_count", 0), "head_count is 0, expected 1 to 4096"),
     "kv-heads": (number("llama.attention.head_count_kv", 9), "head_count_kv is 9, expected 1 to 6"),
+    "heads-of-layers": (
+        numbers("llama.attention.head_count", [6] * 14),
+        "llama.attention.head_count is a list of 14 (6, 6, 6, 6, 6, 6, 6, 6, ...), expected one number for all layers",
+    ),
+    "kv-heads-of-layers": (
+        numbers("llama.attention.head_count_kv", [3, 0, 3, 2, 3, 1]),
+        "head_count_kv is a list of 6 (3, 0, 3, 2, 3, 1), expected one number for all layers: counts for each layer, ",
+    ),
     "blocks": (number("llama.block_count", 3), "tensor 'blk.2.attn_norm.weight' is missing"),
     "fewer-blocks": (number("llama.block_count", 1), "'blk.1.attn_k.weight' is not part of"),
     "width": (

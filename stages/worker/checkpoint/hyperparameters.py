@@ -94,6 +94,12 @@ class HyperReader:
 
     def _int(self, key: str, low: int, high: int = _MAX_DIMENSION, default: int | None = None) -> int:
         key = f"{self.architecture}.{key}"
+        if isinstance(listed := self.metadata.get(key), np.ndarray):
+            first = ", ".join(map(str, listed[:8].tolist())) + (", ..." if len(listed) > 8 else "")
+            raise GgufError(
+                f"{self.file.path}: {key} is a list of {len(listed)} ({first}), expected one number for all layers: "
+                f"counts for each layer, such as of heads, are not supported; {UNSUPPORTED}"
+            )
         value: int = self._get(key, int, default)
         if not low <= value <= high:
             raise GgufError(f"{self.file.path}: {key} is {value}, expected {low} to {high}; {UNSUPPORTED}")
