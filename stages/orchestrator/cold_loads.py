@@ -11,6 +11,7 @@ The load itself is injected.  Without sockets.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -88,13 +89,11 @@ class ColdLoads:
         the model will find it.
         """
         load = self._loads.get(model)
-        if self._is_full(load, tenant):
+        if reached := self._reached(load, tenant):
             waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
-            n_of_model, own = load.n_waiting if load is not None else 0, self._of_tenant[tenant]
             raise Overloaded(
-                f"{self.n_waiting} requests wait for models that are loading (fleet.orchestrator.max_waiting is "
-                f"{self._max_waiting}), {n_of_model} of them for {model} and {own} of them yours; try again",
+                f"{reached}, fleet.orchestrator.max_waiting = {self._max_waiting}); try again in {math.ceil(left_s)} s",
                 retry_after_s=left_s,
             )
         if load is None:
@@ -110,12 +109,19 @@ class ColdLoads:
         finally:
             self._count(load, tenant, -1)
 
-    def _is_full(self, load: ColdLoad | None, tenant: str) -> bool:
-        """Whether no more requests of a tenant may wait for a load, or for a new one."""
-        held = [(self._max_waiting, self.n_waiting, self._of_tenant[tenant])]
+    def _reached(self, load: ColdLoad | None, tenant: str) -> str:
+        """The bound that lets no more requests of a tenant wait for a load, or for a new one; "": none does."""
+        held = [("models that are loading", "all models", self._max_waiting, self.n_waiting, self._of_tenant[tenant])]
         if load is not None:
-            held.append((max(1, self._max_waiting // 2), load.n_waiting, load.of_tenant[tenant]))
-        return any(count >= most or (bool(tenant) and own >= self.share_of(tenant, most)) for most, count, own in held)
+            most = max(1, self._max_waiting // 2)
+            held.append((f"model {load.model!r}", "one model", most, load.n_waiting, load.of_tenant[tenant]))
+        for what, of, most, count, own in held:
+            if count >= most:
+                return f"{count} requests wait for {what}, and at most {most} may (for {of}"
+            share = self.share_of(tenant, most) if tenant else most
+            if own >= share:
+                return f"{own} of your requests wait for {what}, and at most {share} may (for {of}, of one tenant"
+        return ""
 
     def _count(self, load: ColdLoad, tenant: str, change: int) -> None:
         load.n_waiting += change

@@ -71,13 +71,21 @@ async def test_waiting_is_bounded_with_an_estimate() -> None:
     loader = Loader(4)
     waiters = [loader.wait("m"), loader.wait("m")]
     await loader.begun("m")
-    with pytest.raises(Overloaded, match="max_waiting") as refused:
+    with pytest.raises(Overloaded) as refused:
         await loader.cold.wait("m", "a")
     assert refused.value.retry_after_s == 7.0
+    assert refused.value.message == (
+        "2 requests wait for model 'm', and at most 2 may (for one model, fleet.orchestrator.max_waiting = 4); "
+        "try again in 7 s"
+    )
     waiters += [loader.wait("n"), loader.wait("n")]
     await loader.begun("n")
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as refused:
         await loader.cold.wait("o", "a")
+    assert refused.value.message == (
+        "4 requests wait for models that are loading, and at most 4 may (for all models, "
+        "fleet.orchestrator.max_waiting = 4); try again in 1 s"
+    )
     for model in "mn":
         loader.ends[model].set_result(None)
     await asyncio.gather(*waiters)
@@ -88,11 +96,13 @@ async def test_a_tenant_leaves_room_for_others() -> None:
     loader.cold.share_of = lambda tenant, most: most - most // 4
     waiters = [loader.wait("m", tenant="one") for _ in range(3)]
     await loader.begun("m")
-    with pytest.raises(Overloaded, match="3 of them yours"):
+    own = "3 of your requests wait for model 'm', and at most 3 may \\(for one model, of one tenant, "
+    with pytest.raises(Overloaded, match=own):
         await loader.cold.wait("m", "a", tenant="one")
     waiters += [loader.wait("m", tenant="two"), *(loader.wait("n", tenant="one") for _ in range(3))]
     await loader.begun("n")
-    with pytest.raises(Overloaded, match="6 of them yours"):
+    own = "6 of your requests wait for models that are loading, and at most 6 may \\(for all models, of one tenant, "
+    with pytest.raises(Overloaded, match=own):
         await loader.cold.wait("o", "a", tenant="one")
     waiters.append(loader.wait("o", tenant="two"))
     await loader.begun("o")
