@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -22,10 +23,16 @@ class HttpConnection(RequestHandler):
     """One per connection."""
 
     def __init__(self, server: web.Server, peer: str, log: logging.Logger) -> None:
-        """`peer`: the client's address, for the log."""
+        """`peer`: the client's address, for the log; "": that of the connection."""
         super().__init__(server, loop=asyncio.get_running_loop(), **server._kwargs)
         self.peer = peer
         self._log = log
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open."""
+        super().connection_made(transport)
+        if not self.peer and isinstance(address := transport.get_extra_info("peername"), tuple):
+            self.peer = str(address[0])
 
     def handle_error(
         self,
@@ -50,6 +57,11 @@ class HttpConnection(RequestHandler):
             return
         # Its text quotes the request, keys and prompts included.
         self._log.warning("a client sent malformed HTTP", extra={"client": self.peer, "kind": type(error).__name__})
+
+
+def connections(server: web.Server, log: logging.Logger) -> Callable[[], HttpConnection]:
+    """What makes the protocol of each connection of a listening socket."""
+    return lambda: HttpConnection(server, "", log)
 
 
 def http_error(status: int, error: BaseException | None) -> StarlingError:

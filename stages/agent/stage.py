@@ -23,6 +23,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from pipeline.api.malformed_http import connections
 from pipeline.blobs.address import open_all, open_without_credentials
 from pipeline.blobs.interface import BlobStore
 from pipeline.config import paths
@@ -154,12 +155,13 @@ class AgentStage:
             runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=SHUTDOWN_S)
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
+            assert runner.server is not None
+            accepted = connections(runner.server, log)
             if is_plain:
-                await web.SockSite(runner, listener).start()
+                stack.callback((await _serve(accepted, listener)).close)
             if tls is not None and doors is not None:
-                assert runner.server is not None
                 context = tls.server_context("orchestrator", "agent", "monitor")
-                stack.callback((await _serve_tls(runner.server, tls_listener, context)).close)
+                stack.callback((await _serve_tls(accepted, tls_listener, context)).close)
                 stack.push_async_callback(_ended, asyncio.create_task(_follow(tls, doors, runner.server)))
             stack.push_async_callback(models.stop)  # before the API: it passes streams of engines on
             return await self._serve(lease, models, url, ending, on_ready)
@@ -256,6 +258,10 @@ def new_agent_id() -> str:
     return f"{host}-{secrets.token_hex(4)}"
 
 
+async def _serve(factory: Factory, listener: socket.socket) -> asyncio.Server:
+    return await asyncio.get_running_loop().create_server(factory, sock=listener, backlog=BACKLOG)
+
+
 async def _serve_tls(factory: Factory, listener: socket.socket, context: ssl.SSLContext) -> asyncio.Server:
     return await asyncio.get_running_loop().create_server(
         factory,
@@ -311,14 +317,18 @@ async def open_door(app: web.Application, host: str) -> Listening:
     """Serve the door of an engine, on a port from the kernel. Raises `ConfigError`."""
     listener = _listen(host, 0)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
+    server: asyncio.Server | None = None
 
     async def close() -> None:
+        if server is not None:
+            server.close()
         await runner.cleanup()
         listener.close()
 
     try:
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        assert runner.server is not None
+        server = await _serve(connections(runner.server, log), listener)
     except BaseException:
         await close()
         raise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ from shm.pages import NUMERICS
 from stages.agent.engines.fence import processes_of
 from stages.agent.http_api import SESSION_MB, AgentApi
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import POLL_S, poll_until
+from tests.e2e.server import POLL_S, START_S, poll_until
 from tests.fleet.agent_process import Agent, post, publish_tiny
 
 SETTINGS: dict[str, Any] = {"cache": {"max_size_mb": 32}, "server": {"max_body_mb": 1}}
@@ -195,6 +197,22 @@ def test_a_session_that_is_too_large_is_refused_with_its_own_bound(idle: Agent) 
     assert status == 413
     assert f"larger than {SESSION_MB} MiB" in answer["error"]["message"], answer
     assert "server.max_body_mb" not in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(("field", "reason"), [(b"A: " + b"x" * 9000, "8190 bytes"), (b"no colon", "not valid HTTP")])
+def test_malformed_http_is_refused_as_others_and_not_quoted(idle: Agent, field: bytes, reason: str) -> None:
+    n_lines = len(idle.output)
+    with socket.create_connection(("127.0.0.1", int(idle.url.rpartition(":")[2])), timeout=START_S) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sk-secret\r\n%b\r\n\r\n" % field)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        body = answer.read()
+    assert (answer.status, answer.headers["Content-Type"]) == (400, "application/json")
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "INVALID_REQUEST")
+    assert reason in error["message"] and b"secret" not in body
+    idle.wait_output("a client sent malformed HTTP", "127.0.0.1", since=n_lines)
+    assert "secret" not in "".join(idle.output)
 
 
 def test_unloading_what_is_not_loaded_succeeds(idle: Agent) -> None:

@@ -210,6 +210,19 @@ def test_what_one_engine_honours_another_one_may_refuse() -> None:
         read("/v1/completions", body, "application/json", DIALECTS["llama-server"])
 
 
+async def test_malformed_http_is_refused_as_others(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    port = int((await site.start()).url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nno colon\r\n\r\n")
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    await writer.wait_closed()
+    assert b" 400 " in head and b"\r\nContent-Type: application/json\r\n" in head
+    assert "not valid HTTP" in json.loads(body)["error"]["message"]
+    (line,) = [line for line in caplog.records if line.message == "a client sent malformed HTTP"]
+    assert (line.levelname, line.__dict__["client"]) == ("WARNING", "127.0.0.1")
+
+
 async def test_an_answer_goes_on_after_a_text(site: Site) -> None:
     await site.start()
     text = expected("once", 3)
