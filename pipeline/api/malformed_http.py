@@ -1,4 +1,4 @@
-"""aiohttp's protocol of a connection, with answers to malformed HTTP in the form of all errors.
+"""aiohttp's protocol of a connection; its own answers, to malformed HTTP and an unknown `Expect`, are like all errors.
 
 aiohttp's own answer is a text that quotes the request, and so are the lines that it logs: keys and prompts included.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from aiohttp import web
@@ -43,11 +43,19 @@ class HttpConnection(RequestHandler):
     ) -> web.StreamResponse:
         """Answer in the form of all errors."""
         super().handle_error(request, status, exc, message)  # logs it, and raises if an answer has begun
-        answer = error_response(http_error(status, exc))
-        response = web.Response(body=answer.body, status=status, headers=answer.headers, content_type=CONTENT_TYPE)
-        response.headers["Server"] = "starling"
+        response = _response(http_error(status, exc))
         response.force_close()
         return response
+
+    def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> Coroutine[Any, Any, tuple[web.StreamResponse, bool]]:
+        """Send a response. aiohttp refuses an unknown `Expect` before any handler is called, as a text."""
+        if isinstance(resp, web.HTTPExpectationFailed):
+            found = request.headers.get("Expect", "")[:60]
+            text = f"the header Expect is {found!r}, expected '100-continue'; correct it or leave it out"
+            resp = _response(StarlingError("INVALID_REQUEST", text, status=resp.status))
+        return super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:
         """aiohttp answers malformed HTTP with 400 and logs it as an error, which it is of the client alone."""
@@ -57,6 +65,13 @@ class HttpConnection(RequestHandler):
             return
         # Its text quotes the request, keys and prompts included.
         self._log.warning("a client sent malformed HTTP", extra={"client": self.peer, "kind": type(error).__name__})
+
+
+def _response(error: StarlingError) -> web.Response:
+    answer = error_response(error)
+    response = web.Response(body=answer.body, status=error.status, headers=answer.headers, content_type=CONTENT_TYPE)
+    response.headers["Server"] = "starling"
+    return response
 
 
 def connections(server: web.Server, log: logging.Logger) -> Callable[[], HttpConnection]:

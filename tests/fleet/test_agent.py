@@ -215,6 +215,16 @@ def test_malformed_http_is_refused_as_others_and_not_quoted(idle: Agent, field: 
     assert "secret" not in "".join(idle.output)
 
 
+def test_an_unknown_expectation_is_refused_as_others(idle: Agent) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", int(idle.url.rpartition(":")[2]), timeout=START_S)
+    connection.request("GET", "/health", headers={"Expect": "foo"})
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    connection.close()
+    assert (answer.status, error["code"]) == (417, "INVALID_REQUEST")
+    assert error["message"].startswith("the header Expect is 'foo', expected '100-continue'; ")
+
+
 def test_unloading_what_is_not_loaded_succeeds(idle: Agent) -> None:
     status, answer = idle.call("/unload_model", model_id="tiny")
     assert (status, answer["cache_state"], answer["cache_level"]) == (200, "UNLOADED", "REMOTE")

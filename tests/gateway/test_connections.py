@@ -183,6 +183,23 @@ def test_malformed_http_is_refused_in_the_form_of_all_errors(server: Server) -> 
         assert reason in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/tokenize", "/nothing"])
+def test_an_unknown_expectation_is_refused_in_the_form_of_all_errors(server: Server, path: str) -> None:
+    method = "POST" if path == "/v1/tokenize" else "GET"
+    with connect(server) as sock:
+        sock.sendall(raw_request(method, path, headers="Expect: foo\r\n"))
+        sock.sendall(raw_request("GET", "/health", headers="Connection: close\r\n"))
+        answer, after = split_responses(read_to_end(sock), method, "GET")
+    assert (answer.status, answer.headers["content-type"]) == (417, "application/json")
+    assert json.loads(answer.body)["error"] == {
+        "message": "the header Expect is 'foo', expected '100-continue'; correct it or leave it out",
+        "type": "invalid_request_error",
+        "code": "INVALID_REQUEST",
+        "param": None,
+    }
+    assert after.status == 200
+
+
 def test_malformed_http_is_a_warning_without_what_was_sent(make_server: MakeServer) -> None:
     """It is the client's error, and one of its headers may have a key."""
     server = make_server()

@@ -1,4 +1,4 @@
-"""What an orchestrator does with bodies that are too large, and with records of other releases."""
+"""What an orchestrator does with bodies that are too large, unknown expectations, and records of other releases."""
 
 from __future__ import annotations
 
@@ -94,6 +94,14 @@ def test_bodies_in_the_background_are_bounded_for_each_tenant(small_fleet: Fleet
         hold(engines[0], False)
     for name, tenant in made:
         poll_until(lambda: small_fleet.get(f"{path}/{name}", tenant).json["status"] == "incomplete")  # noqa: B023
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/fleet/place"])
+def test_an_unknown_expectation_is_refused_as_others(small_fleet: Fleet, path: str) -> None:
+    refused = small_fleet.post(path, BODY, {**MINE, "Expect": "foo"})
+    assert (refused.status, refused.error["code"]) == (417, "INVALID_REQUEST")
+    assert refused.error["message"].startswith("the header Expect is 'foo', expected '100-continue'; ")
+    assert small_fleet.post("/v1/completions", BODY, MINE).status == 200
 
 
 def test_records_of_a_newer_release_are_skipped_and_named(small_fleet: Fleet) -> None:
