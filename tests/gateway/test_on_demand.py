@@ -65,10 +65,12 @@ def test_who_waits_is_bounded_in_all_and_for_each_tenant(tmp_path: Path) -> None
         await gateway.until(lambda: gateway.service.on_demand.waiting.held == 2)
         error = await refused(gateway.ask("c", ANN))
         assert error.headers() == {"Retry-After": "5"}
-        assert "2 of them yours" in error.message
+        own = "2 of your requests wait for loads, and at most 2 may (on_demand.max_waiting_per_tenant)"
+        assert error.message == f"model 'c' is not loaded; {own}; try again"
         tasks.append(gateway.ask("c", BOB))
         await gateway.until(lambda: gateway.service.on_demand.waiting.held == 3)
-        await refused(gateway.ask("b", Caller("cid")))
+        error = await refused(gateway.ask("b", Caller("cid")))
+        assert "; 3 requests wait for loads, and at most 3 may (on_demand.max_waiting); " in error.message
         assert await gateway.ask("a", ANN)  # a loaded model is not concerned
         tasks[0].cancel()
         await gateway.until(lambda: gateway.service.on_demand.waiting.held == 2)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipeline.api.fair_shares import FairShares
+from pipeline.api.fair_shares import FairShares, Refusal
 from pipeline.api.keys import Caller
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable, StarlingError
@@ -169,13 +169,18 @@ class OnDemand:
         return None
 
     def _check_queue(self, model: str, tenant: str) -> None:
-        if self.waiting.refusal(tenant) is None:
+        waiting = self.waiting
+        refusal = waiting.refusal(tenant)
+        if refusal is None:
             return
+        bound = f"{waiting.held} requests wait for loads, and at most {waiting.total} may (on_demand.max_waiting)"
+        if refusal is Refusal.SHARE:
+            bound = (
+                f"{waiting.held_by(tenant)} of your requests wait for loads, and at most {waiting.share} may "
+                f"(on_demand.max_waiting_per_tenant)"
+            )
         raise ModelUnavailable(
-            f"model {model!r} is not loaded, and {self.waiting.held} requests wait for models already "
-            f"({self.waiting.held_by(tenant)} of them yours; on_demand.max_waiting, max_waiting_per_tenant); try again",
-            "model",
-            retry_after_s=RETRY_AFTER_S,
+            f"model {model!r} is not loaded; {bound}; try again", "model", retry_after_s=RETRY_AFTER_S
         )
 
     # ---------------------------------------------------------------- loads that failed
