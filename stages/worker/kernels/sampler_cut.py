@@ -4,7 +4,8 @@ To sort so many takes longer than all else that the sampler does, and hardly any
 instead: it ends with the candidate ID by (value descending, id ascending), and the sum of its weights, SUM, is that of
 the definition but for SLACK at most (sampler_sums.py).  W has the weights of VAL, rounded where SLACK is above 0, and
 PARTS, if it is not forgotten, divides VAL by its values (sampler_select.py).  Of VAL all that come behind ID are no
-candidates, until `drop_others` gives them the value -inf.
+candidates, until `drop_others` gives them the value -inf.  Their weights remain in W, and in the sums of PARTS: they
+come behind all that a step or the draw looks for.
 
 Steps that change values, and XTC, work on VAL as on the whole vocabulary, and `leave` describes the list anew.  Its
 weights are computed when a step, or the draw, needs them (`weigh_cut`): not twice if values change once more.  No
@@ -214,9 +215,9 @@ def top_p_of_cut(scratch, vocab, p):
 
 @numba.njit(**INNER)
 def top_k_of_many(scratch, vocab, k):
-    """The first k of the vocabulary (VAL), which has more than SORTED, without those at -inf.
+    """The first k of the vocabulary (VAL), which has more than SORTED.
 
-    Returns CUT, or the length of the list.
+    Returns CUT, and then those at -inf are left out, or the length of the list.
     """
     n, top = gather_best(scratch, scratch, vocab, k, SORTED + 1), largest(scratch, vocab)
     if top == _F(np.inf):  # a repetition penalty below 1 divides a value close to the largest f32
@@ -253,7 +254,7 @@ def top_k_of_cut(scratch, vocab, k):
 
 @numba.njit(**INNER)
 def xtc_of_cut(scratch, vocab, threshold):
-    """XTC of the list. Returns CUT, the length of the list where it is made, or 0: not certain, and nothing is done."""
+    """XTC of the list. Returns CUT, or 0: not certain, and nothing is done."""
     least, most = _share_of_sum(scratch, vocab, np.float64(threshold))
     if get_f64(parts_at(scratch, vocab) + SLACK) != 0.0:
         if least < most and least <= np.float64(_F(least)) <= most:
