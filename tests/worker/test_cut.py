@@ -145,6 +145,15 @@ def test_top_k_of_infinite_values(n_infinite: int) -> None:
     assert _ids(scratch, 6000, 5000) == best.ids.tolist()
 
 
+@pytest.mark.parametrize("top_k", [5000, cut.SORTED + 1])
+def test_top_k_keeps_infinitely_low_values_where_there_are_no_others(top_k: int) -> None:
+    """If a temperature makes all values -inf, the lowest id of the list is drawn."""
+    values = np.linspace(-9, -5, 6000).astype(np.float32)
+    order = ("mask", "min_p", "top_k", "temperature")
+    p = reference.Parameters(min_p=0.5, top_k=top_k, temperature=1e-38, order=order)
+    _tokens_equal(values, p, 1, 0.0)
+
+
 class Kernel:
     """`typical_p` of some values: `n` and the list, which is made if it is not."""
 

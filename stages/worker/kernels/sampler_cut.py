@@ -217,7 +217,7 @@ def top_p_of_cut(scratch, vocab, p):
 def top_k_of_many(scratch, vocab, k):
     """The first k of the vocabulary (VAL), which has more than SORTED.
 
-    Returns CUT, and then those at -inf are left out, or the length of the list.
+    Returns CUT, and then none is -inf, or the length of the list.
     """
     n, top = gather_best(scratch, scratch, vocab, k, SORTED + 1), largest(scratch, vocab)
     if top == _F(np.inf):  # a repetition penalty below 1 divides a value close to the largest f32
@@ -233,8 +233,8 @@ def top_k_of_many(scratch, vocab, k):
         put_f32(w + 4 * i, _F(0.0))
     forget_parts(scratch, vocab)
     identity = find(scratch, BY_VALUE, vocab, np.float64(k), _F(-np.inf))[0]
-    if get_f32(scratch + 4 * identity) == _F(-np.inf):
-        identity = _last_of(scratch, vocab)
+    if get_f32(scratch + 4 * identity) == _F(-np.inf):  # these are candidates, and the first if all become -inf
+        return top_k(scratch, scratch, vocab, k)
     describe(scratch, vocab, identity, 0.0, 0.0)
     if k <= SORTED:
         return list_of_cut(scratch, vocab)
