@@ -285,7 +285,7 @@ def _is_active(step, ints, floats, greedy, position):
 def _step_of_cut(scratch, vocab, step, ints, floats, output, n_output):
     """Take `step` of a list that is not made (sampler_cut.py).
 
-    Returns CUT, the length of the list that it makes, or 0: only a list can take it, and nothing is done.
+    Returns CUT, the length of the list that it makes, or 0: the step is not taken, because only a list can take it.
     """
     t = get_f32(floats + _TEMPERATURE)
     if step == TEMPER and stays_finite(scratch, vocab, 1.0 / np.float64(t), 0.0):
