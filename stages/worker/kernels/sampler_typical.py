@@ -13,14 +13,14 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stages.worker.kernels.buffer_sizes import DIGIT, SUM_BLOCK
+from stages.worker.kernels.buffer_sizes import SUM_BLOCK
 from stages.worker.kernels.entries import INNER
 from stages.worker.kernels.sampler_candidates import sort_list, weigh_list
 from stages.worker.kernels.sampler_cut import CUT, SORTED, drop_behind, leave, weight_of
 from stages.worker.kernels.sampler_scalars import log, next_above
 from stages.worker.kernels.sampler_select import find, forget_parts, walk
 from stages.worker.kernels.sampler_sums import MAY_ROUND, base_of, round_weights
-from stages.worker.kernels.sampler_vocabulary import LOWEST, gather_between, key_at, largest, padded, weigh_vocabulary
+from stages.worker.kernels.sampler_vocabulary import LOWEST, gather_between, key_at, largest, padded
 from stages.worker.kernels.simd import (
     LANES,
     exp,
@@ -97,7 +97,6 @@ def _last_typical(scratch, vocab, key, total, p):
 def _of_vocabulary(scratch, vocab, top, p):
     size = 4 * padded(vocab)
     w, values, ids = scratch + size, scratch + 3 * size, scratch + 4 * size
-    sums = scratch + 8 * size + 4 * (1 << DIGIT)
     total, distances = _weigh(scratch, w, vocab, top)
     key, enough = (bool(top < _F(np.inf)), top, _F(distances / total)), np.float64(p) * total
     bound, last = _F(_FIRST_BOUND), False
@@ -118,7 +117,7 @@ def _of_vocabulary(scratch, vocab, top, p):
         if identity >= 0:
             drop_behind(scratch, key, vocab, identity)
             return leave(scratch, vocab)
-        weigh_vocabulary(scratch, w, sums, vocab, top)
+        _weigh(scratch, w, vocab, top)  # unrounded
     n = gather_between(scratch, key, vocab, _F(-np.inf), _F(np.inf), vocab, values, ids)
     sort_list(scratch, vocab, n, True)
     return _sort_by_value(scratch, vocab, min(n, walk(scratch, vocab, n, 0.0, next_above(enough))[0]))
