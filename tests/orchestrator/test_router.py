@@ -162,11 +162,11 @@ def test_agents_that_were_not_asked_may_have_the_session() -> None:
         tries.give_up(refused.value, forward, Bounds())
     routing.end(full, request())
     routing.update_routing_table([view("b", engine())])
-    with pytest.raises(ModelUnavailable) as nobody:
+    with pytest.raises(ModelUnavailable) as unavailable:
         routing.choose(tries.routed(forward))
-    tries.give_up(nobody.value, forward, Bounds(), may_be_there=True)
+    tries.give_up(unavailable.value, forward, Bounds(), may_be_there=True)
     with pytest.raises(Refusal, match="404"):
-        tries.give_up(nobody.value, forward, Bounds())
+        tries.give_up(unavailable.value, forward, Bounds())
 
 
 def test_a_session_is_looked_for_on_every_agent_the_cordoned_ones_last() -> None:
