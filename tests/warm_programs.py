@@ -1,6 +1,6 @@
 """Gateways, orchestrators and servers that start at once: forks of a process that has imported them.
 
-`starling up` forks honcho, and supervisors their stages, in the same way.
+`starling up` forks supervisors, and supervisors their stages, in the same way.
 
     program = WarmProgram(["starling", "stage", "gateway"], env)  # as subprocess.Popen; stderr has stdout as well
 

@@ -63,7 +63,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     idempotency_ttl_s: Annotated[int, Meta(ge=120, le=86_400)] = 600  # after the answer; 120 s hold without a key too
     idempotency_tenant_mb: Annotated[int, Meta(ge=1, le=1024)] = 4
     idempotency_mb: Annotated[int, Meta(ge=1, le=16_384)] = 32
-    drain_timeout_ms: MillisecondsOrNone = 4_000  # honcho kills 5 s after SIGTERM
+    drain_timeout_ms: MillisecondsOrNone = 4_000
     heartbeat_ms: Annotated[int, Meta(ge=10, le=60_000)] = 250
     remote_edges: bool = False  # allow tcp:// edges between machines, which then need the same key file
 

@@ -30,6 +30,7 @@ KEEPALIVE_FD_VARIABLE = "STARLING_KEEPALIVE_FD"
 PARENT_VARIABLE = "STARLING_PARENT_PID"
 ORPHANS_VARIABLE = "STARLING_KILL_ORPHANS"  # set: stages whose server was killed end at once, without draining
 AWAITED_VARIABLE = "STARLING_AWAITED"  # set: requests wait for the models of the server
+MAX_FILES = 1 << 20  # bound of the descriptors that `close_files` closes, where the limit is higher
 _KEEPALIVE = struct.Struct("<I?3x")  # its size is a power of two, so no read of 4096 bytes splits a record
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -145,6 +146,14 @@ def file_limit() -> int:
     """How many files this process may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def close_files(keep: int = -1) -> None:
+    """Close all descriptors above that of stderr but `keep`: for a fork that is to hold nothing of its parent."""
+    end = min(file_limit(), MAX_FILES)
+    if keep > 2:
+        os.closerange(3, keep)
+    os.closerange(max(3, keep + 1), end)
 
 
 def open_child_signal_fd() -> int:

@@ -18,7 +18,6 @@ from typing import NoReturn
 from pipeline import procfs
 from pipeline.runtime import process
 
-MAX_FILES = 1 << 20  # bound of the descriptors that are closed, where the limit is higher
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -89,7 +88,7 @@ class ForkedProgram:
 
 def _prepare(command: list[str], env: Mapping[str, str], cwd: str | None) -> None:
     """Make a child what a new program would be."""
-    os.closerange(3, min(process.file_limit(), MAX_FILES))
+    process.close_files()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Starts the supervisors of `starling up` as forks of honcho's process (forked_program.py).
+"""Starts the supervisors of `starling up` as forks of its process, in which honcho runs (forked_program.py).
 
 `child_of(command)` recognizes the lines of the project's Procfile; honcho starts any other line by a shell.
 """

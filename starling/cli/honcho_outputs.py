@@ -1,7 +1,8 @@
 """The output and the ends of honcho's processes, read by honcho's own process.
 
 honcho forks a process for each of its processes, only to read its output. Those readers would hold several megabytes
-each for the server's whole life; one `poll` replaces them. honcho_patch.py is the only caller.
+each for the server's whole life; one `poll` replaces them. Callers:
+honcho_patch.py and procfile_runner.py.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 from collections import deque
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -34,6 +36,7 @@ class Outputs:
         self._poll = select.poll()
         self._reading: dict[int, _Running] = {}  # by descriptor of the output
         self._ending: dict[int, _Running] = {}  # their output has ended; by pidfd
+        self._watched: dict[int, Callable[[], object]] = {}
         self._events: deque[Any] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll.register(self._wake, select.POLLIN)
@@ -51,6 +54,16 @@ class Outputs:
         self._events.append(message)
         os.eventfd_write(self._wake, 1)
 
+    def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call `call` within `get` when `fd` is readable."""
+        self._watched[fd] = call
+        self._poll.register(fd, select.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """No longer watch `fd`."""
+        self._poll.unregister(fd)
+        del self._watched[fd]
+
     def get(self, timeout_s: float | None) -> Any:
         """The next event; None at the timeout (s; None: no limit), or early."""
         self._wait(0.0 if self._events else timeout_s)  # also while others add events without end
@@ -62,6 +75,8 @@ class Outputs:
                 os.eventfd_read(fd)
             elif fd in self._reading:
                 self._read(fd)
+            elif fd in self._watched:
+                self._watched[fd]()
             else:
                 self._end(fd)
 

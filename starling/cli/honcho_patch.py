@@ -1,7 +1,7 @@
-"""honcho with six changes: `python -m starling.cli.honcho_patch start -f PROCFILE` (started by honcho_runner.py).
+"""honcho with seven changes, in the process of `starling up` (procfile_runner.py).
 
-It knows that one command line. honcho's own reads what every installed package declares, for a command that no server
-uses: that is 30 ms of a start.
+`python -m starling.cli.honcho_patch start -f PROCFILE` runs a Procfile alone. It knows that one command line: honcho's
+own reads what every installed package declares, for a command that no server uses, which takes 30 ms.
 
 It reads the output of its processes itself. honcho forks a reader for each, which is memory for nothing
 (honcho_outputs.py).
@@ -19,6 +19,9 @@ its descendants have closed their output. A process that exits ends all others, 
 
 It obeys a signal that comes while it still starts its processes as soon as all have started. honcho would fail at it.
 
+SIGHUP asks for the end, too. What still runs at a second signal, or 7 s after the first one, is killed. honcho would
+wait until a first process has ended, and for 5 s more.
+
 Supervisors are forks of it, which share its memory (forked_supervisor.py).
 """
 
@@ -31,12 +34,16 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from types import FrameType
+from typing import Any, Self, TextIO
 
 from honcho import environ, manager, printer
 
+from pipeline.errors import ConfigError
+from pipeline.runtime.malloc_trim import trim
 from pipeline.runtime.process import EXIT_FATAL, LOST_SIGNAL_S
 from pipeline.supervise.restart_policy import RestartPolicy
 from starling.cli import forked_supervisor
@@ -47,6 +54,8 @@ ENV_FILE = ".env"  # in the working directory
 FIRST_PORT = 5000  # honcho gives each process a variable PORT
 HEALTHY_S = 5.0  # a process that has run for so long counts as one that had been ready
 HELD_S = 0.1  # between two checks whether a killed process is due, or the server stops
+KILL_S = 7.0  # from the first signal to SIGKILL, unless streams may take longer
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ask for the end
 
 
 class Events(Outputs):
@@ -63,7 +72,8 @@ class Events(Outputs):
         while True:
             event = self._owner.take_held()
             if event is None:
-                event = super().get(timeout if self.is_ending else self._owner.held_timeout_s())
+                event = super().get(timeout if self.is_ending else self._owner.timeout_s())
+                self._owner.on_wake()
                 if event is None:
                     if self.is_ending:
                         raise queue.Empty
@@ -86,25 +96,58 @@ class Manager(manager.Manager):
         self.events.close()
         self.events = Events(self)
         self._procmgr = _Processes()
-        self._is_stopping = False  # a signal has asked for the end
-        self._is_killed = False
+        self.kill_s = KILL_S
+        self.n_signals = 0  # that have asked for the end
+        self._kill_at = float("inf")  # monotonic s
+        self.is_stopping = False  # a signal has asked for the end, or a process has ended
+        self._must_kill = self._is_killed = False
         self._policies: dict[str, RestartPolicy] = {}
         self._started: dict[str, float] = {}  # by process, monotonic s
         self._held: dict[str, tuple[float, Any]] = {}  # killed processes: when to start them, and their stop events
 
+    @classmethod
+    def of_procfile(cls, procfile: Path, environment: Mapping[str, str]) -> Self:
+        """A manager of the processes of a Procfile, with the settings in `.env`, as `honcho start` makes it.
+
+        Raises `ConfigError`: the Procfile cannot be read, or PORT is no number.
+        """
+        try:
+            settings = environ.parse(Path(ENV_FILE).read_text())
+        except OSError:
+            settings = {}
+        try:
+            processes = environ.parse_procfile(procfile.read_text()).processes
+        except OSError as error:
+            raise ConfigError(f"{procfile}: cannot read the Procfile: {error.strerror}") from None
+        port = str(settings.get("PORT") or environment.get("PORT") or FIRST_PORT)
+        if not port.isdecimal():
+            raise ConfigError(f"PORT is {port!r}: expected a number; correct it in .env or the environment")
+        own = cls(Printer(sys.stdout, colour=True, prefix=True))
+        for process in environ.expand_processes(processes, env=settings, port=int(port)):
+            env = {**environment, **process.env}
+            own.add_process(process.name, process.cmd, quiet=process.quiet, env=env)
+        return own
+
     def terminate(self) -> None:
         """Send SIGTERM to all processes; while some have not started, `on_start` does it after the last one."""
-        self._is_stopping = True
+        self.is_stopping = True
         if self._all_started():
             super().terminate()
 
     def kill(self) -> None:
-        """Kill the remaining processes. honcho asks at every event once its patience is over; once is enough."""
-        if not self._is_killed:
+        """Kill the remaining processes, once; while some have not started, `on_start` does it after the last one."""
+        self._must_kill = True
+        if self._all_started() and not self._is_killed:
             self._is_killed = True
             super().kill()
 
     def _start(self) -> None:
+        if self.is_stopping:  # a signal came since honcho set its handlers
+            self._on_signal(signal.SIGTERM, None)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        forked_supervisor.preload()
+        trim()
         commands = {name: entry["obj"].cmd for name, entry in self._processes.items()}
         for name in forked_supervisor.start_order(commands):
             self._start_one(name)
@@ -112,6 +155,22 @@ class Manager(manager.Manager):
     def _start_one(self, name: str) -> None:
         process = self._processes[name]["obj"]
         self.events.start(process, forked_supervisor.child_of(process.cmd, process.env, process.cwd))
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.n_signals += 1
+        if self.n_signals > 1:
+            self.kill()
+            return
+        self._system_print(f"{signal.Signals(number).name} received\n")
+        self.returncode = 128 + number
+        self._kill_at = time.monotonic() + self.kill_s
+        self.terminate()
+
+    def on_wake(self) -> None:
+        """What is due; `Events` calls it whenever it wakes."""
+        if time.monotonic() >= self._kill_at:
+            self._kill_at = float("inf")
+            self.kill()
 
     def _system_print(self, data: str) -> None:
         # honcho's signal handler calls it too: through the events no print begins amid another one.
@@ -127,8 +186,10 @@ class Manager(manager.Manager):
             del entry["returncode"]
             if self._terminating:  # the signal to all processes came before its pid was known
                 self._procmgr.terminate(event.data["pid"])
-        if self._is_stopping:  # does nothing the second time
+        if self.is_stopping:  # does nothing the second time
             self.terminate()
+        if self._must_kill:
+            self.kill()
 
     def hold(self, event: Any) -> Any:
         """Plan the restart of a killed process; returns the line to print.
@@ -136,7 +197,7 @@ class Manager(manager.Manager):
         None if the process exited, has been killed too often, or the server is stopping.
         """
         code, now = event.data["returncode"], time.monotonic()
-        if code >= 0 or self._is_stopping or self.events.is_ending:
+        if code >= 0 or self.is_stopping or self.events.is_ending:
             return None
         policy = self._policies.setdefault(event.name, RestartPolicy(random.SystemRandom().random))
         ran_s = now - self._started.get(event.name, now)
@@ -148,14 +209,14 @@ class Manager(manager.Manager):
         text = f"{event.name} was killed by {signal.Signals(-code).name}; starting it again\n"
         return printer.Message(type="line", data=text, time=event.time, name=manager.SYSTEM_PRINTER_NAME, colour=None)
 
-    def held_timeout_s(self) -> float:
+    def timeout_s(self) -> float:
         """How long `Events` may sleep."""
-        return HELD_S if self._held else LOST_SIGNAL_S
+        return max(0.0, min(HELD_S if self._held else LOST_SIGNAL_S, self._kill_at - time.monotonic()))
 
     def take_held(self) -> Any:
         """Start the killed processes that are due. If the server stops, returns the stop event of one instead."""
         for name, (due, event) in list(self._held.items()):
-            if self._is_stopping or self.events.is_ending:
+            if self.is_stopping or self.events.is_ending:
                 del self._held[name]
                 return event
             if time.monotonic() >= due:
@@ -195,31 +256,13 @@ def main() -> None:
     _, command, option, procfile = sys.argv
     if (command, option) != ("start", "-f"):
         raise ValueError(f"{sys.argv[1:]}: expected start -f PROCFILE")
-    forked_supervisor.preload()
-    sys.exit(_start(Path(procfile)))
-
-
-def _start(procfile: Path) -> int:
-    """Run the processes of a Procfile with the settings in `.env`, as `honcho start` does; the exit code."""
     try:
-        settings = environ.parse(Path(ENV_FILE).read_text())
-    except OSError:
-        settings = {}
-    try:
-        processes = environ.parse_procfile(procfile.read_text()).processes
-    except OSError as error:
-        print(f"{procfile}: cannot read the Procfile: {error.strerror}", file=sys.stderr)
-        return EXIT_FATAL
-    port = str(settings.get("PORT") or os.environ.get("PORT") or FIRST_PORT)
-    if not port.isdecimal():
-        print(f"PORT is {port!r}: expected a number; correct it in .env or the environment", file=sys.stderr)
-        return EXIT_FATAL
-    own = Manager(Printer(sys.stdout, colour=True, prefix=True))
-    for process in environ.expand_processes(processes, env=settings, port=int(port)):
-        env = {**os.environ, **process.env}
-        own.add_process(process.name, process.cmd, quiet=process.quiet, env=env)
+        own = Manager.of_procfile(Path(procfile), os.environ)
+    except ConfigError as error:
+        print(error.message, file=sys.stderr)
+        sys.exit(EXIT_FATAL)
     own.loop()
-    return int(own.returncode or 0)
+    sys.exit(int(own.returncode or 0))
 
 
 if __name__ == "__main__":

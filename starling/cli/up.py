@@ -1,8 +1,8 @@
 """`starling up`: check, prepare, start all stages under honcho, and print a banner when the server is ready.
 
-`up` runs `honcho start` on the Procfile (honcho_runner.py); honcho merges the output of the stages. `up` waits until
-the gateway's /ready answers 200. After honcho's end it removes what the stages left (pipeline/supervise/cleanup.py), so
-that no socket and no arena stays after Ctrl-C.
+`up` runs honcho on the Procfile, in its own process (procfile_runner.py); honcho merges the output of the stages. `up`
+waits until the gateway's /ready answers 200. After the end of all stages it removes what they left
+(pipeline/supervise/cleanup.py), so that no socket and no arena stays after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, ORPHANS_VARIA
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
 from starling.cli.bounded_output import BoundedOutput
-from starling.cli.honcho_runner import HonchoRunner
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
 from starling.cli.prepare_apart import prepare_apart
+from starling.cli.procfile_runner import run_procfile
 from starling.cli.stage import STAGES
 from starling.cli.users_lock import end_when_unused
 from starling.doctor.finding import disk_bytes
@@ -99,7 +99,8 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         arena_dir.prepare(with_arenas)
         held = ServerLocks(with_arenas, run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
-        code = HonchoRunner(write_procfile(run_dir), env, run_dir).run(watcher.check)
+        drain_s = config.server.drain_timeout_ms / 1000
+        code = run_procfile(write_procfile(run_dir), env, run_dir, watcher.check, drain_s)
     finally:
         if held is not None:
             held.release()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import threading
 from pathlib import Path
 
 from pipeline.errors import ConfigError
+from pipeline.runtime import process
+from pipeline.supervise.base import fork
 
 USERS = "users.flock"  # not .lock: these are the locks of stages, which `pipeline.supervise.cleanup` takes
 
@@ -22,11 +23,17 @@ def open_lock(path: Path) -> int:
 
 
 def end_when_unused(run_dir: Path) -> None:
-    """In `starling up --while-used`: send this process SIGTERM when no command uses the server any more."""
-    users = open_lock(run_dir / USERS)
+    """In `starling up --while-used`: send this process SIGTERM when no command uses the server any more.
 
-    def wait() -> None:
-        fcntl.flock(users, fcntl.LOCK_EX)  # held until this process ends: a new user waits for that
-        os.kill(os.getpid(), signal.SIGTERM)
+    A child waits for that, because a process with a second thread cannot be forked (forked_program.py).
+    """
+    users = open_lock(run_dir / USERS)  # stays open here: a new user waits until this process has ended, too
+    server = os.getpid()
 
-    threading.Thread(target=wait, daemon=True).start()
+    def wait() -> int:
+        process.close_files(keep=users)  # no other lock may outlive the server
+        fcntl.flock(users, fcntl.LOCK_EX)
+        os.kill(server, signal.SIGTERM)
+        return process.EXIT_OK
+
+    fork(wait)

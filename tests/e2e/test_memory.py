@@ -24,10 +24,9 @@ BOUNDS = {
     "kv": 30,
     "scheduler": 30,
     "worker": 30,
-    "honcho": 20,
-    "starling up": 40,
+    "starling up": 30,
 }
-TOTAL_MB = 210
+TOTAL_MB = 200
 REQUEST = {"prompt": [1, 2, 3], "max_tokens": 8, "seed": 1, "ignore_eos": True, "stream": True}
 
 

@@ -66,7 +66,7 @@ def test_the_stages_do_not_outlive_up(tmp_path: Path, config: dict[str, object])
         pids = server.pids()
         assert server.process is not None
         os.kill(server.process.pid, signal.SIGKILL)
-        # The supervisors detect the end of honcho themselves, and the last one cleans up.
+        # The supervisors detect the end of `up` themselves, and the last one cleans up.
         assert all(wait_gone(pid) for pid in pids)
         server.process.wait()
         assert server.leftovers() == []

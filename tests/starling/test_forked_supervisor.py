@@ -1,4 +1,4 @@
-"""`starling up` forks supervisors from honcho's process; other lines of a Procfile are started by a shell."""
+"""`starling up` forks supervisors from its process; other lines of a Procfile are started by a shell."""
 
 from __future__ import annotations
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from pipeline import procfs
 from pipeline.config.load import resolve
 from pipeline.errors import ModelUnavailable
 from pipeline.observe.status import StageStatus
@@ -15,6 +21,24 @@ from pipeline.runtime import run_dir as rundir
 from shm.arena import process_ticks
 from starling.cli import server_use
 from starling.cli.server_use import ServerUse, is_running
+from starling.cli.users_lock import USERS, open_lock
+from tests.e2e.server import poll_until
+
+# A server with one more lock, which it does not give to the child that waits for its users.
+SERVER = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.runtime.run_dir import StageLock
+from starling.cli.forked_program import can_fork
+from starling.cli.users_lock import end_when_unused
+run_dir = Path(sys.argv[1])
+lock = StageLock(run_dir, "up")
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+end_when_unused(run_dir)
+print(can_fork(["starling"]), flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def record(run_dir: Path, stage: str, *, is_alive: bool) -> None:
@@ -67,3 +91,54 @@ def test_what_a_crash_left_is_no_server(tmp_path: Path) -> None:
     for stage in ("kv", "gateway"):
         record(run_dir, stage, is_alive=False)
     assert not is_running(run_dir)
+
+
+def open_files(pid: int, directory: Path) -> set[str]:
+    """Names of the files of a directory that a process holds open."""
+    opened = map(Path, map(os.readlink, Path(f"/proc/{pid}/fd").iterdir()))
+    return {path.name for path in opened if path.parent == directory}
+
+
+def test_a_server_ends_with_its_last_user(tmp_path: Path) -> None:
+    run_dir = rundir.prepare(tmp_path / "run")
+    users = [open_lock(run_dir / USERS) for _ in range(2)]
+    for user in users:
+        fcntl.flock(user, fcntl.LOCK_SH)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "True\n"
+        (child,) = procfs.children(server.pid)
+        poll_until(lambda: open_files(child, run_dir) == {USERS})
+        os.close(users.pop())
+        late = open_lock(run_dir / USERS)
+        with pytest.raises(BlockingIOError):  # the other user stays
+            fcntl.flock(late, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(users.pop())
+        assert server.stdout.readline() == "asked to end\n"
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(late, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a new user waits until the server has ended
+        server.communicate("go on\n")
+        assert server.returncode == -signal.SIGKILL
+        fcntl.flock(late, fcntl.LOCK_SH)
+        os.close(late)
+
+
+def test_the_child_that_waits_for_users_dies_with_the_server(tmp_path: Path) -> None:
+    run_dir = rundir.prepare(tmp_path / "run")
+    user = open_lock(run_dir / USERS)
+    fcntl.flock(user, fcntl.LOCK_SH)
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "True\n"
+        (child,) = procfs.children(server.pid)
+        fd = os.pidfd_open(child)
+        server.communicate("end\n")
+    assert select.select([fd], [], [], 60)[0]
+    os.close(fd)
+    os.close(user)

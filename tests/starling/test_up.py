@@ -6,7 +6,6 @@ import contextlib
 import os
 import queue
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import pytest
 from honcho import printer
 
 from pipeline.config import server_cores
-from starling.cli import honcho_patch, honcho_runner
+from starling.cli import honcho_patch, procfile_runner
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +31,12 @@ UP = """
 import os
 import sys
 from pathlib import Path
-from starling.cli import honcho_runner, main, up
+from starling.cli import honcho_patch, main, procfile_runner, up
 up.PROCFILE = Path(sys.argv.pop(1))
 up.prepare_all = lambda config: None
-honcho_runner.CHECK_S = float(os.environ.get("CHECK_S", honcho_runner.CHECK_S))
+procfile_runner.CHECK_S = float(os.environ.get("CHECK_S", procfile_runner.CHECK_S))
+honcho_patch.KILL_S = float(os.environ.get("KILL_S", honcho_patch.KILL_S))
+procfile_runner.AFTER_DRAIN_S = 0.0
 up.ANSWER_S = 60.0  # where no check in time would ask again
 main()
 """
@@ -125,7 +126,7 @@ class Up:
                 return found
 
     def stage_pid(self) -> int:
-        """The pid that honcho prints: after the banner, which comes from another process, if it had no core before."""
+        """The pid of the stage's first process."""
         printed = re.search(r"pid=(\d+)", "".join(self.seen)) or self.wait_for(r"pid=(\d+)")
         return int(printed[1])
 
@@ -188,14 +189,38 @@ def test_an_end_before_honcho_knows_its_processes(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_who_asks_twice_does_not_wait(start: Start) -> None:
+def test_who_asks_twice_does_not_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILL_S", str(10 * WAIT_S))
     up = start(READY.replace("lambda *_: os._exit(0)", "signal.SIG_IGN"))
     up.wait_for("ready at")
+    pid = up.stage_pid()
     up.process.send_signal(signal.SIGINT)
-    up.wait_for("SIGTERM received")
-    up.process.send_signal(signal.SIGINT)
-    up.wait_for("up: gateway is still running")
-    assert up.process.wait(WAIT_S) == 1
+    up.wait_for("SIGINT received")
+    assert Path(f"/proc/{pid}").exists()
+    up.process.send_signal(signal.SIGTERM)
+    up.wait_for(rf"sending SIGKILL to gateway\.1 \(pid {pid}\)")
+    assert up.end() == 0, "".join(up.seen)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drain_s", [0.2, 10 * WAIT_S])
+def test_a_stage_that_does_not_end_is_killed_after_its_time(
+    start: Start, monkeypatch: pytest.MonkeyPatch, drain_s: float
+) -> None:
+    monkeypatch.setenv("KILL_S", "0.2")
+    monkeypatch.setenv("STARLING_SERVER__DRAIN_TIMEOUT_MS", str(int(drain_s * 1000)))
+    # The second one ends after five times the least time.
+    slow = "threading.Timer(1.0, os._exit, [0]).start()" if drain_s > 1 else "None"
+    up = start(
+        READY.replace("lambda *_: os._exit(0)", f"lambda *_: {slow}").replace("import http", "import threading, http")
+    )
+    up.wait_for("ready at")
+    pid = up.stage_pid()
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0, "".join(up.seen)
+    assert any(f"sending SIGKILL to gateway.1 (pid {pid})" in line for line in up.seen) == (drain_s < 1)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 @pytest.mark.slow
@@ -271,19 +296,6 @@ def test_a_second_one_is_refused(start: Start, tmp_path: Path) -> None:
     assert up.end() == 0
 
 
-@pytest.mark.slow
-def test_honcho_does_not_outlive_it(start: Start) -> None:
-    up = start(READY)
-    up.wait_for("ready at")
-    children = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
-    fds = [os.pidfd_open(int(pid)) for pid in children]
-    assert fds
-    up.process.kill()
-    for fd in fds:
-        assert select.select([fd], [], [], WAIT_S)[0]
-        os.close(fd)
-
-
 def raise_beside_poll(number: signal.Signals) -> None:
     """Give this process a signal while its main thread is in `poll`, which does not return.
 
@@ -300,19 +312,20 @@ def raise_beside_poll(number: signal.Signals) -> None:
 
 
 def test_a_signal_just_before_a_wait_is_obeyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(honcho_runner, "LOST_SIGNAL_S", 0.1)
+    monkeypatch.setattr(honcho_patch, "LOST_SIGNAL_S", 0.1)
     (tmp_path / "Procfile").write_text("one: exec sleep 1000\n")
-    runner = honcho_runner.HonchoRunner(tmp_path / "Procfile", {**os.environ, "PYTHONPATH": str(ROOT)}, tmp_path)
-    late = threading.Timer(WAIT_S, runner._honcho.kill)
+    late = threading.Timer(WAIT_S, os.kill, [os.getpid(), signal.SIGINT])
     late.start()
 
     def check() -> bool:
         raise_beside_poll(signal.SIGTERM)
         return True
 
-    assert runner.run(check) == 0
+    before = signal.getsignal(signal.SIGTERM)
+    assert procfile_runner.run_procfile(tmp_path / "Procfile", os.environ, tmp_path, check) == 0
     assert late.is_alive()
     late.cancel()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_honcho_obeys_a_signal_just_before_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:

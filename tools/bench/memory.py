@@ -117,7 +117,7 @@ def _role(pid: int) -> str:
     words = " ".join(command)
     if "supervise" in command:
         return "worker pool"
-    if "honcho" in words:
+    if "honcho" in words:  # of a server that `honcho start` started
         return "honcho"
     if "resource_tracker" in words:
         return "resource tracker"
