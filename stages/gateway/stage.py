@@ -279,6 +279,7 @@ class GatewayStage:
         endpoints.ready = True
         state = service.readiness.report(service.in_flight.count)
         is_ready = bool(state["ready"])
+        endpoints.awaits_peers = not (is_ready or service.in_flight.count)
         endpoints.is_steady = is_ready and not self._handover_until and service.is_steady
         if is_ready and not self._was_ready:
             log.info("ready", extra={"url": listening.url(self.config, self.port)})

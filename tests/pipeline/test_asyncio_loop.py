@@ -118,3 +118,27 @@ async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config
         await ticked.wait()
     gateway.close()
     assert timers() == 0
+
+
+@pytest.mark.parametrize("awaits_peers", [True, False])
+async def test_a_stage_that_waits_for_its_peers_ticks_at_each_frame(config: Config, awaits_peers: bool) -> None:
+    gateway, scheduler = AsyncioLoop("gateway", config), AsyncioLoop("scheduler", config)
+    got: asyncio.Queue[m.Frame] = asyncio.Queue()
+    up = asyncio.Event()
+    hub = scheduler.bind("gateway-scheduler", lambda peer, frame: hub.send(peer, m.Rejected("s", "OVERLOADED", "full")))
+    link = gateway.connect("gateway-scheduler", got.put_nowait)
+    link.on_up = lambda hello: up.set()
+    for endpoints in (gateway, scheduler):
+        endpoints.start(signals=False)
+    async with asyncio.timeout(60):
+        await up.wait()
+        gateway.awaits_peers = awaits_peers
+        gateway._next_tick = gateway.clock() + 1000
+        gateway._set_timer()
+        ticks: list[bool] = []
+        gateway.on_tick.append(lambda: ticks.append(True))
+        assert link.send(m.Cancel("s"))
+        await got.get()
+        assert bool(ticks) == awaits_peers  # at once, in the same turn of the loop
+    gateway.close()
+    scheduler.close()
