@@ -93,7 +93,12 @@ def _arguments() -> tuple[int, int]:
 def fits_command(command: list[str]) -> bool:
     """Whether `set_command` shows all of `command`."""
     begin, end = _arguments()
-    return sum(len(os.fsencode(word)) + 1 for word in command) <= end - begin
+    return command_bytes(command) <= end - begin
+
+
+def command_bytes(command: list[str]) -> int:
+    """How much memory the arguments of a process take."""
+    return sum(len(os.fsencode(word)) + 1 for word in command)
 
 
 def set_command(command: list[str]) -> None:

@@ -18,6 +18,7 @@ from pipeline.config.env import ALIAS_PREFIX, PREFIX
 from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.runtime import process
 from pipeline.runtime.paused_collector import paused_collector
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.run_command import run_command, run_program
@@ -27,6 +28,21 @@ LONGEST = ("worker", "tokenizer", GATEWAY)  # take longest until they are ready,
 _read: tuple[object, Config] | None = None  # with the settings of the environment, and the directory, that it is for
 _has_config: set[str] = set()  # stages whose first supervisor has been started
 _LINE = re.compile(r'(?:PATH="\$PATH:\$PWD/\.venv/bin" )?exec starling supervise ([a-z]+)')
+
+
+def ensure_room() -> None:
+    """Start this program again by its full path if its command line is too short to become that of a supervisor.
+
+    That is the case of `python -m starling up`; without forks the server would take twice the memory. To be called
+    before anything else.
+    """
+    from starling.cli.stage import STAGES
+
+    longest = max(map(command_of, STAGES), key=process.command_bytes)
+    again = [sys.executable, *sys.orig_argv[1:]]
+    has_room = process.command_bytes(again) >= process.command_bytes(longest)
+    if sys.executable and has_room and not process.fits_command(longest):
+        os.execv(sys.executable, again)
 
 
 def preload() -> None:

@@ -33,6 +33,7 @@ from pipeline.runtime.process import AWAITED_VARIABLE, EXIT_FATAL, ORPHANS_VARIA
 from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
 from starling.cli.bounded_output import BoundedOutput
+from starling.cli.forked_supervisor import ensure_room
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
 from starling.cli.prepare_apart import prepare_apart
@@ -68,6 +69,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
 
     On Ctrl-C (SIGINT, SIGTERM or SIGHUP) streams in flight finish first. A second Ctrl-C kills all stages.
     """
+    ensure_room()
     if with_parent:
         die_with_parent()
         os.environ[ORPHANS_VARIABLE] = os.environ[AWAITED_VARIABLE] = "1"  # an agent starts it for a request

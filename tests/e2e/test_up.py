@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pipeline import procfs
 from stages.worker.kernels import build, features
 from tests.e2e.conftest import copy_cache, share_caches
 from tests.e2e.server import START_S, STOP_S, poll_until, wait_gone
@@ -72,6 +73,22 @@ def test_the_stages_do_not_outlive_up(tmp_path: Path, config: dict[str, object])
         assert server.leftovers() == []
     finally:
         server.stop(signal.SIGKILL)
+
+
+class ShortCommand(Up):
+    """As typed: the arguments of the process take less memory than those of a supervisor."""
+
+    command = ("bash", "-c", "exec -a python python -m starling up")
+
+
+@pytest.mark.parametrize("kind", [Up, ShortCommand])
+def test_supervisors_are_forks_of_up(tmp_path: Path, config: dict[str, object], kind: type[Up]) -> None:
+    with kind(tmp_path, config) as server:
+        assert server.process is not None
+        supervisors = [procfs.command(pid) for pid in procfs.children(server.process.pid)]
+        assert supervisors and all(words[:2] == ["starling", "supervise"] for words in supervisors), supervisors
+        assert server.stop(signal.SIGINT) == 0
+    assert server.leftovers() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
