@@ -15,9 +15,11 @@ from pipeline.errors import ConfigError, ModelUnavailable
 from shm.checkpoint import Checkpoint
 from stages.tokenizer.opened_models import ModelSource, build_model
 from stages.tokenizer.vocabulary import Vocabulary
-from stages.worker.checkpoint.hyperparameters import MAX_GROUP
+from stages.worker.checkpoint.gguf import GgufFile
+from stages.worker.checkpoint.hyperparameters import MAX_GROUP, HyperReader
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
+from stages.worker.checkpoint.one_pass import revision_of
 from stages.worker.kernels import buffer_sizes
 from stages.worker.kernels.formats import FORMATS
 from stages.worker.model import Model
@@ -182,6 +184,43 @@ def test_granite_without_rope_is_refused(tiny_gguf: TinyGguf, tmp_path: Path) ->
     path.write_bytes(with_key(tiny_gguf("granite", "Q8_0").read_bytes(), "granite.rope.scaling.finetuned", 7, b"\0"))
     with pytest.raises(ConfigError, match="granite.rope.scaling.finetuned is False, expected true"):
         ingest(path, tmp_path / "m.idx", digest_of(path))
+
+
+# The keys of a file's scaling, its scale as llama.cpp reads it, and the revision of its conversion.
+SCALINGS: list[tuple[dict[str, object], float, int]] = [
+    ({"scaling.type": "linear", "scaling.factor": 4.0}, 4.0, 1),
+    ({"scaling.factor": 4.0}, 4.0, 2),
+    ({"scaling.factor": 0.0}, 1.0, 2),
+    ({"scale_linear": 2.0}, 2.0, 1),
+    ({"scaling.factor": 4.0, "scale_linear": 2.0}, 4.0, 2),
+    ({"scaling.type": "linear", "scale_linear": 2.0}, 2.0, 2),
+    ({"scaling.type": "none", "scale_linear": 2.0}, 1.0, 2),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, 1.0, 1),
+    ({"scaling.type": "yarn", "scaling.factor": 4.0}, 4.0, 1),
+    ({"scaling.type": "yarn", "scale_linear": 2.0}, 2.0, 2),
+    ({}, 1.0, 1),
+]
+
+
+@pytest.mark.parametrize(("keys", "scale", "revision"), SCALINGS)
+def test_rope_is_scaled_as_in_llama_cpp(
+    tiny_gguf: TinyGguf, keys: dict[str, object], scale: float, revision: int
+) -> None:
+    file = GgufFile(tiny_gguf("small", "Q8_0"))
+    file.metadata |= {f"llama.rope.{name}": value for name, value in keys.items()}
+    assert (HyperReader(file).hyper().rope_scale, revision_of(file)) == (scale, revision)
+
+
+def test_a_factor_without_a_type_gives_the_tables_of_linear_scaling(tiny_gguf: TinyGguf, tmp_path: Path) -> None:
+    typed, untyped = tiny_gguf("linear", "Q8_0"), tmp_path / "untyped.gguf"
+    untyped.write_bytes(typed.read_bytes().replace(b"llama.rope.scaling.type", b"llama.rope.scaling.kind"))
+    tables = []
+    for path in (typed, untyped):
+        ingest(path, index_path := tmp_path / f"{digest_of(path)}.idx", digest_of(path))
+        model = Checkpoint(index_path)
+        tables.append({t.name: model.view(t.name).tobytes() for t in model.index.tensors if t.name.startswith("rope.")})
+    assert len(tables[0]) == 4
+    assert tables[0] == tables[1]
 
 
 def test_a_fused_tensor_of_another_size_is_refused(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ class Source:
         h, base = self.hyper, float(self._number("rope.freq_base", 10000.0))
         if is_local and self.architecture == "gemma3":
             return Rope(float(self._number("rope.freq_base_swa", 10000.0)), h.n_rot, None, 1.0, None, 1.0)
-        kind = self._number("rope.scaling.type", "none")
+        kind = self._number("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise ValueError(f"rope.scaling.type is {kind!r}, expected 'none', 'linear', 'yarn' or 'longrope'")
         original = self._number("rope.scaling.original_context_length", h.context_length)
@@ -192,7 +192,8 @@ class Source:
         for name in ("rope_freqs.weight", f"rope_factors_{length}.weight"):
             if factors is None and name in self:
                 factors = self.values(name)
-        scale = float(self._number("rope.scaling.factor", 1.0)) if kind in ("linear", "yarn") else 1.0
+        factor = self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0))
+        scale = (float(factor) or 1.0) if kind in ("linear", "yarn") else 1.0
         return Rope(base, h.n_rot, factors, scale, yarn, float(self._number("rope.scaling.attn_factor", 1.0)))
 
     # -------------------------------------------------------------- tensors

@@ -311,7 +311,7 @@ class HyperReader:
         if self.row.scales and not self._get(f"{arch}.rope.scaling.finetuned", bool, True):
             # Granite's switch for RoPE; in files of other architectures it changes nothing.
             raise self._refuse("rope.scaling.finetuned", False, "true (a graph with RoPE)")
-        kind = self._get(f"{arch}.rope.scaling.type", str, "none")
+        kind = self._get(f"{arch}.rope.scaling.type", str, "linear")  # llama.cpp's default
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise GgufError(
                 f"{self.file.path}: {arch}.rope.scaling.type is {kind[:60]!r}; supported: 'none', 'linear', 'yarn', "
@@ -320,11 +320,9 @@ class HyperReader:
         magnitude = 1.0
         if kind in ("yarn", "longrope") or "rope_factors_long.weight" in self.file.tensors:
             magnitude = self._float("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
-        old = self.metadata.get(f"{arch}.rope.scale_linear")
-        if old is not None and kind == "none":
-            return _Rope(float(self._get(f"{arch}.rope.scale_linear", float)), None, magnitude)
         if kind == "linear":
-            return _Rope(float(self._get(f"{arch}.rope.scaling.factor", float, 1.0)), None, magnitude)
+            # As in llama.cpp a factor of 0 is none.
+            return _Rope(float(self._get(self._rope_factor_key(), float, 1.0)) or 1.0, None, magnitude)
         if kind != "yarn":
             return _Rope(1.0, None, magnitude)
         for key, expected in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
@@ -336,7 +334,12 @@ class HyperReader:
             self._float("rope.scaling.yarn_beta_fast", 1e-3, 1e6, 32.0),
             self._float("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         )
-        return _Rope(float(self._get(f"{arch}.rope.scaling.factor", float)), yarn, magnitude)
+        return _Rope(float(self._get(self._rope_factor_key(), float)), yarn, magnitude)
+
+    def _rope_factor_key(self) -> str:
+        """The key of the scaling factor: the name of older files only if they have no other."""
+        key, old = f"{self.architecture}.rope.scaling.factor", f"{self.architecture}.rope.scale_linear"
+        return old if key not in self.metadata and old in self.metadata else key
 
     def rope(self, h: Hyper) -> dict[str, np.ndarray]:
         """The RoPE tables by their names in the checkpoint; none where positions are learned. Raises `GgufError`."""

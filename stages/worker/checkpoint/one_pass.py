@@ -21,7 +21,17 @@ from stages.worker.checkpoint.ingest import SourceChanged, convert_and_hash
 from stages.worker.checkpoint.source import Source
 from stages.worker.checkpoint.usable import is_usable
 
-REVISION = 1  # grows when the same file gives other bytes
+
+def revision_of(source: Source) -> int:
+    """Part of what names a conversion: grows when the same files give other bytes, for these alone.
+
+    2: the scale of the RoPE is that of llama.cpp, also where its type is missing or its factor has its old name.
+    """
+    key = f"{source.metadata.get('general.architecture')}.rope"
+    has_type, has_factor, has_old = (
+        f"{key}.{name}" in source.metadata for name in ("scaling.type", "scaling.factor", "scale_linear")
+    )
+    return 2 if (has_old if has_type else has_factor) else 1
 
 
 def prepare_file(
@@ -58,7 +68,7 @@ def prepare_file(
     with lock(models_dir, tag):
         if (index := _known_index(file.path, info, models_dir)) is not None:
             return index  # of the process that had the lock
-        partial = PartialCheckpoint(folder, f"{identity} {REVISION}")
+        partial = PartialCheckpoint(folder, f"{identity} {revision_of(file)}")
         check_space(file, models_dir, partial)
         try:
             return convert_and_hash(file, models_dir, progress, pretokenizer, partial, remember)

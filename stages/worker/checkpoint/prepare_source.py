@@ -1,7 +1,7 @@
 """From a GGUF file or a Hugging Face directory to a checkpoint, without a stored GGUF file: `starling ingest`.
 
 The checkpoint's digest is that of the GGUF file if its weights stay as they are.  Otherwise it is the SHA-256 of what
-the bytes depend on: the digests of all files, the weight types, and `REVISION`.
+the bytes depend on: the digests of all files, the weight types, and `revision_of`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.fit_k_compiled import choose_fits
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.ingest import check_head, convert
-from stages.worker.checkpoint.one_pass import REVISION, check_space, prepare_file
+from stages.worker.checkpoint.one_pass import check_space, prepare_file, revision_of
 from stages.worker.checkpoint.quantize_compiled import choose_quantizer
 from stages.worker.checkpoint.requantized import Requantized
 from stages.worker.checkpoint.source import Source
@@ -70,7 +70,7 @@ def prepare_source(
         hashed = _hash_files(source, models_dir, progress)
         if source.identity() != identity:
             raise ConfigError(f"{path} was changed while it was hashed; run this again when it is complete", "model")
-        digest = _digest(hashed, quant, tokenizer)
+        digest = _digest(hashed, quant, tokenizer, revision_of(source))
         check_digest(digest)
         index_path = models_dir / f"{digest}.idx"
         tag = f"ingest-{digest[:16]}"
@@ -137,6 +137,6 @@ def _hash_files(source: Source, models_dir: Path, progress: store.Progress) -> d
         return dict(zip(names, pool.map(compute, paths), strict=True))
 
 
-def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData) -> str:
-    described = {"revision": REVISION, "files": dict(sorted(files.items())), "quant": quant, "pre": tokenizer.pre}
+def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData, revision: int) -> str:
+    described = {"revision": revision, "files": dict(sorted(files.items())), "quant": quant, "pre": tokenizer.pre}
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
