@@ -40,6 +40,7 @@ ANTHROPIC_TYPES = {
     408: "timeout_error",
     409: "invalid_request_error",
     413: "request_too_large",
+    417: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }

@@ -18,6 +18,9 @@ from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE
 from pipeline.errors import StarlingError
 
+# Of an application whose errors have other forms, too: makes the response to a request from the error.
+TO_RESPONSE = web.AppKey[Callable[[web.Request, StarlingError], web.StreamResponse]]("to_response")
+
 
 class HttpConnection(RequestHandler):
     """One per connection."""
@@ -54,7 +57,10 @@ class HttpConnection(RequestHandler):
         if isinstance(resp, web.HTTPExpectationFailed):
             found = request.headers.get("Expect", "")[:60]
             text = f"the header Expect is {found!r}, expected '100-continue'; correct it or leave it out"
-            resp = _response(StarlingError("INVALID_REQUEST", text, status=resp.status))
+            error = StarlingError("INVALID_REQUEST", text, status=resp.status)
+            assert isinstance(request, web.Request)  # the application has refused it
+            to_response = request.app.get(TO_RESPONSE)
+            resp = to_response(request, error) if to_response is not None else _response(error)
         return super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kw: Any) -> None:

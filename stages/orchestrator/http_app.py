@@ -25,6 +25,7 @@ from pipeline.api.idempotency_key import HEADER as KEY
 from pipeline.api.idempotency_key import other_body
 from pipeline.api.json_body import CONTENT_TYPE, to_json
 from pipeline.api.keys import MODELS, Caller
+from pipeline.api.malformed_http import TO_RESPONSE
 from pipeline.api.unsupported_paths import unsupported_path
 from pipeline.errors import Forbidden, ModelNotFound, NotFound, StarlingError, TooLarge, method_not_allowed
 from pipeline.observe import exposition, logs
@@ -68,7 +69,7 @@ def make_app(front: Front, fleet: FleetApi, pages: Pages | None = None) -> web.A
         middlewares=[_middleware],
         handler_args={"access_log": None, "auto_decompress": False},
     )
-    app[FRONT], app[FLEET] = front, fleet
+    app[FRONT], app[FLEET], app[TO_RESPONSE] = front, fleet, _report
     app.on_response_prepare.append(_set_headers)
     for path in TEXT_PATHS:
         app.router.add_post(path, _generate)

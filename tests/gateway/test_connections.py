@@ -200,6 +200,22 @@ def test_an_unknown_expectation_is_refused_in_the_form_of_all_errors(server: Ser
     assert after.status == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_an_unknown_expectation_is_refused_in_the_form_of_anthropic(server: Server, path: str) -> None:
+    with connect(server) as sock:
+        sock.sendall(raw_request("POST", path, headers="Expect: foo\r\nConnection: close\r\n"))
+        (answer,) = split_responses(read_to_end(sock), "POST")
+    assert (answer.status, answer.headers["content-type"]) == (417, "application/json")
+    assert json.loads(answer.body) == {
+        "type": "error",
+        "error": {
+            "type": "invalid_request_error",
+            "message": "the header Expect is 'foo', expected '100-continue'; correct it or leave it out",
+        },
+        "request_id": answer.headers["request-id"],
+    }
+
+
 def test_malformed_http_is_a_warning_without_what_was_sent(make_server: MakeServer) -> None:
     """It is the client's error, and one of its headers may have a key."""
     server = make_server()

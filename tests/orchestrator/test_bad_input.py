@@ -104,6 +104,14 @@ def test_an_unknown_expectation_is_refused_as_others(small_fleet: Fleet, path: s
     assert small_fleet.post("/v1/completions", BODY, MINE).status == 200
 
 
+def test_an_unknown_expectation_is_refused_in_the_form_of_anthropic(small_fleet: Fleet) -> None:
+    refused = small_fleet.post("/v1/messages", BODY, {**MINE, "Expect": "foo"})
+    assert (refused.status, refused.json["type"]) == (417, "error")
+    assert refused.json["request_id"] == refused.headers["request-id"]
+    assert set(error := refused.json["error"]) == {"type", "message"}
+    assert error["type"] == "invalid_request_error"
+
+
 def test_records_of_a_newer_release_are_skipped_and_named(small_fleet: Fleet) -> None:
     url = small_fleet.agents["one"].url
     newer = {"agent_id": "two", "url": url, "incarnation": "9", "version": VERSION + 1, "what": {"is": "new"}}

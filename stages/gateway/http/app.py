@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from pipeline.api.body_names import names_of
+from pipeline.api.malformed_http import TO_RESPONSE
 from pipeline.config.schema import Config
 from pipeline.runtime.process import file_limit
 from stages.gateway.admin import Admin
@@ -36,6 +37,7 @@ from stages.gateway.http.context import (
     Handler,
     json_response,
 )
+from stages.gateway.http.errors import to_response
 from stages.gateway.http.message_version import checked
 from stages.gateway.http.middleware import make_header_setter, make_middleware
 from stages.gateway.http.parser_pool import ParserPool
@@ -52,7 +54,7 @@ def make_app(config: Config, service: Service, admin: Admin | None = None) -> we
         # A body is decompressed with bounds, and not by aiohttp in the event loop.
         handler_args={"access_log": None, "auto_decompress": False},
     )
-    app[SERVICE] = service
+    app[SERVICE], app[TO_RESPONSE] = service, to_response
     app.cleanup_ctx.append(_run_parsers)
     if service.plugins is not None:
         app.cleanup_ctx.append(_run_plugins)
