@@ -106,8 +106,14 @@ def _compiler_failures() -> Iterator[None]:
         raise _refusal(error.entry, error.code, error.output) from None
 
 
-def _refusal(entry: str, code: int, output: str) -> StarlingError:
-    """The error of a compiler that has ended with `code`, or -signal, before the kernel `entry` was stored."""
+def _refusal(entry: str, code: int | None, output: str) -> StarlingError:
+    """The error of a compiler that has ended with `code`, or -signal, before the kernel `entry` was stored.
+
+    code: None: it was not started, for the reason in `output`.
+    """
+    if code is None:
+        remedy = "free memory, or end processes that are not needed, and run the command again"
+        return InternalError(f"kernel {entry!r} could not be compiled: {output[:MAX_REASON]}; {remedy}")
     reason = output.rpartition("\n")[2].strip()[:MAX_REASON] or f"the compiler has ended with {code}"
     remedy, is_full = "run the command again", False
     if code < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -307,6 +308,17 @@ def test_a_failed_compiler_is_named_with_the_remedy_and_its_output(
     else:
         assert message.endswith("; the compiler's output is above")
         assert shown == f"{output}\n"
+
+
+def test_a_compiler_that_cannot_be_started_is_one_message(home: Path) -> None:
+    reason = f"the compiler cannot be started: {OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))}"
+    with pytest.raises(InternalError) as refused, _compiler_failures():
+        raise CompilerFailed("steps", None, reason)
+    assert refused.value.message == (
+        f"kernel 'steps' could not be compiled: {reason}; free memory, or end processes that are not needed, and run "
+        f"the command again"
+    )
+    assert not (home / "logs").exists()
 
 
 # Prepares no model, as there is none of that name, and meets a damaged index.

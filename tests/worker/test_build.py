@@ -81,6 +81,25 @@ def test_a_compiler_that_ends_before_it_is_told_what_to_compile_says_why(
         build("f16", jobs=1)
 
 
+def test_a_compiler_that_cannot_be_started_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one: a program that is not there stands for a system that is short of memory or processes."""
+    start, paths = build_module._Compiler.__init__, iter([sys.executable, str(tmp_path / "missing")])
+    started = []
+
+    def start_with_next(compiler: build_module._Compiler, kv_type: str) -> None:
+        monkeypatch.setattr(sys, "executable", next(paths))
+        start(compiler, kv_type)
+        started.append(compiler._process)
+
+    monkeypatch.setattr(build_module._Compiler, "__init__", start_with_next)
+    monkeypatch.setattr(features, "cache_dir", lambda: tmp_path)
+    words = r"compiling kernel '\w+' failed: the compiler cannot be started: .*No such file or directory: '.*/missing'"
+    with pytest.raises(build_module.CompilerFailed, match=words) as caught:
+        build("f16", jobs=2)
+    assert caught.value.code is None
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
+
+
 def test_where_tiles_are_to_be_compared_the_products_come_first() -> None:
     assert with_probe(["steps", "draw", "matmul", "head"]) == ["matmul", "steps", "draw", "head"]
     assert with_probe(["draw"]) == [PROBE, "draw"]

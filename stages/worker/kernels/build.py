@@ -33,13 +33,15 @@ MAX_OUTPUT = 1 << 16  # characters of a failed compiler's stderr: many times a t
 
 
 class CompilerFailed(RuntimeError):
-    """A compiler process has ended before its entry was stored.
+    """A compiler process has ended before its entry was stored, or could not be started.
 
-    entry: what it compiled.  code: its exit code, or -signal.  output: the end of what it has printed on stderr.
+    entry: what it compiled.  code: its exit code, or -signal; None: it was not started.  output: the end of what it has
+    printed on stderr, or why it was not started.
     """
 
-    def __init__(self, entry: str, code: int, output: str) -> None:
-        super().__init__(f"compiling kernel {entry!r} failed ({code}): {output[-2000:]}")
+    def __init__(self, entry: str, code: int | None, output: str) -> None:
+        how = "" if code is None else f" ({code})"
+        super().__init__(f"compiling kernel {entry!r} failed{how}: {output[-2000:]}")
         self.entry, self.code, self.output = entry, code, output[-MAX_OUTPUT:]
 
 
@@ -47,16 +49,19 @@ class _Compiler:
     """A process that compiles one entry after the other: shared callees are typed once."""
 
     def __init__(self, kv_type: str) -> None:
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            # -P: the modules of this installation, also in a folder that has others of their names, like a checkout
-            [sys.executable, "-P", "-m", "stages.worker.kernels.compile_entries", kv_type, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._words,
-            text=True,
-            env=COMPILER | os.environ,
-        )
+        """Raises `OSError` if the process cannot be started."""
+        with contextlib.ExitStack() as stack:
+            self._words = stack.enter_context(tempfile.TemporaryFile())
+            self._process = subprocess.Popen(
+                # -P: the modules of this installation, also in a folder that has others of their names, like a checkout
+                [sys.executable, "-P", "-m", "stages.worker.kernels.compile_entries", kv_type, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._words,
+                text=True,
+                env=COMPILER | os.environ,
+            )
+            stack.pop_all()
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self.answers = self._process.stdin, self._process.stdout
         self.entry = ""
@@ -122,7 +127,10 @@ def build(
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as busy:
 
         def start_compiler() -> None:
-            compiler = _Compiler(kv_type)
+            try:
+                compiler = _Compiler(kv_type)
+            except OSError as error:  # memory or processes are short
+                raise CompilerFailed(waiting[0], None, f"the compiler cannot be started: {error}") from None
             stack.callback(compiler.close)
             compiler.begin(waiting.pop(0))
             busy.register(compiler.answers, selectors.EVENT_READ, compiler)
