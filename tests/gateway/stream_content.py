@@ -23,8 +23,13 @@ def joined(events: list[Event]) -> str:
             rest.append(data)
             continue
         piece = data if "index" in data else data["choices"][0]
-        choice = choices.setdefault(piece["index"], {"text": "", "tokens": [], "logprobs": [], "other": []})
+        choice = choices.setdefault(
+            piece["index"], {"text": "", "calls": "", "tokens": [], "logprobs": [], "other": []}
+        )
         choice["text"] += piece.get("text") or piece.get("delta", {}).get("content") or ""
+        choice["calls"] += "".join(
+            call["function"]["arguments"] for call in piece.get("delta", {}).get("tool_calls", [])
+        )
         if "start" in piece:
             assert piece["start"] == len(choice["tokens"])
         choice["tokens"] += piece.get("tokens", [])

@@ -22,6 +22,7 @@ WEATHER = {
     },
 }
 PARIS = '<tool_call>\\n{"name": "weather", "arguments": {"city": "Paris"}}\\n</tool_call>'
+PARIS_CALL = PARIS.replace("\\n", "\n").removesuffix("\n</tool_call>")
 ROME_ARGUMENTS = '{"city": "Rome", "days": [1, 2]}'
 ROME = f'<tool_call>{{"name": "weather", "arguments": {ROME_ARGUMENTS}}}</tool_call>'
 
@@ -118,6 +119,20 @@ def test_calls_in_answers(
     assert len(set(ids)) == len(ids)
     assert accumulated(server.stream("/v1/chat/completions", body).all()) == answers
     assert whole(server.post("/v1/chat/completions", body).json) == answers
+
+
+@pytest.mark.parametrize("more", [{}, {"max_tokens": len(PARIS_CALL)}, {"logprobs": True}])
+def test_an_answer_that_may_have_one_call_ends_with_it(server: Server, more: dict[str, Any]) -> None:
+    """Tokens are bytes here: none is generated for the closing tag and what follows it."""
+    body = chat(f"{PARIS}\\n{ROME}", parallel_tool_calls=False, stream_options={"include_usage": True}, **more)
+    answer = server.post("/v1/chat/completions", {**body, "stream_options": None}).json
+    *_, last, _ = server.stream("/v1/chat/completions", body).all()
+    for usage in (answer["usage"], last.data["usage"]):
+        assert usage["completion_tokens"] == len(PARIS_CALL)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["tool_calls"]
+    assert [call["function"]["arguments"] for call in answer["choices"][0]["message"]["tool_calls"]] == [
+        '{"city": "Paris"}'
+    ]
 
 
 def test_arguments_are_streamed_as_they_are_generated(server: Server) -> None:

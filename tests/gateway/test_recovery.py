@@ -28,12 +28,23 @@ COMPLETION = {"model": MODEL, "prompt": ["a", "bc"], "max_tokens": 40, "seed": 5
 PREDICTION = {"type": "content", "content": "Ein Käfig ging, keine 一只鸟 zu suchen"}
 TOLD = {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "prediction": PREDICTION}
 COUNTED = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "seed": 5, "logprobs": 2, "ignore_eos": True}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+CALLED = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": f"please say {CALL}{CALL}"}],
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}],
+    "parallel_tool_calls": False,
+    "logprobs": True,
+    "seed": 5,
+    "stream_options": {"include_usage": True},
+}
 CASES = [
     ("/v1/generate", GENERATE),
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", TOLD),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", COUNTED),
+    ("/v1/chat/completions", CALLED),
 ]
 
 

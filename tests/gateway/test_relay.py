@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.requests.generation_request import GenerationRequest
+from pipeline.api.requests.tool_fields import ToolUse
 from pipeline.errors import StarlingError
 from pipeline.protocol import messages as m
 from stages.gateway.requests.relay import OVERTIME_S, RESUBMIT_AFTER_S, Relay
@@ -18,6 +19,9 @@ from tests.gateway.peers import EOS, MODEL, Generator, make_token_bytes, output,
 from tests.gateway.request_states import make_state
 
 VOCABULARY = make_token_bytes()
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}'
+CALLED = f"please say Well {CALL}</tool_call>{CALL}</tool_call> Done."
+ONE_CALL = ToolUse(("weather",), is_single=True)
 
 
 class Recorder:
@@ -87,9 +91,16 @@ class World:
         logprobs: int = -1,
         deadline: float = 1e9,
         scores: int | msgspec.UnsetType = msgspec.UNSET,
+        tools: ToolUse | None = None,
     ) -> RequestState:
         ask = GenerationRequest(
-            endpoint="generate", model=MODEL, n=n, stop=stop, logprobs=logprobs >= 0, prompt_logprobs=scores
+            endpoint="generate",
+            model=MODEL,
+            n=n,
+            stop=stop,
+            logprobs=logprobs >= 0,
+            prompt_logprobs=scores,
+            tools=tools,
         )
         request = make_state(
             name,
@@ -183,6 +194,8 @@ def expected(request: RequestState, sequence: SequenceState) -> tuple[str, str]:
     spec = sequence.spec
     tokens = output(request.spec.prompt_of(spec), 7, spec.choice, spec.max_tokens, (EOS,)) if spec.max_tokens else []
     stopped = tokens[-1:] == [EOS] or bool(stop and stop in text_of(tokens))
+    if request.spec.generation.tools and CALL in text_of(tokens):
+        return text_of(tokens).partition(CALL)[0] + CALL, "stop"
     return text_of(tokens, stop), "stop" if stopped else "length"
 
 
@@ -211,6 +224,7 @@ def test_recoveries_in_any_order_change_no_character(actions: list[int], max_tok
         world.request("scored thrice", n=3, max_tokens=max_tokens, scores=1),
         world.request("only scored", max_tokens=0, scores=0),
         world.request("1", max_tokens=max_tokens, scores=2),
+        world.request(CALLED, max_tokens=2 * max_tokens, tools=ONE_CALL),
     ]
     for action in actions:
         ACTIONS[action](world)
@@ -221,7 +235,7 @@ def test_recoveries_in_any_order_change_no_character(actions: list[int], max_tok
     assert not world.relay.sequences
     logged = requests[3].sequences[0]
     assert len(logged.logprobs) == len(logged.tokens)
-    for request in requests[4:]:
+    for request in requests[4:7]:
         prompt, scores = request.spec.prompts[0], request.scores[0]
         words = [score_words(prompt, index, scores.top) for index in range(1, len(prompt) // 4)]
         assert bytes(scores.data) == b"".join(words)
@@ -267,6 +281,26 @@ def test_a_stop_string_cancels_past_its_last_token() -> None:
     whole = bytes(sequence.tokens[: sequence.n_used]).decode("utf-8", "replace")
     assert whole.endswith("ging")
     assert sequence.stop_string == "ging"
+
+
+def test_the_only_call_cancels_past_its_last_token() -> None:
+    world = World()
+    request = world.request(CALLED, max_tokens=300, tools=ONE_CALL)
+    world.settle()
+    check_finished(request)
+    world.scheduler_reads()
+    sequence = request.sequences[0]
+    (cancel,) = world.generator.cancelled
+    assert cancel.at == sequence.n_used == request.completion_tokens == len(f"Well {CALL}")
+    assert (sequence.finish_reason, sequence.stop_string) == ("stop", "")
+
+
+def test_an_answer_that_may_have_several_calls_goes_on() -> None:
+    world = World()
+    request = world.request(CALLED, max_tokens=300, tools=ToolUse(("weather",)))
+    world.settle()
+    assert "".join(request.sequences[0].text).endswith("</tool_call> Done.")
+    assert not world.generator.cancelled
 
 
 def test_a_gap_causes_at_most_one_submission_a_second() -> None:
@@ -434,19 +468,26 @@ def test_the_scheduler_ends_a_late_request_before_the_gateway_does() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(data=st.data(), stop=st.sampled_from([(), ("e",), ("ab", "the"), ("zzzz",)]), logprobs=st.sampled_from([-1, 2]))
-def test_events_do_not_depend_on_how_tokens_are_grouped(data, stop, logprobs):
+@given(
+    data=st.data(),
+    stop=st.sampled_from([(), ("e",), ("ab", "the"), ("zzzz",), ("}}</tool_call>!", "!")]),
+    logprobs=st.sampled_from([-1, 2]),
+    name=st.sampled_from(["r", CALLED]),
+    max_tokens=st.sampled_from([40, len(f"Well {CALL}"), 300]),
+)
+def test_events_do_not_depend_on_how_tokens_are_grouped(data, stop, logprobs, name, max_tokens):
     calls = []
     for is_grouped in (False, True):
         world = World()
-        request = world.request("r", stop=stop, logprobs=logprobs)
+        tools = ONE_CALL if name == CALLED else None
+        request = world.request(name, stop=stop, logprobs=logprobs, tools=tools, max_tokens=max_tokens)
         world.scheduler_reads()
         while request.outcome is Outcome.OPEN:
             world.generator.step(data.draw(st.integers(1, 9)) if is_grouped else 1)
             world.gateway_reads_scheduler()
         assert request.outcome is Outcome.FINISHED
         assert isinstance(request.sink, Recorder)
-        calls.append(request.sink.calls)
+        calls.append((request.sink.calls, request.completion_tokens, request.sequences[0].finish_reason))
     one_by_one, grouped = calls
     assert grouped == one_by_one
-    assert all(end - begin <= 1 for _, begin, end, _ in grouped)
+    assert all(end - begin <= 1 for _, begin, end, _ in grouped[0])

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from pipeline.api.requests.generation_request import GenerationRequest, SessionTurn
+from pipeline.api.requests.tool_fields import ToolUse
 from pipeline.config.schema import ResponseCacheConfig
 from pipeline.protocol import messages as m
 from shm.pages import NUMERICS
@@ -232,6 +233,14 @@ def test_the_key_contains_what_determines_the_bytes(what: str) -> None:
 def test_the_key_contains_what_plugins_get(other: RequestSpec) -> None:
     """One that redacts the answers of a tenant may leave those of another one, with whom it shares the cache."""
     assert key_of(other, "f16") != key_of(spec(fields={"plugins": ("p@1#",)}), "f16")
+
+
+def test_the_key_contains_what_ends_an_answer_with_its_first_call() -> None:
+    several, one, other = ToolUse(("f",)), ToolUse(("f",), is_single=True), ToolUse(("g",), is_single=True)
+    named = ToolUse(("f",), is_single=True, format="hermes")
+    keys = [key_of(spec(tools=tools), "f16") for tools in (several, one, other, named)]
+    assert len(set(keys)) == 4
+    assert key_of(spec(tools=ToolUse(("g",))), "f16") == keys[0]
 
 
 def test_the_key_leaves_out_what_has_no_effect_on_the_bytes() -> None:

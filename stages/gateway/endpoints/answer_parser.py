@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.reasoning_fields import Reasoning
-from pipeline.api.requests.tool_formats import format_of
 from stages.gateway.reasoning.reasoning_parser import Kind, Part, ReasoningParser
-from stages.gateway.tool_calls.call_parser import CallParser, Item, Text
+from stages.gateway.tool_calls.call_parser import CallParser, Item, Text, parser_of
 
 
 class ReasoningText(NamedTuple):
@@ -29,8 +28,7 @@ def make_parser(generation: GenerationRequest) -> AnswerParser | None:
     tools, reasoning = generation.tools, generation.reasoning
     if not tools and not reasoning:
         return None
-    calls = CallParser(format_of(tools.format), frozenset(tools.names), tools.is_single) if tools else None
-    return AnswerParser(reasoning or None, calls)
+    return AnswerParser(reasoning or None, parser_of(tools) if tools else None)
 
 
 class AnswerParser:

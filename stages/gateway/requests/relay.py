@@ -37,7 +37,7 @@ from stages.gateway.requests.state import (
     SequenceState,
     submission,
 )
-from stages.gateway.requests.text_decoder import StreamDecoder
+from stages.gateway.requests.text_decoder import decoder_of
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tracing.timeline import Fact, Phase
 
@@ -392,8 +392,7 @@ class Relay:
             return
         decoder = sequence.decoder
         if decoder is None:
-            generation = request.spec.generation
-            decoder = sequence.decoder = StreamDecoder(generation.stop, generation.reasoning or None)
+            decoder = sequence.decoder = decoder_of(request.spec)
             if request.spec.plugins and not self._begin_filter(sequence):
                 return
         if sequence.filter is not None:
@@ -414,12 +413,12 @@ class Relay:
                 if not sequence.is_over:
                     self._emit_text(sequence)
                 return
-            if end == last and not decoder.stop_string:
+            if end == last and not decoder.is_over:
                 text += decoder.finish()
-            sequence.is_flushed = end == last or bool(decoder.stop_string)
+            sequence.is_flushed = end == last or decoder.is_over
             sequence.n_reasoning = decoder.n_reasoning
             emit(sequence, sink, text, end)
-            if decoder.stop_string:
+            if decoder.is_over:
                 self._stop(sequence, decoder.stop_string)
                 return
         if not sequence.finish_reason:
@@ -428,7 +427,7 @@ class Relay:
             text, sequence.is_flushed = decoder.finish(), True
             if text:
                 emit(sequence, sink, text, visible)
-            if decoder.stop_string:
+            if decoder.is_over:
                 self._stop(sequence, decoder.stop_string)
                 return
         self._finish(sequence, len(tokens))
@@ -462,7 +461,7 @@ class Relay:
             self._submit(sequence)
 
     def _stop(self, sequence: SequenceState, stop_string: str) -> None:
-        """A stop string was met: tokens past it do not count."""
+        """A stop string was met, or the only call is complete (""): tokens past it do not count."""
         self.met_stop(sequence, stop_string, sequence.n_emitted)
         self._finish(sequence, sequence.n_emitted)
 

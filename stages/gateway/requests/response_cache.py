@@ -46,7 +46,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
     salt is included: clients that do not share cached pages do not share answers. Excluded is what has no effect on
     the bytes: priority, deadline, speculation, streaming, and without plugins the endpoint.
     """
-    generation = spec.generation
+    generation, tools = spec.generation, spec.generation.tools
     sequences = [
         (s.prompt_index, s.choice, spec.prompt_of(s), s.max_tokens, _effective(s.sampling), s.stop_ids)
         for s in spec.sequences
@@ -57,7 +57,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         spec.digest,
         kv_type,
         generation.cache_salt,
-        (generation.skip_special, bool(generation.tools)),
+        (generation.skip_special, bool(tools)),
         generation.stop,
         sequences,
         *(() if generation.prompt_logprobs is msgspec.UNSET else ("scores", generation.prompt_logprobs)),
@@ -66,6 +66,8 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         *(("plugins", spec.plugins, generation.endpoint, spec.shown_model, spec.tenant) if spec.plugins else ()),
         # Stop strings act on the answer alone, and a constraint too.
         *(("reasoning", generation.reasoning) if generation.reasoning else ()),
+        # Its first call ends an answer that may have one.
+        *(("one call", tools.names, tools.format) if tools and tools.is_single else ()),
         *(("after", generation.constraint.after) if generation.constraint and generation.constraint.after else ()),
     )
     return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())

@@ -4,7 +4,8 @@ It holds back only what a later token can change: an incomplete UTF-8 sequence, 
 stop string. It takes one token at a time, so the text and the position of the stop do not depend on how tokens were
 grouped into frames. The work for each token is bounded by the stop strings.
 
-Reasoning before an answer is part of the text, with its marks; stop strings act on the answer alone.
+Reasoning before an answer is part of the text, with its marks; stop strings act on the answer alone. An answer that may
+have one tool call ends with the token that completes it; the formatter leaves out what that token has behind the call.
 """
 
 from __future__ import annotations
@@ -14,22 +15,35 @@ from collections.abc import Iterable
 
 from pipeline.api.requests.reasoning_fields import Reasoning
 from stages.gateway.reasoning.reasoning_parser import Kind, Part, ReasoningParser
+from stages.gateway.requests.spec import RequestSpec
+from stages.gateway.tool_calls.call_parser import CallParser, parser_of
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
+
+
+def decoder_of(spec: RequestSpec) -> StreamDecoder:
+    """The decoder of each sequence of a request. With plugins calls are known only behind them: they end nothing."""
+    generation, tools = spec.generation, spec.generation.tools
+    calls = parser_of(tools) if tools and tools.is_single and not spec.plugins else None
+    return StreamDecoder(generation.stop, generation.reasoning or None, calls)
 
 
 class StreamDecoder:
     """Incremental detokenizer with stop strings."""
 
-    def __init__(self, stop: Iterable[str] = (), reasoning: Reasoning | None = None) -> None:
-        """reasoning: the text may begin with it."""
+    def __init__(
+        self, stop: Iterable[str] = (), reasoning: Reasoning | None = None, calls: CallParser | None = None
+    ) -> None:
+        """reasoning: the text may begin with it. calls: one that ends an answer with its first call."""
         self._utf8 = _utf8("replace")
         self._parser = ReasoningParser(reasoning) if reasoning is not None else None  # None: the answer has begun
         self.n_reasoning = 0  # tokens up to the end of the reasoning
         self._n_tokens = 0  # before the answer
         self._stop = tuple(s for s in stop if s)
         self._held = ""
-        self.stop_string = ""  # the stop string that was met; after that the decoder takes no more tokens
+        self._calls = calls
+        self.stop_string = ""  # the stop string that was met
+        self.is_over = False  # one was met, or the only call is complete: the decoder takes no more tokens
 
     def is_reasoning(self, *, is_whole: bool) -> bool:
         """The text so far ends within the reasoning; `is_whole`: and not within a character or what may be a mark."""
@@ -43,7 +57,7 @@ class StreamDecoder:
         text = self._utf8.decode(token_bytes)
         if self._parser is not None:
             return self._push_reasoning(self._parser, text)
-        return self._release(text) if self._stop else text
+        return self._answer(text) if self._stop or self._calls is not None else text
 
     def finish(self) -> str:
         """The text that was held back; an incomplete UTF-8 sequence becomes U+FFFD."""
@@ -68,9 +82,15 @@ class StreamDecoder:
         return self._shown(parts)
 
     def _shown(self, parts: list[Part]) -> str:
-        if not self._stop:
-            return "".join(part.text for part in parts)
-        return "".join(part.text if part.kind is not Kind.ANSWER else self._release(part.text) for part in parts)
+        return "".join(part.text if part.kind is not Kind.ANSWER else self._answer(part.text) for part in parts)
+
+    def _answer(self, text: str) -> str:
+        if self._stop:
+            text = self._release(text)
+        if self._calls is not None:
+            self._calls.feed(text)
+            self.is_over = self.is_over or self._calls.is_over
+        return text
 
     def _release(self, new: str) -> str:
         text = self._held + new
@@ -81,7 +101,7 @@ class StreamDecoder:
             if where >= 0 and (where < at or (where == at and len(stop) > len(found))):
                 at, found = where, stop
         if found:
-            self.stop_string, self._held = found, ""
+            self.stop_string, self._held, self.is_over = found, "", True
             return text[:at]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         cut = len(text) - keep

@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from pipeline.api.json_prefix import JsonValue
-from pipeline.api.requests.tool_formats import ARGS, CALL_ID, CLOSERS, TOOL_CALLS, CallFormat
+from pipeline.api.requests.tool_fields import ToolUse
+from pipeline.api.requests.tool_formats import ARGS, CALL_ID, CLOSERS, TOOL_CALLS, CallFormat, format_of
 from stages.gateway.tool_calls.call_object import MAX_HEAD, SPACE, CallObject
 
 MAX_SPACE = 256  # characters of white space that wait for what follows them
@@ -55,6 +56,11 @@ class CallEnd(NamedTuple):
 Item = Text | CallBegin | Arguments | CallEnd
 
 
+def parser_of(tools: ToolUse) -> CallParser:
+    """The parser of an answer of a request with these tools."""
+    return CallParser(format_of(tools.format), frozenset(tools.names), tools.is_single)
+
+
 class CallParser:
     """The calls in one text. `names`: of the request's tools; `is_single`: what follows the first call is left out."""
 
@@ -73,6 +79,11 @@ class CallParser:
         self._call: CallObject | None = None
         self._arguments: JsonValue | None = None  # of a certain call, until they end
         self._fragments: list[str] = []  # of its arguments
+
+    @property
+    def is_over(self) -> bool:
+        """What follows is left out."""
+        return self._step == self._leave_out
 
     def feed(self, text: str) -> list[Item]:
         """Return what has become certain with more of the text."""
