@@ -17,6 +17,7 @@ Scratch of one rank, in f32 words from `scratch` (`attention_words`); rows R = B
     NEXT    (12) addresses       of each 16 of the first 192 positions that are read after the split: K; or 0
     AFTER   (12) addresses       the same of what is read after the call; written by the caller (`set_next_prefetch`)
     KV_F32                       K, then V, as f32: see attention_blocks.py
+    FACTORS (256, hd/32)         int8: the scales of V of each position of the split, as f32
 
 `ENTRIES` has the entry (entries.py) for each type of cache.
 """
@@ -43,12 +44,14 @@ from stages.worker.kernels.attention_tiles import (
     F32,
     FOLLOWING,
     INT8,
+    KV_F32,
     NEXT,
     VECTORS,
     WIDTH,
     all_scores,
     all_values,
     code_bytes,
+    convert_factors,
     scale_bytes,
 )
 from stages.worker.kernels.buffer_sizes import BUFFER_ROWS, KEY_DIMS, MAX_GROUP_ROWS, ROWS, TILE_ROWS
@@ -225,7 +228,8 @@ def attend_split(
     )
     groups = (n + LANES - 1) // LANES
     is_direct = todo <= DIRECT_ROWS
-    converted, seen = table + AFTER + 8 * FOLLOWING, np.int64(0)
+    convert_factors(kv, table, low, n, head_dim)
+    converted, seen = table + KV_F32, np.int64(0)
     for group in range(low // WIDTH * VECTORS, groups, VECTORS):
         if is_direct:
             all_scores(kv, at_q, at_s, table, group, groups, todo, head_dim, page_tokens, scale)

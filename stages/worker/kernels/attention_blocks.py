@@ -23,6 +23,7 @@ from stages.worker.kernels.attention_tiles import (
     WIDTH,
     code_bytes,
     converted,
+    factors_at,
     key_factor,
     outer_fma,
     scale_bytes,
@@ -106,19 +107,19 @@ def _make_convert(columns: int) -> Any:
     def convert(kv, table, begin, end, to, dim, head_dim):
         """Dims from `dim` on of positions begin .. end-1; to: of position 0; table: TABLE."""
         width, row = code_bytes(kv), code_bytes(kv) * head_dim
-        e_row = scale_bytes(kv) * (head_dim // 32)
+        e_row = 4 * (head_dim // 32)
         j = begin
         while j < end:
             group = j // LANES
             stop, at = min(end, LANES * (group + 1)), table + 256 + 8 * group
             v = get_i64(at) + j % LANES * row + dim * width
-            e = get_i64(at + 128) + j % LANES * e_row + dim // 32 * scale_bytes(kv)
+            e = factors_at(table, head_dim) + j * e_row + dim // 32 * 4
             for place in range(to + K_STEP * j, to + K_STEP * stop, K_STEP):
                 factor = value_factor(kv, e)
                 store_f32(place, converted(kv, v, factor))
                 if four:
                     store_f32(place + 64, converted(kv, v + LANES * width, factor))
-                    factor = value_factor(kv, e + 2)
+                    factor = value_factor(kv, e + 4)
                     store_f32(place + 128, converted(kv, v + 2 * LANES * width, factor))
                     store_f32(place + 192, converted(kv, v + 3 * LANES * width, factor))
                 v += row

@@ -21,6 +21,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from shm.pages import KV_SPLIT
+from stages.worker.kernels.buffer_sizes import V_DIMS
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.simd import (
     INLINE,
@@ -34,6 +35,7 @@ from stages.worker.kernels.simd import (
     i32x16,
     prefetch,
     splat_f32,
+    store_f32,
     tile_load,
     tile_put,
     tile_store,
@@ -47,7 +49,7 @@ WIDTH = VECTORS * LANES  # positions of K that are read or converted at once, an
 # factor fit into 32 registers of 512 bits; without AVX-512 a vector takes 2 of 16, and they hold no more than this.
 COLUMNS = dict.fromkeys((1, 2, 3, 4, 6), VECTORS) if VNNI else {1: 4, 2: 2, 3: 1, 4: 1, 6: 1}
 FOLLOWING = 3 * VECTORS  # addresses of K in NEXT and AFTER
-NEXT, AFTER = 512, 512 + 8 * FOLLOWING  # bytes from TABLE
+NEXT, AFTER, KV_F32 = 512, 512 + 8 * FOLLOWING, 512 + 16 * FOLLOWING  # bytes from TABLE
 ALONE = 4  # rows up to which a tile is a single query's, and reads K and V from far away
 # Bytes, with f16, of each 4 KB that is read 192 positions later, prefetched with each dim or position.  Nothing of int8
 # is: it would take 1.02 of the time in the second-level cache, and 0.96 to 1.0 from memory.
@@ -107,13 +109,13 @@ def scale_bytes(typingctx: Any, kv: Any) -> Any:
 def emit_factor(builder: Any, kv: Any, over_keys: bool, at: Any) -> Any:
     """What 16 values of this type of cache are multiplied with; of no meaning in a cache without scales.
 
-    at: address of their scales: of 16 positions, or one of a position's 32 dims.
+    at: address of their scales: of 16 positions, or, in FACTORS, the one of a position's 32 dims.
     """
     if kv != types.int8:
         return ir.Constant(f32x16.ir, ir.Undefined)
     if over_keys:
         return builder.fpext(load(builder, at, f16x16.ir), f32x16.ir)
-    return splat(builder, builder.fpext(load(builder, at, ir.HalfType()), FLOAT))
+    return splat(builder, load(builder, at, FLOAT))
 
 
 def emit_converted(builder: Any, kv: Any, at: Any, factor: Any) -> Any:
@@ -140,6 +142,29 @@ key_factor, value_factor = _factor(True), _factor(False)  # (kv, address of the 
 def converted(typingctx: Any, kv: Any, at: Any, factor: Any) -> Any:
     """16 values of this type of cache as f32, times their factors."""
     return f32x16(kv, types.int64, f32x16), lambda context, builder, sig, args: emit_converted(builder, kv, *args[1:])
+
+
+@numba.njit(**MERGED)
+def factors_at(table, head_dim):
+    """Address of FACTORS; table: TABLE."""
+    return table + KV_F32 + 4 * KV_SPLIT * ((head_dim + V_DIMS - 1) // V_DIMS * V_DIMS)
+
+
+@numba.njit(**INNER)
+def convert_factors(kv, table, begin, end, head_dim):
+    """The scales of V of positions begin .. end-1 to FACTORS, and of those with which they are 16; table: TABLE.
+
+    Each would take five instructions where it is used, and 32 dims of one query take 10 to 14.
+    """
+    if scale_bytes(kv) == 0:
+        return
+    blocks = head_dim // 32
+    to = factors_at(table, head_dim) + 64 * blocks * (begin // LANES)
+    for group in range(begin // LANES, (end + LANES - 1) // LANES):
+        at = get_i64(table + 384 + 8 * group)
+        for _ in range(blocks):
+            store_f32(to, key_factor(kv, at))
+            at, to = at + 2 * LANES, to + 4 * LANES
 
 
 def _make_scores(rows: int) -> Any:
@@ -241,7 +266,7 @@ def _make_values(rows: int, columns: int) -> Any:
         if two:
             b = tile_put(b, 1, converted(kv, v + 16 * width, factor))
         if four:
-            factor = value_factor(kv, e + 2)
+            factor = value_factor(kv, e + 4)
             b = tile_put(b, 2, converted(kv, v + 32 * width, factor))
             b = tile_put(b, 3, converted(kv, v + 48 * width, factor))
         return outer_fma(acc, s, 4 * KV_SPLIT, b)
@@ -250,7 +275,8 @@ def _make_values(rows: int, columns: int) -> Any:
     def values(kv, s, o, table, dim, begin, end, head_dim, page_tokens):
         """o: rows of head_dim f32; adds positions begin .. end-1 of the split to dims from `dim` on."""
         width = code_bytes(kv)
-        row_bytes, e_bytes = width * head_dim, scale_bytes(kv) * (head_dim // 32)
+        row_bytes, e_bytes = width * head_dim, 4 * (head_dim // 32)
+        factors = factors_at(table, head_dim) + dim // 32 * 4
         span, begun_step = LANES * columns * width, BEGUN // 2 * width  # bytes of a position
         acc = tile_load(f32_tile(n_tile), o + 4 * dim, 4 * head_dim, 64, columns)
         j = begin
@@ -258,7 +284,7 @@ def _make_values(rows: int, columns: int) -> Any:
             group, slot = j // LANES, j % LANES
             stop = min(end, LANES * (group + 1))
             v = get_i64(table + 256 + 8 * group) + slot * row_bytes + dim * width
-            e = get_i64(table + 384 + 8 * group) + slot * e_bytes + dim // 32 * 2
+            e = factors + j * e_bytes
             if alone:
                 # Prefetched with each position: V 64 positions ahead, or a dim of K of what follows the split; and a
                 # little of V 192 positions ahead, or of that K.

@@ -90,7 +90,7 @@ V_DIMS = 64  # V that is converted takes up whole runs of so many dims
 
 def attention_words(head_dim: int) -> int:
     """f32 words of one rank's scratch."""
-    converted = KV_SPLIT * -(-head_dim // V_DIMS) * V_DIMS
+    converted = KV_SPLIT * (-(-head_dim // V_DIMS) * V_DIMS + -(-head_dim // BLOCK))  # with the scales of V
     return BUFFER_ROWS * (3 * head_dim + KV_SPLIT + 8) + 2 * (4 * 16 + 2 * 12) + converted
 
 
