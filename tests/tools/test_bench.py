@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -20,7 +21,7 @@ from stages.worker.kernels.buffer_sizes import PHASES
 from tools.bench.http.first_byte import first_byte
 from tools.bench.offline import shapes
 from tools.bench.offline.bandwidth import read_bandwidth
-from tools.bench.offline.command import decode_tokens, main, works
+from tools.bench.offline.command import chosen_works, decode_tokens, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
 from tools.bench.phases import attention, runner, sampler, sampler_shapes, shared_prefix, static_cycles, steps
@@ -123,6 +124,14 @@ def test_little_of_a_large_model_is_quick() -> None:
     assert decode_tokens(DECODE, 100 << 20) == 64
     assert decode_tokens(DECODE, 1 << 30) == 10
     assert decode_tokens(DECODE, 8 << 30) == 8
+
+
+def test_lists_of_works_can_be_asked_for() -> None:
+    assert chosen_works("", "", "") == []
+    titles = [work.title for work in chosen_works("64, 512", "4", "2048")]
+    assert titles == ["prefill 64", "prefill 512", "decode, batch 4", "decode, batch 1, 2,048 cached"]
+    with pytest.raises(click.BadParameter, match="'0' is no number above 0"):
+        chosen_works("", "1,0", "")
 
 
 class _Streams(BaseHTTPRequestHandler):

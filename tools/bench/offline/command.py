@@ -60,6 +60,23 @@ def works(quick: bool, is_large: bool = False) -> list[Work]:
     return prompts + batches + [Work("decode", batch=1, cached=n) for n in CACHED if not (quick and n > 512)]
 
 
+def chosen_works(prompts: str, batches: str, cached: str) -> list[Work]:
+    """The units of work that comma separated lists of numbers ask for. Raises `BadParameter`."""
+    return [
+        *(Work("prefill", tokens=n) for n in _numbers(prompts, "--prompts")),
+        *(Work("decode", batch=n, cached=SHORT) for n in _numbers(batches, "--batches")),
+        *(Work("decode", batch=1, cached=n) for n in _numbers(cached, "--cached")),
+    ]
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    for word in words:
+        if not (word.isdecimal() and int(word) > 0):
+            raise click.BadParameter(f"{word!r} is no number above 0; an example: 64,512", param_hint=option)
+    return [int(word) for word in words]
+
+
 def decode_tokens(work: Work, weight_bytes: int) -> int:
     """Output tokens of each sequence: about a second of work, few compared with the cached tokens."""
     return min({1: 64, 4: 48, 8: 32}.get(work.batch, 24), max(LEAST_TOKENS, SECOND_BYTES // weight_bytes))
@@ -205,6 +222,9 @@ class Rounds:
     help="A running server, for the time to the first byte.",
 )
 @click.option("--quick", is_flag=True, help="Leave out long prompts, and most of a large shape.")
+@click.option("--prompts", default="", help="Only these lengths of prompts (64,512), and what the next two name.")
+@click.option("--batches", default="", help="Only these batches, and what the other two name.")
+@click.option("--cached", default="", help="Only output behind so many tokens, and what the other two name.")
 @click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
 def main(
     gguf: Path | None,
@@ -216,6 +236,9 @@ def main(
     http: bool,
     url: str,
     quick: bool,
+    prompts: str,
+    batches: str,
+    cached: str,
     plots: Path | None,
 ) -> None:
     """Figures of speed: prefill and decode, alone and compared with llama.cpp."""
@@ -226,7 +249,7 @@ def main(
     models_dir = paths.models_dir()
     index = prepare_checkpoint(model, models_dir)
     source = store.fetch(model, models_dir)
-    planned = works(quick, shape in LARGE)
+    planned = chosen_works(prompts, batches, cached) or works(quick, shape in LARGE)
     to_first_byte = first_byte(url)
     if to_first_byte is None:
         click.echo(f"no server at {url}: the time to the first byte is left out")
