@@ -2,7 +2,8 @@
 
 For CPUs that are not here: the kernels are compiled for Sapphire Rapids, without running them, and llvm-mca
 schedules the instructions of each main loop.  It is a prediction: all data are in the first-level cache,
-branches cost nothing, and a loop never ends.  Needs llvm-mca (Debian: `llvm-19`).
+branches cost nothing, and a loop never ends.  Needs llvm-mca (Debian: `llvm-19`).  What the cycles mean for whole steps
+is in amx_steps.py.
 
 LLVM's model of Sapphire Rapids does 512-bit f32 instructions on one port.  That is what was measured beside tile
 instructions, whose loops it is used for; dot products without tiles use the two ports of Ice Lake's model.  Neither
@@ -28,6 +29,8 @@ import click
 
 from stages.worker.kernels.formats import QUANTIZED
 from stages.worker.kernels.formats.description import RUNS
+from tools.bench.phases import amx_steps
+from tools.bench.phases.amx_steps import Cycles
 
 TILE_CPU, DOT_CPU = "sapphirerapids", "icelake-server"
 KERNELS = ("_whole_of_starts", "_whole_of_minimums", "_half_of_starts", "_half_of_minimums")
@@ -165,22 +168,26 @@ def _row(name: str, cycles: float, found: Prediction, blocks: float, ghz: float,
 @click.option("--llvm-mca", "program", help="The program, of LLVM 17 or later; default: that of the PATH.")
 @click.option("--ghz", default=3.7, show_default=True, help="Of the predicted CPU.")
 def main(program: str | None, ghz: float) -> None:
-    """Predict cycles for 16 tokens x 16 rows x a block of 32, and how long the busiest port works in that time."""
+    """Predict cycles for 16 tokens x 16 rows x a block of 32, how long the busiest port works meanwhile, and steps."""
     program = program or next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         raise click.UsageError("llvm-mca is not on the PATH: install the package llvm-19, or name it with --llvm-mca")
     if not all(port.startswith("SPR") for port in schedule(program, ["vpaddd %zmm0, %zmm1, %zmm2"], TILE_CPU).ports):
         raise click.UsageError(f"{program} has no model of Sapphire Rapids: take that of LLVM 17 or later")
+    cycles: dict[str, float] = {}
     for name, text in tile_assembly().items():
         halves = SCALES[name].halves if name in SCALES else name.startswith("_half")
         found = schedule(program, without_tiles(main_loop(text), halves), TILE_CPU)
         blocks: float = 1 if halves else 2  # of the loop: one has two products in a format of halves
         label = f"tiles, {name[1:].replace('_', ' ')}" if name[0] == "_" else f"tiles and unpacking, {name}"
-        click.echo(_row(label, max(found.cycles / blocks, 2 * PRODUCT_CYCLES / blocks), found, blocks, ghz))
+        cycles[name] = max(found.cycles / blocks, 2 * PRODUCT_CYCLES / blocks)
+        click.echo(_row(label, cycles[name], found, blocks, ghz))
+    unpacking, dots = {}, {}
     for name, text in assembly(DOT_CPU, "").items():
         if name in STREAMING:
             loop, blocks = _unpacking(text, name)
             found = schedule(program, without_tiles(loop, False), DOT_CPU)
+            unpacking[name] = found.cycles / blocks
             click.echo(_row(f"unpacking alone, {name}", found.cycles / blocks, found, blocks, ghz, False))
             continue
         for minimums in (False, True):
@@ -188,6 +195,10 @@ def main(program: str | None, ghz: float) -> None:
             blocks = 2 * int(name) / 16  # as many products of 16 tokens
             label = f"dot products of {name} tokens" + (", minimums" if minimums else "")
             click.echo(_row(label, found.cycles / blocks, found, blocks, ghz))
+            dots[int(name)] = found.cycles / (2 * int(name))  # with minimums, which come last
+    tiles = {"Q4_1": cycles["_whole_of_minimums"], "Q8_0": cycles["_whole_of_starts"]}
+    click.echo("\nthe demo model on two cores of the Xeon:")
+    click.echo("\n".join(amx_steps.lines(Cycles(tiles, cycles, unpacking, dots, ghz))))
 
 
 if __name__ == "__main__":
