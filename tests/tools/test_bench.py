@@ -72,11 +72,11 @@ def test_json_is_one_line_with_every_figure(report: Report) -> None:
 def test_plots(report: Report, tmp_path: Path) -> None:
     if not can_plot():  # matplotlib is in the group `peers`
         with pytest.raises(ImportError):
-            write_plots(report, tmp_path)
+            write_plots(report, tmp_path, "m, Zen 5, 1 May 2026")
         return
-    paths = write_plots(report, tmp_path)
+    paths = write_plots(report, tmp_path, "m, Zen 5, 1 May 2026")
     assert [p.name for p in paths] == ["batch.svg", "prompt.svg", "roofline.svg"]
-    assert all(p.read_text().startswith("<?xml") for p in paths)
+    assert all(p.read_text().startswith("<?xml") and "m, Zen 5, 1 May 2026" in p.read_text() for p in paths)
 
 
 def test_plots_without_matplotlib_are_refused_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:

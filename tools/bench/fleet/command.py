@@ -6,6 +6,7 @@ nothing of the speed of several machines.  The last line is one JSON object.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from pathlib import Path
@@ -65,7 +66,8 @@ def run(
         found["routing"] = routing.measure(requests, agents, loads)
         if plots is not None:
             plots.mkdir(parents=True, exist_ok=True)
-            routing.write_plot(found["routing"], plots / "routing.svg")
+            title = f"{agents} agents, {found['machine']['cpu']}, {datetime.date.today():%-d %B %Y}"
+            routing.write_plot(found["routing"], plots / "routing.svg", title)
     if "cold-start" in chosen:
         found["cold-start"] = cold_start.measure(loads)
     if "fan-out" in chosen:

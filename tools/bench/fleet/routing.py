@@ -21,6 +21,7 @@ from starling.bench.load import drive
 from starling.bench.response import ClientRequest, Response
 from tools.bench.fleet.fleet_under_test import FleetUnderTest
 from tools.bench.fleet.overhead import body, percentile
+from tools.bench.offline.plots import BASELINE, BOUND, CANDIDATE, new_figure, save
 
 POLICIES = ("score", "least-queue", "round-robin", "random")
 GROUPS = 24
@@ -149,26 +150,25 @@ def measure(n_requests: int, n_agents: int, rounds: int, seed: int = 5) -> dict[
     }
 
 
-def write_plot(found: dict[str, Any], path: Path) -> None:
-    """Time to the first token and hit rate by policy, as SVG."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
+def write_plot(found: dict[str, Any], path: Path, title: str, description: str = "") -> None:
+    """Time to the first token and hit rate by policy, as SVG. `title`: on what they were measured, and when."""
     names = list(found["policies"])
-    figure = Figure(figsize=(7, 3))
-    FigureCanvasSVG(figure)
+    figure = new_figure(7, 3.4)
+    figure.suptitle(title, fontsize=10)
     times, hits = figure.subplots(1, 2)
-    for offset, share, colour in ((-0.2, "p50", "#0b6e4f"), (0.2, "p99", "#c1666b")):
+    for offset, share, colour in ((-0.2, "p50", CANDIDATE), (0.2, "p99", BASELINE)):
         values = [found["policies"][name]["first_token_ms"][share] for name in names]
         times.bar([at + offset for at in range(len(names))], values, 0.4, label=share, color=colour)
-    times.set(title="time to the first token, ms")
-    times.legend(frameon=False)
-    hits.bar(names, [found["policies"][name]["hit_rate"] for name in names], 0.6, color="#0b6e4f")
-    hits.axhline(found["repeats"], color="#888888", linestyle="--", linewidth=1)
-    hits.set(title="prompt tokens from the cache", ylim=(0, 1))
+    times.set_title("time to the first token, ms", fontsize=9)
+    times.margins(y=0.25)  # the legend is above the bars
+    times.legend(frameon=False, loc="upper left", ncols=2)
+    hits.bar(names, [found["policies"][name]["hit_rate"] for name in names], 0.6, color=CANDIDATE)
+    hits.axhline(found["repeats"], color=BOUND, linestyle="--", linewidth=1, label="most that can be cached")
+    hits.set_title("prompt tokens from the cache, share", fontsize=9)
+    hits.set(ylim=(0, 1))
+    hits.legend(frameon=False, loc="upper right")
     times.set_xticks(range(len(names)), names)
     for axes in (times, hits):
         axes.tick_params(axis="x", labelrotation=20)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    save(figure, path, description)

@@ -7,6 +7,7 @@ read of as many bytes as its step reads, measured in the same run.  The last lin
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import statistics
@@ -225,7 +226,7 @@ class Rounds:
 @click.option("--prompts", default="", help="Only these lengths of prompts (64,512), and what the next two name.")
 @click.option("--batches", default="", help="Only these batches, and what the other two name.")
 @click.option("--cached", default="", help="Only output behind so many tokens, and what the other two name.")
-@click.option("--plots", type=click.Path(path_type=Path), help="Directory for the plots of docs/performance.md.")
+@click.option("--plots", type=click.Path(path_type=Path), help="Directory for plots of the forward pass.")
 def main(
     gguf: Path | None,
     shape: str | None,
@@ -303,7 +304,8 @@ def main(
     if http and shape is None:  # a random model has no words for prompts
         report.http = over_http.measure(model, numbers, min(rounds, HTTP_ROUNDS), baseline_over_http, quick)
         report.kv = kv.measure(model, numbers, rounds)
-    for path in write_plots(report, plots) if plots else ():
+    title = f"{model.name}, {report.machine['cpu']}, {datetime.date.today():%-d %B %Y}"
+    for path in write_plots(report, plots, title) if plots else ():
         click.echo(f"wrote {path}")
     click.echo(report.as_json().decode())
 
