@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 
 from shm.checkpoint import Hyper, Tensor
 from stages.worker.rank_clusters import MIN_RANKS
-from tools.bench.cores.model import Machine, Phase, SocketBarriers, Step, phases, predict, share, socket_barriers
+from tools.bench.cores.model import (
+    Machine,
+    Phase,
+    SocketBarriers,
+    Step,
+    bandwidth,
+    phases,
+    predict,
+    share,
+    socket_barriers,
+)
 
 HYPER = Hyper(2, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, 64, "neighbours", "silu")
 TENSORS = [
@@ -35,6 +45,11 @@ def test_units_and_bytes_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(("units", "n", "expected"), [(36, 2, 0.5), (36, 128, 1 / 36), (3, 2, 2 / 3), (1, 64, 1.0)])
 def test_the_rank_with_most_work_decides(units: int, n: int, expected: float) -> None:
     assert share(units, n) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("n", "gb_s"), [(1, 10), (16, 160), (17, 164), (64, 164), (65, 328), (128, 328)])
+def test_cores_read_what_their_sockets_have(n: int, gb_s: float) -> None:
+    assert bandwidth(n, 10.0, 164.0, 64) == gb_s
 
 
 def test_known_answer() -> None:

@@ -3,12 +3,14 @@
 It measures single steps with one rank, what memory gives to one core and to all, a barrier of two ranks, and how much
 cores slow each other down; model.py makes a prediction of these.  "Check" compares it with all cores of this machine,
 which the model has not seen.  Of another machine, `--bandwidth` and `--sockets` are what it has; cores are assumed to
-be as fast as here, all sockets to read copies of their own.
+be as fast as here, all sockets to read copies of their own.  Each step is predicted twice: with what memory gives to
+each core here, for any number of cores, and with at most the bandwidth of the sockets that the cores are on.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from contextlib import ExitStack
@@ -23,6 +25,7 @@ from shm.checkpoint import Checkpoint
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from tools.bench.cores import measure
 from tools.bench.cores.model import Machine, Step, phases, predict, socket_barriers
+from tools.bench.cores.model import bandwidth as given
 from tools.bench.offline.bandwidth import read_bandwidth
 from tools.bench.offline.candidate import Candidate
 
@@ -36,11 +39,12 @@ STEPS = (
 CORES = (1, 2, 4, 8, 16, 32, 64, 128)
 ROWS, TOKENS = 64, 2240
 REMOTE = 3.0  # a line from another socket takes so many times as long
+SOCKET_GB_S = 164.0  # 0.8 of the peak of 8 channels of DDR4-3200: an estimate
 
 
 @click.command()
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), help="A model; default: the demo model.")
-@click.option("--bandwidth", type=float, help="GB/s of all sockets; default: as measured here for each core.")
+@click.option("--bandwidth", type=float, help="GB/s of all sockets at most; default: 164 for each.")
 @click.option(
     "--sockets", default=2, show_default=True, help="Of the machine with 128 cores; cores are shared equally."
 )
@@ -71,25 +75,32 @@ def main(gguf: Path | None, bandwidth: float | None, sockets: int, repeats: int)
         f"{slow:.2f} times as long beside the others; a barrier of two ranks takes {1e6 * pair_s:.2f} us"
     )
     per_core = all_cores / len(cores)
+    socket_cores = max(1, max(CORES) // sockets)
+    per_socket = 1e9 * (bandwidth / sockets if bandwidth else SOCKET_GB_S)
     rows: list[dict[str, Any]] = []
     for step in STEPS:
         made_of, barriers = phases(step, hyper, tensors), together[step].barriers
         nearby = socket_barriers(step, hyper)
-        us: dict[int, float] = {}
-        for n in CORES:
-            given = bandwidth * 1e9 if bandwidth else n * per_core
-            there = here._replace(bandwidth=given, socket_cores=max(1, max(CORES) // sockets))
-            us[n] = round(1e6 * predict(one[step].phases, made_of, barriers, there, n, nearby), 1)
+        us: dict[float, dict[int, float]] = {math.inf: {}, per_socket: {}}
+        for most, found in us.items():
+            for n in CORES:
+                there = here._replace(bandwidth=given(n, per_core, most, socket_cores), socket_cores=socket_cores)
+                found[n] = round(1e6 * predict(one[step].phases, made_of, barriers, there, n, nearby), 1)
         expected, seen = predict(one[step].phases, made_of, barriers, here, len(cores)), together[step].step_s
         check = {"cores": len(cores), "predicted_us": round(1e6 * expected, 1), "measured_us": round(1e6 * seen, 1)}
-        rows.append({"step": step.name, "barriers": barriers, "us": us, "check": check})
-        shown = ", ".join(f"{n} cores {value:,.0f} us" for n, value in us.items())
+        free, bound = us.values()
+        rows.append({"step": step.name, "barriers": barriers, "us": free, "bound_us": bound, "check": check})
         click.echo(
-            f"{step.name}: {shown}; {barriers} barriers; check with {len(cores)} cores: {1e6 * expected:,.0f} us "
-            f"predicted, {1e6 * seen:,.0f} measured"
+            f"{step.name}: {_shown(free)}; at most {per_socket / 1e9:.0f} GB/s a socket: {_shown(bound)}; {barriers} "
+            f"barriers; check with {len(cores)} cores: {1e6 * expected:,.0f} us predicted, {1e6 * seen:,.0f} measured"
         )
     machine = {"core_gb_s": one_core / 1e9, "gb_s": all_cores / 1e9, "slow": slow, "barrier_us": 1e6 * pair_s}
-    click.echo(json.dumps({"machine": machine, "sockets": sockets, "bandwidth_gb_s": bandwidth, "steps": rows}))
+    there_gb_s = sockets * per_socket / 1e9
+    click.echo(json.dumps({"machine": machine, "sockets": sockets, "bandwidth_gb_s": there_gb_s, "steps": rows}))
+
+
+def _shown(us: dict[int, float]) -> str:
+    return ", ".join(f"{n} cores {value:,.0f} us" for n, value in us.items())
 
 
 if __name__ == "__main__":

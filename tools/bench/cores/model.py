@@ -6,7 +6,7 @@
     slow(n)      how much longer a core computes while the others compute; 1 for n = 1
     share(n)     part of the work of the rank that has most: ceil(units / n) / units
     nbytes       of weights, K and V that the phase reads
-    bandwidth(n) of n cores: n times that of one, at most that of the machine
+    bandwidth(n) of n cores: n times that of one, at most that of the sockets that they are on
     barrier(n)   between two ranks, and a cache line of each further one, which rank 0 reads one after the other; in
                  clusters, as many ranks have, leaders read those of their clusters at the same time, then rank 0 theirs
 
@@ -137,6 +137,11 @@ def socket_barriers(step: Step, hyper: Hyper) -> SocketBarriers:
     copies = sum(step.rows * row_bytes(columns) >= COPIED_BYTES for columns in copied)
     norms = 2 * hyper.n_layers if step.rows > FEW else 0
     return SocketBarriers(norms + (step.batch > FEW), copies * hyper.n_layers)
+
+
+def bandwidth(n: int, per_core: float, per_socket: float, socket_cores: int) -> float:
+    """Bytes/s of n cores that fill the sockets, of which each reads at most `per_socket`."""
+    return min(n * per_core, -(-n // socket_cores) * per_socket)
 
 
 def share(units: int, n: int) -> float:
