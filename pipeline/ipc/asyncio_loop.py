@@ -79,7 +79,6 @@ class AsyncioLoop(StageRuntime):
         self._timer: asyncio.TimerHandle | None = None  # the next tick, from `start` to `close`
         self._stopped = asyncio.Event()
         self._next_tick = float("-inf")
-        self.awaits_peers = False  # set by the stage at its ticks: it starts, and any frame may be the one it waits for
 
     def connect(self, edge: str, handler: Callable[[Frame], None]) -> Link:
         """A link on the named edge at its configured address. `handler(frame)`. Call before `start`."""
@@ -131,6 +130,11 @@ class AsyncioLoop(StageRuntime):
         self._next_tick = min(self._next_tick, self.clock() + TICK_S)
         self._set_timer()
 
+    def tick_soon(self) -> None:
+        """The next tick comes as soon as the loop has handled what it is handling."""
+        self._next_tick = float("-inf")
+        self._set_timer()
+
     def close(self) -> None:
         """Stop reading and ticking; queued frames are flushed. Idempotent."""
         if self._timer is not None:
@@ -143,7 +147,7 @@ class AsyncioLoop(StageRuntime):
 
     def _after_frames(self) -> None:
         """Tick if a tick is due: frames have woken the stage anyway."""
-        if self.awaits_peers or self.clock() >= self._next_tick:
+        if self.clock() >= self._next_tick:
             self._tick_now()
 
     def _tick_now(self) -> None:

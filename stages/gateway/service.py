@@ -154,7 +154,7 @@ class Service:
         self.responses.waiting = self.recovery.waiting
         self.recovery.store_end = self.responses.ended
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
-        changes = ChangeSignal()
+        self.changes = changes = ChangeSignal()
         self.page_namer = PageNamer(paths.arena_dir(config), self.catalog)
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)

@@ -112,6 +112,7 @@ class GatewayStage:
             shutdown_timeout=FINAL_EVENTS_S,
         )
         self._was_ready = False
+        self.service.changes.on_notify = self._on_change
         self._expiry = -1.0  # of the certificate, as in the metrics
         self._inherited = listening.claim()  # the supervisor's listening socket
         self._inherited_unix = listening.claim(listening.UNIX_VARIABLE)
@@ -279,13 +280,17 @@ class GatewayStage:
         endpoints.ready = True
         state = service.readiness.report(service.in_flight.count)
         is_ready = bool(state["ready"])
-        endpoints.awaits_peers = not (is_ready or service.in_flight.count)
         endpoints.is_steady = is_ready and not self._handover_until and service.is_steady
         if is_ready and not self._was_ready:
             log.info("ready", extra={"url": listening.url(self.config, self.port)})
         elif self._was_ready and not is_ready:
             log.warning("not ready", extra={"reason": state["reason"]})
         self._was_ready = is_ready
+
+    def _on_change(self) -> None:
+        """Tick at once if the server has become ready: a tick records it, and `starling up` waits for that."""
+        if not self._was_ready and self.service.readiness.report(self.service.in_flight.count)["ready"]:
+            self.endpoints.tick_soon()
 
     def _follow_expiry(self) -> None:
         if self._tls is not None and self._tls.certificate.not_after != self._expiry:

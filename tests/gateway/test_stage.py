@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import resource
 import signal
 import socket
@@ -16,7 +17,8 @@ import pytest
 
 from pipeline.protocol import messages as m
 from stages.gateway.http.connection_gate import RESERVED_PER_ADDRESS, SPARE
-from tests.gateway.peers import MODEL, output, text_of
+from stages.tokenizer.service import TokenizerService
+from tests.gateway.peers import MODEL, make_tokenizer, output, text_of
 from tests.gateway.server import LONG_MINUTE, LONG_MINUTE_S, MakeServer, Server
 
 LONG = {"prompt": "long", "max_tokens": 290, "seed": 7, "ignore_eos": True}
@@ -166,6 +168,28 @@ def test_readiness_names_the_missing_stage(make_server: MakeServer) -> None:
     assert server.get("/health").status == 200
     server.peers.do(server.peers.kill_tokenizer)
     wait_until(server, lambda: server.get("/ready").json["stages"]["tokenizer"]["reason"] == "not running")
+
+
+class UnusableTokenizer(TokenizerService):
+    """Refuses each description at once, as the tokenizer does where a model's vocabulary is damaged."""
+
+    def __init__(self) -> None:
+        super().__init__(make_tokenizer().model)
+        self.asked: queue.SimpleQueue[float] = queue.SimpleQueue()  # when, monotonic s
+
+    def reply(self, frame: Any) -> m.Frame | None:
+        if isinstance(frame, m.Describe):
+            self.asked.put(time.monotonic())
+            return m.TokenizerFailed(frame.id, "MODEL_UNAVAILABLE", "its vocabulary is damaged")
+        return super().reply(frame)
+
+
+def test_a_description_that_is_refused_is_not_asked_for_again_at_once(make_server: MakeServer) -> None:
+    tokenizer = UnusableTokenizer()
+    make_server(tokenizer=lambda: tokenizer)
+    asked = [tokenizer.asked.get(timeout=180) for _ in range(12)]
+    # Once in a tick, which come every 100 ms, and once more when the tokenizer becomes ready.
+    assert asked[-1] - asked[1] > 0.7, asked
 
 
 def test_keys_quotas_and_cors(make_server: MakeServer) -> None:

@@ -120,25 +120,22 @@ async def test_there_is_one_timer_however_often_frames_bring_a_tick_about(config
     assert timers() == 0
 
 
-@pytest.mark.parametrize("awaits_peers", [True, False])
-async def test_a_stage_that_waits_for_its_peers_ticks_at_each_frame(config: Config, awaits_peers: bool) -> None:
-    gateway, scheduler = AsyncioLoop("gateway", config), AsyncioLoop("scheduler", config)
-    got: asyncio.Queue[m.Frame] = asyncio.Queue()
-    up = asyncio.Event()
-    hub = scheduler.bind("gateway-scheduler", lambda peer, frame: hub.send(peer, m.Rejected("s", "OVERLOADED", "full")))
-    link = gateway.connect("gateway-scheduler", got.put_nowait)
-    link.on_up = lambda hello: up.set()
-    for endpoints in (gateway, scheduler):
-        endpoints.start(signals=False)
+async def test_a_tick_that_is_asked_for_comes_soon_and_once(config: Config) -> None:
+    gateway = AsyncioLoop("gateway", config)
+    ticks: list[bool] = []
+    ticked = asyncio.Event()
+    gateway.on_tick += [lambda: ticks.append(True), ticked.set]
+    gateway.start(signals=False)
     async with asyncio.timeout(60):
-        await up.wait()
-        gateway.awaits_peers = awaits_peers
+        await ticked.wait()
+        ticked.clear()
         gateway._next_tick = gateway.clock() + 1000
         gateway._set_timer()
-        ticks: list[bool] = []
-        gateway.on_tick.append(lambda: ticks.append(True))
-        assert link.send(m.Cancel("s"))
-        await got.get()
-        assert bool(ticks) == awaits_peers  # at once, in the same turn of the loop
+        for _ in range(3):
+            gateway.tick_soon()
+        await ticked.wait()
+        await asyncio.sleep(0)
+    assert len(ticks) == 2
     gateway.close()
-    scheduler.close()
+    gateway.tick_soon()
+    assert gateway._timer is None

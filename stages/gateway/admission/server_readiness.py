@@ -29,6 +29,7 @@ class ChangeSignal:
     """Wakes the coroutines that wait for a change of readiness."""
 
     def __init__(self) -> None:
+        self.on_notify: Callable[[], object] = lambda: None
         self._changed: asyncio.Future[None] | None = None
 
     def notify(self) -> None:
@@ -36,6 +37,7 @@ class ChangeSignal:
         if self._changed is not None and not self._changed.done():
             self._changed.set_result(None)
         self._changed = None
+        self.on_notify()
 
     async def wait(self, timeout_s: float) -> None:
         """Return at the next `notify`, or after `timeout_s`."""
