@@ -184,7 +184,9 @@ class Manager(manager.Manager):
         entry["pid"] = event.data["pid"]
         if "returncode" in entry:  # it is a successor
             del entry["returncode"]
-            if self._terminating:  # the signal to all processes came before its pid was known
+            if self._is_killed:  # the signal to all processes came before its pid was known
+                self._procmgr.kill(event.data["pid"])
+            elif self._terminating:
                 self._procmgr.terminate(event.data["pid"])
         if self.is_stopping:  # does nothing the second time
             self.terminate()

@@ -29,6 +29,7 @@ POLL = "7"  # the number of the system call, x86-64
 # `up` with the Procfile of the test and nothing to prepare.
 UP = """
 import os
+import signal
 import sys
 from pathlib import Path
 from starling.cli import honcho_patch, main, procfile_runner, up
@@ -38,6 +39,19 @@ procfile_runner.CHECK_S = float(os.environ.get("CHECK_S", procfile_runner.CHECK_
 honcho_patch.KILL_S = float(os.environ.get("KILL_S", honcho_patch.KILL_S))
 procfile_runner.AFTER_DRAIN_S = 0.0
 up.ANSWER_S = 60.0  # where no check in time would ask again
+
+def start_without_sigterm(*arguments):
+    "Start a process that never receives SIGTERM. When it is the second one, two signals come before its start is seen."
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    children.append(child_of(*arguments))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    for number in (signal.SIGTERM, signal.SIGTERM) if len(children) == 2 else ():
+        os.kill(os.getpid(), number)
+    return children[-1]
+
+if "SIGNALS_AT_RESTART" in os.environ:
+    child_of, children = honcho_patch.forked_supervisor.child_of, []
+    honcho_patch.forked_supervisor.child_of = start_without_sigterm
 main()
 """
 
@@ -186,6 +200,19 @@ def test_an_end_before_honcho_knows_its_processes(start: Start) -> None:
     up.wait_for("gateway.1 started")
     up.process.send_signal(signal.SIGINT)
     assert up.end() == 0
+
+
+@pytest.mark.slow
+def test_who_asks_twice_while_a_process_starts_again_does_not_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIGNALS_AT_RESTART", "1")
+    monkeypatch.setenv("KILL_S", "0.2")
+    up = start("import signal; signal.pause()")
+    os.kill(up.stage_pid(), signal.SIGKILL)
+    second = int(up.wait_for(r"gateway\.1 started \(pid=(\d+)\)")[1])
+    assert up.end() == 0, "".join(up.seen)
+    assert not Path(f"/proc/{second}").exists()
 
 
 @pytest.mark.slow
