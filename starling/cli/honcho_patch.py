@@ -146,6 +146,7 @@ class Manager(manager.Manager):
             self._on_signal(signal.SIGTERM, None)
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # those that `starling up` has held back
         forked_supervisor.preload()
         trim()
         commands = {name: entry["obj"].cmd for name, entry in self._processes.items()}

@@ -27,7 +27,8 @@ def run_procfile(
     """Start the processes of a Procfile, and wait for their end; 0 if a signal asked for it, otherwise not 0.
 
     Calls `check` whenever a stage has replaced its status record in `run_dir`, and every 100 ms, until it returns True.
-    Handles the signals of this process meanwhile.  `drain_s`: how long streams may take once the end has been
+    Handles the signals of this process meanwhile.  If one has asked for the end, further ones are ignored afterwards:
+    they must not interrupt what the caller has left to do.  `drain_s`: how long streams may take once the end has been
     requested.  Raises `ConfigError`: the Procfile cannot be read, or PORT is no number.
     """
     env = {**env, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"}
@@ -40,7 +41,7 @@ def run_procfile(
     finally:
         manager.end_checks()
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if manager.n_signals else handler)
     return 0 if manager.n_signals else manager.returncode or EXIT_FATAL
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -34,6 +35,7 @@ from pipeline.supervise import cleanup, listen_fd
 from pipeline.supervise.unix_listener import socket_path
 from starling.cli.bounded_output import BoundedOutput
 from starling.cli.forked_supervisor import ensure_room
+from starling.cli.honcho_patch import SIGNALS
 from starling.cli.options import exit_codes
 from starling.cli.prepare import prepare_all
 from starling.cli.prepare_apart import prepare_apart
@@ -98,6 +100,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         timeline.reached("models")
         env = {**os.environ, **(moved or choose_arena_dir(config))}  # the sizes of all arenas are known now
         with_arenas = load(env=env)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until honcho handles them: all is removed after its end
         arena_dir.prepare(with_arenas)
         held = ServerLocks(with_arenas, run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
@@ -107,6 +110,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         if held is not None:
             held.release()
         only_one.release()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     still_running = cleanup.sweep(run_dir, paths.arena_dir(load(env=env), env), wait_s=5.0)
     if still_running:
         click.echo(f"up: {still_running} is still running; `starling status` shows it", err=True)

@@ -40,6 +40,16 @@ honcho_patch.KILL_S = float(os.environ.get("KILL_S", honcho_patch.KILL_S))
 procfile_runner.AFTER_DRAIN_S = 0.0
 up.ANSWER_S = 60.0  # where no check in time would ask again
 
+def with_signals(place, name, *numbers):
+    "Let a function send this process signals when it ends."
+    call = getattr(place, name)
+    def wrapper(*arguments, **options):
+        result = call(*arguments, **options)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return result
+    setattr(place, name, wrapper)
+
 def start_without_sigterm(*arguments):
     "Start a process that never receives SIGTERM. When it is the second one, two signals come before its start is seen."
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -49,9 +59,14 @@ def start_without_sigterm(*arguments):
         os.kill(os.getpid(), number)
     return children[-1]
 
-if "SIGNALS_AT_RESTART" in os.environ:
-    child_of, children = honcho_patch.forked_supervisor.child_of, []
-    honcho_patch.forked_supervisor.child_of = start_without_sigterm
+match os.environ.get("SIGNAL_AT"):
+    case "arenas":
+        with_signals(up.arena_dir, "prepare", signal.SIGTERM)
+    case "end":
+        with_signals(up, "run_procfile", signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    case "restart":
+        child_of, children = honcho_patch.forked_supervisor.child_of, []
+        honcho_patch.forked_supervisor.child_of = start_without_sigterm
 main()
 """
 
@@ -203,10 +218,25 @@ def test_an_end_before_honcho_knows_its_processes(start: Start) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("at", ["arenas", "end"])
+def test_a_signal_before_or_after_honcho_runs_leaves_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    monkeypatch.setenv("SIGNAL_AT", at)
+    up = start(READY)
+    if at == "end":
+        up.wait_for("ready at")
+        up.process.send_signal(signal.SIGINT)
+    assert up.end() == 0, "".join(up.seen)
+    assert not list((tmp_path / "shm").iterdir())
+    assert not list((tmp_path / "home" / "run").glob("*.sock"))
+
+
+@pytest.mark.slow
 def test_who_asks_twice_while_a_process_starts_again_does_not_wait(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SIGNALS_AT_RESTART", "1")
+    monkeypatch.setenv("SIGNAL_AT", "restart")
     monkeypatch.setenv("KILL_S", "0.2")
     up = start("import signal; signal.pause()")
     os.kill(up.stage_pid(), signal.SIGKILL)
@@ -348,11 +378,12 @@ def test_a_signal_just_before_a_wait_is_obeyed(tmp_path: Path, monkeypatch: pyte
         raise_beside_poll(signal.SIGTERM)
         return True
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in honcho_patch.SIGNALS}
     assert procfile_runner.run_procfile(tmp_path / "Procfile", os.environ, tmp_path, check) == 0
     assert late.is_alive()
     late.cancel()
-    assert signal.getsignal(signal.SIGTERM) is before
+    for number, handler in before.items():  # further signals do not interrupt what is left to do
+        assert signal.signal(number, handler) is signal.SIG_IGN
 
 
 def test_honcho_obeys_a_signal_just_before_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
