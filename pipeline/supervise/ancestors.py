@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 
 from pipeline import procfs
+from pipeline.runtime.process import PARENT_VARIABLE
 
 # The last component of a program's path or of a module's dotted name.
 HONCHO = ("honcho", "honcho_patch")
@@ -38,8 +39,15 @@ def honcho_above(pid: int) -> int:
 
 
 def open_watched_ancestors() -> list[int]:
-    """Pidfds of the watched ancestors of this process; those that have just ended are left out."""
-    return [fd for fd in map(_open_pidfd, watched_ancestors(os.getpid())) if fd >= 0]
+    """Descriptors that are readable when a watched ancestor of this process has ended.
+
+    They are pidfds; ancestors that have just ended are left out.  If STARLING_PARENT_PID names another process than the
+    parent of this one, it ended before it could be watched: one more descriptor is readable at once.
+    """
+    fds = [fd for fd in map(_open_pidfd, watched_ancestors(os.getpid())) if fd >= 0]
+    if os.environ.pop(PARENT_VARIABLE, "") not in ("", str(os.getppid())):
+        fds.append(os.eventfd(1, os.EFD_CLOEXEC))
+    return fds
 
 
 def _open_pidfd(pid: int) -> int:

@@ -20,6 +20,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.runtime import process
 from pipeline.runtime.paused_collector import paused_collector
+from pipeline.runtime.process import PARENT_VARIABLE
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.run_command import run_command, run_program
 
@@ -89,6 +90,7 @@ def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None
         return Popen(command, env=env, cwd=cwd)
     env = os.environ if env is None else env
     config = _config_for(stage, env, cwd)
+    env = {**env, PARENT_VARIABLE: str(os.getpid())}  # it may end before the child watches it
     return ForkedProgram(shown, lambda: _main(stage, config), env, cwd=cwd, is_piped=True, leads_session=True)
 
 

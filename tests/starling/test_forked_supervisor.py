@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from starling.cli import forked_supervisor
 from starling.cli.stage import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
 
 # In a process of its own: that of the tests may have threads. Prints what is seen of the child that runs `line`.
 RUN = """
@@ -97,6 +100,56 @@ assert os.environ["AFTER"] == "unharmed" and b"AFTER=unharmed" in Path("/proc/se
         check=True,
     )
     assert done.stdout == "['python', '-m', 'starling', 'supervise', 'kv']\n"
+
+
+# The child of a process that is killed before the child watches it.
+ORPHAN = """
+import os, signal, sys, time
+from starling.cli import forked_supervisor
+forked_supervisor.preload()
+main, parent = forked_supervisor._main, os.getpid()
+
+def late(*arguments):
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    main(*arguments)
+
+forked_supervisor._main = late
+print(forked_supervisor.child_of("exec starling supervise kv", os.environ, sys.argv[1]).pid, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_supervisor_ends_whose_parent_has_died_before_it_watches_it(tmp_path: Path) -> None:
+    model = tmp_path / "none.gguf"
+    (tmp_path / "starling.yaml").write_text(
+        f"models: [{{name: m, path: {model}}}]\nserver: {{arena_dir: {tmp_path}/shm}}\n"
+    )
+    paths = {
+        "STARLING_HOME": str(tmp_path),
+        "STARLING_CONFIG": str(tmp_path / "starling.yaml"),
+        "PYTHONPATH": str(ROOT),
+    }
+    parent = subprocess.Popen(
+        [sys.executable, "-c", ORPHAN, str(tmp_path)],
+        env={**os.environ, **paths},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    supervisor = os.pidfd_open(pid)
+    try:
+        parent.communicate("end\n")
+        assert parent.returncode == -signal.SIGKILL
+        assert select.select([supervisor], [], [], WAIT_S)[0]
+        assert not list((tmp_path / "run").glob("*.sock"))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(supervisor, signal.SIGKILL)
+        os.close(supervisor)
 
 
 IMPATIENT = """
