@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 
 import click
@@ -60,6 +62,8 @@ def _run(program: Callable[[], object]) -> int:
         terminal.complain(f"{where}{error.strerror}; {home}: {remedy}")
         return EXIT_CONFIG
     except (click.Abort, KeyboardInterrupt):
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the program, without a traceback
         terminal.complain("interrupted")
         return EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0

@@ -226,6 +226,22 @@ sys.meta_path.insert(0, Interrupt())
     assert done.stderr.strip() in ("", "starling: interrupted")
 
 
+INTERRUPTED_TWICE = """
+import os, signal, sys
+from starling.cli import terminal
+from starling.cli.run_command import run_program
+signal.signal(signal.SIGINT, signal.default_int_handler)  # where the tests' parent ignores it
+terminal.complain = lambda message: os.kill(os.getpid(), signal.SIGINT)
+run_program(lambda: os.kill(os.getpid(), signal.SIGINT))
+"""
+
+
+def test_a_second_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_TWICE]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 # ------------------------------------------------------------------ hostile users
 
 
