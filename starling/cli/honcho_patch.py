@@ -19,8 +19,8 @@ its descendants have closed their output. A process that exits ends all others, 
 
 It obeys a signal that comes while it still starts its processes as soon as all have started. honcho would fail at it.
 
-SIGHUP asks for the end, too. What still runs at a second signal, or 7 s after the first one, is killed. honcho would
-wait until a first process has ended, and for 5 s more.
+SIGHUP asks for the end, too. What still runs at a second signal, or when the time for streams is over, is killed.
+honcho would wait until a first process has ended, and for 5 s more.
 
 Supervisors are forks of it, which share its memory (forked_supervisor.py).
 """
@@ -135,6 +135,11 @@ class Manager(manager.Manager):
             super().terminate()
 
     def kill(self) -> None:
+        """What honcho does 5 s after the first end: kill the remaining processes, unless they have time for streams."""
+        if self.n_signals == 0:
+            self._kill()
+
+    def _kill(self) -> None:
         """Kill the remaining processes, once; while some have not started, `on_start` does it after the last one."""
         self._must_kill = True
         if self._all_started() and not self._is_killed:
@@ -160,7 +165,7 @@ class Manager(manager.Manager):
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.n_signals += 1
         if self.n_signals > 1:
-            self.kill()
+            self._kill()
             return
         self._system_print(f"{signal.Signals(number).name} received\n")
         self.returncode = 128 + number
@@ -171,7 +176,7 @@ class Manager(manager.Manager):
         """What is due; `Events` calls it whenever it wakes."""
         if time.monotonic() >= self._kill_at:
             self._kill_at = float("inf")
-            self.kill()
+            self._kill()
 
     def _system_print(self, data: str) -> None:
         # honcho's signal handler calls it too: through the events no print begins amid another one.
@@ -192,7 +197,7 @@ class Manager(manager.Manager):
         if self.is_stopping:  # does nothing the second time
             self.terminate()
         if self._must_kill:
-            self.kill()
+            self._kill()
 
     def hold(self, event: Any) -> Any:
         """Plan the restart of a killed process; returns the line to print.

@@ -16,13 +16,19 @@ from pathlib import Path
 
 from pipeline.runtime.process import EXIT_FATAL, open_rename_watch
 from starling.cli import honcho_patch
+from starling.cli.users_lock import LastUser
 
 AFTER_DRAIN_S = 3.0  # from the end of the time for streams until what still runs is killed
 CHECK_S = 0.1  # between two calls of `check` when no stage reports a change
 
 
 def run_procfile(
-    procfile: Path, env: Mapping[str, str], run_dir: Path, check: Callable[[], bool], drain_s: float = 0.0
+    procfile: Path,
+    env: Mapping[str, str],
+    run_dir: Path,
+    check: Callable[[], bool],
+    drain_s: float = 0.0,
+    last_user: LastUser | None = None,
 ) -> int:
     """Start the processes of a Procfile, and wait for their end; 0 if a signal asked for it, otherwise not 0.
 
@@ -36,6 +42,8 @@ def run_procfile(
     before = {number: signal.getsignal(number) for number in honcho_patch.SIGNALS}
     manager.kill_s = max(manager.kill_s, drain_s + AFTER_DRAIN_S)
     manager.begin_checks(check, run_dir)
+    if last_user is not None:
+        manager.follow(last_user)
     try:
         manager.loop()
     finally:
@@ -51,6 +59,16 @@ class CheckingManager(honcho_patch.Manager):
     _check: Callable[[], bool] | None = None
     _due = 0.0  # monotonic s
     _renames = -1  # readable when a record has been replaced; -1: not watched
+
+    def follow(self, last_user: LastUser) -> None:
+        """Let the end of its users end the server, also if the child that waits for it is killed."""
+
+        def on_end() -> None:
+            self.events.unwatch(last_user.fd)
+            if last_user.goes_on():
+                self.follow(last_user)
+
+        self.events.watch(last_user.fd, on_end)
 
     def begin_checks(self, check: Callable[[], bool], run_dir: Path) -> None:
         """Call `check` from now on, first when the first process has started."""

@@ -41,7 +41,7 @@ from starling.cli.prepare import prepare_all
 from starling.cli.prepare_apart import prepare_apart
 from starling.cli.procfile_runner import run_procfile
 from starling.cli.stage import STAGES
-from starling.cli.users_lock import end_when_unused
+from starling.cli.users_lock import LastUser
 from starling.doctor.finding import disk_bytes
 
 PROCFILE = Path(__file__).resolve().parent.parent.parent / "Procfile"
@@ -88,8 +88,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
     timeline.reached("command")
     run_dir = rundir.prepare(paths.run_dir(config))
     only_one = rundir.StageLock(run_dir, "up")
-    if while_used:
-        end_when_unused(run_dir)
+    last_user = LastUser(run_dir) if while_used else None
     held: ServerLocks | None = None
     try:
         server_cores.check(config, server_cores.of(config))
@@ -105,7 +104,7 @@ def up(while_used: bool, with_parent: bool, standby: bool) -> int:
         held = ServerLocks(with_arenas, run_dir)  # for its whole life, so that no gap between two stages loses them
         watcher = _Watcher(config, run_dir, timeline)
         drain_s = config.server.drain_timeout_ms / 1000
-        code = run_procfile(write_procfile(run_dir), env, run_dir, watcher.check, drain_s)
+        code = run_procfile(write_procfile(run_dir), env, run_dir, watcher.check, drain_s, last_user)
     finally:
         if held is not None:
             held.release()

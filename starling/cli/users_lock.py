@@ -22,18 +22,29 @@ def open_lock(path: Path) -> int:
         raise ConfigError(f"{path} cannot be made: {error.strerror}; free space in server.run_dir") from None
 
 
-def end_when_unused(run_dir: Path) -> None:
-    """In `starling up --while-used`: send this process SIGTERM when no command uses the server any more.
+class LastUser:
+    """In `starling up --while-used`: sends this process SIGTERM when no command uses the server any more.
 
-    A child waits for that, because a process with a second thread cannot be forked (forked_program.py).
+    A child waits for that, because a process with a second thread cannot be forked (forked_program.py).  `fd` is its
+    pidfd.
     """
-    users = open_lock(run_dir / USERS)  # stays open here: a new user waits until this process has ended, too
-    server = os.getpid()
 
-    def wait() -> int:
-        process.close_files(keep=users)  # no other lock may outlive the server
-        fcntl.flock(users, fcntl.LOCK_EX)
-        os.kill(server, signal.SIGTERM)
+    def __init__(self, run_dir: Path) -> None:
+        self._users = open_lock(run_dir / USERS)  # stays open: a new user waits until this process has ended, too
+        self._server = os.getpid()
+        self.fd = os.pidfd_open(fork(self._wait))
+
+    def _wait(self) -> int:
+        process.close_files(keep=self._users)  # no other lock may outlive the server
+        fcntl.flock(self._users, fcntl.LOCK_EX)
+        os.kill(self._server, signal.SIGTERM)
         return process.EXIT_OK
 
-    fork(wait)
+    def goes_on(self) -> bool:
+        """The child has ended. If it was killed, another one waits, with another `fd`; otherwise False."""
+        ended = os.waitid(os.P_PIDFD, self.fd, os.WEXITED)
+        os.close(self.fd)
+        if ended is not None and ended.si_code == os.CLD_EXITED:
+            return False
+        self.fd = os.pidfd_open(fork(self._wait))
+        return True

@@ -30,13 +30,14 @@ import os, signal, sys
 from pathlib import Path
 from pipeline.runtime.run_dir import StageLock
 from starling.cli.forked_program import can_fork
-from starling.cli.users_lock import end_when_unused
+from starling.cli.users_lock import LastUser
 run_dir = Path(sys.argv[1])
 lock = StageLock(run_dir, "up")
 signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
-end_when_unused(run_dir)
+user = LastUser(run_dir)
 print(can_fork(["starling"]), flush=True)
-sys.stdin.readline()
+while sys.stdin.readline() == "goes on?\\n":
+    print(user.goes_on(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -112,6 +113,11 @@ def test_a_server_ends_with_its_last_user(tmp_path: Path) -> None:
         assert server.stdout.readline() == "True\n"
         (child,) = procfs.children(server.pid)
         poll_until(lambda: open_files(child, run_dir) == {USERS})
+        os.kill(child, signal.SIGKILL)
+        assert server.stdin is not None
+        server.stdin.write("goes on?\n")
+        server.stdin.flush()
+        assert server.stdout.readline() == "True\n"
         os.close(users.pop())
         late = open_lock(run_dir / USERS)
         with pytest.raises(BlockingIOError):  # the other user stays

@@ -32,12 +32,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from honcho import manager
 from starling.cli import honcho_patch, main, procfile_runner, up
 up.PROCFILE = Path(sys.argv.pop(1))
 up.prepare_all = lambda config: None
 procfile_runner.CHECK_S = float(os.environ.get("CHECK_S", procfile_runner.CHECK_S))
 honcho_patch.KILL_S = float(os.environ.get("KILL_S", honcho_patch.KILL_S))
 procfile_runner.AFTER_DRAIN_S = 0.0
+manager.KILL_WAIT = float(os.environ.get("KILL_WAIT", manager.KILL_WAIT))
 up.ANSWER_S = 60.0  # where no check in time would ask again
 
 def with_signals(place, name, *numbers):
@@ -112,11 +114,12 @@ server.serve_forever()""",
 class Up:
     """A running `starling up`, its lines as they come."""
 
-    def __init__(self, tmp_path: Path, gateway: str) -> None:
+    def __init__(self, tmp_path: Path, gateway: str, others: str = "") -> None:
+        """`others`: more lines of the Procfile."""
         self.port = free_port()
         (tmp_path / "gateway.py").write_text(gateway)
         procfile = tmp_path / "Procfile"
-        procfile.write_text(f"gateway: exec {sys.executable} {tmp_path}/gateway.py\n")
+        procfile.write_text(f"gateway: exec {sys.executable} {tmp_path}/gateway.py\n{others}")
         self.env = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -165,15 +168,15 @@ class Up:
         return code
 
 
-Start = Callable[[str], Up]
+Start = Callable[..., Up]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     running: list[Up] = []
 
-    def begin(gateway: str) -> Up:
-        running.append(Up(tmp_path, gateway))
+    def begin(gateway: str, others: str = "") -> Up:
+        running.append(Up(tmp_path, gateway, others))
         return running[-1]
 
     yield begin
@@ -278,6 +281,18 @@ def test_a_stage_that_does_not_end_is_killed_after_its_time(
     assert up.end() == 0, "".join(up.seen)
     assert any(f"sending SIGKILL to gateway.1 (pid {pid})" in line for line in up.seen) == (drain_s < 1)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_stage_has_its_time_after_the_end_of_another(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KILL_WAIT", "0.2")
+    slow = READY.replace("lambda *_: os._exit(0)", "lambda *_: threading.Timer(1.5, os._exit, [0]).start()")
+    up = start(slow.replace("import http", "import threading, http"), "other: exec sleep 1000\n")
+    up.wait_for("ready at")
+    up.process.send_signal(signal.SIGTERM)
+    up.wait_for(r"gateway\.1 stopped \(rc=0\)")
+    assert up.end() == 0, "".join(up.seen)
+    assert any("other.1 stopped (rc=-15)" in line for line in up.seen)
 
 
 @pytest.mark.slow
