@@ -34,6 +34,7 @@ from pipeline.fleet import records
 from pipeline.fleet import token as tokens
 from pipeline.fleet.peer_tls import PeerTls, boot_clock, open_tls
 from pipeline.runtime import run_dir
+from pipeline.runtime.service_watchdog import watched
 from stages.agent.doors import Doors, Factory, Server, end_refused
 from stages.agent.downloads.arriving import remove_showcase
 from stages.agent.downloads.signed_store import SignedModels
@@ -337,4 +338,5 @@ async def open_door(app: web.Application, host: str) -> Listening:
 
 def main(config: Config, on_ready: Callable[[str, str], None]) -> int:
     """Run until SIGTERM. Raises `ConfigError`."""
-    return asyncio.run(AgentStage(config).run(on_ready))
+    stage = AgentStage(config)
+    return asyncio.run(watched(stage.run(on_ready)))

@@ -45,6 +45,7 @@ from pipeline.fleet.records import AgentRecord
 from pipeline.observe import logs
 from pipeline.observe.metrics import Metrics
 from pipeline.runtime.huge_heap import collapse_heap
+from pipeline.runtime.service_watchdog import watched
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator import conversation_routes, response_routes
@@ -479,6 +480,6 @@ def main(config: Config, on_listening: Callable[[int], Any] = lambda port: None,
     logs.setup("orchestrator", config, in_background=True)
 
     async def run() -> int:
-        return await OrchestratorStage(config, pages).run(on_listening)
+        return await watched(OrchestratorStage(config, pages).run(on_listening))
 
     return uvloop.run(run())

@@ -48,6 +48,7 @@ def test_the_units_run_the_commands(command: str, tmp_path: Path) -> None:
     assert service["ExecStart"] == f"{program} {command}" and "@PREFIX@" not in text
     expected = {"Type": "notify", "Restart": "on-failure", "NoNewPrivileges": "yes", "ProtectSystem": "strict"}
     assert {name: service[name] for name in expected} == expected
+    assert service["WatchdogSec"]
     assert cli.get_command(click.Context(cli), command) is not None
     lines = (FOLDER / "Procfile").read_text().splitlines()
     assert any(line.startswith(f"{command}: ") and line.endswith(f"exec starling {command}") for line in lines)
