@@ -36,8 +36,21 @@ PROBES = {
             "reason": {"type": "string"},
             "agents": {"type": "integer", "minimum": 0},
             "models": {"type": "integer", "minimum": 0},
+            "in_flight": {"type": "integer", "minimum": 0},
+            "overloaded": {"type": "boolean"},
+            "waiting": {"type": "integer", "minimum": 0},
+            "waiting_full": {"type": "boolean"},
         },
-        {"ready": True, "reason": "", "agents": 2, "models": 3},
+        {
+            "ready": True,
+            "reason": "",
+            "agents": 2,
+            "models": 3,
+            "in_flight": 5,
+            "overloaded": False,
+            "waiting": 0,
+            "waiting_full": False,
+        },
     ),
 }
 

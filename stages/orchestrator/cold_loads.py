@@ -43,7 +43,7 @@ class ColdLoads:
         # How many of so many may be of a tenant.
         self.share_of: Callable[[str, int], int] = lambda tenant, most: most
         self._load = load
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._clock = clock
         self._loads: dict[str, ColdLoad] = {}
         self._failed: dict[tuple[str, str], float] = {}  # s of the clock, by model and agent
@@ -93,7 +93,7 @@ class ColdLoads:
             waited = self._clock() - load.begun if load is not None else 0.0
             left_s = max(1.0, (load.predicted_s if load is not None else 0.0) - waited)
             raise Overloaded(
-                f"{reached}, fleet.orchestrator.max_waiting = {self._max_waiting}); try again in {math.ceil(left_s)} s",
+                f"{reached}, fleet.orchestrator.max_waiting = {self.max_waiting}); try again in {math.ceil(left_s)} s",
                 retry_after_s=left_s,
             )
         if load is None:
@@ -111,9 +111,9 @@ class ColdLoads:
 
     def _reached(self, load: ColdLoad | None, tenant: str) -> str:
         """The bound that lets no more requests of a tenant wait for a load, or for a new one; "": none does."""
-        held = [("models that are loading", "all models", self._max_waiting, self.n_waiting, self._of_tenant[tenant])]
+        held = [("models that are loading", "all models", self.max_waiting, self.n_waiting, self._of_tenant[tenant])]
         if load is not None:
-            most = max(1, self._max_waiting // 2)
+            most = max(1, self.max_waiting // 2)
             held.append((f"model {load.model!r}", "one model", most, load.n_waiting, load.of_tenant[tenant]))
         for what, of, most, count, own in held:
             if count >= most:

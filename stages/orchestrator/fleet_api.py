@@ -14,6 +14,7 @@ import msgspec
 from pipeline.api.adapter_names import sort_key
 from pipeline.api.fields import flag, integer, read_fields, text
 from pipeline.api.json_body import parse_object
+from pipeline.api.overload import Overload
 from pipeline.errors import InvalidRequest, ModelNotFound, NotFound
 from pipeline.fleet.bodies import MAX_MODEL_ID, HeartbeatResponse
 from pipeline.fleet.records import AgentRecord, check_agent_id
@@ -100,6 +101,8 @@ class FleetApi:
         self.is_leader = False
         self.is_store_up = True
         self.is_stopping = False
+        self.in_flight: Callable[[], int] = lambda: 0  # requests
+        self.max_in_flight = 1
         self._identity = identity
         self._registry = registry
         self._router = router
@@ -107,12 +110,19 @@ class FleetApi:
         self._cold = cold
         self._write = write
         self._events = events
+        self._overload, self._full_loads = Overload(), Overload()
 
     # ---------------------------------------------------------------- reading
 
     def readiness(self) -> dict[str, Any]:
-        """Whether a request can be served: an agent answers, and has or can get a model."""
+        """Whether a request can be served: an agent answers, and has or can get a model; and there is room for one.
+
+        While a model is ready its requests are served, however many wait for others.
+        """
         ready = [one for one in self._registry.health() if one.health == "READY"]
+        in_flight, waiting = self.in_flight(), self._cold.n_waiting
+        is_overloaded = self._overload.observe(in_flight, self.max_in_flight)
+        is_loading_full = self._full_loads.observe(waiting, self._cold.max_waiting)
         reason = ""
         if self.is_stopping:
             reason = "the orchestrator is being stopped"
@@ -120,7 +130,20 @@ class FleetApi:
             reason = "no agent answers"
         elif not self.published and not self._router.models():
             reason = "no model is published and none is loaded; publish one with `starling publish`"
-        return {"ready": not reason, "reason": reason, "agents": len(ready), "models": len(self._names())}
+        elif is_overloaded:
+            reason = f"{in_flight} requests are in flight, of at most {self.max_in_flight}"
+        elif is_loading_full and not self._router.models():
+            reason = f"no model is ready, and {waiting} requests wait for one, of at most {self._cold.max_waiting}"
+        return {
+            "ready": not reason,
+            "reason": reason,
+            "agents": len(ready),
+            "models": len(self._names()),
+            "in_flight": in_flight,
+            "overloaded": is_overloaded,
+            "waiting": waiting,
+            "waiting_full": is_loading_full,
+        }
 
     def models(self) -> list[dict[str, Any]]:
         """The models that requests may name, as in OpenAI's API."""

@@ -206,6 +206,7 @@ class OrchestratorStage:
         self.fleet = self.follower.fleet = FleetApi(
             self.identity, self.registry, self.router, self.relay, self.cold, self.follower.write, self.events
         )
+        self.fleet.in_flight, self.fleet.max_in_flight = lambda: self.front.in_flight, bounds.max_concurrent_requests
         self.fleet.published = self._published
         self.fleet.learn = self._catalog.learn
         self.fleet.pages = self.pages

@@ -202,6 +202,55 @@ def test_a_model_with_several_worker_groups_shows_each(tmp_path: Path) -> None:
     assert "worker_groups" not in readiness.report(0)["models"]["m"]
 
 
+def test_a_full_queue_shows_at_its_model_and_all_of_them_at_the_server() -> None:
+    """Of one tenant: in the queue of several those with fewer sequences get a place."""
+    tables = {
+        name: ModelVersion(name=name, serial=0, settings=ModelConfig(name=name, path=f"/{name}"), state="serving")
+        for name in ("a", "b")
+    }
+    catalog = SimpleNamespace(
+        names=list(tables), serving=tables.get, versions=lambda name: (tables[name],), known_names=lambda: list(tables)
+    )
+    states = {one.id: ModelState(name, "aa" * 32, True, "", 0, 0, 8) for name, one in tables.items()}
+    loaded = SimpleNamespace(states=states, described=states)
+    readiness = ServerReadiness(Config(), cast(Any, catalog), cast(Any, loaded), ChangeSignal(), Clock())
+    for health in (readiness.tokenizer, readiness.scheduler, readiness.kv):
+        health.up()
+        health.observe(beat(1, busy=False))
+
+    def report(**waiting: int) -> tuple[bool, list[bool], list[bool]]:
+        for name, count in waiting.items():
+            states[tables[name].id] = msgspec.structs.replace(states[tables[name].id], waiting=count)
+        found = readiness.report(0)
+        models = found["models"].values()
+        assert all(one["ready"] for one in models), "requests do not wait for a model with a full queue"
+        return found["ready"], [one["overloaded"] for one in models], [found["reason"] is not None]
+
+    assert report(a=999) == (True, [False, False], [False])
+    assert report(a=1000) == (True, [True, False], [False])
+    assert report(b=1001) == (False, [True, True], [True])
+    assert report(a=901) == (False, [True, True], [True]), "until a tenth is free"
+    readiness.has_one_tenant = lambda: False
+    assert report() == (True, [True, True], [False])
+    readiness.has_one_tenant = lambda: True
+    assert report(a=900) == (True, [False, True], [False])
+    assert report(a=999) == (True, [False, True], [False])
+    catalog.known_names = lambda: ["a", "b", "c"]  # which a request loads
+    assert report(a=1000) == (True, [True, True], [False])
+
+
+def test_a_server_stays_overloaded_until_a_tenth_of_its_requests_has_ended(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(Config(), server=ServerConfig(max_concurrent_requests=50))
+    nothing = SimpleNamespace(names=["a"], serving=lambda name: None, known_names=lambda: ["a"], states={})
+    readiness = ServerReadiness(config, cast(Any, nothing), cast(Any, nothing), ChangeSignal(), Clock())
+
+    def is_ready(in_flight: int) -> bool:
+        ready: bool = readiness.report(in_flight)["stages"]["gateway"]["ready"]
+        return ready
+
+    assert [is_ready(count) for count in (49, 50, 49, 46, 45, 49)] == [True, False, False, False, True, True]
+
+
 def test_models_are_described_as_soon_as_the_tokenizer_is_ready() -> None:
     class Loaded:
         asked = 0

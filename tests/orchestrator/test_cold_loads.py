@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.config.load import resolve
 from pipeline.errors import Conflict, ModelUnavailable, Overloaded
 from pipeline.fleet.bodies import HeartbeatResponse
+from pipeline.fleet.records import AgentRecord
 from stages.orchestrator import route_finder
 from stages.orchestrator.cold_loads import FAILED_S, ColdLoads
+from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds, Forward, StillLoading, Tries
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
+from stages.orchestrator.router import Published
 from stages.orchestrator.stage import OrchestratorStage
 from tests.orchestrator.agents import MODEL, cached, engine, heartbeat, request, router, view
 from tests.orchestrator.loopback_engine import Clock, WatchedClient
@@ -203,8 +207,8 @@ class Full:
         self.routing = router(view("A", engine()), *self.idle, max_per_agent=1)
         self.routing.loading_at, self.routing.failed_at = self.cold.agents_of, self.cold.failed_at
         bounds = Bounds(1.0, 1000.0)
-        registry = Registry(poll, self.clock)
-        self.relay = Relay(WatchedClient(), self.routing, registry, self.cold, bounds, self.clock, self.clock.wait)
+        self.registry = Registry(poll, self.clock)
+        self.relay = Relay(WatchedClient(), self.routing, self.registry, self.cold, bounds, self.clock, self.clock.wait)
         self.first = self.routing.choose(request())
         self.routing.begin(self.first, request())
 
@@ -287,6 +291,29 @@ async def test_who_is_woken_and_has_left_wakes_the_next_one() -> None:
     assert await waiters[1] == "A"
     await asyncio.gather(waiters[0], return_exceptions=True)
     assert waiters[0].cancelled()
+    await made.cold.close()
+
+
+async def test_who_waits_for_loads_makes_an_orchestrator_unready_only_without_a_ready_model() -> None:
+    made = Full(max_waiting=10)
+    record = AgentRecord(agent_id="A", url="http://A", incarnation="1")
+    await made.registry.register_node(record)
+    await made.registry.check_node("A")
+    unused: Any = None
+    api = FleetApi("x", made.registry, made.routing, made.relay, made.cold, unused, EventLog(lambda: 0.0))
+    api.published = {"other": Published("e" * 64, 1)}
+
+    def found() -> tuple[bool, bool]:
+        report = api.readiness()
+        return report["ready"], report["waiting_full"]
+
+    made.cold.n_waiting = 10
+    assert found() == (True, True)
+    made.routing.update_routing_table([view("A")])
+    assert found() == (False, True)
+    assert "10 requests wait for one, of at most 10" in api.readiness()["reason"]
+    made.cold.n_waiting = 9
+    assert found() == (True, False)
     await made.cold.close()
 
 

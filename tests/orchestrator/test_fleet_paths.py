@@ -106,6 +106,31 @@ def test_cancellations_under_way_are_bounded_for_a_tenant_and_in_all(
         assert fleet.request("DELETE", mine, None, MINE).status == 404
 
 
+def test_an_orchestrator_with_all_its_requests_is_not_ready(
+    homes: Callable[[], Path], engines: list[Server], released: None
+) -> None:
+    keys = [{"key": f"sk-{tenant}", "tenant": tenant} for tenant in ("mine", "other")]
+    fleet = Fleet(homes(), {"auth": {"api_keys": keys}}, max_concurrent_requests=4)
+    with ExitStack() as stack:
+        stack.callback(fleet.close)
+        fleet.add_agent("one", engines[0])
+        hold(engines[0])
+        assert fleet.get("/ready").json["in_flight"] == 0
+        held = []
+        for tenant in (MINE, MINE, MINE, OTHER):
+            assert fleet.get("/ready").status == 200
+            held.append(stack.enter_context(closing(fleet.connect())))
+            headers = {"Content-Type": "application/json", **tenant}
+            held[-1].request("POST", "/v1/generate", json.dumps(BODY).encode(), headers)
+            poll_until(lambda: fleet.get("/ready").json["in_flight"] == len(held))
+        answer = fleet.get("/ready")
+        assert (answer.status, answer.json["overloaded"]) == (503, True)
+        assert answer.json["reason"] == "4 requests are in flight, of at most 4"
+        hold(engines[0], False)
+        assert [connection.getresponse().status for connection in held] == [200] * 4
+        poll_until(lambda: fleet.get("/ready").status == 200)
+
+
 def test_every_answer_has_a_request_id(fleet: Fleet) -> None:
     text = {"model": MODEL, "text": "x"}
     answers = [fleet.get(path, MINE) for path in ("/v1/models", f"/v1/models/{MODEL}", "/v1/engines", "/v1/nothing")]

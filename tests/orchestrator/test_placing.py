@@ -17,6 +17,7 @@ import pytest
 from pipeline.catalog.entry import PART_BYTES, Entry, Source
 from pipeline.errors import ModelNotFound, NotFound
 from pipeline.fleet import token
+from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.fleet_api import EventLog, FleetApi, Placement
 from stages.orchestrator.registry import Cordon, Registry
 from tests.e2e.server import poll_until
@@ -101,7 +102,9 @@ class Store:
         unused: Any = None
         self.written: list[tuple[str, bytes | None]] = []
         self.registry = Registry(unused, lambda: 0.0)
-        self.api = FleetApi("front", self.registry, router(), unused, unused, self._write, EventLog(lambda: 0.0))
+        self.cold = ColdLoads(unused, 100, lambda: 0.0)
+        events = EventLog(lambda: 0.0)
+        self.api = FleetApi("front", self.registry, router(), unused, self.cold, self._write, events)
 
     async def _write(self, key: str, value: bytes | None) -> None:
         self.written.append((key, value))

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from pipeline.api.overload import Overload
 from pipeline.config import paths
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable, StarlingError
@@ -63,9 +64,13 @@ class ServerReadiness:
         self.kv = StageHealth("kv", clock, heartbeat_s)
         self.drains = Drains(clock)  # requested by an operator
         self.plugin_problem: Callable[[], str] = lambda: ""  # why plugins refuse requests; "": they do not
+        self.has_one_tenant: Callable[[], bool] = lambda: True  # no request can be of another one
         self.is_stopping = False  # this process received SIGTERM: it takes no more requests for text
         self.is_handing_over = False  # connections are closed after their response, for the successor
         self._max_in_flight = config.server.max_concurrent_requests
+        self._max_waiting = config.scheduler.max_queue_depth
+        self._overload = Overload()
+        self._queues: dict[str, Overload] = {}  # by version
         self._run_dir = paths.run_dir(config)
         self._catalog = catalog
         self._loaded = loaded
@@ -146,6 +151,17 @@ class ServerReadiness:
             report["reason"] = f"its worker cannot start: {failure.message}"
         return report
 
+    def _is_overloaded(self, serving: ModelVersion) -> bool:
+        """Whether the queue of the model is full, for /ready."""
+        state, queue = self._loaded.states.get(serving.id), self._queues.setdefault(serving.id, Overload())
+        return queue.observe(state.waiting if state is not None else 0, self._max_waiting)
+
+    def _is_full(self, overloaded: dict[str, bool]) -> bool:
+        """Whether no model takes a request. In a full queue a tenant with fewer sequences than others gets a place."""
+        if not overloaded or not all(overloaded.values()) or not self.has_one_tenant():
+            return False
+        return set(self._catalog.known_names()) <= set(overloaded)  # else requests load further ones
+
     def _worker_groups(self, serving: ModelVersion) -> list[dict[str, Any]]:
         """The fields of each worker group in /ready, if the model has several."""
         state = self._loaded.states.get(serving.id)
@@ -175,6 +191,7 @@ class ServerReadiness:
     def report(self, in_flight: int) -> dict[str, Any]:
         """The body of /ready: the state of each stage and model, and the conclusion."""
         models: dict[str, dict[str, Any]] = {}
+        overloaded: dict[str, bool] = {}  # models that are served
         for name in self._catalog.names:
             serving = self._catalog.serving(name)
             models[name] = self._model(serving) if serving is not None else model_report(None)
@@ -182,19 +199,24 @@ class ServerReadiness:
                 models[name]["reason"] = "it is being loaded"
             elif groups := self._worker_groups(serving):
                 models[name]["worker_groups"] = groups
+            if serving is not None:
+                overloaded[name] = models[name]["overloaded"] = self._is_overloaded(serving)
             if drained := self.drains.reason(name):
                 models[name] |= {"ready": False, "reason": drained}
+        self._queues = {key: queue for key, queue in self._queues.items() if key in self._loaded.states}
         # A model that is being loaded for the first time does not make the others unready.
         problems = [self.problem(name) for name in models if self._catalog.serving(name) is not None]
         if not problems and self._catalog.known_names():
             problems = [self._stage_problem()]  # requests load what they need
         if not problems:
             problems = [f"model {name} is being loaded" for name in models] or ["no model is loaded"]
-        is_overloaded = in_flight >= self._max_in_flight
+        is_overloaded = self._overload.observe(in_flight, self._max_in_flight)
         closed = "draining" if self.is_stopping else self.drains.reason()
         reason = closed or next(filter(None, problems), "")
         if not reason and is_overloaded:
-            reason = f"{in_flight} requests are in flight, the most that are taken"
+            reason = f"{in_flight} requests are in flight, of at most {self._max_in_flight}"
+        if not reason and self._is_full(overloaded):
+            reason = f"the queue of every model is full (scheduler.max_queue_depth = {self._max_waiting})"
         return {
             "ready": not reason,
             "reason": reason or None,
