@@ -115,6 +115,18 @@ class Keys:
             raise Unauthenticated("unknown API key; check the key, or ask the server's operator")
         return found
 
+    def shows_tenants(self, authorization: str | None, api_key: str | None) -> bool:
+        """Whether the metrics that these headers ask for name tenants. Await `follower.refresh()` before.
+
+        Raises `Unauthenticated`, and `Forbidden` for a key of the key file without the scope.
+        """
+        if self and not authorization and not api_key:
+            return False
+        caller = self.caller(authorization, api_key)
+        if caller.key_id:
+            caller.require(METRICS)
+        return not self or METRICS in caller.scopes
+
     def salts(self) -> dict[str, str]:
         """The salts of all tenants that have keys, by their names. Await `follower.refresh()` before."""
         if not self:

@@ -2,11 +2,15 @@
 
 The first process that needs the file makes it, readable for its user alone, and places it in one step: of several that
 start at once, all use the same one.  On other machines the operator puts a copy of it.
+
+A scraper gets a token that is computed from it and that opens `/metrics` alone.  The chart of Kubernetes and the
+documentation compute the same one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import os
 import re
@@ -52,6 +56,25 @@ def authorization(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"}
 
 
+def is_carried(header: str | None, token: str) -> bool:
+    """Whether the header carries the token; False for "". Takes constant time."""
+    scheme, _, given = (header or "").partition(" ")
+    presented = given.strip().encode("utf-8", "surrogateescape")
+    is_equal = hmac.compare_digest(presented, token.encode())
+    return is_equal and bool(token) and scheme.lower() == "bearer"
+
+
+def for_metrics(token: str) -> str:
+    """The token that reads metrics; "" of "". The fleet's token cannot be computed from it: that is a random one."""
+    return hashlib.sha256(f"starling-metrics:{token}".encode()).hexdigest() if token else ""
+
+
+def reads_metrics(header: str | None, token: str) -> bool:
+    """Whether the header carries the fleet's token `token`, or the one for its metrics. Takes constant time."""
+    found = [is_carried(header, one) for one in (token, for_metrics(token))]
+    return any(found)
+
+
 def check(header: str | None, token: str) -> None:
     """Raise `Unauthenticated` unless the header `Authorization` carries the token ("": none is accepted).
 
@@ -61,9 +84,7 @@ def check(header: str | None, token: str) -> None:
         raise Unauthenticated("no token: send the header Authorization: Bearer TOKEN with the contents of fleet.token")
     if not token:
         raise Unauthenticated("no token is accepted here: use TLS (fleet.tls)")
-    scheme, _, given = header.partition(" ")
-    presented = given.strip().encode("utf-8", "surrogateescape")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(presented, token.encode()):
+    if not is_carried(header, token):
         raise Unauthenticated("unknown token; all machines of a fleet need the same file fleet.token")
 
 

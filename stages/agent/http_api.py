@@ -1,6 +1,7 @@
 """The agent's HTTP API: bodies of pipeline/fleet/bodies.py, errors as everywhere.
 
-All calls but /health need the fleet's token, or over TLS a certificate of the role orchestrator (peer_tls.py).
+All calls but /health need the fleet's token, or over TLS a certificate of the role orchestrator (peer_tls.py). For
+/metrics the token that is computed from it for scrapers is enough, and over TLS the role monitor.
 """
 
 from __future__ import annotations
@@ -305,7 +306,9 @@ class AgentApi:
             if reason := self._tls.refusal(shown, *_open_to(request.path)):
                 raise Forbidden(reason)
         elif request.path != "/health":
-            tokens.check(request.headers.get("Authorization"), self._token)
+            header = request.headers.get("Authorization")
+            if request.path != "/metrics" or not tokens.reads_metrics(header, self._token):
+                tokens.check(header, self._token)
 
     def _most_mb(self, request: web.Request) -> int:
         """The bound of its body, MiB."""

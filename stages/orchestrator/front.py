@@ -26,7 +26,7 @@ from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.api.quotas import REQUESTS, TOKENS, Quotas
 from pipeline.api.requests.conversations import NewConversation
 from pipeline.config.schema import Config
-from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError, Unauthenticated
+from pipeline.errors import InvalidRequest, ModelUnavailable, NotFound, Overloaded, StarlingError
 from pipeline.fleet import token as fleet_token
 from pipeline.observe.metrics import Metrics
 from stages.orchestrator.event_cutter import tokens_before
@@ -174,11 +174,11 @@ class Front:
 
     def is_operator(self, authorization: str | None) -> bool:
         """Whether the header carries the fleet's token."""
-        try:
-            fleet_token.check(authorization, self._secret)
-        except Unauthenticated:
-            return False
-        return True
+        return fleet_token.is_carried(authorization, self._secret)
+
+    def reads_metrics(self, authorization: str | None) -> bool:
+        """Whether the header carries the fleet's token, or the one for its metrics."""
+        return fleet_token.reads_metrics(authorization, self._secret)
 
     # ---------------------------------------------------------------- tickets
 

@@ -486,9 +486,13 @@ async def _ready(request: web.Request) -> web.StreamResponse:
 
 
 async def _metrics(request: web.Request) -> web.StreamResponse:
-    """GET /metrics. A server of the same home adds its series: where there are keys, they name no tenants here."""
-    front = request.app[FRONT]
-    shows_tenants = not await front.needs_key()
+    """GET /metrics. A server of the same home adds its series. Where there are keys, tenants are named as on a server,
+    and for the fleet's token or the one for its metrics.
+    """
+    front, facts = request.app[FRONT], head_facts(request)
+    await front.keys.follower.refresh()
+    shows_tenants = front.reads_metrics(facts.authorization)
+    shows_tenants = shows_tenants or front.keys.shows_tenants(facts.authorization, facts.api_key)
     request.app[FLEET].sample(front.metrics)
     body = exposition.render(front.config, front.metrics, shows_tenants)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})

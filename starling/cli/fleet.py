@@ -9,8 +9,10 @@ from urllib.parse import quote
 import click
 import msgspec
 
+from pipeline.config import paths
 from pipeline.config.load import load
-from pipeline.errors import ModelUnavailable, NotFound
+from pipeline.errors import ConfigError, ModelUnavailable, NotFound
+from pipeline.fleet import token as tokens
 from starling.cli import completion
 from starling.cli.fleet_certificate import certificate
 from starling.cli.fleet_launchers import down, launched, logs
@@ -55,6 +57,19 @@ def fleet() -> None:
 
 for command in (up, down, launched, logs, certificate):
     fleet.add_command(command)
+
+
+@fleet.command("metrics-token", epilog=CODES)
+def metrics_token() -> None:
+    """Print the token with which a scraper reads the metrics of agents and orchestrators, and nothing else.
+
+    It is computed from the fleet's token (fleet.token), and changes with it.
+    """
+    path = paths.fleet_token(load())
+    token = tokens.load(path)
+    if not token:
+        raise ConfigError(f"fleet.token: {path} does not exist; run this on a host of the fleet", "fleet.token")
+    click.echo(tokens.for_metrics(token))
 
 
 @fleet.command(epilog=CODES)

@@ -56,6 +56,7 @@ CHANGING = {
         "fleet uncordon",
         "fleet drain",
         "fleet place",
+        "fleet metrics-token",
         *(f"fleet certificate {name}" for name in ("authority", "agent", "orchestrator", "monitor")),
     ),
     *("adapter load", "adapter unload", "keys add", "keys revoke", "keys rotate", "kv clear", "kv warm"),

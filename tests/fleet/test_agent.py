@@ -25,6 +25,7 @@ from pipeline.coordination.interface import Item
 from pipeline.coordination.sqlite_store import SqliteStore
 from pipeline.fleet import records
 from pipeline.fleet.bodies import LoadModelRequest, Progress
+from pipeline.fleet.token import for_metrics
 from pipeline.procfs import children, command
 from shm.pages import NUMERICS
 from stages.agent.engines.fence import processes_of
@@ -164,6 +165,12 @@ def test_only_health_answers_without_the_token(idle: Agent) -> None:
     connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {idle.token}"})
     text = connection.getresponse().read().decode()
     assert "starling_agent_degraded 0.0" in text
+    scraper = {"Authorization": f"Bearer {for_metrics(idle.token)}"}
+    for method, path, status in (("GET", "/metrics", 200), ("POST", "/heartbeat", 401), ("GET", "/pieces/a/b", 401)):
+        connection.request(method, path, headers=scraper)
+        response = connection.getresponse()
+        assert response.status == status, path
+        response.read()
     connection.close()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
 from pipeline.errors import ConfigError, Unauthenticated
 from pipeline.fleet import token
+from starling.cli import cli
 
 
 def test_it_is_made_once_and_for_its_user_alone(tmp_path: Path) -> None:
@@ -53,6 +56,33 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be read or made"):
         token.load_or_create(tmp_path / "file" / "t")
+
+
+def test_the_token_for_metrics_is_another_one_that_opens_nothing_else() -> None:
+    secret = "s" * 40
+    derived = token.for_metrics(secret)
+    assert derived == hashlib.sha256(b"starling-metrics:" + b"s" * 40).hexdigest(), "as the chart computes it"
+    for each in (derived, secret):
+        assert token.reads_metrics(f"Bearer {each}", secret)
+    with pytest.raises(Unauthenticated):
+        token.check(f"Bearer {derived}", secret)
+    for header in (None, "", derived, f"Basic {derived}", f"Bearer {derived}x", f"Bearer {token.for_metrics(derived)}"):
+        assert not token.reads_metrics(header, secret)
+    # Where only TLS is accepted there is no token, and none for metrics either.
+    assert token.for_metrics("") == ""
+    for header in ("Bearer ", "Bearer", f"Bearer {hashlib.sha256(b'starling-metrics:').hexdigest()}"):
+        assert not token.reads_metrics(header, "")
+
+
+def test_the_token_for_metrics_is_printed_on_a_host_of_the_fleet(tmp_path: Path) -> None:
+    def run() -> Result:
+        return CliRunner().invoke(cli, ["fleet", "metrics-token"], env={"STARLING_HOME": str(tmp_path)})
+
+    missing = run().exception
+    assert isinstance(missing, ConfigError) and "run this on a host of the fleet" in missing.message
+    assert not (tmp_path / "fleet-token").exists()
+    made = token.load_or_create(tmp_path / "fleet-token")
+    assert run().output == token.for_metrics(made) + "\n"
 
 
 def test_the_header_must_carry_it() -> None:

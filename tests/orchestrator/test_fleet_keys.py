@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from pipeline.config import paths
 from pipeline.config.load import load
+from pipeline.fleet import token
 from pipeline.observe.metrics import Metrics
 from starling.cli import cli
 from tests.e2e.server import poll_until
@@ -93,7 +94,12 @@ def test_what_generates_no_text_counts_within_the_quota_of_tokens(fleet: Fleet) 
     keys(fleet, "revoke", "bob")
 
 
-def test_metrics_do_not_name_the_tenants_of_a_server_of_the_same_home(fleet: Fleet, engines: list[Server]) -> None:
+def test_metrics_name_the_tenants_of_a_server_of_the_same_home_as_that_does(
+    fleet: Fleet, engines: list[Server]
+) -> None:
+    made = keys(fleet, "add", "scraper", "--scope", "metrics", "--json")["key"]
+    other = keys(fleet, "add", "other", "--tenant", "other", "--json")["key"]
+    scrapers = [made, fleet.secret, token.for_metrics(fleet.secret)]
     environment = {"STARLING_HOME": str(fleet.home)}
     directory = paths.arena_dir(load(fleet.home / "starling.yaml", environment), environment)
     directory.mkdir(parents=True, exist_ok=True)
@@ -102,9 +108,17 @@ def test_metrics_do_not_name_the_tenants_of_a_server_of_the_same_home(fleet: Fle
         server.add("starling_tenant_requests_total", "acme")
         server.publish()
         metrics = fleet.get("/metrics").body.decode()
+        named = [fleet.get("/metrics", {"Authorization": f"Bearer {key}"}).body.decode() for key in scrapers]
+        refused = [fleet.get("/metrics", {"Authorization": f"Bearer {key}"}).status for key in (other, "sk-unknown")]
     finally:
         (directory / "gateway.metrics").unlink()
         with suppress(OSError):  # the orchestrator has files there
             directory.rmdir()
     assert 'starling_tenant_requests_total{tenant="all"} 1.0' in metrics
     assert "acme" not in metrics
+    assert all('starling_tenant_requests_total{tenant="acme"} 1.0' in text for text in named)
+    assert refused == [403, 401]
+    # The token for metrics is no operator's.
+    assert fleet.get("/v1/fleet", {"Authorization": f"Bearer {scrapers[-1]}"}).status == 401
+    for name in ("scraper", "other"):
+        keys(fleet, "revoke", name)

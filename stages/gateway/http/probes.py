@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from pipeline.api.keys import METRICS, Keys
 from pipeline.observe import exposition
 from pipeline.observe.exemplars import Exemplars, accepts_open_metrics
 from stages.gateway.http.context import GATE, SERVICE, json_response
@@ -30,7 +29,8 @@ async def metrics(request: web.Request) -> web.Response:
     """
     service = request.app[SERVICE]
     await service.api_keys.follower.refresh()
-    shows_tenants = _shows_tenants(service.api_keys, request)
+    headers = request.headers
+    shows_tenants = service.api_keys.shows_tenants(headers.get("Authorization"), headers.get("X-Api-Key"))
     service.sample()
     in_flight = (one.spec.shown_model for one in service.relay.requests.values())
     service.metrics.sample_models(in_flight, service.catalog.served_names())
@@ -43,13 +43,3 @@ async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=body, headers={"Content-Type": exposition.OPEN_METRICS_TYPE})
     body = exposition.render(service.config, own, shows_tenants, None, processes, unready)
     return web.Response(body=body, headers={"Content-Type": exposition.CONTENT_TYPE})
-
-
-def _shows_tenants(keys: Keys, request: web.Request) -> bool:
-    authorization, api_key = request.headers.get("Authorization"), request.headers.get("X-Api-Key")
-    if keys and not authorization and not api_key:
-        return False
-    caller = keys.caller(authorization, api_key)
-    if caller.key_id:
-        caller.require(METRICS)
-    return not keys or METRICS in caller.scopes
