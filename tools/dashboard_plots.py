@@ -26,8 +26,9 @@ MAX_LINES = 10  # of a panel
 def fetch(url: str, expression: str, end: float, span_s: float) -> list[dict[str, Any]]:
     """The series of an expression with its variables replaced, over the last `span_s`."""
     step = max(1, round(span_s / POINTS))
-    for name, value in {"$instance": ".+", "$model": ".+", "$__rate_interval": f"{max(5, 5 * step)}s"}.items():
-        expression = expression.replace(name, value)
+    for name in ("$instance", "$model", "$orchestrator", "$agent"):
+        expression = expression.replace(name, ".+")
+    expression = expression.replace("$__rate_interval", f"{max(5, 5 * step)}s")
     query = urllib.parse.urlencode({"query": expression, "start": end - span_s, "end": end, "step": step})
     with urllib.request.urlopen(f"{url}/api/v1/query_range?{query}", timeout=60) as answer:
         found: list[dict[str, Any]] = json.load(answer)["data"]["result"]

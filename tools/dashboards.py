@@ -1,60 +1,28 @@
 """Writes the Grafana dashboards of configs/grafana/dashboards from the tables below: `python -m tools.dashboards`.
 
 A dashboard is a list of rows, a row a list of panels, a panel a title, a unit and its queries with their legends.
-`$instance` and `$model` are variables of every dashboard that uses them.
+`$instance` and `$model` are variables of every dashboard that uses them.  The one of a fleet is in fleet_dashboard.py.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tools.dashboard_panels import OF_MODEL, OF_SERVER, Dashboard, Panel, quantiles, rate, ratio
+from tools.fleet_dashboard import FLEET
 
 DIRECTORY = Path(__file__).parents[1] / "configs" / "grafana" / "dashboards"
 DATASOURCE = {"type": "prometheus", "uid": "prometheus"}
 WIDTH, HEIGHT = 24, 8  # of the grid, of a panel
-VARIABLES = {"instance": "starling_stage_up", "model": "starling_steps_total"}
-RATE = "[$__rate_interval]"
-OF_SERVER = 'instance=~"$instance"'
-OF_MODEL = f'{OF_SERVER}, model=~"$model"'
-
-
-class Panel(NamedTuple):
-    """One graph. `queries`: expression and legend."""
-
-    title: str
-    unit: str
-    queries: tuple[tuple[str, str], ...]
-    help: str = ""
-
-
-class Dashboard(NamedTuple):
-    """One file."""
-
-    uid: str
-    title: str
-    rows: tuple[tuple[Panel, ...], ...]
-
-
-def rate(metric: str, selector: str = OF_SERVER, by: str = "") -> str:
-    """Sum of the rates of a counter."""
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}{{{selector}}}{RATE}))"
-
-
-def ratio(part: str, whole: str) -> str:
-    """One expression divided by another."""
-    return f"{part} / {whole}"
-
-
-def quantile(q: float, metric: str, selector: str, by: str) -> str:
-    """A quantile of a histogram."""
-    return f"histogram_quantile({q}, sum by ({by}, le) (rate({metric}_bucket{{{selector}}}{RATE})))"
-
-
-def quantiles(metric: str, selector: str, by: str, legend: str) -> tuple[tuple[str, str], ...]:
-    """Median and 95th percentile."""
-    return tuple((quantile(q, metric, selector, by), f"{legend} p{round(q * 100)}") for q in (0.5, 0.95))
-
+# The metric and its label that have the values of a variable.
+VARIABLES = {
+    "instance": ("starling_stage_up", "instance"),
+    "model": ("starling_steps_total", "model"),
+    "orchestrator": ("starling_fleet_agents", "instance"),
+    "agent": ("starling_agent_degraded", "instance"),
+}
 
 FAILED = rate("starling_requests_total", f'{OF_SERVER}, status=~"5..|429"') + " or vector(0)"
 ACCEPTED = rate("starling_draft_tokens_total", f'{OF_MODEL}, outcome="accepted"', "model")
@@ -355,6 +323,7 @@ DASHBOARDS = (
             ),
         ),
     ),
+    FLEET,
 )
 
 
@@ -375,7 +344,7 @@ def render(dashboard: Dashboard) -> dict[str, Any]:
         "editable": True,
         "refresh": "10s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_variable(name, of) for name, of in VARIABLES.items() if f"${name}" in used]},
+        "templating": {"list": [_variable(name, *of) for name, of in VARIABLES.items() if f"${name}" in used]},
         "panels": panels,
     }
 
@@ -403,16 +372,18 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _variable(name: str, metric: str) -> dict[str, Any]:
+def _variable(name: str, metric: str, label: str) -> dict[str, Any]:
+    # Of a fleet "All" are those that have the metric, and no others: servers count requests, too.
+    every = {} if name in ("orchestrator", "agent") else {"allValue": ".*"}
     return {
         "name": name,
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": f"label_values({metric}, {name})", "refId": name},
+        "query": {"query": f"label_values({metric}, {label})", "refId": name},
         "refresh": 2,
         "multi": True,
         "includeAll": True,
-        "allValue": ".*",
+        **every,
         "current": {"text": "All", "value": "$__all"},
     }
 

@@ -206,6 +206,8 @@ FAMILIES: dict[str, Family] = {
         Family("starling_response_cache_bytes", "gauge", "Size of the response cache in bytes."),
         # orchestrator
         Family("starling_fleet_agents", "gauge", "Registered agents, by what their last poll found.", ("health",)),
+        Family("starling_fleet_leader", "gauge", "1 while this orchestrator leads: it carries out placements."),
+        Family("starling_fleet_store_up", "gauge", "1 while the coordination store answers this orchestrator."),
         Family("starling_fleet_moves_total", "counter", "Requests sent to another agent, by cause.", ("cause",)),
         Family("starling_fleet_continued_tokens_total", "counter", "Output tokens from which moved streams went on."),
         Family("starling_fleet_replayed_texts_total", "counter", "Streams of other engines that went on from text."),

@@ -189,6 +189,8 @@ class FleetApi:
         health = [one.health for one in self._registry.health()]
         for state in ("READY", "SUSPECT", "UNKNOWN"):
             metrics.set("starling_fleet_agents", health.count(state), state.lower())
+        metrics.set("starling_fleet_leader", self.is_leader)
+        metrics.set("starling_fleet_store_up", self.is_store_up)
         metrics.set("starling_fleet_continued_tokens_total", self._relay.continued_tokens)
         metrics.set("starling_fleet_replayed_texts_total", self._relay.replayed_texts)
         for cause, count in self._relay.moves.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 from pipeline.config.load import resolve
 from pipeline.config.schema import FleetConfig, KubernetesConfig
 from pipeline.errors import ConfigError, NotFound, StarlingError
+from pipeline.fleet import token
 from starling.cli.fleet import fleet
 from starling.launchers.kubernetes import CHART, KubernetesLauncher, _values_of
 from tests.fleet.peers import program
@@ -178,6 +180,29 @@ def test_values_that_cannot_work_are_refused(values: dict[str, Any], message: st
     done = template(values)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+def test_a_scraper_gets_the_token_that_reads_metrics_alone() -> None:
+    objects = rendered({**BUCKET, "monitoring": {"podMonitor": True, "labels": {"release": "prometheus"}}}, "my-fleet")
+    check_objects(objects)
+    [secret] = of_kind(objects, "Secret")
+    made, derived = (b64decode(secret["data"][key]).decode() for key in ("fleet-token", "metrics-token"))
+    assert derived == token.for_metrics(made)
+    monitors = of_kind(objects, "PodMonitor")
+    pods = [one["spec"]["template"] for kind in ("Deployment", "StatefulSet") for one in of_kind(objects, kind)]
+    jobs = set()
+    for monitor in monitors:
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        selector = monitor["spec"]["selector"]["matchLabels"].items()
+        [pod] = [one for one in pods if selector <= one["metadata"]["labels"].items()]
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint["port"] in [port["name"] for port in pod["spec"]["containers"][0]["ports"]]
+        found = endpoint["authorization"]["credentials"]
+        assert found == {"name": secret["metadata"]["name"], "key": "metrics-token"}
+        jobs.add(endpoint["relabelings"][0]["replacement"])
+    config = yaml.safe_load((ROOT / "configs" / "prometheus" / "fleet.yml").read_text())
+    assert jobs == {job["job_name"] for job in config["scrape_configs"]}
+    assert not of_kind(rendered(BUCKET), "PodMonitor")
 
 
 def test_only_agents_that_store_models_have_room_for_them() -> None:

@@ -327,8 +327,10 @@ def test_the_fleet_can_be_read_and_changed(fleet: Fleet) -> None:
     assert (model["id"], model["ready"], model["agents"]) == (MODEL, True, ["one", "two"])
     assert fleet.get(f"/v1/models/{MODEL}", MINE).json == model
     assert fleet.get("/ready").json["ready"] is True and fleet.get("/health").status == 200
+    fleet.wait(lambda state: state["leader"])
     metrics = fleet.get("/metrics").body
     assert b'starling_fleet_agents{health="ready"} 2.0' in metrics
+    assert b"starling_fleet_leader 1.0" in metrics and b"starling_fleet_store_up 1.0" in metrics
     assert fleet.get("/v1/fleet", MINE).status == 403
     admin = {"Authorization": "Bearer sk-admin"}
     answer = fleet.post("/v1/generate", BODY, MINE)

@@ -8,7 +8,7 @@ import re
 import pytest
 import yaml
 
-from pipeline.observe.metric_families import FAMILIES
+from tests.tools.test_metric_names import ALL_FAMILIES
 from tools.dashboards import DASHBOARDS, DATASOURCE, DIRECTORY, Dashboard, render
 
 GRAFANA = DIRECTORY.parent
@@ -18,7 +18,7 @@ def test_the_files_are_what_the_tool_writes() -> None:
     """`python -m tools.dashboards` writes them."""
     names = {one.uid.removeprefix("starling-"): one for one in DASHBOARDS}
     assert {path.stem for path in DIRECTORY.iterdir()} == set(names)
-    assert set(names) == {"overview", "model", "tenants", "stages", "capacity"}
+    assert set(names) == {"overview", "model", "tenants", "stages", "capacity", "fleet"}
     for name, dashboard in names.items():
         assert json.loads((DIRECTORY / f"{name}.json").read_text()) == render(dashboard)
 
@@ -36,7 +36,7 @@ def test_queries_use_metrics_labels_and_variables_that_exist(dashboard: Dashboar
             labels: set[str] = set()
             for name, matcher in re.findall(r"\b(starling_\w+)\{([^}]*)\}", expression):
                 base = re.sub(r"_(bucket|sum|count)$", "", name)
-                family = FAMILIES.get(name) or FAMILIES[base]
+                family = ALL_FAMILIES.get(name) or ALL_FAMILIES[base]
                 assert (family.kind == "histogram") == (family.name != name), f"{name} is a {family.kind}"
                 known = {*family.labels, "instance"}
                 assert set(re.findall(r"(\w+)[=!]", matcher)) <= known, f"{name}{{{matcher}}}"

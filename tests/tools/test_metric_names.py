@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 
+from pipeline.config.load import load
 from pipeline.fleet.bodies import HeartbeatResponse
-from pipeline.observe.metric_families import FAMILIES
+from pipeline.observe.metric_families import FAMILIES, Family
 from stages.agent.metrics import AgentMetrics
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "configs" / "prometheus"
+FILES = ("rules.yml", "fleet_rules.yml")
 
 
 def documented(page: str = "metrics.md") -> dict[str, tuple[str, tuple[str, ...], str]]:
@@ -26,8 +28,18 @@ def documented(page: str = "metrics.md") -> dict[str, tuple[str, tuple[str, ...]
     return {name: (kind, tuple(re.findall(r"`(\w+)`", labels)), text) for name, kind, labels, text in rows}
 
 
-def rules() -> list[dict[str, Any]]:
-    content = yaml.safe_load((PROMETHEUS / "rules.yml").read_text())
+# Those of agents, too, which have a registry of their own.
+ALL_FAMILIES = {
+    **FAMILIES,
+    **{
+        name: Family(name, cast(Any, kind), text, labels)
+        for name, (kind, labels, text) in documented("fleet.md").items()
+    },
+}
+
+
+def rules(file: str = "rules.yml") -> list[dict[str, Any]]:
+    content = yaml.safe_load((PROMETHEUS / file).read_text())
     return [rule for group in content["groups"] for rule in group["rules"]]
 
 
@@ -44,38 +56,62 @@ def test_the_page_of_the_fleet_lists_every_metric_of_agents() -> None:
     assert found == {name: (kind, texts[name]) for name, kind in kinds.items()}
 
 
-def test_rules_use_metrics_and_labels_that_exist() -> None:
-    recorded = {rule["record"] for rule in rules() if "record" in rule}
-    for rule in rules():
+@pytest.mark.parametrize("file", FILES)
+def test_rules_use_metrics_and_labels_that_exist(file: str) -> None:
+    recorded = {rule["record"] for rule in rules(file) if "record" in rule}
+    for rule in rules(file):
         for name in re.findall(r"\bstarling:[\w:]+", rule["expr"]):
             assert name in recorded, name
         for name, matcher in re.findall(r"\b(starling_\w+)(\{[^}]*\})?", rule["expr"]):
             base = re.sub(r"_(bucket|sum|count)$", "", name)
-            family = FAMILIES.get(name) or FAMILIES[base]
+            family = ALL_FAMILIES.get(name) or ALL_FAMILIES[base]
             assert (family.kind == "histogram") == (family.name != name), f"{name} is a {family.kind}"
             assert set(re.findall(r"(\w+)=", matcher)) <= set(family.labels), f"{name}{matcher}"
 
 
-def test_every_alert_says_what_to_do() -> None:
-    alerts = [rule for rule in rules() if "alert" in rule]
+@pytest.mark.parametrize("file", FILES)
+def test_every_alert_says_what_to_do(file: str) -> None:
+    alerts = [rule for rule in rules(file) if "alert" in rule]
     assert len({rule["alert"] for rule in alerts}) == len(alerts) >= 8
     for rule in alerts:
         assert rule["labels"]["severity"] in ("critical", "warning")
         assert set(rule["annotations"]) == {"summary", "action"}
 
 
-def test_every_alert_is_shown_to_fire_and_to_resolve() -> None:
+@pytest.mark.parametrize("file", FILES)
+def test_every_alert_is_shown_to_fire_and_to_resolve(file: str) -> None:
     """In the unit tests of the rules: at one time it is due, at another it is not."""
-    content = yaml.safe_load((PROMETHEUS / "rules_test.yml").read_text())
+    content = yaml.safe_load((PROMETHEUS / file.replace(".yml", "_test.yml")).read_text())
     checks = [check for test in content["tests"] for check in test.get("alert_rule_test", ())]
     fires = {check["alertname"] for check in checks if check.get("exp_alerts")}
     rests = {check["alertname"] for check in checks if not check.get("exp_alerts")}
-    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    alerts = {rule["alert"] for rule in rules(file) if "alert" in rule}
     assert fires == alerts
     assert rests == alerts
 
 
-@pytest.mark.parametrize("command", [("check", "config", "prometheus.yml"), ("test", "rules", "rules_test.yml")])
+def test_the_configuration_of_a_fleet_has_its_rules_and_its_hosts() -> None:
+    config = yaml.safe_load((PROMETHEUS / "fleet.yml").read_text())
+    assert config["rule_files"] == list(FILES)
+    jobs = {job["job_name"]: job["static_configs"][0]["targets"] for job in config["scrape_configs"]}
+    named = {name for rule in rules("fleet_rules.yml") for name in re.findall(r'job="([\w-]+)"', rule["expr"])}
+    assert named == set(jobs) == {"starling-orchestrators", "starling-agents"}
+    hosts = [load(path, {}).fleet for path in sorted((ROOT / "configs" / "fleet").glob("host-*.yaml"))]
+    front, agents = hosts[0].orchestrator, [one.agent for one in hosts[1:]]
+    assert jobs["starling-orchestrators"] == [f"{front.host}:{front.port}"]
+    assert jobs["starling-agents"] == [f"{agent.host}:{agent.port}" for agent in agents]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "config", "--syntax-only", "fleet.yml"),  # there is no file with the token here
+        ("check", "rules", "fleet_rules.yml"),
+        ("test", "rules", "rules_test.yml"),
+        ("test", "rules", "fleet_rules_test.yml"),
+    ],
+)
 def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

@@ -1,4 +1,4 @@
-"""A Prometheus process that scrapes one server of this machine and evaluates rules."""
+"""A Prometheus process that scrapes processes of this machine and evaluates rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,29 +30,36 @@ def is_installed() -> bool:
 
 
 class Prometheus:
-    """Scrapes 127.0.0.1:`target` every `interval_s`. A context manager; it has scraped when entered."""
+    """Scrapes ports of 127.0.0.1 every `interval_s`. A context manager; it has scraped when entered."""
 
     def __init__(
         self,
         home: Path,
-        target: int,
+        target: int | Mapping[str, Sequence[int]],
         rules: Mapping[str, Any],
         interval_s: float = 1.0,
         authorization: Mapping[str, str] | None = None,
     ) -> None:
-        """`home` is created; `rules` is a rules file's contents, `authorization` a part of the scrape configuration."""
+        """`home` is created. `target`: the port of a server, or the ports of each job.
+
+        `rules` is a rules file's contents, `authorization` a part of the scrape configuration.
+        """
         self.port = free_port()
         self._home = home
         every = f"{round(1000 * interval_s)}ms"
         home.mkdir()
         (home / "rules.yml").write_text(yaml.safe_dump(dict(rules)))
-        job: dict[str, Any] = {"job_name": "starling", "static_configs": [{"targets": [f"127.0.0.1:{target}"]}]}
-        if authorization is not None:
-            job["authorization"] = dict(authorization)
+        ports = {"starling": (target,)} if isinstance(target, int) else target
+        jobs: list[dict[str, Any]] = [
+            {"job_name": name, "static_configs": [{"targets": [f"127.0.0.1:{port}" for port in several]}]}
+            for name, several in ports.items()
+        ]
+        for job in jobs if authorization is not None else ():
+            job["authorization"] = dict(authorization or {})
         config = {
             "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
             "rule_files": ["rules.yml"],
-            "scrape_configs": [job],
+            "scrape_configs": jobs,
         }
         (home / "prometheus.yml").write_text(yaml.safe_dump(config))
         self._log = (home / "log").open("wb")
