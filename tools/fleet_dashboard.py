@@ -53,6 +53,31 @@ FLEET = Dashboard(
         ),
         (
             Panel(
+                "Output tokens by model",
+                "short",
+                ((rate("starling_tokens_generated_total", OF_ORCHESTRATOR, "model"), "{{model}}"),),
+                "Per second, as quotas count them.",
+            ),
+            Panel(
+                "Tokens by tenant",
+                "short",
+                (
+                    (
+                        rate("starling_tenant_request_tokens_total", OF_ORCHESTRATOR, "tenant, kind"),
+                        "{{tenant}} {{kind}}",
+                    ),
+                ),
+                "Per second. Prompts are estimates from their bytes.",
+            ),
+            Panel(
+                "Time to the first token",
+                "s",
+                quantiles("starling_time_to_first_token_seconds", OF_ORCHESTRATOR, "model", "{{model}}"),
+                "Of streams.",
+            ),
+        ),
+        (
+            Panel(
                 "Loads for requests",
                 "short",
                 (

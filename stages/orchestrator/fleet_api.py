@@ -206,6 +206,7 @@ class FleetApi:
             for outcome in ("sent", "held", "skipped", "failed"):
                 metrics.set("starling_fleet_prefix_moves_total", self.prefix_moves.outcomes[outcome], outcome)
             metrics.set("starling_fleet_prefix_bytes_total", self.prefix_moves.nbytes)
+        metrics.set("starling_requests_in_flight", self.in_flight())
         metrics.set("starling_fleet_cold_waiting", self._cold.n_waiting)
         metrics.set("starling_fleet_loads_total", self._cold.done, "done")
         metrics.set("starling_fleet_loads_total", self._cold.failed, "failed")

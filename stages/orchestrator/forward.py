@@ -163,6 +163,8 @@ class Tries:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
+        self._begun = clock()
+        self.first_event_s = 0.0  # from its beginning to the first event of a stream; 0: none has come
         self.count = 0
         self.n_accepted = 0  # attempts since the answer last advanced that an engine has begun
         self.visited: set[str] = set()  # agents that may have the request
@@ -317,6 +319,8 @@ class Tries:
 
     def advanced(self) -> None:
         """A part of the answer has come."""
+        if not self.has_begun:
+            self.first_event_s = self._clock() - self._begun
         self.has_begun = True
         self.n_accepted = 0
         self._failing_since = None

@@ -53,6 +53,7 @@ from stages.orchestrator.responses.shared import SharedResponses
 from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.slots import Counted, RequestSlots, hold_body
+from stages.orchestrator.traffic import Traffic
 from stages.orchestrator.upstream import Client
 
 CLOSE_PATH = "/v1/session/close"
@@ -108,6 +109,8 @@ class Front:
         self.proxies = TrustedProxies(config.server.trusted_proxies)
         self._publisher = publisher
         self.metrics = metrics
+        self.traffic = Traffic(metrics)
+        relay.first_event = self.traffic.first_event
         self.clock = clock
         self._ids = RequestIds(secret, wall)
         self._wall = wall
@@ -155,13 +158,6 @@ class Front:
     def counted(self, principal: str, *, is_cancellation: bool = False) -> Counted:
         """Count a request of a tenant or address; a cancellation apart from the others. Raises `Overloaded`."""
         return (self._cancellations if is_cancellation else self._slots).counted(principal)
-
-    def answered(self, endpoint: str, status: int, took_s: float, code: str) -> None:
-        """Count an answer."""
-        self.metrics.add("starling_requests_total", endpoint, str(status))
-        self.metrics.observe("starling_request_duration_seconds", took_s, endpoint)
-        if code:
-            self.metrics.add("starling_rejections_total", code)
 
     def prepare(self, tenant: str) -> None:
         """A request of the tenant was answered: do what its next one would wait for."""
@@ -468,6 +464,8 @@ class Front:
             had = 0 if is_all else tokens_before(ticket.forward.last_id)
             fresh = self._relay.kept.uncharged(ticket.forward, tokens, is_all=is_all, had=had)
             self.quotas.charge_output(ticket.tenant, fresh, ticket.key_id)
+            prompt_bytes = 0 if ticket.forward.last_id else ticket.forward.routed.prompt_bytes
+            self.traffic.text(ticket.tenant, ticket.forward.routed.model, prompt_bytes, fresh)
 
     def _keep_of(self, ticket: Ticket) -> Keep:
         forward = ticket.forward

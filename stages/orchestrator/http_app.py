@@ -164,7 +164,8 @@ def _note(request: web.Request, status: int, error: StarlingError | None, took_s
     front, path = request.app[FRONT], request.path
     resource = request.match_info.route.resource
     endpoint = resource.canonical if resource is not None else "other"
-    front.answered(endpoint, status, took_s, error.code if error is not None else "")
+    is_clients = CALLER in request and not path.startswith("/v1/fleet")
+    front.traffic.answered(endpoint, status, took_s, error, request[CALLER].tenant if is_clients else "")
     if FORWARD in request:
         front.prepare(request[CALLER].tenant)
     if not front.config.logging.log_requests or not path.startswith("/v1/"):

@@ -87,6 +87,7 @@ class Relay:
         self.moves: Counter[str] = Counter()  # by cause
         self.replayed_texts = 0  # streams that another engine went on with from their text
         self.continued_tokens = 0  # output tokens from which another engine went on
+        self.first_event: Callable[[str, float], object] = lambda model, seconds: None  # of a stream that has ended
         self._client = client
         self._router = router
         self._registry = registry
@@ -133,6 +134,8 @@ class Relay:
         finally:
             self.routes.left(tries)
             self.kept.left(forward, cutter.output)
+            if tries.first_event_s and not (forward.last_id or forward.was_sent):
+                self.first_event(forward.routed.model, tries.first_event_s)
             charge(tries.begun_text.tokens if tries.begun_text is not None else cutter.n_events)
 
     async def _stream_from(self, route: Route, forward: Forward, cutter: EventCutter, tries: Tries, out: Out) -> None:

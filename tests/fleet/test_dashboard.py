@@ -48,7 +48,8 @@ def _wait(prometheus: Prometheus, fleet: Hosts, expression: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not prometheus.query(expression):
         assert time.monotonic() < deadline, expression
-        assert fleet.fleet.post("/v1/generate", BODY, MINE).status == 200
+        for is_stream in (False, True):
+            assert fleet.fleet.post("/v1/generate", {**BODY, "stream": is_stream}, MINE).status == 200
         time.sleep(0.2)
 
 

@@ -105,7 +105,7 @@ def test_metrics_name_the_tenants_of_a_server_of_the_same_home_as_that_does(
     directory.mkdir(parents=True, exist_ok=True)
     try:
         server = Metrics("gateway", directory)
-        server.add("starling_tenant_requests_total", "acme")
+        server.add("starling_tenant_tokens_total", "acme")
         server.publish()
         metrics = fleet.get("/metrics").body.decode()
         named = [fleet.get("/metrics", {"Authorization": f"Bearer {key}"}).body.decode() for key in scrapers]
@@ -114,9 +114,9 @@ def test_metrics_name_the_tenants_of_a_server_of_the_same_home_as_that_does(
         (directory / "gateway.metrics").unlink()
         with suppress(OSError):  # the orchestrator has files there
             directory.rmdir()
-    assert 'starling_tenant_requests_total{tenant="all"} 1.0' in metrics
+    assert 'starling_tenant_tokens_total{tenant="all"} 1.0' in metrics
     assert "acme" not in metrics
-    assert all('starling_tenant_requests_total{tenant="acme"} 1.0' in text for text in named)
+    assert all('starling_tenant_tokens_total{tenant="acme"} 1.0' in text for text in named)
     assert refused == [403, 401]
     # The token for metrics is no operator's.
     assert fleet.get("/v1/fleet", {"Authorization": f"Bearer {scrapers[-1]}"}).status == 401

@@ -18,6 +18,7 @@ from stages.orchestrator.responses.background import Begun, KeepJob
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH
+from stages.orchestrator.traffic import Traffic
 from stages.orchestrator.upstream import Unreachable
 
 Locate = Callable[[Job], Awaitable[str]]  # the agent whose engine has the request; "": none, as far as is known
@@ -47,10 +48,11 @@ def forward_of(job: Job, agent_id: str = "") -> Forward:
 class JobRunner:
     """One per orchestrator."""
 
-    def __init__(self, relay: Relay, quotas: Quotas, locate: Locate) -> None:
+    def __init__(self, relay: Relay, quotas: Quotas, locate: Locate, traffic: Traffic) -> None:
         self._relay = relay
         self._locate = locate
         self._quotas = quotas
+        self._traffic = traffic
 
     async def run(self, job: Job, out: Begun, keep: KeepJob) -> bytes:
         """Run a request to its end; JSON of the response if it has failed, else b"". Raises `StarlingError`."""
@@ -79,4 +81,6 @@ class JobRunner:
         self._charge(job, msgspec.json.decode(body, type=dict[str, Any]).get("usage") or {})
 
     def _charge(self, job: Job, usage: dict[str, Any]) -> None:
-        self._quotas.charge_output(job.tenant, usage.get("output_tokens", 0), job.key_id)
+        tokens = usage.get("output_tokens", 0)
+        self._quotas.charge_output(job.tenant, tokens, job.key_id)
+        self._traffic.text(job.tenant, job.model, job.prompt_bytes, tokens)

@@ -60,7 +60,7 @@ class ResponseWorks:
                 self.shared.jobs,
                 self.shared.store,
                 self.shared.keeper,
-                JobRunner(relay, front.quotas, front.locate_job).run,
+                JobRunner(relay, front.quotas, front.locate_job, front.traffic).run,
                 identity,
                 self._wall,
                 timeout_s=server.request_timeout_ms / 1000,
