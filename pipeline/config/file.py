@@ -14,12 +14,12 @@ import json
 import tomllib
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
-from pipeline.config.check import Findings, kind_of, printable
-from pipeline.config.schema import DEMO_MODEL
+from pipeline.config.check import Findings, fields_of, kind_of, printable
+from pipeline.config.schema import DEMO_MODEL, LoggingConfig
 from pipeline.errors import ConfigError
 
 FILE_BYTES_MAX = 1 << 20
@@ -27,6 +27,7 @@ VALUES_MAX = 100_000  # in a file or a variable
 DEPTH_MAX = 16
 _last: tuple[str, bytes, Any] | None = None  # suffix and contents of the last file without a mistake, and its values
 MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_sequence_length"}
+LEVEL_ALIASES = {"warn": "warning", "trace": "debug"}  # of other programs; debug is the most that is logged
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -134,8 +135,15 @@ def gather_models(raw: dict[str, Any], findings: Findings) -> None:
             model.setdefault(name, model.pop(alias))
 
 
+def level_named(text: str) -> str:
+    """The log level that is meant: in any case, or under the name that other programs have for it; else the text."""
+    level = text.strip().lower()
+    level = LEVEL_ALIASES.get(level, level)
+    return level if level in get_args(fields_of(LoggingConfig)["level"]) else text
+
+
 def complete(raw: dict[str, Any]) -> None:
-    """Complete short forms: missing model names, API keys given as text, edge names with underscores."""
+    """Complete short forms: missing model names, API keys given as text, edge names with underscores, log levels."""
     if not raw.get("models"):
         raw["models"] = [{"name": DEMO_MODEL}]
     for model in raw["models"] if isinstance(raw["models"], list) else ():
@@ -145,6 +153,9 @@ def complete(raw: dict[str, Any]) -> None:
         if isinstance(path, str):
             # A model without a name is named after its file; without a path it is the demo model.
             model["name"] = path.rstrip("/").rsplit("/", 1)[-1].removesuffix(".gguf") or DEMO_MODEL
+    logging = raw.get("logging")
+    if isinstance(logging, dict) and isinstance(logging.get("level"), str):
+        logging["level"] = level_named(logging["level"])
     auth = raw.get("auth")
     if isinstance(auth, dict) and isinstance(auth.get("api_keys"), list):
         auth["api_keys"] = [{"key": key} if isinstance(key, str) else key for key in auth["api_keys"]]

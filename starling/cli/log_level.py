@@ -10,6 +10,7 @@ import click
 import msgspec
 
 from pipeline.config import paths
+from pipeline.config.file import level_named
 from pipeline.config.load import load
 from pipeline.errors import ModelNotFound
 from pipeline.observe import log_levels
@@ -70,15 +71,19 @@ def log_level(stage: str, level: str, timeout: float, as_json: bool) -> int:
 def _parse(stage: str, level: str, stages: list[str]) -> tuple[str, str]:
     """(stage or "", level or ""): a level may stand alone. Raises `UsageError` or `ModelNotFound`."""
     levels = (*log_levels.LEVELS, RESET)
-    if not level and stage.lower() in levels:
-        stage, level = "", stage
-    level = level.lower()
+    level = _level_of(level)
+    if not level and _level_of(stage) in levels:
+        stage, level = "", _level_of(stage)
     if level and level not in levels:
         raise click.UsageError(f"{level!r} is not a level; they are {', '.join(levels)}")
     stage = "" if stage == "all" else stage
     if stage and not any(_is_of(name, stage) for name in stages):
         raise ModelNotFound(f"no stage {stage!r} is running; there are {', '.join(stages)}")
     return stage, level
+
+
+def _level_of(word: str) -> str:
+    return RESET if word.lower() == RESET else level_named(word)
 
 
 def _is_of(name: str, stage: str) -> bool:

@@ -295,7 +295,9 @@ def test_log_levels_change_while_the_server_runs(server: Up) -> None:
     assert server.request("GET", "/v1/models", headers={"X-Request-Id": "routine"})[0] == 200
     server.wait_for('"client_request_id": ?"routine"')  # a line of level debug
     assert levels("worker", "error") == {"worker-tiny": "error"}
-    assert levels("reset") == dict.fromkeys(stages, "info")
+    assert levels("worker", "WARN") == {"worker-tiny": "warning"}
+    assert levels("Warn") == dict.fromkeys(stages, "warning")
+    assert levels("RESET") == dict.fromkeys(stages, "info")
     starling(server, "log-level", "kvv", "debug", code=2)
     starling(server, "log-level", "kv", "loud", code=2)
 

@@ -1,4 +1,4 @@
-"""The values of the last configuration file are kept: it is parsed once."""
+"""Configuration files: the values of the last one are kept, so that it is parsed once; names of log levels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from pipeline.config.file import read_file
+from pipeline.config.load import resolve
 from pipeline.errors import ConfigError
 
 
@@ -51,3 +52,26 @@ def test_a_file_that_has_not_changed_is_not_parsed_again(tmp_path: Path, monkeyp
     path.write_text("server: {port: 4712}\n")
     with pytest.raises(ConfigError, match="not YAML"):
         read_file(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "level"),
+    [
+        ("warn", "warning"),
+        ("WARNING", "warning"),
+        ("Info", "info"),
+        ("DEBUG", "debug"),
+        ("trace", "debug"),
+        (" ERROR ", "error"),
+    ],
+)
+def test_log_levels_may_have_the_names_of_other_programs(given: str, level: str) -> None:
+    for variable in ("LLM_ENGINE_LOG_LEVEL", "STARLING_LOGGING__LEVEL"):
+        assert resolve({}, {variable: given}).logging.level == level
+    assert resolve({"logging": {"level": given}}, {}).logging.level == level
+
+
+@pytest.mark.parametrize("given", ["LOUD", "", "warns", 30, None, False])
+def test_other_log_levels_are_refused(given: object) -> None:
+    with pytest.raises(ConfigError, match=f"{given!r}: expected one of debug, info, warning, error"):
+        resolve({"logging": {"level": given}}, {})
