@@ -157,6 +157,7 @@ class Reporter:
         return LoadedModel(
             model_id=placement.model_id,
             model_state=placement.state,
+            # Also of an engine on a GPU: a build of vLLM for CPUs has the same command.
             cache_level="CPU_RESIDENT"
             if is_ready and not placement.is_arriving
             else self.level(entry.digest, placement.model_id),
