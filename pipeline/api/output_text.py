@@ -3,6 +3,7 @@
     : text TOKENS           a comment before an event of a stream that is forwarded (`X-Starling-Relay`): the output
                             tokens so far, as the engine counts them
     X-Starling-Text: N      the last N bytes of the body are a `TextSoFar`: the answer goes on after it
+    X-Starling-Text: fixed  of a response: no other engine can go on with the stream, whose text is not all of it
 
 Another engine samples the rest anew: the text that a client gets is one text, but not the one that the first engine
 would have finished.
@@ -20,6 +21,7 @@ from pipeline.errors import InvalidRequest
 from shm.decoding import DECODE_ERRORS
 
 TEXT = "X-Starling-Text"
+FIXED = "fixed"
 REPLAYED = "starling_replayed"  # field of the last events of a stream, and a comment: how often it was replayed
 COMMENT = b": text "
 MAX_TEXT_BYTES = 1 << 20  # of a text that another engine goes on from

@@ -181,7 +181,7 @@ class Relay:
             answer = await self._send(route, forward, extra, output=rest, header=TEXT)
             with self._registered(route, forward, answer, self._end):
                 await self._accept(route, forward, answer, tries)
-                if text.accepted():
+                if text.accepted(answer.headers):
                     self.replayed_texts += 1
                     await comment(out, f"{REPLAYED} {text.n_replays}: another engine goes on from the text so far")
                 elif not out.is_begun:

@@ -1,11 +1,13 @@
 """A stream of an engine that promises no equal bytes: its text so far, from which another one of its kind can go on.
 
 What was delivered is never repeated or taken back.  The last events (the reason of the end, the usage, `[DONE]`) are
-delivered together: a stream whose engine dies between them goes on as if none of them had come.
+delivered together: a stream whose engine dies between them goes on as if none of them had come.  A stream whose text is
+not all of it (tool calls, log probabilities, several choices, JSON) ends with its engine: its door says so.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +26,7 @@ class TextStream:
     """The state of one stream, across engines."""
 
     def __init__(self) -> None:
+        self.is_fixed = False  # no other engine can go on with it
         self.n_replays = 0
         self.n_events = 0
         self.is_over = False
@@ -48,7 +51,8 @@ class TextStream:
     @property
     def can_go_on(self) -> bool:
         """Whether another engine may go on from here."""
-        return self.n_replays < MAX_REPLAYS and self._n_bytes <= output_text.MAX_TEXT_BYTES
+        is_bounded = self.n_replays < MAX_REPLAYS and self._n_bytes <= output_text.MAX_TEXT_BYTES
+        return is_bounded and not self.is_fixed
 
     def restart(self) -> bytes:
         """Another engine goes on: what follows the body for it. b"": the request begins anew."""
@@ -57,8 +61,9 @@ class TextStream:
             return b""
         return output_text.encode(TextSoFar(text="".join(self._text), tokens=self._tokens))
 
-    def accepted(self) -> bool:
+    def accepted(self, headers: Mapping[str, str]) -> bool:
         """The engine has begun to answer. Whether it goes on from another one's text."""
+        self.is_fixed = headers.get(output_text.TEXT) == output_text.FIXED
         self.n_replays += self.has_begun
         return self.has_begun
 

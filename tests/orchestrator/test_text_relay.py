@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.api import sse
 from pipeline.api.error_response import error_event
-from pipeline.api.output_text import TEXT, comment
+from pipeline.api.output_text import FIXED, TEXT, comment
 from pipeline.errors import NotFound, StarlingError
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.cold_loads import ColdLoads
@@ -30,9 +30,9 @@ BAD = (400, b'{"error":{"code":"INVALID_REQUEST","message":"Last-Event-ID is not
 class Scripted:
     """An answer whose bytes are known."""
 
-    def __init__(self, status: int, body: bytes) -> None:
+    def __init__(self, status: int, body: bytes, headers: Mapping[str, str] | None = None) -> None:
         self.status = status
-        self.headers: Mapping[str, str] = {}
+        self.headers = headers or {}
         self._parts = [body]
 
     async def read(self) -> bytes:
@@ -54,7 +54,7 @@ class Scripted:
 class Engines:
     """They answer one attempt after the other. `None`: nothing listens there."""
 
-    def __init__(self, *answers: tuple[int, bytes] | None) -> None:
+    def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
         self.sent: list[Mapping[str, str]] = []
 
@@ -180,6 +180,27 @@ async def test_only_engines_that_accept_a_text_count_as_replays() -> None:
     assert json.loads(out.data.split(b"\n\n")[-3].removeprefix(b"data: "))["starling_replayed"] == 1
     assert relay.replayed_texts == 1 and [TEXT in one for one in engines.sent] == [False] + 8 * [True]
     await relay.close()
+
+
+CALL = (
+    b'{"choices":[{"index":0,"delta":{"tool_calls":[{"index":0,"function":{"arguments":"x"}}]},"finish_reason":null}]}'
+)
+CALL_BEGUN, OF_CALL = comment(3) + sse.event(CALL), {TEXT: FIXED}
+
+
+async def test_a_stream_that_is_more_than_its_text_ends_with_its_engine() -> None:
+    failed = sse.event(b'{"error":{"code":"MODEL_UNAVAILABLE","message":"has stopped answering"}}')
+    for lost in (CALL_BEGUN, CALL_BEGUN + failed, CALL_BEGUN + b"data: nonsense\n\n"):
+        # Before anything was delivered the request is sent again.
+        engines = Engines((200, b"", OF_CALL), DEAD, (200, lost, OF_CALL), (200, ENDED))
+        relay, out, charged = relay_of(engines, other(), other()), Received(), list[int]()
+        assert await relay.stream(forward(is_stream=True), out, charged.append) == 3
+        assert len(engines.sent) == 3 and not any(TEXT in one for one in engines.sent)
+        assert out.data.startswith(sse.event(CALL)) and b"starling_replayed" not in out.data
+        error = json.loads(out.data.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+        assert error["code"] == "MODEL_UNAVAILABLE" and "same answer; send the request again" in error["message"]
+        assert relay.replayed_texts == 0 and charged == [3]
+        await relay.close()
 
 
 @pytest.mark.parametrize("is_other", [False, True])

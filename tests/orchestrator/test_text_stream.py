@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.api import sse
-from pipeline.api.output_text import MAX_TEXT_BYTES, comment, split_body
+from pipeline.api.output_text import FIXED, MAX_TEXT_BYTES, comment, split_body
+from pipeline.api.output_text import TEXT as TEXT_HEADER
 from stages.orchestrator.event_cutter import EventTooLargeError
 from stages.orchestrator.text_stream import MAX_REPLAYS, TextStream
 
@@ -53,7 +54,7 @@ def test_text_is_neither_lost_nor_repeated(is_chat: bool, deaths: list[int], cut
     stream, received = TextStream(), b""
     for death in [*deaths, None]:
         _, so_far = split_body(str(len(rest)), rest) if (rest := stream.restart()) else (b"", None)
-        assert stream.accepted() == (so_far is not None)
+        assert stream.accepted({}) == (so_far is not None)
         text = so_far.text if so_far is not None else ""
         assert text == delivered(received) and TEXT.startswith(text)
         assert so_far is None or so_far.tokens == len(text)
@@ -89,13 +90,17 @@ def test_replays_and_text_have_bounds() -> None:
         assert stream.can_go_on
         stream.restart()  # of which engines that refuse it, or are not there, get nothing
         stream.restart()
-        assert stream.accepted()
+        assert stream.accepted({})
     assert not stream.can_go_on
     stream = TextStream()
     half = json.dumps({"choices": [{"index": 0, "text": "x" * (MAX_TEXT_BYTES // 2), "finish_reason": None}]}).encode()
     stream.feed(2 * sse.event(half))
     assert stream.can_go_on
     stream.feed(sse.event(half))
+    assert not stream.can_go_on
+    stream = TextStream()
+    stream.accepted({TEXT_HEADER: FIXED})
+    stream.feed(answer("a", 0, is_chat=False, begins=True)[:-60])
     assert not stream.can_go_on
     with pytest.raises(EventTooLargeError):
         TextStream().feed(b"data: " + b"x" * (17 << 20))
