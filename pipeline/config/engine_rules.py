@@ -20,7 +20,7 @@ OWN_ARGUMENTS = {
     "vllm": frozenset(
         {
             *("--model", "--served-model-name", "--host", "--port", "--uds", "--api-key", "--root-path"),
-            *("--reasoning-parser", "--enable-auto-tool-choice", "--ssl-keyfile", "--ssl-certfile"),
+            *("--reasoning-parser", "--ssl-keyfile", "--ssl-certfile"),
             *("--generation-config", "--trust-remote-code", "--headless", "--enable-log-requests"),
             *("--config", "--hf-repo", "--model-url", "--models-dir"),
         }

@@ -5,7 +5,11 @@
 It "computes" text by a rule, so that a test knows the one right continuation: after a prompt of n characters the next
 token is the letter n mod 26.  A chat's prompt is its messages' contents, joined.  The file MODEL.control, which it
 reads for each token, has what it does from the fourth token on: hold, die (SIGKILL), stop (SIGSTOP), or send nonsense,
-an error, or an early end; or busy: it refuses requests.  MODEL.requests gets a line for each body.
+an error, or an early end; or what it refuses: busy: all requests, no-parser: those with tools, bad-schema: all, in
+their streams.  MODEL.requests gets a line for each body.
+
+With tools each token is a part of one call of the first tool, whose arguments are `{"x": TEXT}`.  A log probability is
+minus the number of the token.
 """
 
 from __future__ import annotations
@@ -27,6 +31,23 @@ def letter(position: int) -> str:
 def expected(prompt: str, n_tokens: int) -> str:
     """The text that follows a prompt."""
     return "".join(letter(len(prompt) + index) for index in range(n_tokens))
+
+
+def _call_delta(tool: dict[str, Any], text: str, index: int, n: int) -> dict[str, Any]:
+    """What token `index` of `n` adds to the call: its name first, then the arguments."""
+    if not index:
+        function = {"name": tool["function"]["name"], "arguments": ""}
+        return {"index": 0, "id": "call-1", "type": "function", "function": function}
+    arguments = ('{"x": "' if index == 1 else "") + text + ('"}' if index == n - 1 else "")
+    return {"index": 0, "function": {"arguments": arguments}}
+
+
+def _logprobs(body: dict[str, Any], text: str, index: int, is_chat: bool) -> dict[str, Any]:
+    token = {"token": text, "logprob": -float(index), "bytes": [ord(text)]}
+    if is_chat:
+        return {"content": [{**token, "id": 7, "top_logprobs": [token] * body["top_logprobs"]}]}
+    arrays = {"tokens": [text], "token_logprobs": [-float(index)], "text_offset": [index]}
+    return {**arrays, "top_logprobs": [{text: -float(index)}]}
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -54,6 +75,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(503, b'{"error":{"message":"overloaded","type":"x","code":503}}')
         is_chat = self.path == "/v1/chat/completions"
         prompt = "".join(one["content"] for one in body["messages"]) if is_chat else body["prompt"]
+        if body.get("tools") and self.server.control() == "no-parser":
+            said = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set' + 2000 * "."
+            return self.answer(400, json.dumps({"error": {"message": said, "type": "BadRequestError"}}).encode())
         if len(prompt) > 10_000:
             return self.answer(400, b'{"error":{"message":"the prompt is too long","type":"BadRequestError"}}')
         self.server.running += 1
@@ -68,8 +92,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        if is_chat:
-            self.event(body, is_chat, {"role": "assistant", "content": ""}, 0, prompt)
+        if self.server.control() == "bad-schema":
+            said = "Grammar error: Invalid type: nonsense" + 2000 * "."
+            self.chunk(b"data: " + json.dumps({"error": {"message": said, "code": 400}}).encode() + b"\n\n")
+            self.chunk(b"")
+            return
+        choices = range(body.get("n", 1))
+        for choice in choices if is_chat else ():
+            self.event(body, is_chat, {"role": "assistant", "content": ""}, 0, prompt, choice)
         n = body.get("max_tokens", 50)
         for index in range(n):
             control = self.server.control() if index >= 3 else ""
@@ -89,15 +119,33 @@ class Handler(BaseHTTPRequestHandler):
                 self.chunk(b"")
                 return
             text = letter(len(prompt) + index)
-            self.event(body, is_chat, {"content": text} if is_chat else {"text": text}, index + 1, prompt)
-        self.event(body, is_chat, {} if is_chat else {"text": ""}, n, prompt, "length")
+            part: dict[str, Any] = {"content": text} if is_chat else {"text": text}
+            if tools := body.get("tools"):
+                part = {"tool_calls": [_call_delta(tools[0], text, index, n)]}
+            for choice in choices:
+                logprobs = _logprobs(body, text, index, is_chat) if body.get("logprobs") is not None else None
+                self.event(body, is_chat, part, index + 1, prompt, choice, logprobs=logprobs)
+        for choice in choices:
+            reason = "tool_calls" if body.get("tools") else "length"
+            self.event(body, is_chat, {} if is_chat else {"text": ""}, n, prompt, choice, reason)
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": n * len(choices)}
+        self.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")
         self.chunk(b"data: [DONE]\n\n")
         self.chunk(b"")
 
     def event(
-        self, body: dict[str, Any], is_chat: bool, part: dict[str, Any], n: int, prompt: str, reason: str | None = None
+        self,
+        body: dict[str, Any],
+        is_chat: bool,
+        part: dict[str, Any],
+        n: int,
+        prompt: str,
+        index: int,
+        reason: str | None = None,
+        logprobs: dict[str, Any] | None = None,
     ) -> None:
-        choice = {"index": 0, **({"delta": part} if is_chat else part), "logprobs": None, "finish_reason": reason}
+        shown = {"delta": part} if is_chat else part
+        choice = {"index": index, **shown, "logprobs": logprobs, "finish_reason": reason}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": n, "total_tokens": len(prompt) + n}
         event = {"id": "own-id", "model": body["model"], "created": 1, "choices": [choice], "usage": usage}
         self.chunk(b"data: " + json.dumps(event).encode() + b"\n\n")

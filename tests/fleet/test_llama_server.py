@@ -37,6 +37,27 @@ COUNT = [
 BODY = {"model": "m", "temperature": 0, "max_tokens": N_TOKENS, "ignore_eos": True}
 TEXT = ("/v1/completions", {**BODY, "prompt": BEGINNING}, BEGINNING)
 CHAT = ("/v1/chat/completions", {**BODY, "messages": COUNT}, "")
+# The demo model's chat template, with a place for tools: prompts of chats without tools are the same.
+TEMPLATE = """\
+{%- if tools %}{{ '<|im_start|>system
+A call is <tool_call>
+{"name": NAME, "arguments": ARGUMENTS}
+</tool_call>. The tools:
+' }}{% for tool in tools %}{{ tool | tojson + '\\n' }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- elif messages[0]['role'] != 'system' %}
+{{- '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+{%- for call in message['tool_calls'] or [] %}
+{{- '<tool_call>\\n{"name": "' + call['function']['name'] + '", "arguments": ' }}
+{{- call['function']['arguments'] | tojson + '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather", "parameters": CITY}}]
 PREFILLED = (
     "/v1/chat/completions",
     {**BODY, "messages": [*COUNT, {"role": "assistant", "content": BEGINNING}], "continue_final_message": True}
@@ -52,9 +73,12 @@ class Host(Agent):
         home.mkdir(mode=0o700)
         (home / "fleet-token").write_text(secret)
         (home / "fleet-token").chmod(0o600)
-        engine = {"model": "m", "engine": "llama-server", "path": str(gguf), "program": str(PROGRAM)}
-        engine |= {"silent_ms": SILENT_MS, "args": ["--ctx-size", "1024", "--parallel", "2", "--threads", "1"]}
-        super().__init__(home, {"fleet": {"store": f"sqlite:{store}", "agent": {"id": home.name, "engines": [engine]}}})
+        (home / "template.jinja").write_text(TEMPLATE)
+        plain = {"model": "plain", "engine": "llama-server", "path": str(gguf), "program": str(PROGRAM)}
+        plain |= {"silent_ms": SILENT_MS, "args": ["--ctx-size", "1024", "--parallel", "2", "--threads", "1"]}
+        args = [*plain["args"], "--chat-template-file", str(home / "template.jinja")]
+        engines = [{**plain, "model": "m", "args": args}, plain]
+        super().__init__(home, {"fleet": {"store": f"sqlite:{store}", "agent": {"id": home.name, "engines": engines}}})
 
     def engine_pid(self) -> int:
         """Of the engine's process; 0: none has become the program yet."""
@@ -90,8 +114,8 @@ def hosts(demo_gguf: Path) -> Iterator[Hosts[Host]]:
 
 def test_answers_streamed_and_whole(hosts: Hosts[Host]) -> None:
     hosts.ready()
-    (model,) = hosts.fleet.get("/v1/models", MINE).json["data"]
-    assert (model["id"], model["engine"], model["ready"]) == ("m", "llama-server", True)
+    models = {one["id"]: one for one in hosts.fleet.get("/v1/models", MINE).json["data"]}
+    assert (models["m"]["engine"], models["m"]["ready"]) == ("llama-server", True)
     body = {"model": "m", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
     whole = hosts.fleet.post("/v1/completions", body, MINE)
     assert whole.status == 200, whole.body
@@ -128,9 +152,9 @@ def test_what_it_would_do_otherwise_is_refused_by_name(hosts: Hosts[Host]) -> No
     chat = {"model": "m", "messages": [QUESTION], "max_tokens": 1}
     text = {"model": "m", "prompt": "x", "max_tokens": 1}
     for path, body, field, value in (
-        ("/v1/chat/completions", chat, "n", 2),
-        ("/v1/chat/completions", chat, "logprobs", True),
-        ("/v1/chat/completions", chat, "response_format", {"type": "json_object"}),
+        ("/v1/chat/completions", {**chat, "tools": TOOLS}, "tool_choice", "required"),
+        ("/v1/chat/completions", {**chat, "tools": TOOLS}, "logprobs", True),
+        ("/v1/completions", text, "logprobs", 1),
         ("/v1/completions", text, "repetition_penalty", 1.5),
         ("/v1/completions", text, "prompt", [1, 2]),
         ("/v1/completions", text, "prompt", ""),
@@ -139,6 +163,79 @@ def test_what_it_would_do_otherwise_is_refused_by_name(hosts: Hosts[Host]) -> No
         assert (answer.status, answer.json["error"]["param"]) == (400, field), answer.body
     long = hosts.fleet.post("/v1/completions", {**text, "prompt": "word " * 2000}, MINE)
     assert long.status == 400 and "context size" in long.json["error"]["message"]
+    many = hosts.fleet.post("/v1/chat/completions", {**chat, "n": 3}, MINE)  # it has 2 slots
+    assert many.status == 400 and "llama-server refuses the request: Field 'n'" in many.json["error"]["message"]
+
+
+def test_a_tool_is_called(hosts: Hosts[Host]) -> None:
+    """After three calls and their results the model makes the fourth one."""
+    hosts.ready()
+    messages: list[dict[str, Any]] = []
+    for index, city in enumerate(("Rome", "Paris", "London")):
+        arguments = json.dumps({"city": city})
+        call = {"id": f"c{index}", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+        messages.append({"role": "user", "content": [{"type": "text", "text": f"Weather in {city}?"}]})
+        messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        messages.append({"role": "tool", "content": "sunny", "tool_call_id": f"c{index}"})
+    messages.append({"role": "user", "content": "Weather in Oslo?"})
+    body = {"model": "m", "temperature": 0, "max_tokens": 60, "messages": messages, "tools": TOOLS}
+    whole = hosts.fleet.post("/v1/chat/completions", body, MINE)
+    assert whole.status == 200, whole.body
+    (choice,) = whole.json["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    assert call["id"] and call["type"] == "function" and call["function"]["name"] == "get_weather"
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    connection, response = hosts.open("/v1/chat/completions", streamed)
+    received = response.read()
+    connection.close()
+    *events, usage = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
+    assert usage["usage"] == {**whole.json["usage"], "prompt_tokens_details": usage["usage"]["prompt_tokens_details"]}
+    deltas = [one["choices"][0]["delta"].get("tool_calls", []) for one in events]
+    parts = [part["function"] for delta in deltas for part in delta]
+    assert len(parts) > 4 and parts[0]["name"] == "get_weather"
+    assert "".join(part["arguments"] for part in parts) == call["function"]["arguments"]
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_answers_have_the_form_that_was_asked_for(hosts: Hosts[Host]) -> None:
+    hosts.ready()
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    body = {"model": "m", "temperature": 0, "max_tokens": 60, "messages": [QUESTION]}
+    connection, response = hosts.open("/v1/chat/completions", {**body, "response_format": form, "stream": True})
+    streamed = "".join(texts(response.read()))
+    connection.close()
+    whole = hosts.fleet.post("/v1/chat/completions", {**body, "response_format": form}, MINE)
+    assert whole.status == 200, whole.body
+    for text in (streamed, whole.json["choices"][0]["message"]["content"]):
+        assert list(json.loads(text)) == ["ok"] and isinstance(json.loads(text)["ok"], bool)
+    body["max_tokens"] = 5
+    for fields, n_top in (({}, 0), ({"top_logprobs": 2}, 2)):
+        answer = hosts.fleet.post("/v1/chat/completions", {**body, "logprobs": True, **fields}, MINE)
+        (choice,) = answer.json["choices"]
+        tokens = choice["logprobs"]["content"]
+        assert "".join(one["token"] for one in tokens) == choice["message"]["content"] and len(tokens) == 5
+        assert all(one["logprob"] <= 0 and len(one["top_logprobs"]) == n_top for one in tokens)
+    answer = hosts.fleet.post("/v1/chat/completions", {**body, "n": 2}, MINE)
+    first, second = answer.json["choices"]
+    assert first["message"] == second["message"] and (first["index"], second["index"]) == (0, 1)
+    assert answer.json["usage"]["completion_tokens"] == 10
+
+
+def test_tools_are_refused_where_the_chat_template_has_no_place_for_them(hosts: Hosts[Host]) -> None:
+    hosts.ready()
+    body = {"model": "plain", "messages": [QUESTION], "max_tokens": 1}
+    try:
+        assert hosts.fleet.post("/v1/chat/completions", body, MINE).status == 200  # which loads it
+        refused = hosts.fleet.post("/v1/chat/completions", {**body, "tools": TOOLS}, MINE)
+        assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
+        assert "chat template has no place" in refused.json["error"]["message"]
+    finally:
+        for agent in hosts.agents.values():
+            agent.call("/unload_model", model_id="plain")
+    hosts.fleet.wait(lambda state: all(len(one["loaded_models"]) == 1 for one in state["agents"]))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +260,18 @@ def test_a_stream_goes_on_from_its_text(hosts: Hosts[Host], request_: Any, numbe
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     assert [one["starling_replayed"] for one in events[-2:]] == [1, 1]
     assert events[-1]["usage"]["completion_tokens"] == N_TOKENS
+
+
+def test_several_choices_end_with_their_engine(hosts: Hosts[Host]) -> None:
+    """No other engine could go on with the choices from the text that was delivered."""
+    for _ in range(TRIES):
+        body = {**CHAT[1], "n": 2, "max_tokens": 2 * N_TOKENS, "stream": True}
+        received = _with_signal(hosts, CHAT[0], body, signal.SIGKILL)
+        if not received.endswith(b"data: [DONE]\n\n"):
+            break
+    assert b"starling_replayed" not in received and b"[DONE]" not in received
+    error = json.loads(received.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+    assert error["code"] == "MODEL_UNAVAILABLE" and "send the request again" in error["message"]
 
 
 def _with_signal(hosts: Hosts[Host], path: str, body: dict[str, Any], number: signal.Signals) -> bytes:

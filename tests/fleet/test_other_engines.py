@@ -39,6 +39,21 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_t
 NAME = "req-" + "ab" * 12 + "; created=1700000000; seed=5"
 
 
+TOOLS = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}]
+STRICT = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}, "strict": True}}]
+NAMED = {"type": "function", "function": {"name": "look"}}
+
+
+def called(arguments: str) -> list[dict[str, Any]]:
+    """A chat with a call and its result."""
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "he"}, {"type": "text", "text": "llo"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "seen"}], "tool_call_id": "c"},
+    ]
+
+
 def write_program(folder: Path) -> Path:
     """The stand-in, as the program `vllm`."""
     program = folder / "vllm"
@@ -63,7 +78,7 @@ class Site:
         (self.model / "config.json").write_text("{}")
         self.home = folder / "home"
         self._program = write_program(folder)
-        self._session = session
+        self.session = session
         self.engine: ExternalEngine
 
     def config(self, **fields: Any) -> Config:
@@ -78,7 +93,7 @@ class Site:
             config,
             found,
             self.home,
-            self._session,
+            self.session,
             lambda: free_port("127.0.0.1"),
             lambda app: open_door(app, "127.0.0.1"),
         )
@@ -107,7 +122,7 @@ class Site:
 
     async def send(self, path: str, body: bytes, key: str | None = None, **headers: str) -> tuple[int, bytes]:
         given = {"Authorization": f"Bearer {key or self.engine.key}", "Content-Type": "application/json", **headers}
-        async with self._session.post(self.engine.url + path, data=body, headers=given) as answer:
+        async with self.session.post(self.engine.url + path, data=body, headers=given) as answer:
             return answer.status, await answer.read()
 
 
@@ -175,14 +190,21 @@ async def test_a_request_needs_the_key_and_none_is_repeated(site: Site) -> None:
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("completions", {"n": 2}, "n"),
+        ("completions", {"n": 17}, "n"),
+        ("completions", {"response_format": {"type": "json_object"}}, "response_format"),
         ("completions", {"dry_multiplier": 1.0}, "dry_multiplier"),
         ("completions", {"logprobs": 2}, "logprobs"),
         ("completions", {"prompt": [1, 2]}, "prompt"),
         ("completions", {"prompt": ""}, "prompt"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
         ("completions", {"session_id": "s"}, "session_id"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"guided_json": {"type": "object"}}, "guided_json"),
+        ("chat/completions", {"logprobs": True, "response_format": {"type": "json_object"}}, "logprobs"),
+        ("chat/completions", {"logprobs": True, "tools": TOOLS}, "logprobs"),
+        ("chat/completions", {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"tools": TOOLS, "tool_choice": NAMED}, "tool_choice"),
+        ("chat/completions", {"tools": STRICT}, "tools[0].function.strict"),
+        ("chat/completions", {"messages": called("no JSON")}, "messages[1].tool_calls[0].function.arguments"),
         ("chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, "messages"),
         ("chat/completions", {"unheard_of": 1}, "unheard_of"),
@@ -451,3 +473,9 @@ def test_what_the_configuration_must_not_say(fields: dict[str, Any], what: str) 
     one = {"model": "m", "engine": "llama-server", "path": "/m.gguf", **fields}
     with pytest.raises(ConfigError, match=what):
         resolve({"fleet": {"agent": {"engines": [one]}}}, env={})
+
+
+def test_an_operator_chooses_the_parser_of_calls() -> None:
+    args = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    one = {"model": "m", "engine": "vllm", "path": "/m", "args": args}
+    assert list(resolve({"fleet": {"agent": {"engines": [one]}}}, env={}).fleet.agent.engines[0].args) == args

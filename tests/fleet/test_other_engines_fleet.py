@@ -14,7 +14,7 @@ import pytest
 from tests.fleet.agent_process import Agent
 from tests.fleet.engine_hosts import KEYS, MINE, OTHER, Hosts, texts
 from tests.fleet.stand_in_engine import expected
-from tests.fleet.test_other_engines import set_control, write_program
+from tests.fleet.test_other_engines import TOOLS, set_control, write_program
 from tests.orchestrator.fleet import Fleet
 
 BODY = {"model": "m", "prompt": "once upon a time", "max_tokens": 12, "stream": True}
@@ -104,6 +104,37 @@ def test_a_stream_goes_on_from_its_text(hosts: Hosts[Host], path: str, body: dic
     victim.control("")
 
 
+def test_a_call_ends_with_its_engine_and_a_whole_one_is_asked_for_again(hosts: Hosts[Host]) -> None:
+    hosts.ready()
+    for agent in hosts.agents.values():
+        agent.control("hold")
+    connection, response = hosts.open("/v1/chat/completions", {**CHAT, "tools": TOOLS})
+    received = b""
+    while received.count(b"tool_calls") < 3:
+        received += response.read1(1 << 16)
+    victim, _ = hosts.serving(response.headers["X-Starling-Request"])
+    before = sum(len(agent.requests()) for agent in hosts.agents.values())
+    victim.control("nonsense")
+    received += response.read()
+    connection.close()
+    for agent in hosts.agents.values():
+        agent.control("")
+    assert received.count(b"tool_calls") == 3 and b"starling_replayed" not in received
+    error = json.loads(received.split(b"\n\n")[-2].removeprefix(b"data: "))["error"]
+    assert error["code"] == "MODEL_UNAVAILABLE" and "send the request again" in error["message"]
+    assert sum(len(agent.requests()) for agent in hosts.agents.values()) == before
+    hosts.ready()
+    for agent in hosts.agents.values():
+        agent.control("die")  # each engine kills itself once
+    answer = hosts.fleet.post("/v1/chat/completions", {**CHAT, "tools": TOOLS, "stream": False}, MINE)
+    for agent in hosts.agents.values():
+        agent.control("")
+    assert answer.status == 200, answer.body
+    (call,) = answer.json["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"x": expected("hello there", 12)[1:]}
+    assert answer.json["usage"]["completion_tokens"] == 12
+
+
 def test_a_whole_answer_outlives_its_engine(hosts: Hosts[Host]) -> None:
     hosts.ready()
     for agent in hosts.agents.values():
@@ -120,8 +151,8 @@ def test_the_fleet_shows_the_engine_and_enforces_keys(hosts: Hosts[Host]) -> Non
     (model,) = hosts.fleet.get("/v1/models", MINE).json["data"]
     assert (model["id"], model["engine"], model["ready"]) == ("m", "vllm", True)
     assert hosts.fleet.post("/v1/completions", BODY, {"Authorization": "Bearer sk-no"}).status == 401
-    refused = hosts.fleet.post("/v1/completions", {**BODY, "stream": False, "n": 2}, MINE)
-    assert (refused.status, refused.json["error"]["param"]) == (400, "n")
+    refused = hosts.fleet.post("/v1/completions", {**BODY, "stream": False, "suffix": "x"}, MINE)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "suffix")
     # Two tenants, one prompt: the engine gets different salts.
     before = {name: len(agent.requests()) for name, agent in hosts.agents.items()}
     for key in (MINE, OTHER):

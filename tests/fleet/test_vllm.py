@@ -33,6 +33,14 @@ SAMPLED |= {"max_tokens": N_TOKENS}
 BODY = {**SAMPLED, "ignore_eos": True}
 
 
+CHAT = {**SAMPLED, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
+del CHAT["prompt"]
+OK = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "", "parameters": OK}} for name in ("look", "other")
+]
+
+
 class Host(Agent):
     """An agent with one `vllm serve` of a random model."""
 
@@ -41,6 +49,7 @@ class Host(Agent):
         (home / "fleet-token").write_text(secret)
         (home / "fleet-token").chmod(0o600)
         args = ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "4"]
+        args += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
         engine = {"model": "m", "engine": "vllm", "path": str(model), "program": str(PROGRAM), "args": args}
         agent = {"id": home.name, "engines": [engine], "start_timeout_s": START_MS // 1000}
         super().__init__(home, {"fleet": {"store": f"sqlite:{store}", "agent": agent}})
@@ -114,11 +123,61 @@ def test_answers_streamed_and_whole(hosts: Hosts[Host]) -> None:
 
 def test_what_it_would_do_otherwise_is_refused_by_name(hosts: Hosts[Host]) -> None:
     hosts.ready()
-    for field, value in (("n", 2), ("logprobs", 1), ("prompt", [1, 2]), ("suffix", "x")):
+    for field, value in (("best_of", 2), ("echo", True), ("prompt", [1, 2]), ("suffix", "x")):
         answer = hosts.fleet.post("/v1/completions", {**SAMPLED, field: value}, MINE)
         assert (answer.status, answer.json["error"]["param"]) == (400, field), answer.body
     long = hosts.fleet.post("/v1/completions", {**SAMPLED, "prompt": "word " * 2000}, MINE)
     assert long.status == 400, long.body
+
+
+def test_answers_have_the_form_that_was_asked_for(hosts: Hosts[Host]) -> None:
+    """The model is random: what its grammar leaves open is white space."""
+    hosts.ready()
+    form = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": OK}}
+    answer = hosts.fleet.post("/v1/chat/completions", {**CHAT, "response_format": form}, MINE)
+    assert answer.status == 200, answer.body
+    assert list(json.loads(answer.json["choices"][0]["message"]["content"])) == ["ok"]
+    for is_stream in (False, True):
+        bad = {**form, "json_schema": {"name": "bad", "schema": {"type": "nonsense"}}}
+        refused = hosts.fleet.post("/v1/chat/completions", {**CHAT, "response_format": bad, "stream": is_stream}, MINE)
+        assert refused.status == 400 and "Invalid type: nonsense" in refused.json["error"]["message"], refused.body
+    short = {**CHAT, "max_tokens": 4, "ignore_eos": True}
+    for n_top in (0, 2):
+        body = {**short, "logprobs": True, **({"top_logprobs": n_top} if n_top else {})}
+        tokens = hosts.fleet.post("/v1/chat/completions", body, MINE).json["choices"][0]["logprobs"]["content"]
+        assert [len(one["top_logprobs"]) for one in tokens] == 4 * [n_top]
+    text = hosts.fleet.post("/v1/completions", {**BODY, "max_tokens": 4, "logprobs": 2}, MINE).json["choices"][0]
+    assert {name: len(value) for name, value in text["logprobs"].items()} == dict.fromkeys(text["logprobs"], 4)
+    several = hosts.fleet.post("/v1/chat/completions", {**short, "n": 3}, MINE).json
+    assert [one["index"] for one in several["choices"]] == [0, 1, 2] and several["usage"]["completion_tokens"] == 12
+
+
+def test_a_forced_call_is_made_and_matches_its_schema(hosts: Hosts[Host]) -> None:
+    hosts.ready()
+    named = {"type": "function", "function": {"name": "other"}}
+    for choice in ("required", named):
+        body = {**CHAT, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
+        whole = hosts.fleet.post("/v1/chat/completions", body, MINE)
+        assert whole.status == 200, whole.body
+        connection, response = hosts.open("/v1/chat/completions", {**body, "stream": True})
+        received = response.read()
+        connection.close()
+        events = [json.loads(line[6:]) for line in received.split(b"\n") if line.startswith(b"data: {")]
+        parts = [part for one in events for part in one["choices"][0]["delta"].get("tool_calls", [])]
+        (call,) = whole.json["choices"][0]["message"]["tool_calls"]
+        streamed = "".join(part["function"].get("arguments", "") for part in parts)
+        for name, arguments in (
+            (call["function"]["name"], call["function"]["arguments"]),
+            (parts[0]["function"]["name"], streamed),
+        ):
+            assert name in ("look", "other") and list(json.loads(arguments)) == ["ok"], received
+    messages = [
+        *CHAT["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "yes"}], "tool_call_id": call["id"]},
+    ]
+    after = hosts.fleet.post("/v1/chat/completions", {**CHAT, "messages": messages, "tools": TOOLS}, MINE)
+    assert after.status == 200, after.body
 
 
 def test_a_stream_goes_on_from_its_text_when_its_engine_is_killed(hosts: Hosts[Host]) -> None:

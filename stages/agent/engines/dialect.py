@@ -7,11 +7,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import EngineConfig
 from stages.agent.engines.interface import Queue
+
+
+class ChatTemplate(NamedTuple):
+    """What the chat template of a model has a place for. What it has none for, the engine leaves out of the prompt."""
+
+    tools: bool
+    calls: bool  # in the assistant's messages
 
 
 class Dialect(ABC):
@@ -20,6 +27,8 @@ class Dialect(ABC):
     name: str  # as in the configuration
     honoured: frozenset[str]  # of the parameters in `OPTIONAL` (door/request_body.py)
     separates_tenants: bool  # its cache of prompts takes a salt
+    counts_choices: bool  # an event of no choice counts the tokens of the choice before; else those of all
+    template_path = ""  # of what it says of the chat template; "": it says nothing
 
     @abstractmethod
     def command(self, engine: EngineConfig, port: int) -> list[str]:
@@ -39,6 +48,20 @@ class Dialect(ABC):
 
         salt: prompts of other salts must not share cached pages.  may_reuse: its cache has prompts of this salt alone.
         """
+
+    def template(self, said: Mapping[str, Any]) -> ChatTemplate:
+        """What it says of the chat template."""
+        return ChatTemplate(tools=True, calls=True)
+
+    def unfit_field(self, request: GenerationRequest) -> str:
+        """A field that the engine would not honour in this request, although it does in others; "": there is none."""
+        return ""
+
+    def logprobs(self, request: GenerationRequest) -> dict[str, Any]:
+        """The fields of its body that ask for log probabilities."""
+        if request.messages is None:
+            return {"logprobs": request.top_logprobs}
+        return {"logprobs": True, "top_logprobs": request.top_logprobs}
 
     @abstractmethod
     def tokens(self, event: Mapping[str, Any]) -> int | None:

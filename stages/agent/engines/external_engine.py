@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 from aiohttp import web
 
 from pipeline.config.schema import Config
@@ -28,6 +29,7 @@ from pipeline.files import make_directory
 from pipeline.fleet.records import advertised_host
 from pipeline.runtime.process import EXIT_CONFIG
 from pipeline.threads import uninterrupted
+from shm.decoding import DECODE_ERRORS
 from stages.agent.engines.child import Child
 from stages.agent.engines.dialect import Dialect
 from stages.agent.engines.door.door import Door
@@ -126,7 +128,7 @@ class ExternalEngine(Engine):
         try:
             async with asyncio.timeout(start_s):
                 while not ended.done():
-                    if await self._is_healthy():
+                    if await self._is_healthy() and await self._read_template():
                         await self._measure(ANSWER_S)
                         return
                     await asyncio.wait([ended], timeout=POLL_S)
@@ -209,6 +211,21 @@ class ExternalEngine(Engine):
                 return bool(answer.status == 200)
         except (aiohttp.ClientError, TimeoutError):
             return False
+
+    async def _read_template(self) -> bool:
+        """Ask what its chat template has a place for. Whether it has answered."""
+        assert self._door is not None
+        path, said = self._dialect.template_path, {}
+        try:
+            if path:
+                async with self._call(path) as answer:
+                    said = msgspec.json.decode(await answer.read(), type=dict[str, Any])
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+        except DECODE_ERRORS:
+            said = {}
+        self._door.template = self._dialect.template(said)
+        return True
 
     async def _measure(self, timeout_s: float) -> None:
         """Look at its metrics. An engine that does not show them keeps those of the last look."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.config.schema import EngineConfig
-from stages.agent.engines.dialect import Dialect
+from stages.agent.engines.dialect import ChatTemplate, Dialect
 from stages.agent.engines.interface import Queue
 
 RANDOM_SEED = (1 << 32) - 1  # which means: draw one
@@ -20,8 +20,11 @@ class LlamaServer(Dialect):
 
     name = "llama-server"
     # Its penalties count the prompt's tokens too, and of a window only: they mean something else.
+    # Its log probabilities of a completion have another form than OpenAI's.
     honoured = frozenset({"min_p", "top_k", "ignore_eos"})
     separates_tenants = False
+    counts_choices = True
+    template_path = "/props"
 
     def command(self, engine: EngineConfig, port: int) -> list[str]:
         """See `Dialect`. Prompts that left a slot are not kept in memory besides (its default is 8 GB)."""
@@ -58,6 +61,28 @@ class LlamaServer(Dialect):
             "timings_per_token": True,
             **({"reasoning_format": "none"} if request.messages is not None else {}),
         }
+
+    def template(self, said: Mapping[str, Any]) -> ChatTemplate:
+        """See `Dialect`. Releases that do not say it have the same gaps."""
+        found = said.get("chat_template_caps")
+        caps = found if isinstance(found, dict) else {}
+        return ChatTemplate(bool(caps.get("supports_tools")), bool(caps.get("supports_tool_calls")))
+
+    def unfit_field(self, request: GenerationRequest) -> str:
+        """See `Dialect`.
+
+        A forced call may come after any text there, and a name is ignored. Arguments match their schema only where it
+        has found out how the template marks a call. Of JSON it has no log probabilities for a part of the tokens.
+        """
+        if request.tools and request.tools.forced:
+            return "tool_choice"
+        if request.tools and request.tools.strict:
+            return request.tools.strict_field
+        return "logprobs" if request.logprobs and (request.tools or request.constraint) else ""
+
+    def logprobs(self, request: GenerationRequest) -> dict[str, Any]:
+        """See `Dialect`. For 0 of the most likely tokens it would give none at all."""
+        return {"logprobs": True, "top_logprobs": max(1, request.top_logprobs)}
 
     def tokens(self, event: Mapping[str, Any]) -> int | None:
         """See `Dialect`."""

@@ -16,9 +16,13 @@ class Vllm(Dialect):
 
     name = "vllm"
     honoured = frozenset(
-        {"min_p", "top_k", "ignore_eos", "repetition_penalty", "frequency_penalty", "presence_penalty", "cache_salt"}
+        {
+            *("min_p", "top_k", "ignore_eos", "repetition_penalty", "frequency_penalty", "presence_penalty"),
+            *("cache_salt", "logprobs"),
+        }
     )
     separates_tenants = True
+    counts_choices = False
 
     def command(self, engine: EngineConfig, port: int) -> list[str]:
         """See `Dialect`. Its own defaults for sampling come from the model's files otherwise."""
@@ -60,6 +64,10 @@ class Vllm(Dialect):
             "ignore_eos": sampling.ignore_eos,
             **({"cache_salt": salt} if salt else {}),
         }
+
+    def unfit_field(self, request: GenerationRequest) -> str:
+        """See `Dialect`. Of calls that are not forced few of its parsers keep the arguments to their schema."""
+        return request.tools.strict_field if request.tools and request.tools.strict and not request.tools.forced else ""
 
     def tokens(self, event: Mapping[str, Any]) -> int | None:
         """See `Dialect`."""

@@ -21,9 +21,9 @@ from aiohttp import web
 
 from pipeline.api import sse
 from pipeline.api.content_coding import decompress
-from pipeline.api.error_response import error_event, error_response
+from pipeline.api.error_response import error_response
 from pipeline.api.json_body import CONTENT_TYPE, to_json
-from pipeline.api.output_text import MAX_TEXT_BYTES, TEXT, split_body
+from pipeline.api.output_text import FIXED, MAX_TEXT_BYTES, TEXT, split_body
 from pipeline.api.output_tokens import RELAY
 from pipeline.api.request_name import HEADER as NAME
 from pipeline.api.request_name import new_request_name, read_request_name
@@ -38,9 +38,9 @@ from pipeline.errors import (
     Unauthenticated,
 )
 from shm.decoding import DECODE_ERRORS
-from stages.agent.engines.dialect import Dialect
+from stages.agent.engines.dialect import ChatTemplate, Dialect
 from stages.agent.engines.door.answers import Formatter
-from stages.agent.engines.door.event_stream import EventStream, Piece
+from stages.agent.engines.door.event_stream import MAX_SAID, REFUSALS, EventStream, Piece
 from stages.agent.engines.door.request_body import EngineRequest, cache_salt, for_engine, read
 from stages.agent.engines.http_session import HttpSession
 
@@ -50,7 +50,7 @@ BODY_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0  # for the caller to read
 CONNECT_S = 5.0
 MAX_ERROR_BYTES = 64 << 10  # of the engine's answer to a bad request
-MAX_WHOLE = 8 << 20  # characters of an answer that is not streamed: orchestrators take 64 MB of JSON
+MAX_WHOLE = 48 << 20  # bytes at most of an answer that is not streamed: orchestrators take 64 MB of JSON
 RETRY_AFTER_S = 1.0
 
 
@@ -82,6 +82,7 @@ class Door:
         self._salt: str | None = None  # of the prompts in the engine's cache
         self._is_mixed = False  # it has prompts of several salts
         self.submitted = 0  # requests that the engine has got
+        self.template = ChatTemplate(tools=False, calls=False)  # until the engine has said it
 
     @property
     def under_way(self) -> int:
@@ -139,12 +140,12 @@ class Door:
         name = read_request_name(request.headers.get(NAME)) or new_request_name()
         coding = request.headers.get("Content-Encoding", "")
         raw = await asyncio.to_thread(decompress, raw, coding, self._max_body_bytes)
-        wanted = await asyncio.to_thread(read, request.path, raw, request.content_type, self._dialect)
+        wanted = await asyncio.to_thread(read, request.path, raw, request.content_type, self._dialect, self.template)
         self._check_room()
         may_reuse = self._note_salt(cache_salt(wanted, name))
         asked = for_engine(request.path, wanted, name, self._dialect, so_far, may_reuse=may_reuse)
         created = name.created or int(self._wall())
-        formatter = Formatter(wanted, name, created, so_far, is_relayed=RELAY in request.headers)
+        formatter = Formatter(wanted, name, created, so_far, asked.form, is_relayed=RELAY in request.headers)
         task = asyncio.current_task()
         assert task is not None
         self._under_way.add(task)
@@ -167,27 +168,35 @@ class Door:
             async with aclosing(self._pieces(asked, formatter)) as pieces:
                 async for piece in pieces:
                     formatter.take(piece)
-                    if not asked.request.stream:
+                    # If no other engine can go on, nothing is delivered before the first piece that would be lost.
+                    if not asked.request.stream or (response is None and piece.is_empty and not formatter.can_go_on):
                         continue
                     if response is None:
-                        response = web.StreamResponse(headers=sse.HEADERS)
-                        await response.prepare(request)
-                        await self._write(response, formatter.opening())
+                        response = await self._begin(request, formatter)
                     await self._write(response, formatter.event(piece))
-            if response is None:
+            if not asked.request.stream:
                 return web.Response(body=formatter.whole(), content_type=CONTENT_TYPE)
+            if response is None:
+                response = await self._begin(request, formatter)
             await self._write(response, formatter.closing())
         except StarlingError as error:
             if response is None:
                 raise
-            await self._write(response, sse.event(error_event(error, [0])))
+            await self._write(response, formatter.failure(error))
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if response is None or self._is_open or task is None:
                 raise
             task.uncancel()
-            await self._write(response, sse.event(error_event(self._shut_error(), [0])))
+            await self._write(response, formatter.failure(self._shut_error()))
         await response.write_eof()
+        return response
+
+    async def _begin(self, request: web.Request, formatter: Formatter) -> web.StreamResponse:
+        fixed = {} if formatter.can_go_on else {TEXT: FIXED}
+        response = web.StreamResponse(headers={**sse.HEADERS, **fixed})
+        await response.prepare(request)
+        await self._write(response, formatter.opening())
         return response
 
     async def _pieces(self, asked: EngineRequest, formatter: Formatter) -> AsyncGenerator[Piece]:
@@ -196,9 +205,8 @@ class Door:
             formatter.end("length")
             yield Piece()
             return
-        stream = EventStream(self._dialect, is_chat=asked.request.messages is not None)
+        stream = EventStream(self._dialect, asked.form)
         silent_s = self._engine.answer_timeout_ms / 1000
-        n_characters = 0
         try:
             async with self._session.request(
                 "POST",
@@ -213,10 +221,9 @@ class Door:
                 self.submitted += 1
                 async for data in answer.content.iter_any():
                     for piece in stream.feed(data):
-                        n_characters += len(piece.text)
-                        if not asked.request.stream and n_characters > MAX_WHOLE:
-                            raise TooLarge(f"the answer has more than {MAX_WHOLE} characters; set max_tokens or stream")
                         yield piece
+                        if formatter.n_kept > MAX_WHOLE:
+                            raise TooLarge(f"the answer may have more than {MAX_WHOLE} bytes; set max_tokens or stream")
                     if stream.is_over:
                         break
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -231,10 +238,10 @@ class Door:
         """The engine's error as ours."""
         try:
             error = msgspec.json.decode(body)["error"]
-            said = str(error["message"])[:500]
+            said = str(error["message"])[:MAX_SAID]
         except (*DECODE_ERRORS, KeyError, TypeError):
             said = body[:200].decode("utf-8", "replace")
-        if status in (400, 413, 422):
+        if status in REFUSALS:
             return InvalidRequest(f"{self._dialect.name} refuses the request: {said}")
         if status in (429, 503):
             return Overloaded(f"{self._dialect.name} is busy: {said}", status=503, retry_after_s=RETRY_AFTER_S)
