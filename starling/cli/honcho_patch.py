@@ -150,7 +150,8 @@ class Manager(manager.Manager):
         if self.is_stopping:  # a signal came since honcho set its handlers
             self._on_signal(signal.SIGTERM, None)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` has set it
+                signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # those that `starling up` has held back
         forked_supervisor.preload()
         trim()

@@ -114,8 +114,8 @@ server.serve_forever()""",
 class Up:
     """A running `starling up`, its lines as they come."""
 
-    def __init__(self, tmp_path: Path, gateway: str, others: str = "") -> None:
-        """`others`: more lines of the Procfile."""
+    def __init__(self, tmp_path: Path, gateway: str, others: str = "", launcher: tuple[str, ...] = ()) -> None:
+        """`others`: more lines of the Procfile; `launcher`: a command that runs it."""
         self.port = free_port()
         (tmp_path / "gateway.py").write_text(gateway)
         procfile = tmp_path / "Procfile"
@@ -130,7 +130,7 @@ class Up:
             "STARLING_CACHE__MAX_SIZE_MB": "1",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", UP, str(procfile), "up"],
+            [*launcher, sys.executable, "-c", UP, str(procfile), "up"],
             env=self.env,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -175,8 +175,8 @@ Start = Callable[..., Up]
 def start(tmp_path: Path) -> Iterator[Start]:
     running: list[Up] = []
 
-    def begin(gateway: str, others: str = "") -> Up:
-        running.append(Up(tmp_path, gateway, others))
+    def begin(gateway: str, others: str = "", launcher: tuple[str, ...] = ()) -> Up:
+        running.append(Up(tmp_path, gateway, others, launcher))
         return running[-1]
 
     yield begin
@@ -281,6 +281,18 @@ def test_a_stage_that_does_not_end_is_killed_after_its_time(
     assert up.end() == 0, "".join(up.seen)
     assert any(f"sending SIGKILL to gateway.1 (pid {pid})" in line for line in up.seen) == (drain_s < 1)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_it_outlives_a_terminal_where_that_is_asked_for(start: Start) -> None:
+    up = start(READY, launcher=("nohup",))
+    up.wait_for("ready at")
+    up.process.send_signal(signal.SIGHUP)
+    os.kill(up.stage_pid(), signal.SIGKILL)
+    up.wait_for(r"gateway\.1 was killed by SIGKILL; starting it again")
+    up.process.send_signal(signal.SIGTERM)
+    assert up.end() == 0, "".join(up.seen)
+    assert not any("SIGHUP received" in line for line in up.seen)
 
 
 @pytest.mark.slow

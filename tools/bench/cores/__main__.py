@@ -5,6 +5,9 @@ cores slow each other down; model.py makes a prediction of these.  "Check" compa
 which the model has not seen.  Of another machine, `--bandwidth` and `--sockets` are what it has; cores are assumed to
 be as fast as here, all sockets to read copies of their own.  Each step is predicted twice: with what memory gives to
 each core here, for any number of cores, and with at most the bandwidth of the sockets that the cores are on.
+
+Two worker groups of a model, one on each socket, compute half the sequences each on half the cores, beside each other:
+batch 64 takes them as long as one group of half the cores takes for batch 32.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ from tools.bench.offline.candidate import Candidate
 STEPS = (
     Step("batch 1", 1, 1, 128),
     Step("batch 1, 2,048 cached", 1, 1, 2048),
+    Step("batch 8", 8, 1, 128),
     Step("batch 16", 16, 1, 128),
+    Step("batch 32", 32, 1, 128),
     Step("batch 64", 64, 1, 128),
     Step("prefill 512", 1, 512, 0),
 )
