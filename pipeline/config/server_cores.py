@@ -15,11 +15,12 @@ removes the file.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,10 @@ FILE = "server-cores"
 
 _LOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
+_EVERY_CORE = range(8192)  # more than Linux can have: the kernel takes those of the control group
+
 _before: list[int] = []  # the cores of this process, before it kept to some of them
+_had_all = False  # whether those were all of its control group: `taskset` had taken none
 _joined: dict[Path, int] = {}  # descriptors of locked files; several only in a process with several configurations
 
 
@@ -45,9 +49,45 @@ def own() -> list[int]:
 
 
 def keep_to(cores: list[int]) -> None:
-    """Keep this thread, and those that it starts, to some of this process's cores. `own` stays as it is."""
-    _before[:] = own()
-    os.sched_setaffinity(0, cores)
+    """Keep this thread, and those that it starts, to some of this process's cores. `own` stays as it is.
+
+    Raises `OSError`: the thread runs where it did.
+    """
+    global _had_all
+    here = os.sched_getaffinity(0)
+    if not _before:
+        os.sched_setaffinity(0, _EVERY_CORE)
+        _had_all = os.sched_getaffinity(0) == here
+    try:
+        os.sched_setaffinity(0, cores)
+    except OSError:
+        os.sched_setaffinity(0, here)
+        raise
+    _before[:] = own() if _before else sorted(here)
+
+
+def leave() -> None:
+    """Let this thread run where it might before `keep_to`: a process begins with it that its parent has forked.
+
+    If that was any core of the control group, it is any one that the group has now.
+    """
+    if _before:
+        with contextlib.suppress(OSError):  # the control group has lost all of them: it has others
+            os.sched_setaffinity(0, _EVERY_CORE if _had_all else _before)
+        _before.clear()
+
+
+@contextlib.contextmanager
+def left() -> Iterator[None]:
+    """`leave` until the end of the block, for computing and for new programs, which begin where this thread runs."""
+    kept = sorted(os.sched_getaffinity(0)) if _before else []
+    leave()
+    try:
+        yield
+    finally:
+        if kept:
+            with contextlib.suppress(OSError):
+                keep_to(kept)
 
 
 def of(config: Config) -> list[int]:

@@ -1,5 +1,7 @@
 """Cores for the control plane: gateway, tokenizer, scheduler and kv compute on them, and ranks on the others.
 
+`starling up`, the worker pool and all supervisors wait there (`keep_parent`): each wakes every few seconds.
+
 Ranks wait for each other in every layer, so that all of them wait while another process takes the core of one.  On a
 server with more than two cores the first ones are the control plane's therefore (`performance.control_cores`), unless
 a configured model has `cpus` or needs all cores.
@@ -7,9 +9,12 @@ a configured model has `cpus` or needs all cores.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 from collections.abc import Sequence
 
+from pipeline import procfs
 from pipeline.config import server_cores
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import core_groups
@@ -78,3 +83,22 @@ def keep(config: Config) -> list[int]:
         log.warning("the stage runs on any core", extra={"cores": cores, "error": error.strerror})
         return []
     return cores
+
+
+def keep_parent(config: Config) -> None:
+    """Keep this process, which only starts others and waits, to those cores of the control plane that it may run on.
+
+    Its children begin where it might run before (`server_cores.leave`).
+    """
+    own = server_cores.own()
+    is_one = config.performance.worker_groups == 1
+    cores = [cpu for cpu in reserved(config, own if is_one else server_cores.of(config)) if cpu in own]
+    if not cores:
+        return
+    try:
+        server_cores.keep_to(cores)
+        for thread in procfs.threads():  # that which writes the log
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.sched_setaffinity(thread, cores)
+    except OSError as error:
+        log.warning("a supervisor runs on any core", extra={"cores": cores, "error": error.strerror})

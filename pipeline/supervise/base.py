@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
+from pipeline.config import server_cores
 from pipeline.runtime import process
 
 SAME_SIGNAL_S = 0.5  # signals within this time count once: honcho and a terminal may both send one
@@ -88,8 +89,8 @@ class SupervisorBase:
 def fork(body: Callable[[], int]) -> int:
     """Fork a copy of this process, in its own process group, that exits with the code `body` returns.
 
-    It receives SIGKILL when this process dies.  Returns its pid, in the parent.  Raises `OSError`: there are too many
-    processes, or too little memory.
+    It may run on all cores that this process had before it kept to some of them, and receives SIGKILL when this process
+    dies.  Returns its pid, in the parent.  Raises `OSError`: there are too many processes, or too little memory.
     """
     parent = os.getpid()
     sys.stdout.flush()
@@ -106,6 +107,7 @@ def fork(body: Callable[[], int]) -> int:
     code = process.EXIT_FATAL
     try:
         process.die_with_parent(parent)
+        server_cores.leave()
         os.setpgid(0, 0)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)

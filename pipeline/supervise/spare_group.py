@@ -27,6 +27,7 @@ import msgspec
 from pipeline import procfs
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
+from pipeline.models import control_cores
 from pipeline.models.versions import ModelVersion
 from pipeline.runtime import process
 from pipeline.supervise import base
@@ -199,6 +200,7 @@ def _wait_for_version(
     pid = base.fork(wait_and_run)
     theirs.close()
     os.close(preparing)
+    control_cores.keep_parent(config)
     message, watched = _receive(channel, ours)
     channel.close()
     if not message:

@@ -33,9 +33,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pipeline import procfs
-from pipeline.config import paths
+from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
+from pipeline.models import control_cores
 from pipeline.observe import logs
 from pipeline.observe.background_file import THREAD_NAME
 from pipeline.observe.log_levels import LogLevelFollower
@@ -123,6 +124,7 @@ def run_supervisor(
     count = open_count(config, counted_as) if running is None else running.restart_count
     supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=count, running=running)
     supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
+    control_cores.keep_parent(config)
     code = supervisor.run()
     supervisor.ignore_restart_requests()
     return code
@@ -159,7 +161,9 @@ def start_program(command: list[str]) -> Start:
     def start(keepalive_fd: int, restarts: int) -> int:
         """Start the stage; its pid."""
         env = {**os.environ, **_environment(keepalive_fd, restarts), process.PARENT_VARIABLE: str(os.getpid())}
-        child = subprocess.Popen(command, env=env, pass_fds=(keepalive_fd, *listen_fd.inherited_fds()), process_group=0)
+        fds = (keepalive_fd, *listen_fd.inherited_fds())
+        with server_cores.left():
+            child = subprocess.Popen(command, env=env, pass_fds=fds, process_group=0)
         child.returncode = 0  # this module waits by pid: Popen must neither wait nor warn
         return child.pid
 

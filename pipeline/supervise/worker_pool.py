@@ -31,7 +31,7 @@ from pipeline import procfs
 from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.errors import ModelUnavailable
-from pipeline.models import versions, weight_copies, worker_groups
+from pipeline.models import control_cores, versions, weight_copies, worker_groups
 from pipeline.models.versions import ModelVersion
 from pipeline.observe import logs, status
 from pipeline.observe.log_levels import LogLevelFollower
@@ -438,15 +438,20 @@ def run_worker_pool(
         """Start a supervisor; its pid."""
         # Preload for every member: kernels that an earlier group has compiled are then loaded for this one.
         # `run` reads the table, which the version may have left: that must end the member, not the pool.
-        body = (lambda: run_version(run, version)) if preloaded(preload) else None
-        return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
+        with server_cores.left():
+            body = (lambda: run_version(run, version)) if preloaded(preload) else None
+            return base.fork(lambda: _supervise_version(config, body, command(version), version.stage))
 
     def spare() -> SpareGroup | None:
         """A spare group; None: it could only be a new program."""
-        return fork_spare("worker", config, run, time.monotonic(), prepare_spare) if preloaded(preload) else None
+        with server_cores.left():
+            if not preloaded(preload):
+                return None
+            return fork_spare("worker", config, run, time.monotonic(), prepare_spare)
 
     pool = WorkerPool(config, fork, watched_ancestors, only, fork_spare=spare)
     pool.on_wake = LogLevelFollower(paths.run_dir(config), "worker", config.logging.level).poll
+    control_cores.keep_parent(config)
     return pool.run()
 
 

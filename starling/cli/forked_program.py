@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from pipeline import procfs
+from pipeline.config import server_cores
 from pipeline.runtime import process
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
@@ -89,6 +90,7 @@ class ForkedProgram:
 def _prepare(command: list[str], env: Mapping[str, str], cwd: str | None) -> None:
     """Make a child what a new program would be."""
     process.close_files()
+    server_cores.leave()
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import server_cores
 from pipeline.config.env import ALIAS_PREFIX, PREFIX
 from pipeline.config.load import load
 from pipeline.config.schema import Config
@@ -77,21 +78,26 @@ def child_of(command: str, env: Mapping[str, str] | None = None, cwd: str | None
     The supervisor of the gateway, which the Procfile names first, imports its stage while this process imports the
     other stages, one after the other: at the start both take as long.
     """
-    from honcho.process import Popen
-
     found = _LINE.fullmatch(command.strip())
     if found is None:
-        return Popen(command, env=env, cwd=cwd)
+        return _program(command, env, cwd)
     stage = found[1]
     if stage != GATEWAY:
         _import(stage)
     shown = command_of(stage)
     if not can_fork(shown):  # asked after the import, which may have started a thread
-        return Popen(command, env=env, cwd=cwd)
+        return _program(command, env, cwd)
     env = os.environ if env is None else env
     config = _config_for(stage, env, cwd)
     env = {**env, PARENT_VARIABLE: str(os.getpid())}  # it may end before the child watches it
     return ForkedProgram(shown, lambda: _main(stage, config), env, cwd=cwd, is_piped=True, leads_session=True)
+
+
+def _program(command: str, env: Mapping[str, str] | None, cwd: str | None) -> Any:
+    from honcho.process import Popen
+
+    with server_cores.left():
+        return Popen(command, env=env, cwd=cwd)
 
 
 def _config_for(stage: str, env: Mapping[str, str], cwd: str | None) -> Config | None:

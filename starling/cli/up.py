@@ -25,7 +25,7 @@ from pipeline.config.load import load
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError
 from pipeline.faults import points
-from pipeline.models import capacity
+from pipeline.models import capacity, control_cores
 from pipeline.observe import status
 from pipeline.runtime import arena_dir
 from pipeline.runtime import run_dir as rundir
@@ -228,9 +228,13 @@ class _Watcher:
         self._run_dir = run_dir
         self._begun = time.monotonic()
         self._reported: list[str] = []
+        self._is_kept = False
 
     def check(self) -> bool:
-        """True once the server is ready; prints the banner then."""
+        """True once the server is ready; prints the banner then. For when all processes have been started."""
+        if not self._is_kept:
+            self._is_kept = True
+            control_cores.keep_parent(self._config)
         took = time.monotonic() - self._begun
         records = [record for record in status.read_all(self._run_dir) if record.alive]
         waiting = [f"{record.stage} ({record.reason or 'starting'})" for record in records if not record.ready]

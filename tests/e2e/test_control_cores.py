@@ -1,16 +1,18 @@
-"""The stages of the control plane run on their core, and ranks on the other one."""
+"""The stages of the control plane, and all that supervises, run on their core, and ranks on the other one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import share_caches
-from tests.e2e.server import Server, poll_until
+from tests.e2e.server import Server, poll_until, wait_gone
+from tests.e2e.up_server import Up
 from tools.tiny_gguf import SHAPES, write_model
 
 pytestmark = pytest.mark.slow
@@ -45,3 +47,53 @@ def test_no_stage_of_the_control_plane_runs_on_a_core_that_computes(tmp_path: Pa
             poll_until(lambda stage=stage, killed=killed: server.pid_of(stage) != killed)
         assert server.post("/v1/generate", **body)["choices"][0]["text"] == text
         server.stop()
+
+
+def allowed_lists(pid: int) -> set[str]:
+    """What the kernel's status files say of the threads of a process; empty once it has ended."""
+    found: set[str] = set()
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                text = (thread / "status").read_text()
+                found.update(re.findall(r"^Cpus_allowed_list:\t(.*)$", text, re.M))
+    return found
+
+
+@pytest.mark.skipif("len(os.sched_getaffinity(0)) < 2", reason="ranks and control plane need a core each")
+def test_no_supervisor_waits_on_a_core_that_computes(tmp_path: Path) -> None:
+    """Nor their successors. Workers, which they start, may run where they might without cores of the control plane."""
+    share_caches(tmp_path)
+    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"], seed=1)
+    first, *others = sorted(os.sched_getaffinity(0))
+    model = {"name": "tiny", "path": str(path), "kv_cache_mb": 8}
+    with Up(tmp_path, {"models": [model], "performance": {"control_cores": 1}}) as server:
+
+        def elsewhere() -> dict[str, set[str]]:
+            """Processes but the worker's that may run on other cores than the control plane's."""
+            worker = server.pid_of("worker-tiny")
+            found = {f"{pid} {command}": allowed_lists(pid) for pid, command in server.pids().items() if pid != worker}
+            return {process: lists for process, lists in found.items() if lists - {str(first)}}
+
+        def check() -> None:
+            poll_until(lambda: not elsewhere(), elsewhere)  # some have just begun
+            assert os.sched_getaffinity(server.pid_of("worker-tiny")) == {others[0]}
+            assert cores_of(server.pid_of("worker-tiny")) == {first, *others}  # its other threads are pinned to none
+
+        def parent(pid: int) -> int:
+            return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+        def kill(pid: int) -> None:
+            os.kill(pid, signal.SIGKILL)
+            assert wait_gone(pid)
+
+        check()
+        assert len(server.pids()) == 12  # up, five stages and supervisors, the pool
+        supervisor = parent(server.pid_of("worker-tiny"))
+        for killed in (server.pid_of("worker-tiny"), supervisor, parent(supervisor), parent(server.pid_of("kv"))):
+            kill(killed)
+            server.wait_recorded()
+            check()
+        body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1, "ignore_eos": True}
+        assert server.post("/v1/generate", **body)["choices"][0]["text"]
+        assert server.stop() == 0

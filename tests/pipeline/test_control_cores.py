@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ from pipeline.config.load import resolve
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.models import control_cores, worker_groups
+from pipeline.supervise import base
 from tests.emulated_machine import memory_nodes
 
 
@@ -158,6 +161,65 @@ def test_cores_that_are_gone_leave_a_stage_where_it_is(cores: list[int], caplog:
     assert control_cores.keep(configured()) == []
     assert os.sched_getaffinity(0) == allowed
     assert [record.message for record in caplog.records] == ["the stage runs on any core"]
+
+
+def seen_by_fork(allowed: set[int]) -> bool:
+    """Whether a fork, as supervisors make it, may run on those cores, and believes that."""
+    pid = base.fork(lambda: int(not (os.sched_getaffinity(0) == allowed == set(server_cores.own()))))
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_what_a_parent_starts_may_run_where_it_might(cores: list[int]) -> None:
+    """Forks and programs; the parent and its thread that writes the log keep to the first core."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("ranks and control plane need a core each")
+    config, first = configured(control=1), {min(allowed)}
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    try:
+        control_cores.keep_parent(config)
+        assert thread.native_id is not None
+        assert os.sched_getaffinity(thread.native_id) == first == os.sched_getaffinity(0)
+    finally:
+        ended.set()
+        thread.join()
+    assert server_cores.own() == sorted(allowed)
+    show = [sys.executable, "-c", "import os; print(len(os.sched_getaffinity(0)))"]
+    with server_cores.left():
+        assert int(subprocess.run(show, capture_output=True, check=True, timeout=60).stdout) == len(allowed)
+    assert os.sched_getaffinity(0) == first
+    for _ in range(2):  # a supervisor that was a spare does it twice
+        control_cores.keep_parent(config)
+        assert seen_by_fork(allowed)
+    assert os.sched_getaffinity(0) == first
+
+
+def test_a_parent_under_taskset_widens_nothing(cores: list[int]) -> None:
+    """But one that was on all cores of its control group starts others on those that the group has now."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("one core is left out")
+    last = {max(allowed)}
+    os.sched_setaffinity(0, last)
+    server_cores.keep_to(sorted(last))
+    assert seen_by_fork(last)
+    server_cores.leave()
+    assert os.sched_getaffinity(0) == last
+    os.sched_setaffinity(0, allowed)
+    server_cores.keep_to(sorted(last))
+    server_cores._before[:] = sorted(last)  # the group has grown since
+    assert seen_by_fork(allowed)
+
+
+def test_a_parent_keeps_to_no_core_that_it_lacks(cores: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's first core may be another one's: a supervisor that was started again under `taskset`."""
+    here = os.sched_getaffinity(0)
+    cores += [1, 2, 3]
+    monkeypatch.setattr(server_cores, "of", lambda config: [0, 1, 2, 3])
+    control_cores.keep_parent(configured(groups="auto"))
+    assert os.sched_getaffinity(0) == here
 
 
 @pytest.mark.parametrize(("setting", "reason"), [(64, "give at most"), (65, "65"), (-1, "")])

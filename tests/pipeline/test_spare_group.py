@@ -96,6 +96,29 @@ def test_the_process_that_waits_becomes_the_group_of_the_next_version(world: Wor
     assert wait_gone(other)
 
 
+def test_the_supervisor_of_a_spare_keeps_to_the_control_plane_and_its_group_does_not(tmp_path: Path) -> None:
+    """Nor does a successor of the group."""
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("ranks and control plane need a core each")
+    world = World(tmp_path, performance={"control_cores": 1})
+    try:
+        supervisor, waiting = start(world)
+        world.wait(lambda: os.sched_getaffinity(supervisor) == {min(allowed)})
+        assert os.sched_getaffinity(waiting) == allowed
+        world.write(make("stay", 1), make("stay", 2, "loading"))
+        assert world.wait_begun("m@2")[0] == waiting
+        os.kill(waiting, signal.SIGKILL)
+        again, _ = world.wait_begun("m@2", lives=2)
+        assert os.sched_getaffinity(again) == allowed
+        assert os.sched_getaffinity(supervisor) == {min(allowed)}
+        stop(world)
+    finally:
+        if world.pool is not None and world.pool.poll() is None:
+            world.pool.kill()
+            world.pool.wait()
+
+
 def test_a_spare_that_is_killed_is_replaced(world: World) -> None:
     supervisor, waiting = start(world)
     os.kill(supervisor, signal.SIGKILL)

@@ -68,6 +68,16 @@ def test_other_lines_are_started_by_a_shell(tmp_path: Path) -> None:
     assert output == f"hello\n{tmp_path}\n"
 
 
+def test_they_run_where_this_process_did_before_it_kept_to_a_core(tmp_path: Path) -> None:
+    kept = (
+        "from pipeline.config import server_cores; server_cores.keep_to(server_cores.own()[:1]); logging.basicConfig()"
+    )
+    program = RUN.replace("logging.basicConfig()", kept)
+    allowed = "grep Cpus_allowed_list /proc/self/status"
+    here = subprocess.run(allowed.split(), capture_output=True, text=True, check=True).stdout
+    assert run(allowed, tmp_path, program)[-1] == here
+
+
 def test_a_supervisor_is_not_forked_if_the_import_of_its_stage_started_a_thread(tmp_path: Path) -> None:
     starts = "lambda stage: threading.Thread(target=threading.Event().wait, daemon=True).start()"
     program = RUN.replace(
