@@ -231,7 +231,7 @@ $(BIN)/llama-server: locks/requirements-peers-native.lock tools/build_llama_cpp.
 	@tools/build_llama_cpp.sh $(BIN)/python locks/requirements-peers-native.lock $(VENV)
 
 $(VENV)/.peer-compiler: .FORCE | $(VENV)/.locked-dev
-	@chosen=$$(tools/peer_compiler.sh) && eval "$$chosen" && \
+	@chosen=$$(tools/peer_compiler.sh $(BIN)/python $(VENV)) && eval "$$chosen" && \
 	  { echo "$$chosen"; echo "$(CMAKE_ARGS)"; "$$CXX" --version 2>/dev/null | head -n 1; } >$@.new
 	@if cmp --silent $@.new $@; then rm $@.new; else mv $@.new $@; fi
 

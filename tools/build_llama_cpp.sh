@@ -14,7 +14,7 @@ fail() {
     exit 1
 }
 
-assignments=$("$(dirname "$0")/peer_compiler.sh")
+assignments=$("$(dirname "$0")/peer_compiler.sh" "$python" "$venv")
 eval "$assignments"
 for tool in cmake "$CXX"; do
     command -v "$tool" >/dev/null || fail "$tool is needed to compile llama.cpp, and is not installed." \
@@ -23,6 +23,7 @@ done
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+export ZIG_GLOBAL_CACHE_DIR=$work/zig # of the clang that peer_clang.sh fetches
 # The lock's one entry: from its name to the last line that goes on.
 awk '/^llama-cpp-python==/ { on = 1 } on { print } on && !/\\$/ { exit }' "$lock" >"$work/lock"
 [ -s "$work/lock" ] || fail "$lock names no llama-cpp-python."
@@ -57,4 +58,7 @@ mkdir -p "$venv/lib/llama.cpp"
 cp -P "$work"/build/bin/*.so* "$venv/lib/llama.cpp"
 install -m 755 "$work/build/bin/llama-server" "$venv/bin/llama-server.new"
 "$venv/bin/llama-server.new" --version 2>&1 | head -n 2
+if grep -qw amx_int8 "${CPUINFO:-/proc/cpuinfo}"; then
+    "$python" "$(dirname "$0")/tile_instructions.py" "$venv/lib/llama.cpp/libggml-cpu.so" || true # as has been said
+fi
 mv "$venv/bin/llama-server.new" "$venv/bin/llama-server"

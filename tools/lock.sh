@@ -32,6 +32,7 @@ lock locks/requirements-api.lock --constraint locks/requirements-dev.lock --grou
 lock locks/requirements-image.lock --constraint locks/requirements.lock --group build --extra cloud --extra etcd --extra redis
 lock locks/requirements-ray.lock --constraint locks/requirements-dev.lock --group build --extra ray
 lock locks/requirements-fleet.lock --constraint locks/requirements-dev.lock --group build --group fleet-peers
+resolve locks/requirements-peers-compiler.lock --no-config --group pyproject.toml:peers-compiler
 resolve locks/requirements-peers-more.lock --no-config --group pyproject.toml:peers-more
 # Without what [tool.uv] says of the project's own dependencies.
 resolve locks/requirements-clients.lock --no-config --group pyproject.toml:clients

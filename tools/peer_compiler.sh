@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Prints assignments of CC, CXX, CFLAGS and CXXFLAGS with which llama.cpp uses everything that this CPU has.
-# Usage: eval "$(tools/peer_compiler.sh)".  CXX and CC in the environment stay as they are.
+# Usage: eval "$(tools/peer_compiler.sh PYTHON VENV)".  CXX and CC in the environment stay as they are.
 #
 # Only AMX needs a choice.  GCC before 13 compiles llama.cpp's AMX kernels to code that crashes (the tile
-# configuration), and clang does not define the macro __AMX_INT8__ that llama.cpp asks for.
+# configuration), and some versions of clang do not define the macro __AMX_INT8__ that llama.cpp asks for.  Where no
+# other compiler is installed, clang is fetched (peer_clang.sh).
 set -euo pipefail
+python=$1 venv=$2
 cpuinfo=${CPUINFO:-/proc/cpuinfo}
 
 is_gcc() { "$1" --version 2>/dev/null | grep -q 'Free Software Foundation'; }
@@ -20,14 +22,16 @@ if grep -qw amx_int8 "$cpuinfo"; then
                 break
             fi
         done
+        is_sound "$cxx" || ! fetched=$("$(dirname "$0")/peer_clang.sh" "$python" "$venv") || cxx=$fetched
     fi
     if is_clang "$cxx"; then
         flags='-mamx-tile -mamx-int8 -D__AMX_INT8__'
     elif is_gcc "$cxx" && ! is_sound "$cxx"; then
         # -march=native names the instructions, so the macro that llama.cpp asks for is taken away.
         flags='-U__AMX_INT8__'
-        printf 'starling: llama.cpp is compiled without AMX: %s is older than GCC 13. On Debian and Ubuntu: apt install clang\n' \
-            "$cxx" >&2
+        remedy="clang could not be fetched. On Debian and Ubuntu: apt install clang"
+        [ -z "${CXX:-}" ] || remedy='it is what CXX names; without CXX a compiler with AMX is taken or fetched'
+        printf 'starling: llama.cpp is compiled without AMX: %s is older than GCC 13; %s\n' "$cxx" "$remedy" >&2
     fi
 fi
 cc=${CC:-}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import tile_instructions
 from tools.bench.http import baseline
 from tools.bench.http.baseline import BaselineMissing, BaselineServer
 from tools.bench.offline import peers
@@ -135,6 +137,47 @@ GCC_14 = GCC_12.replace("12", "14")
 CLANG = "#!/bin/sh\necho 'Debian clang version 16.0.6'\n"
 
 
+# What tools/peer_clang.sh asks of g++, and of Python; the latter appends what pip is asked for to the file `asked`.
+GXX_12 = """#!/bin/sh
+case $1 in
+    -E) printf '#include <...> search starts here:\\n /opt/c++/12\\n /usr/include\\nEnd of search list.\\n' >&2 ;;
+    -print-file-name=*) echo "/opt/lib/${1#*=}" ;;
+    *) exec c++ "$@" ;;
+esac
+"""
+PYTHON = """#!/bin/sh
+case "$*" in
+    *metadata*) echo 0.0.1 ;;
+    *install*) echo "$@" >>"$(dirname "$0")/asked" ;;
+    *) dirname "$0" | sed s,$,/zig, ;;
+esac
+"""
+ZIG = '#!/bin/sh\ncase "$*" in *--version*) echo clang version 22.1.8 ;; *) echo "$@" ;; esac\n'
+
+
+def choose(tmp_path: Path, programs: dict[str, str], features: str, **environment: str) -> tuple[list[str], str]:
+    """CC, CXX, CFLAGS and CXXFLAGS where only these programs are installed, and what is said."""
+    for name, text in programs.items():
+        program(tmp_path / name, text)
+    for name in ("bash", "sh", "grep", "cut", "env", "dirname", "sed", "mkdir", "cat", "chmod"):
+        found = shutil.which(name)
+        assert found
+        (tmp_path / name).symlink_to(found)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"flags : fpu {features} sse\n")
+    script = 'assignments=$("$@") || exit; eval "$assignments"; printf "%s\\n" "$CC" "$CXX" "$CFLAGS" "$CXXFLAGS"'
+    tool = ROOT / "tools" / "peer_compiler.sh"
+    done = subprocess.run(
+        [tmp_path / "bash", "-c", script, "-", tool, tmp_path / "python", tmp_path / "venv"],
+        env={"PATH": str(tmp_path), "CPUINFO": str(cpuinfo), **environment},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:4], done.stderr
+
+
 @pytest.mark.parametrize(
     ("compilers", "features", "chosen", "flags"),
     [
@@ -143,34 +186,107 @@ CLANG = "#!/bin/sh\necho 'Debian clang version 16.0.6'\n"
         ({"c++": GCC_14}, "amx_int8", ("cc", "c++"), ""),
         ({"c++": GCC_12, "g++-14": GCC_14, "clang++": CLANG}, "amx_int8", ("gcc-14", "g++-14"), ""),
         ({"c++": GCC_12, "clang++-16": CLANG}, "amx_int8", ("clang-16", "clang++-16"), "-D__AMX_INT8__"),
-        ({"c++": GCC_12, "g++-13": GCC_12}, "amx_int8", ("cc", "c++"), "-U__AMX_INT8__"),
     ],
 )
 def test_the_peer_is_compiled_with_amx_whatever_the_default_compiler(
     tmp_path: Path, compilers: dict[str, str], features: str, chosen: tuple[str, str], flags: str
 ) -> None:
-    for name, text in compilers.items():
-        program(tmp_path / name, text)
-    for name in ("bash", "sh", "grep", "cut", "env"):
-        found = shutil.which(name)
-        assert found
-        (tmp_path / name).symlink_to(found)
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(f"flags : fpu {features} sse\n")
-    script = 'assignments=$("$1") || exit; eval "$assignments"; printf "%s\\n" "$CC" "$CXX" "$CFLAGS" "$CXXFLAGS"'
-    done = subprocess.run(
-        [tmp_path / "bash", "-c", script, "-", ROOT / "tools" / "peer_compiler.sh"],
-        env={"PATH": str(tmp_path), "CPUINFO": str(cpuinfo)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
-    assert done.returncode == 0, done.stderr
-    cc, cxx, *found_flags = done.stdout.split("\n")[:4]
+    (cc, cxx, *found_flags), said = choose(tmp_path, compilers, features)
     assert (cc, cxx) == chosen
     assert found_flags[0] == found_flags[1]
     assert (flags in found_flags[0]) if flags else found_flags[0] == ""
-    assert ("without AMX" in done.stderr) == (flags == "-U__AMX_INT8__")
+    assert said == ""
+
+
+def test_where_no_compiler_has_amx_the_locked_clang_is_fetched(tmp_path: Path) -> None:
+    programs = {"c++": GCC_12, "g++": GXX_12, "python": PYTHON, "zig": ZIG}
+    (cc, cxx, flags, _), said = choose(tmp_path, programs, "amx_int8")
+    assert (cc, cxx) == (f"{tmp_path}/venv/bin/peer-clang", f"{tmp_path}/venv/bin/peer-clang++")
+    assert "-D__AMX_INT8__" in flags
+    assert "Fetching clang" in said and "without AMX" not in said
+    asked = (tmp_path / "asked").read_text()
+    assert "--require-hashes --only-binary :all:" in asked
+    assert asked.strip().endswith("locks/requirements-peers-compiler.lock")
+    compiled, linked = (
+        subprocess.run([cxx, *arguments], capture_output=True, text=True, check=True, timeout=30).stdout.split()
+        for arguments in (["-c", "a b.cpp"], ["a.o"])
+    )
+    assert compiled == ["c++", "-nostdinc++", "-nostdlib++", "-c", "a", "b.cpp", "-I/opt/c++/12"]
+    assert linked[3:] == ["a.o", "-I/opt/c++/12", "/opt/lib/libstdc++.so", "/opt/lib/libgcc_s.so.1"]
+
+
+@pytest.mark.parametrize(
+    ("programs", "environment", "reason"),
+    [
+        ({"g++-13": GCC_12}, {}, "g++ is needed .*clang could not be fetched.* apt install clang"),
+        ({"g++": GXX_12, "python": "#!/bin/sh\nexit 1\n"}, {}, "clang could not be fetched.* apt install clang"),
+        ({"g++-12": GCC_12, "clang++": CLANG}, {"CXX": "g++-12"}, "g++-12 is older than GCC 13; .*CXX names"),
+    ],
+)
+def test_a_peer_without_amx_is_said_to_be_one(
+    tmp_path: Path, programs: dict[str, str], environment: dict[str, str], reason: str
+) -> None:
+    (_, cxx, *flags), said = choose(tmp_path, {"c++": GCC_12, **programs}, "amx_int8", **environment)
+    assert cxx == environment.get("CXX", "c++")
+    assert flags == ["-U__AMX_INT8__"] * 2
+    assert "compiled without AMX" in said
+    assert re.search(reason.replace("++", r"\+\+"), said, re.DOTALL)
+
+
+TILES = """
+#include <immintrin.h>
+void product(const void *configuration) {
+    _tile_loadconfig(configuration);
+#ifdef __AMX_INT8__
+    _tile_dpbusd(0, 1, 2);
+#endif
+    _tile_release();
+}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("flags", "code"), [("-mamx-int8", 0), ("-U__AMX_INT8__", 1)])
+def test_compiled_tile_instructions_are_found(tmp_path: Path, flags: str, code: int) -> None:
+    """g++ of any version compiles these few as they stand."""
+    source = tmp_path / "tiles.cpp"
+    source.write_text(TILES)
+    command = ["g++", "-O2", "-mamx-tile", flags, "-c", str(source), "-o", str(tmp_path / "tiles.o")]
+    subprocess.run(command, check=True, timeout=60)
+    assert tile_instructions.main(str(tmp_path / "tiles.o")) == code
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("importlib.util.find_spec('ziglang') is None", reason="locks/requirements-peers-compiler.lock")
+def test_the_fetched_clang_compiles_for_amx_and_links_with_the_library_of_gxx(tmp_path: Path) -> None:
+    compiler = subprocess.run(
+        [ROOT / "tools" / "peer_clang.sh", sys.executable, tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.strip()
+    environment = {**os.environ, "ZIG_GLOBAL_CACHE_DIR": str(tmp_path / "cache")}
+
+    def compile_file(name: str, text: str, *arguments: object) -> Path:
+        (tmp_path / f"{name}.cpp").write_text(text)
+        command = [compiler, "-O2", tmp_path / f"{name}.cpp", *arguments, "-o", tmp_path / name]
+        subprocess.run(list(map(str, command)), env=environment, check=True, timeout=300)
+        return tmp_path / name
+
+    tiles = compile_file("tiles", TILES, "-march=sapphirerapids", "-D__AMX_INT8__", "-c")
+    assert tile_instructions.count(tiles) == (1, 1)
+    # What one library throws another one catches.
+    throws = '#include <stdexcept>\nvoid fail() { throw std::runtime_error("thrown"); }\n'
+    library = compile_file("libfail.so", throws, "-fPIC", "-shared")
+    catches = """#include <cstdio>
+        #include <exception>
+        void fail();
+        int main() { try { fail(); } catch (const std::exception &error) { puts(error.what()); } }
+        """
+    caught = compile_file("catch", catches, library)
+    assert subprocess.run([caught], capture_output=True, text=True, check=True, timeout=60).stdout == "thrown\n"
 
 
 def test_another_compiler_compiles_the_peer_again(tmp_path: Path) -> None:

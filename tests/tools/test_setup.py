@@ -28,6 +28,7 @@ LOCKS = (
     "locks/requirements-api.lock",
     "locks/setup.lock",
 )
+COMPILER = "locks/requirements-peers-compiler.lock"  # of `make peers-native` where no other one has AMX
 ALONE = "locks/setup.lock"  # nothing of the project is in it
 CLIENTS = "locks/requirements-clients.lock"  # of an environment without the project
 
@@ -37,7 +38,7 @@ def pinned(lock: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^\s;]+)", (ROOT / lock).read_text(), re.M))
 
 
-@pytest.mark.parametrize("lock", [*LOCKS, CLIENTS])
+@pytest.mark.parametrize("lock", [*LOCKS, COMPILER, CLIENTS])
 def test_locks_are_pinned_hashed_and_name_no_index(lock: str) -> None:
     text = (ROOT / lock).read_text()
     entries = [entry for entry in re.split(r"\n(?=[a-z0-9])", text) if not entry.startswith("#")]
@@ -60,6 +61,7 @@ def test_locks_contain_every_dependency() -> None:
     assert names(project["dependency-groups"]["dev"]) <= set(pinned("locks/requirements-dev.lock"))
     assert names(project["dependency-groups"]["peers"]) <= set(pinned("locks/requirements-peers.lock"))
     assert names(project["dependency-groups"]["setup"]) <= set(pinned(ALONE))
+    assert names(project["dependency-groups"]["peers-compiler"]) == set(pinned(COMPILER))
     assert names(project["dependency-groups"]["clients"]) <= set(pinned(CLIENTS))
     assert names(project["dependency-groups"]["api-examples"]) <= set(pinned("locks/requirements-api.lock"))
 
