@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.models.store import LocalModel
 from tools import tile_instructions
 from tools.bench.http import baseline
 from tools.bench.http.baseline import BaselineMissing, BaselineServer
+from tools.bench.http.command import Bench, about_line
 from tools.bench.offline import peers
 from tools.bench.offline.baseline import Baseline, EngineRefusesError
 from tools.bench.offline.ik_baseline import IkBaseline
@@ -59,6 +61,7 @@ def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.Monk
     core = max(os.sched_getaffinity(0))
     with BaselineServer(Path("some/model.gguf"), [core], 16, 1024, flash_attention) as server:
         pid = server.pids[0]
+        assert "cpu CPU : AVX512_VNNI = 1 | OPENMP = 1" in about_line(server.name, server.about)
         assert server.about.pop("load_ms") > 0
         assert server.about == {
             "version": "version: 7 (abc); built with GNU 12.2.0",
@@ -75,6 +78,20 @@ def test_a_compiled_server_is_preferred(tmp_path: Path, monkeypatch: pytest.Monk
     assert (arguments["--parallel"], arguments["--ctx-size"]) == ("16", str(16 * 1024))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_it_runs_with_and_without_flash_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "llama-server", SERVER.format(python=sys.executable, told=str(tmp_path / "told")))
+    monkeypatch.setattr(baseline.sys, "executable", str(tmp_path / "python"))
+    with ExitStack() as stack:
+        bench = Bench.__new__(Bench)  # no model is prepared
+        bench.stack, bench.cores = stack, [max(os.sched_getaffinity(0))]
+        bench.source = LocalModel("m", tmp_path / "m.gguf", "", 0)
+        servers = bench._baselines(4)
+        assert [(server.name, server.about["flash_attention"]) for server in servers] == [
+            ("llama-server", "on"),
+            ("llama-server -fa off", "off"),
+        ]
 
 
 def test_a_server_that_ends_is_missing_with_its_last_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +304,37 @@ def test_the_fetched_clang_compiles_for_amx_and_links_with_the_library_of_gxx(tm
         """
     caught = compile_file("catch", catches, library)
     assert subprocess.run([caught], capture_output=True, text=True, check=True, timeout=60).stdout == "thrown\n"
+
+
+def test_the_features_that_the_compiled_peer_reports_are_printed(tmp_path: Path) -> None:
+    """By the package with copies of the compiled libraries, which replace those of a wheel."""
+    reported = "CPU : AVX512_VNNI = 1 | AMX_INT8 = 1 | OPENMP = 1 | "
+    package, libraries = tmp_path / "site" / "llama_cpp", tmp_path / "venv" / "lib" / "llama.cpp"
+    (package / "lib").mkdir(parents=True)
+    (package / "lib" / "libwheel.so").touch()
+    libraries.mkdir(parents=True)
+    (libraries / "features").write_text(reported)
+    (package / "__init__.py").write_text(
+        "import pathlib\n"
+        "def llama_print_system_info():\n"
+        "    return pathlib.Path(__file__).with_name('lib').joinpath('features').read_bytes()\n"
+    )
+    interpreter = program(
+        tmp_path / "python",
+        f"""#!/bin/sh
+        case "$*" in
+            *"-m pip"*) echo "$@" >{tmp_path}/asked ;;
+            *platlib*) echo {tmp_path}/site ;;
+            *) PYTHONPATH={tmp_path}/site exec {sys.executable} "$@" ;;
+        esac
+        """,
+    )
+    lock = "locks/requirements-peers-native.lock"
+    command = [str(ROOT / "tools" / "use_llama_cpp.sh"), str(interpreter), lock, str(tmp_path / "venv")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == f"llama.cpp uses {reported}\n"
+    assert [path.name for path in (package / "lib").iterdir()] == ["features"]
+    assert f"--require-hashes --no-binary llama-cpp-python -r {lock}" in (tmp_path / "asked").read_text()
 
 
 def test_another_compiler_compiles_the_peer_again(tmp_path: Path) -> None:

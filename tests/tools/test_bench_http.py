@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -25,7 +26,7 @@ from tools.bench.http import baseline, command
 from tools.bench.http.bound import first_token_lines, gap_lines
 from tools.bench.http.command import main
 from tools.bench.http.scenarios import repeated
-from tools.bench.http.workload import WORKS, Prompts, Row, ServerFigures, Work, order, outcome, table
+from tools.bench.http.workload import WORKS, Outcome, Prompts, Row, ServerFigures, Work, order, outcome, table
 from tools.bench.simulated import fit
 from tools.simulate import Machine, Simulation, arrivals, poisson
 from tools.tiny_gguf import SHAPES, write_model
@@ -138,6 +139,26 @@ def test_rows_have_ratios() -> None:
     lines = table([row])
     assert len(lines) == 3 and "starling" in lines[1] and "llama-server" in lines[2]
     assert row.plain()["work"]["clients"] == 1
+
+
+def test_each_row_is_compared_with_the_faster_baseline() -> None:
+    """Of flash attention on and off: which one is faster differs between workloads, and between a row's figures."""
+
+    def figures(tokens_per_s: float, first_ms: float) -> ServerFigures:
+        speeds = (tokens_per_s, tokens_per_s - 30, tokens_per_s + 5)  # the median counts
+        return ServerFigures.of([Outcome(speed, first_ms, first_ms, 1.0, 1.0, 0, 100) for speed in speeds])
+
+    on, off = "llama-server", "llama-server -fa off"
+    rows = [Row(work, figures(300, 50)) for work in WORKS[:3]]
+    command.compare(rows[0], {on: figures(100, 200), off: figures(120, 250)})
+    command.compare(rows[1], {on: figures(150, 200), off: figures(120, 100)})
+    command.compare(rows[2], {})
+    assert [(row.baseline_name, row.ratio, row.first_ratio) for row in rows] == [
+        (off, 2.5, 0.25),
+        (on, 2.0, 0.5),
+        (on, None, None),
+    ]
+    assert [re.split("  +", line)[1] for line in table(rows[:2])[1:]] == ["starling", off, "starling", on]
 
 
 def test_first_tokens_are_compared_with_their_target() -> None:

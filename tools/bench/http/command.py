@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,20 @@ def _brief(name: str, one: Outcome) -> str:
     return f"{name} {one.tokens_per_s:,.0f} tokens/s, first token {one.first_p50_ms:,.0f} ms"
 
 
+def compare(row: Row, baselines: Mapping[str, ServerFigures]) -> None:
+    """Set a row's baseline: the faster of llama-server with and without flash attention, for each of both figures."""
+    if baselines:
+        row.baseline_name = max(baselines, key=lambda name: baselines[name].tokens_per_s.median)
+        row.baseline = baselines[row.baseline_name]
+        first_ms = min(one.first_p50_ms.median for one in baselines.values())
+        row.first_ratio = round(row.candidate.first_p50_ms.median / first_ms, 3)
+
+
+def about_line(name: str, about: Mapping[str, Any]) -> str:
+    """What a baseline reports of itself: its version and build, and the CPU's features that it uses."""
+    return f"{name}: " + ", ".join(f"{key} {value}" for key, value in about.items())
+
+
 class Bench:
     """The model, prompts and servers that all sections share; each measurement is repeated `rounds` times."""
 
@@ -106,12 +120,7 @@ class Bench:
         rows = []
         for work in works:
             row = Row(work, ServerFigures.of(found[work, candidate.name]))
-            figures = {server.name: ServerFigures.of(found[work, server.name]) for server in baselines}
-            if figures:
-                row.baseline_name = max(figures, key=lambda name: figures[name].tokens_per_s.median)
-                row.baseline = figures[row.baseline_name]
-                first_ms = min(one.first_p50_ms.median for one in figures.values())
-                row.first_ratio = round(row.candidate.first_p50_ms.median / first_ms, 3)
+            compare(row, {server.name: ServerFigures.of(found[work, server.name]) for server in baselines})
             rows.append(row)
         click.echo("\n".join([*table(rows), *first_token_lines(rows)]))
         if watch.disturbed:
@@ -121,7 +130,7 @@ class Bench:
             )
         about = [server.about for server in baselines]
         for server in baselines:
-            click.echo(f"{server.name}: " + ", ".join(f"{name} {value}" for name, value in server.about.items()))
+            click.echo(about_line(server.name, server.about))
         return {"slots": slots, "rows": [row.plain() for row in rows], **watch.plain(), "baseline": about}
 
     def _baselines(self, slots: int) -> list[BaselineServer]:
