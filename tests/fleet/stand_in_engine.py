@@ -126,7 +126,8 @@ class Handler(BaseHTTPRequestHandler):
                 logprobs = _logprobs(body, text, index, is_chat) if body.get("logprobs") is not None else None
                 self.event(body, is_chat, part, index + 1, prompt, choice, logprobs=logprobs)
         for choice in choices:
-            reason = "tool_calls" if body.get("tools") else "length"
+            is_named = isinstance(body.get("tool_choice"), dict)  # then vLLM says as OpenAI does: the model stopped
+            reason = ("stop" if is_named else "tool_calls") if body.get("tools") else "length"
             self.event(body, is_chat, {} if is_chat else {"text": ""}, n, prompt, choice, reason)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": n * len(choices)}
         self.chunk(b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n")

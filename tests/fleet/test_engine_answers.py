@@ -83,7 +83,10 @@ async def test_a_call_is_streamed_as_it_is_written_and_given_whole(site: Site) -
     written = [one["delta"]["tool_calls"][0]["function"]["arguments"] for one in deltas]
     assert "".join(written) == json.dumps({"x": text}) and stream.count(b": text ") == 9
     for choice, named in (("required", "required"), (NAMED, NAMED), ("none", None)):
-        assert (await site.post("/v1/chat/completions", {**chat, "tool_choice": choice}))[0] == 200
+        status, body = await site.post("/v1/chat/completions", {**chat, "tool_choice": choice})
+        assert status == 200, body
+        reason = json.loads(body)["choices"][0]["finish_reason"]
+        assert reason == ("tool_calls" if named else "length"), "also of a named call, as at our servers"
         sent = site.requests()[-1]
         assert sent.get("tool_choice") == named and ("tools" in sent) == bool(named)
         assert all(tool["function"]["strict"] for tool in sent.get("tools", []))

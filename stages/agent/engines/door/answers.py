@@ -16,7 +16,7 @@ from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.errors import StarlingError
 from stages.agent.engines.door.answer_form import AnswerForm
 from stages.agent.engines.door.answer_parts import ChatLogprobs, TextLogprobs, WholeChoice
-from stages.agent.engines.door.event_stream import Piece
+from stages.agent.engines.door.event_stream import OF_CALLS, Piece
 
 
 class Formatter:
@@ -45,6 +45,7 @@ class Formatter:
         self._tokens = self._before
         self._prompt_tokens = self._cached_tokens = 0
         self._reasons = [""] * form.n_choices
+        self._have_calls = [False] * form.n_choices
 
     @property
     def has_ended(self) -> bool:
@@ -63,7 +64,10 @@ class Formatter:
         self._tokens = max(self._tokens, self._before + piece.tokens)
         self._prompt_tokens = piece.prompt_tokens or self._prompt_tokens
         self._cached_tokens = piece.cached_tokens or self._cached_tokens
-        self._reasons[piece.choice] = piece.finish_reason or self._reasons[piece.choice]
+        self._have_calls[piece.choice] |= bool(piece.calls)
+        reason = piece.finish_reason or self._reasons[piece.choice]
+        # Of a call that was forced by its name vLLM says that the model stopped.
+        self._reasons[piece.choice] = OF_CALLS if reason == "stop" and self._have_calls[piece.choice] else reason
 
     def end(self, reason: str) -> None:
         """It ends without another event of the engine."""
