@@ -464,7 +464,8 @@ class Front:
             had = 0 if is_all else tokens_before(ticket.forward.last_id)
             fresh = self._relay.kept.uncharged(ticket.forward, tokens, is_all=is_all, had=had)
             self.quotas.charge_output(ticket.tenant, fresh, ticket.key_id)
-            prompt_bytes = 0 if ticket.forward.last_id else ticket.forward.routed.prompt_bytes
+            is_first = not ticket.forward.last_id and fresh == tokens  # else the prompt was counted with another part
+            prompt_bytes = ticket.forward.routed.prompt_bytes if is_first else 0
             self.traffic.text(ticket.tenant, ticket.forward.routed.model, prompt_bytes, fresh)
 
     def _keep_of(self, ticket: Ticket) -> Keep:

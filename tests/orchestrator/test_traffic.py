@@ -97,3 +97,31 @@ def test_the_time_to_the_first_token_includes_the_wait_for_it(
         assert b"[DONE]" in connection.getresponse().read()
     poll_until(lambda: grown(f"{FIRST}_count", model=MODEL) == 1)
     assert grown(f"{FIRST}_sum", model=MODEL) >= waited
+
+
+def test_the_prompt_of_an_answer_that_is_read_again_counts_once(
+    fleet: Fleet, engines: list[Server], released: None
+) -> None:
+    """Its client left after a part, and reads it from its beginning."""
+    fleet.wait(lambda state: all(one["health"] == "READY" for one in state["agents"]))
+    grown = growth(fleet)
+    for engine in engines:
+        hold(engine)
+    headers = {"Content-Type": "application/json", "Idempotency-Key": "left", **OTHER}
+    with closing(fleet.connect()) as connection:
+        body = {**BODY, "max_tokens": 25, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body).encode(), headers)
+        poll_until(lambda: any(map(is_serving, engines)))
+        (serving,) = filter(is_serving, engines)
+        step(serving, 3)
+        with connection.getresponse() as response:
+            path = f"/v1/requests/{response.headers['X-Starling-Request']}"
+            while not response.readline().startswith(b"data: "):
+                assert not response.isclosed()
+    poll_until(lambda: grown(TOKENS, kind="output", tenant="other") > 0)
+    begun = grown(TOKENS, kind="output", tenant="other")
+    assert grown(TOKENS, kind="prompt", tenant="other") == PROMPT
+    hold(serving, False)
+    assert b"[DONE]" in fleet.get(path, OTHER).body
+    poll_until(lambda: grown(TOKENS, kind="output", tenant="other") > begun)
+    assert grown(TOKENS, kind="prompt", tenant="other") == PROMPT
