@@ -158,7 +158,10 @@ class Service:
         self.page_namer = PageNamer(paths.arena_dir(config), self.catalog)
         self.loaded = LoadedVersions(config, self.catalog, self.relay.vocabularies, self.tokenizer, changes.notify)
         self.readiness = ServerReadiness(config, self.catalog, self.loaded, changes, clock)
-        self.readiness.has_one_tenant = lambda: len(config.tenants) <= 1 and not self.api_keys.has_file
+        self.has_relayed_tenants = False  # an orchestrator has named the tenant of a request
+        self.readiness.has_one_tenant = lambda: (
+            not (len(config.tenants) > 1 or self.api_keys.has_file or self.has_relayed_tenants)
+        )
         most, share = config.server.max_concurrent_requests, config.concurrent_per_tenant()
         bounds = FairShares(most, share, reserve=most // 8, share_of=self.api_keys.concurrent)
         if self.plugins is not None:

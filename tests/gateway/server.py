@@ -47,6 +47,7 @@ class Peers(Threaded):
         self._next_step = 0.0
         self.is_stepping = True
         self.model_ready = True
+        self.waiting = 0  # sequences in the queue of the model, as the scheduler reports them
         self.tokenizer_hub: Hub | None = None
         self.scheduler_hub: Hub | None = None
         self._next_tick = 0.0
@@ -126,7 +127,7 @@ class Peers(Threaded):
             self.generator.outbox.clear()
             if is_due:
                 reason = "" if self.model_ready else "its worker is compiling"
-                state = m.ModelState(MODEL, "ab" * 32, self.model_ready, reason, 0, 0, 8)
+                state = m.ModelState(MODEL, "ab" * 32, self.model_ready, reason, self.waiting, 0, 8)
                 hub.send(peer, m.SchedulerState([state]))
         if is_due:
             hub.tick(self._beat("scheduler"))

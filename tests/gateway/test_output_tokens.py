@@ -24,6 +24,7 @@ from pipeline.api.output_tokens import (
 )
 from pipeline.errors import InvalidRequest
 from shm.pages import NUMERICS
+from tests.e2e.server import poll_until
 from tests.gateway.peers import MODEL
 from tests.gateway.server import Server
 
@@ -272,3 +273,15 @@ def test_a_relayed_request_waits_for_another_reader(server: Server) -> None:
             pass
     finally:
         peers.do(lambda: setattr(peers, "is_stepping", True))
+
+
+def test_a_full_queue_has_places_for_the_tenants_that_are_relayed(make_server: Any) -> None:
+    """A server with one key has one tenant, until an orchestrator names others."""
+    server = make_server(auth={"api_keys": [{"key": "sk-admin", "tenant": "fleet", "admin": True}]})
+    server.wait_ready()
+    server.peers.do(lambda: setattr(server.peers, "waiting", 1000))
+    poll_until(lambda: server.get("/ready").status == 503)
+    relay = {"X-Starling-Relay": "1; tenant=alice", "Authorization": "Bearer sk-admin"}
+    assert server.post("/v1/generate", BODY, named(next(NAMES), **relay)).status == 200
+    ready = server.get("/ready")
+    assert ready.status == 200 and ready.json["models"][MODEL]["overloaded"], ready.body

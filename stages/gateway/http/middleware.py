@@ -117,7 +117,8 @@ def make_middleware(config: Config, service: Service) -> Middleware:
                         request.headers.get("Authorization"), request.headers.get("X-Api-Key")
                     )
                     if (relay := request.headers.get(RELAY)) is not None:
-                        request[CALLER] = _relayed(request[CALLER], relay, has_keys=bool(keys))
+                        own, request[CALLER] = request[CALLER], _relayed(request[CALLER], relay, has_keys=bool(keys))
+                        service.has_relayed_tenants |= request[CALLER] is not own
                     request[PRINCIPAL] = request[CALLER].principal if keys else address_principal(client)
                     if not is_administration(request.path):  # whose handlers require an administrator's key
                         request[CALLER].require(MODELS)
