@@ -61,7 +61,7 @@ for command in (up, down, launched, logs, certificate):
 
 @fleet.command("metrics-token", epilog=CODES)
 def metrics_token() -> None:
-    """Print the token with which a scraper reads the metrics of agents and orchestrators, and nothing else.
+    """Print the token that opens only the metrics of a fleet.
 
     It is computed from the fleet's token (fleet.token), and changes with it.
     """
