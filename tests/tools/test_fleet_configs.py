@@ -46,7 +46,13 @@ def test_the_units_run_the_commands(command: str, tmp_path: Path) -> None:
     parser.read_string(text)
     service = parser["Service"]
     assert service["ExecStart"] == f"{program} {command}" and "@PREFIX@" not in text
-    expected = {"Type": "notify", "Restart": "on-failure", "NoNewPrivileges": "yes", "ProtectSystem": "strict"}
+    expected = {
+        "Type": "notify",
+        "Restart": "on-failure",
+        "NoNewPrivileges": "yes",
+        "ProtectSystem": "strict",
+        "LimitCORE": "0",
+    }
     assert {name: service[name] for name in expected} == expected
     assert service["WatchdogSec"]
     assert cli.get_command(click.Context(cli), command) is not None

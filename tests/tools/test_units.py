@@ -34,6 +34,7 @@ def test_every_stage_has_a_unit(stage: str) -> None:
         "Type": "notify",
         "Restart": "on-failure",
         "NoNewPrivileges": "yes",
+        "LimitCORE": "0",
         "ProtectSystem": "strict",
         "CapabilityBoundingSet": "",
         "KillMode": "mixed",

@@ -51,6 +51,7 @@ WRITE_TIMEOUT_S = 30.0  # for the caller to read
 CONNECT_S = 5.0
 MAX_ERROR_BYTES = 64 << 10  # of the engine's answer to a bad request
 MAX_WHOLE = 48 << 20  # bytes at most of an answer that is not streamed: orchestrators take 64 MB of JSON
+MAX_KEPT = 256 << 20  # bytes at most of all such answers at a time
 RETRY_AFTER_S = 1.0
 
 
@@ -75,6 +76,7 @@ class Door:
         self._own_key = own_key
         self._session = session
         self._max_body_bytes = max_body_bytes
+        self._n_kept = 0  # bytes of answers that are not streamed
         self._wall = wall
         self._is_open = True
         self._is_draining = False
@@ -207,6 +209,7 @@ class Door:
             return
         stream = EventStream(self._dialect, asked.form)
         silent_s = self._engine.answer_timeout_ms / 1000
+        kept = 0
         try:
             async with self._session.request(
                 "POST",
@@ -222,13 +225,24 @@ class Door:
                 async for data in answer.content.iter_any():
                     for piece in stream.feed(data):
                         yield piece
-                        if formatter.n_kept > MAX_WHOLE:
+                        self._n_kept += formatter.n_kept - kept
+                        kept = formatter.n_kept
+                        if kept > MAX_WHOLE:
                             raise TooLarge(f"the answer may have more than {MAX_WHOLE} bytes; set max_tokens or stream")
+                        if kept and self._n_kept > MAX_KEPT:
+                            raise Overloaded(
+                                f"the answers of {self._dialect.name} that are not streamed have more than {MAX_KEPT} "
+                                f"bytes together; set stream, or try again",
+                                status=503,
+                                retry_after_s=RETRY_AFTER_S,
+                            )
                     if stream.is_over:
                         break
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = str(error) or type(error).__name__
             raise ModelUnavailable(f"{self._dialect.name} has stopped answering: {reason}") from None
+        finally:
+            self._n_kept -= kept
         if not stream.is_over or not formatter.has_ended:
             raise ModelUnavailable(f"{self._dialect.name} has broken its answer off")
 
