@@ -26,7 +26,12 @@ FILE_BYTES_MAX = 1 << 20
 VALUES_MAX = 100_000  # in a file or a variable
 DEPTH_MAX = 16
 _last: tuple[str, bytes, Any] | None = None  # suffix and contents of the last file without a mistake, and its values
-MODEL_ALIASES = {"model_path": "path", "threads": "ranks", "context": "max_sequence_length"}
+MODEL_ALIASES = {
+    "model_path": "path",
+    "threads": "ranks",
+    "context": "max_sequence_length",
+    "max_memory_mb": "kv_cache_mb",
+}
 LEVEL_ALIASES = {"warn": "warning", "trace": "debug"}  # of other programs; debug is the most that is logged
 
 

@@ -129,9 +129,9 @@ def test_a_model_without_a_name_is_named_after_its_file() -> None:
 
 
 def test_aliases_of_model_keys() -> None:
-    raw = {"models": [{"name": "a", "model_path": "/a.gguf", "threads": 2, "context": 512}]}
+    raw = {"models": [{"name": "a", "model_path": "/a.gguf", "threads": 2, "context": 512, "max_memory_mb": 64}]}
     model = resolve(raw, {}).models[0]
-    assert (model.path, model.ranks, model.max_sequence_length) == ("/a.gguf", 2, 512)
+    assert (model.path, model.ranks, model.max_sequence_length, model.kv_cache_mb) == ("/a.gguf", 2, 512, 64)
 
 
 def test_a_section_without_keys_is_ignored() -> None:
