@@ -229,6 +229,17 @@ def test_phases_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_attention_is_timed_with_the_cache_that_is_named(tmp_path: Path) -> None:
+    sizes = {}
+    for kv_type in ("f16", "f32", "int8"):
+        folder = tmp_path / kv_type
+        folder.mkdir()
+        with runner.candidate_of(SHAPES["wide"], folder, [0], 1, 8192, kv_type):
+            sizes[kv_type] = (folder / "runner.kv").stat().st_size
+    assert sizes["int8"] < sizes["f16"] < sizes["f32"]
+
+
+@pytest.mark.slow
 def test_each_phase_of_a_step_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
     shape = SHAPES["small"]._replace(context_length=4096)
@@ -237,9 +248,11 @@ def test_each_phase_of_a_step_is_timed(tmp_path: Path, monkeypatch: pytest.Monke
     *_, last = result.output.splitlines()
     found = json.loads(last)
     assert list(found) == ["batch 1", "batch 16", "batch 32", "batch 1, 2,048 cached", "prefill 512"]
-    for us in found.values():
-        assert set(us) == {*PHASES, "all"}
+    for work, us in found.items():
+        rates = set() if work.startswith("prefill") else {"kv_bytes", "kv_gb_s", "read_gb_s"}
+        assert set(us) == {*PHASES, "all"} | rates
         assert 0 < us["attention"] < us["all"]
+    assert found["batch 32"]["kv_bytes"] == 32 * found["batch 1"]["kv_bytes"] > 0
     assert found["batch 1, 2,048 cached"]["attention"] > found["batch 1"]["attention"]
     assert found["batch 1"]["keys"] == 0 < found["prefill 512"]["keys"]
 

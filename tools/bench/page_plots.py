@@ -26,7 +26,7 @@ NUMBER = re.compile(r"([\d,.]+)(?: \(([\d,.]+)-([\d,.]+)\))?")
 # What was measured, and when: change the date when a table is replaced.
 FORWARD_TITLE = "SmolLM2-135M Q4_1, two cores of Zen 5, 21 November 2026"
 CONTEXTS_TITLE = "Llama 3.2 1B shape, Q4_K_M, two cores of Ice Lake, 29 November 2026"
-HTTP_TITLES = ("Zen 5, 21 November 2026", "Ice Lake, 29 November 2026")
+HTTP_TITLES = ("Zen 5, 21 November 2026", "Ice Lake, 30 November 2026")
 ROUTING_TITLE = "four agents on two cores of Zen 3, 28 November 2026"
 Table = list[list[str]]
 

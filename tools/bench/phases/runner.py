@@ -29,7 +29,7 @@ def candidate_of(
     """A worker group of a random model, whose phases are counted. `directory`: for its files, on tmpfs."""
     path = write_model(directory / "model.gguf", shape, "Q4_0")
     index = prepare_checkpoint(ModelConfig(name="random", path=str(path), kv_type=kv_type), directory / "models")
-    return Candidate(index, directory, cores, rows, tokens, profile=True)
+    return Candidate(index, directory, cores, rows, tokens, profile=True, kv_type=kv_type)
 
 
 def phase_us(candidate: Candidate, phase: str, step: Callable[[], object], repeats: int) -> float:
