@@ -8,6 +8,8 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -100,21 +102,26 @@ def open_files(pid: int, directory: Path) -> set[str]:
     return {path.name for path in opened if path.parent == directory}
 
 
+@contextmanager
+def started(run_dir: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server that has a child which waits for its users, and the child's pid."""
+    command = [sys.executable, "-c", SERVER, str(run_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert server.stdout.readline() == "True\n"
+        (child,) = procfs.children(server.pid)
+        yield server, child
+
+
 def test_a_server_ends_with_its_last_user(tmp_path: Path) -> None:
     run_dir = rundir.prepare(tmp_path / "run")
     users = [open_lock(run_dir / USERS) for _ in range(2)]
     for user in users:
         fcntl.flock(user, fcntl.LOCK_SH)
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "True\n"
-        (child,) = procfs.children(server.pid)
+    with started(run_dir) as (server, child):
         poll_until(lambda: open_files(child, run_dir) == {USERS})
         os.kill(child, signal.SIGKILL)
-        assert server.stdin is not None
+        assert server.stdin is not None and server.stdout is not None
         server.stdin.write("goes on?\n")
         server.stdin.flush()
         assert server.stdout.readline() == "True\n"
@@ -136,13 +143,7 @@ def test_the_child_that_waits_for_users_dies_with_the_server(tmp_path: Path) -> 
     run_dir = rundir.prepare(tmp_path / "run")
     user = open_lock(run_dir / USERS)
     fcntl.flock(user, fcntl.LOCK_SH)
-    server = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(run_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "True\n"
-        (child,) = procfs.children(server.pid)
+    with started(run_dir) as (server, child):
         fd = os.pidfd_open(child)
         server.communicate("end\n")
     assert select.select([fd], [], [], 60)[0]
