@@ -105,6 +105,7 @@ class WorkerPool(SupervisorBase):
         self._spare: SpareGroup | None = None
         self._spare_policy = RestartPolicy(random.SystemRandom().random)
         self._next_spare = float("-inf")  # when it may be forked
+        self._restart_at = float("-inf")  # when a restart was requested last
         self._stops_sent = 0  # stop requests that the members and systemd have been notified of
         self._code = process.EXIT_OK
         self._is_ready_sent = "NOTIFY_SOCKET" not in os.environ
@@ -174,6 +175,7 @@ class WorkerPool(SupervisorBase):
             self._signal_all(signal.SIGTERM)  # a second one: each member kills its group
         if self.restart_requested:
             self.restart_requested = False
+            self._restart_at = now
             self._signal_all(signal.SIGHUP)
             for member in self._members.values():
                 member.not_before = min(member.not_before, now)
@@ -337,7 +339,9 @@ class WorkerPool(SupervisorBase):
         if version.state != "serving":
             log.error("worker group has given up", extra=facts)
         elif self._serving_remain():
-            member.not_before = self._clock() + self._retry_s
+            # A request that came between its end and this moment is for its next start, too.
+            was_requested = self._restart_at > member.started
+            member.not_before = self._clock() + (0.0 if was_requested else self._retry_s)
             log.error("worker group has given up, other models go on", extra={**facts, "retry_s": self._retry_s})
         else:
             log.error("worker groups of all serving versions have given up, stopping", extra=facts)

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,6 +213,50 @@ def test_a_stop_that_arrives_during_a_round_leaves_no_file(world: World, monkeyp
         monkeypatch.setattr(pool, name, lambda: None)
     assert pool.run() == 0
     assert not lock.exists()
+
+
+# One supervisor ends at once, another stays. A restart is requested after the first one's end, before it is collected.
+REQUESTED = """
+import os, signal, sys, time
+from pathlib import Path
+from pipeline.config.load import load
+from pipeline.supervise.worker_pool import WorkerPool
+
+started = []
+
+def fork(version):
+    started.append(version.id)
+    pid = os.fork()
+    if pid == 0:
+        if version.id == "m@1":
+            os._exit(78)
+        while True:
+            signal.pause()
+    return pid
+
+pool = WorkerPool(load(Path(sys.argv[1]), {}), fork, [])
+pool._follower.poll()
+pool._reconcile()
+member = pool._members["worker-m@1"]
+os.waitid(os.P_PIDFD, member.pidfd, os.WEXITED | os.WNOWAIT)
+pool.restart_requested = len(sys.argv) > 2
+pool._reconcile()
+pool._reap()
+pool._reconcile()
+print(started.count("m@1"))
+pool._signal_all(signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("arguments", "starts"), [(["requested"], 2), ([], 1)])
+def test_a_restart_is_not_lost_that_is_requested_while_a_group_ends(
+    world: World, arguments: list[str], starts: int
+) -> None:
+    world.write(make("stay", 0), make("exit:78", 1))
+    command = [sys.executable, "-c", REQUESTED, str(world.file), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "STARLING_HOME": str(world.file.parent)}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=WAIT_S, check=True)
+    assert int(done.stdout) == starts
 
 
 def test_a_concurrent_sweep_does_not_prevent_removal(world: World) -> None:
