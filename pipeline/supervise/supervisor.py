@@ -36,7 +36,6 @@ from pipeline import procfs
 from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError, ResourceError, StarlingError
-from pipeline.models import control_cores
 from pipeline.observe import logs
 from pipeline.observe.background_file import THREAD_NAME
 from pipeline.observe.log_levels import LogLevelFollower
@@ -124,6 +123,8 @@ def run_supervisor(
     count = open_count(config, counted_as) if running is None else running.restart_count
     supervisor = Supervisor(stage, start, policy, watched_ancestors, drain_s, count=count, running=running)
     supervisor.on_wake = LogLevelFollower(paths.run_dir(config), stage, config.logging.level).poll
+    from pipeline.models import control_cores  # NumPy, whose BLAS must not have threads (`prepare_supervisor`)
+
     control_cores.keep_parent(config)
     code = supervisor.run()
     supervisor.ignore_restart_requests()
