@@ -241,8 +241,10 @@ class _Watcher:
         for record in records:
             if record.ready:
                 self._timeline.reached(record.stage, record.written)
-        # Requested only when every stage is ready, because the gateway logs every request.
-        if records and not waiting and _answers_ready(self._config):
+        # Requested only when every stage is ready, because the gateway logs every request. One that has not recorded
+        # that it runs does not answer yet, and this process would wait for it, and print nothing meanwhile.
+        has_gateway = any(record.stage == "gateway" for record in records)
+        if has_gateway and not waiting and _answers_ready(self._config):
             self._timeline.reached("/ready")
             _print(banner(self._config, took) + f"\n{self._timeline}\n")
             return True

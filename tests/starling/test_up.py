@@ -7,6 +7,7 @@ import os
 import queue
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,12 @@ import pytest
 from honcho import printer
 
 from pipeline.config import server_cores
+from pipeline.config.load import resolve
+from pipeline.observe.status import StatusFile
+from pipeline.protocol.messages import Heartbeat
+from pipeline.runtime import run_dir as rundir
 from starling.cli import honcho_patch, procfile_runner
+from starling.cli.up import Timeline, _Watcher
 from tools.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -378,6 +384,19 @@ def test_a_second_one_is_refused(start: Start, tmp_path: Path) -> None:
     assert second.end() == 78
     up.process.send_signal(signal.SIGTERM)
     assert up.end() == 0
+
+
+def test_a_gateway_is_asked_only_once_it_has_recorded_that_it_runs(tmp_path: Path) -> None:
+    """Its supervisor listens before it, and a request would wait for its imports."""
+    run_dir = rundir.prepare(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = resolve({"server": {"run_dir": str(run_dir), "port": listener.getsockname()[1]}}, {})
+        watcher = _Watcher(config, run_dir, Timeline(0.0))
+        StatusFile(run_dir, "kv").write(Heartbeat("kv", 0, 0, False, True))
+        listener.setblocking(False)
+        assert not watcher.check()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
 
 
 def raise_beside_poll(number: signal.Signals) -> None:
