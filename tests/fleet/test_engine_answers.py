@@ -212,8 +212,11 @@ async def test_a_whole_answer_has_a_bound(site: Site, monkeypatch: pytest.Monkey
 async def test_whole_answers_have_a_bound_together(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     await site.start()
     monkeypatch.setattr(door, "MAX_KEPT", 300)
+    long = {**CHAT, "tools": TOOLS, "max_tokens": 50}
+    assert (await site.post("/v1/chat/completions", long))[0] == 200, "small beside what others may hold"
+    monkeypatch.setattr(door, "SMALL", 300)
     for _ in range(2):  # what an answer has held is free after its end
-        status, answer = await site.post("/v1/chat/completions", {**CHAT, "tools": TOOLS, "max_tokens": 50})
+        status, answer = await site.post("/v1/chat/completions", long)
         assert status == 503 and b"that are not streamed have more than 300 bytes together" in answer
         assert (await site.post("/v1/chat/completions", {**CHAT, "tools": TOOLS}))[0] == 200
 

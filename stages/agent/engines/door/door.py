@@ -51,7 +51,8 @@ WRITE_TIMEOUT_S = 30.0  # for the caller to read
 CONNECT_S = 5.0
 MAX_ERROR_BYTES = 64 << 10  # of the engine's answer to a bad request
 MAX_WHOLE = 48 << 20  # bytes at most of an answer that is not streamed: orchestrators take 64 MB of JSON
-MAX_KEPT = 256 << 20  # bytes at most of all such answers at a time
+MAX_KEPT = 256 << 20  # bytes at most of all such answers at a time, but for
+SMALL = 1 << 20  # bytes of an answer that is not refused for what others hold
 RETRY_AFTER_S = 1.0
 
 
@@ -229,7 +230,7 @@ class Door:
                         kept = formatter.n_kept
                         if kept > MAX_WHOLE:
                             raise TooLarge(f"the answer may have more than {MAX_WHOLE} bytes; set max_tokens or stream")
-                        if kept and self._n_kept > MAX_KEPT:
+                        if kept > SMALL and self._n_kept > MAX_KEPT:
                             raise Overloaded(
                                 f"the answers of {self._dialect.name} that are not streamed have more than {MAX_KEPT} "
                                 f"bytes together; set stream, or try again",
