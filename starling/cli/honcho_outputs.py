@@ -1,8 +1,8 @@
 """The output and the ends of honcho's processes, read by honcho's own process.
 
 honcho forks a process for each of its processes, only to read its output. Those readers would hold several megabytes
-each for the server's whole life; one `poll` replaces them. Callers:
-honcho_patch.py and procfile_runner.py.
+each for the server's whole life; one `poll` replaces them. Callers: honcho_patch.py
+and procfile_runner.py.
 """
 
 from __future__ import annotations
