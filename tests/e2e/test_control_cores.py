@@ -20,6 +20,14 @@ pytestmark = pytest.mark.slow
 CONTROL = ("gateway", "tokenizer", "scheduler", "kv")
 
 
+def one_control_core(home: Path) -> dict[str, object]:
+    """The configuration of a server with a tiny model, whose control plane has one core."""
+    share_caches(home)
+    path = write_model(home / "tiny.gguf", SHAPES["small"], seed=1)
+    model = {"name": "tiny", "path": str(path), "kv_cache_mb": 8}
+    return {"models": [model], "performance": {"control_cores": 1}}
+
+
 def cores_of(pid: int) -> set[int]:
     """The cores that threads of a process may run on."""
     found: set[int] = set()
@@ -31,11 +39,8 @@ def cores_of(pid: int) -> set[int]:
 
 @pytest.mark.skipif("len(os.sched_getaffinity(0)) < 2", reason="ranks and control plane need a core each")
 def test_no_stage_of_the_control_plane_runs_on_a_core_that_computes(tmp_path: Path) -> None:
-    share_caches(tmp_path)
-    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"], seed=1)
     first, *others = sorted(os.sched_getaffinity(0))
-    model = {"name": "tiny", "path": str(path), "kv_cache_mb": 8}
-    with Server(tmp_path, {"models": [model], "performance": {"control_cores": 1}}) as server:
+    with Server(tmp_path, one_control_core(tmp_path)) as server:
         body = {"prompt": [5, 6, 7], "max_tokens": 20, "seed": 1, "ignore_eos": True}
         text = server.post("/v1/generate", **body)["choices"][0]["text"]
         assert text
@@ -63,11 +68,8 @@ def allowed_lists(pid: int) -> set[str]:
 @pytest.mark.skipif("len(os.sched_getaffinity(0)) < 2", reason="ranks and control plane need a core each")
 def test_no_supervisor_waits_on_a_core_that_computes(tmp_path: Path) -> None:
     """Nor their successors. Workers, which they start, may run where they might without cores of the control plane."""
-    share_caches(tmp_path)
-    path = write_model(tmp_path / "tiny.gguf", SHAPES["small"], seed=1)
     first, *others = sorted(os.sched_getaffinity(0))
-    model = {"name": "tiny", "path": str(path), "kv_cache_mb": 8}
-    with Up(tmp_path, {"models": [model], "performance": {"control_cores": 1}}) as server:
+    with Up(tmp_path, one_control_core(tmp_path)) as server:
 
         def elsewhere() -> dict[str, set[str]]:
             """Processes but the worker's that may run on other cores than the control plane's."""
