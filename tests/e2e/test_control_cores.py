@@ -67,7 +67,7 @@ def allowed_lists(pid: int) -> set[str]:
 
 @pytest.mark.skipif("len(os.sched_getaffinity(0)) < 2", reason="ranks and control plane need a core each")
 def test_no_supervisor_waits_on_a_core_that_computes(tmp_path: Path) -> None:
-    """Nor their successors. Workers, which they start, may run where they might without cores of the control plane."""
+    """Nor their successors. Rank 0, which one of them starts, has the core that it has without them."""
     first, *others = sorted(os.sched_getaffinity(0))
     with Up(tmp_path, one_control_core(tmp_path)) as server:
 
@@ -80,7 +80,6 @@ def test_no_supervisor_waits_on_a_core_that_computes(tmp_path: Path) -> None:
         def check() -> None:
             poll_until(lambda: not elsewhere(), elsewhere)  # some have just begun
             assert os.sched_getaffinity(server.pid_of("worker-tiny")) == {others[0]}
-            assert cores_of(server.pid_of("worker-tiny")) == {first, *others}  # its other threads are pinned to none
 
         def parent(pid: int) -> int:
             return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
