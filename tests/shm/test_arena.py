@@ -162,6 +162,8 @@ def test_an_arena_that_cannot_be_created_names_file_and_reason(tmp_path: Path) -
 def test_a_thread_that_populates_stays_on_its_cores_unless_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     cores, ended = sorted(os.sched_getaffinity(0)), threading.Event()
+    path = Path("/dev/shm") / f"starling-test-arena-cores-{os.getpid()}"
+    arena = Arena.create(path, "test", 1, 1 << 20, {})
 
     def look(reference: weakref.ref[Arena], _offset: int) -> bool:
         if reference() is arena:  # not of the thread of an earlier test, which has waited until now
@@ -171,8 +173,6 @@ def test_a_thread_that_populates_stays_on_its_cores_unless_others_are_given(monk
 
     monkeypatch.setattr(arena_module, "_populate_slice", look)
     monkeypatch.setattr(arena_module, "_POPULATE_AFTER_S", 0.0)
-    path = Path("/dev/shm") / f"starling-test-arena-cores-{os.getpid()}"
-    arena = Arena.create(path, "test", 1, 1 << 20, {})
     try:
         os.sched_setaffinity(0, cores[:1])
         for given in ((), cores):
