@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,16 +57,19 @@ def test_parameters_of_another_layout_are_refused() -> None:
 
 @pytest.mark.slow
 @needs_llama_cpp
-@pytest.mark.parametrize("flash", [0, 1])
-def test_restored_positions_give_the_logits_of_computed_ones(tmp_path: Path, flash: int) -> None:
+@pytest.mark.parametrize(("flash", "kv_type", "value_bytes"), [(0, "f16", 2), (1, "f16", 2), (1, "int8", 1 + 2 / 32)])
+def test_restored_positions_give_the_logits_of_computed_ones(
+    tmp_path: Path, flash: int, kv_type: str, value_bytes: float
+) -> None:
     """Moved to position 0 and back on the way; with one block in all places the logits are others."""
     gguf = write_model(tmp_path / "m.gguf", SHAPES["wide"], "Q4_0")
-    baseline = Baseline(gguf, sorted(os.sched_getaffinity(0))[:1], 1, 4096, flash=(flash,))
+    baseline = Baseline(gguf, sorted(os.sched_getaffinity(0))[:1], 1, 4096, flash=(flash,), kv_type=kv_type)
     try:
         assert baseline.is_restored(1600)
         baseline.fill(2000)
-        token_bytes = 4 * SHAPES["wide"].n_layers * SHAPES["wide"].n_kv_heads * SHAPES["wide"].head_dim
-        assert baseline.about["kv_mb"] == pytest.approx(2000 * token_bytes / 1e6, rel=0.1)
+        values = 2 * SHAPES["wide"].n_layers * SHAPES["wide"].n_kv_heads * SHAPES["wide"].head_dim
+        token_bytes = value_bytes * values
+        assert baseline.about["kv_mb"] == pytest.approx(2000 * token_bytes / 1e6, abs=0.1)
         assert min(baseline.depth(2000, 2)) > 0 and min(baseline.depth(600, 2, is_computed=True)) > 0
     finally:
         baseline.close()
@@ -104,6 +108,52 @@ def test_both_engines_are_timed_at_each_depth(tmp_path: Path, monkeypatch: pytes
     if available():
         assert list(long[LLAMA_CPP]) == [depths.NAMES[1]]
         assert long["ratio"]["decode"] > 0
+
+
+@pytest.mark.slow
+@needs_llama_cpp
+def test_an_int8_cache_is_compared_with_the_other_engine_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.config.paths.models_dir", lambda: tmp_path / "models")
+    monkeypatch.setattr("pipeline.config.paths.cache_dir", lambda: tmp_path)
+    turns = list[str]()
+    close, start = Candidate.__exit__, Baseline.__init__
+
+    def closed(candidate: Candidate, *exception: object) -> None:
+        turns.append("Starling ends")
+        close(candidate, *exception)
+
+    def started(baseline: Baseline, *arguments: Any, **named: Any) -> None:
+        turns.append(f"llama.cpp begins with {named['kv_type']}")
+        start(baseline, *arguments, **named)
+
+    monkeypatch.setattr(Candidate, "__exit__", closed)
+    monkeypatch.setattr(Baseline, "__init__", started)
+    arguments = [
+        "--shape",
+        "wide",
+        "--format",
+        "Q4_0",
+        "--depths",
+        "600",
+        "--rounds",
+        "2",
+        "--cache",
+        "int8",
+        "--apart",
+    ]
+    result = CliRunner().invoke(depths.main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert turns == ["Starling ends", "llama.cpp begins with int8"]
+    (row,) = json.loads(result.output.splitlines()[-1])["depths"]
+    assert list(row[LLAMA_CPP]) == [depths.NAMES[1]]
+    assert min(row["ratio"].values()) > 0
+
+
+def test_an_int8_cache_without_flash_attention_is_refused() -> None:
+    result = CliRunner().invoke(depths.main, ["--cache", "int8", "--flash", "off"])
+    assert result.exit_code == 2 and "with flash attention alone" in " ".join(result.output.split())
 
 
 @pytest.mark.slow

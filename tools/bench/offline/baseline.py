@@ -58,12 +58,16 @@ class Baseline:
         engine: str = LLAMA_CPP,
         python: str = sys.executable,
         flash: Sequence[int] = FLASH,
+        kv_type: str = "f16",
     ) -> None:
-        """`python`: the one that has the engine; `flash`: of native_baseline.py. Raises `EngineRefusesError`."""
+        """`python`: the one that has the engine; `flash`, `kv_type`: of native_baseline.py, the latter of llama.cpp.
+
+        Raises `EngineRefusesError`.
+        """
         self.engine = engine
         command = [python, "-m", "tools.bench.offline.baseline", str(model), "--engine", engine]
         command += ["--cores", ",".join(map(str, cores)), "--slots", str(slots), "--slot-tokens", str(slot_tokens)]
-        command += ["--flash", ",".join(map(str, flash))]
+        command += ["--flash", ",".join(map(str, flash)), "--kv-type", kv_type]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -126,13 +130,13 @@ class Baseline:
 # ------------------------------------------------------------------ the child process
 
 
-def _start(engine: str, model: str, threads: int, slots: int, slot_tokens: int, flash: list[int]) -> Any:
+def _start(engine: str, model: str, threads: int, slots: int, slot_tokens: int, flash: list[int], kv_type: str) -> Any:
     if engine == OpenVinoBaseline.NAME:
         return OpenVinoBaseline(model, threads, slots, slot_tokens)
-    kind: type[NativeBaseline] = IkBaseline if engine == IkBaseline.NAME else WheelBaseline
-    if engine == LLAMA_CPP and importlib.util.find_spec("llama_cpp"):
-        kind = NativeBaseline
-    return kind(model, threads, slots, slot_tokens, flash)
+    if engine == IkBaseline.NAME:
+        return IkBaseline(model, threads, slots, slot_tokens, flash)
+    kind = NativeBaseline if importlib.util.find_spec("llama_cpp") else WheelBaseline
+    return kind(model, threads, slots, slot_tokens, flash, kv_type)
 
 
 @click.command()
@@ -142,7 +146,8 @@ def _start(engine: str, model: str, threads: int, slots: int, slot_tokens: int, 
 @click.option("--slot-tokens", type=int, required=True)
 @click.option("--engine", default=LLAMA_CPP)
 @click.option("--flash", default=",".join(map(str, FLASH)))
-def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str, flash: str) -> None:
+@click.option("--kv-type", default="f16")
+def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str, flash: str, kv_type: str) -> None:
     """Answer the requests on standard input, a line each, on standard output."""
     responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the library must not mix with the responses
@@ -155,7 +160,7 @@ def main(model: str, cores: str, slots: int, slot_tokens: int, engine: str, flas
 
     try:
         kinds = [int(kind) for kind in flash.split(",")]
-        server = _start(engine, model, len(numbers), slots, slot_tokens, kinds)
+        server = _start(engine, model, len(numbers), slots, slot_tokens, kinds, kv_type)
     except Exception as error:  # libraries raise errors of their own classes
         send({"error": " ".join(str(error).split())[:300] or type(error).__name__})
         os._exit(1)

@@ -3,8 +3,9 @@
 For each depth: a chunk of 512 prompt tokens and single output tokens behind so many positions.  Neither engine computes
 all of these: Starling's cache is filled with random K and V, llama.cpp's with one computed block again and again
 (filled_cache.py).  What the values are takes no time: `--check N` compares that with N computed positions.  llama.cpp
-has one context at a time, without flash attention and with it; beside another cache than f16 it is not measured.  The
-read is that of as many bytes as a step of output reads, in the same round.  The last line is one JSON object.
+has one context at a time, without flash attention and with it; of int8 its Q8_0, which it has with flash attention
+alone.  The read is that of as many bytes as a step of output reads, in the same round.  Where the memory does not hold
+both engines, `--apart` measures one after the other.  The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -67,19 +68,29 @@ class Bench:
     """One model on some cores. `signs`: what disturbed each round."""
 
     def __init__(
-        self, gguf: Path | None, shape: str, recipe: str, rounds: int, flash: Sequence[int], kv_type: str
+        self,
+        gguf: Path | None,
+        shape: str,
+        recipe: str,
+        rounds: int,
+        flash: Sequence[int],
+        kv_type: str,
+        is_apart: bool = False,
     ) -> None:
+        """`is_apart`: one engine after the other."""
         self.cores = sorted(os.sched_getaffinity(0))[:2]
         self.model = located(gguf, None if gguf else shape, recipe)
         self.path = store.fetch(self.model, paths.models_dir()).path
         self.rounds = rounds
         self.kv_type = kv_type
-        self.flash = flash  # contexts of llama.cpp, one after the other
+        # Contexts of llama.cpp, one after the other; it computes with no V of Q8_0 without flash attention.
+        self.flash = [kind for kind in flash if kind or kv_type == "f16"]
+        self.is_apart = is_apart
         self.signs: list[Signs] = []
 
     def peer(self, stack: ExitStack, tokens: int, flash: int) -> Baseline:
         """llama.cpp with one context, which ends with `stack`."""
-        baseline = Baseline(self.path, self.cores, 1, tokens + SPARE, flash=(flash,))
+        baseline = Baseline(self.path, self.cores, 1, tokens + SPARE, flash=(flash,), kv_type=self.kv_type)
         stack.callback(baseline.close)
         return baseline
 
@@ -90,6 +101,28 @@ class Bench:
         tokens = depth + STEP_TOKENS + N_TOKENS
         row: dict[str, Any] = {"depth": depth}
         peers: dict[str, Any] = {}
+
+        def beside(flash: int | None, turn: Callable[[], object]) -> None:
+            """Rounds of `turn`, beside a context of llama.cpp in turns unless `flash` is None."""
+            with ExitStack() as own:
+                theirs, peer = Rates(), None if flash is None else self.peer(own, tokens, flash)
+                if peer is not None:
+                    peer.fill(depth)
+
+                def one_round() -> None:
+                    turn()
+                    if peer is not None:
+                        theirs.add(*peer.depth(depth, N_TOKENS))
+
+                watch = Watch([peer.pid] if peer is not None else [], self.cores)
+                for _ in range(self.rounds):
+                    _, signs = watch.observe(one_round)
+                    self.signs.append(signs)
+                if peer is not None and flash is not None:
+                    memory = {name: round(peer.about[name]) for name in ("kv_mb", "resident_mb")}
+                    peers[NAMES[flash]] = theirs.plain() | memory
+                    click.echo(f"{depth:,}: {LLAMA_CPP} {NAMES[flash]}: {theirs}")
+
         with ExitStack() as stack:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
             candidate = stack.enter_context(Candidate(index, directory, self.cores, 1, tokens, kv_type=self.kv_type))
@@ -100,25 +133,15 @@ class Bench:
             row["kv_mb"] = round(candidate.runner.pages.nbytes / 1e6)
             row["resident_mb"] = round(resident_mb())
 
-            def one_round(peer: Baseline | None, theirs: Rates) -> None:
+            def turn() -> None:
                 ours.add(candidate.chunk_at(depth), candidate.decode_at(depth, N_TOKENS))
                 reads.append(read_bandwidth(min(nbytes, READ_BYTES), self.cores, 0.3, 1) / 1e9)
-                if peer is not None:
-                    theirs.add(*peer.depth(depth, N_TOKENS))
 
-            for flash in self.flash if with_peer else (None,):
-                with ExitStack() as own:
-                    theirs, peer = Rates(), None if flash is None else self.peer(own, tokens, flash)
-                    if peer is not None:
-                        peer.fill(depth)
-                    watch = Watch([peer.pid] if peer is not None else [], self.cores)
-                    for _ in range(self.rounds):
-                        _, signs = watch.observe(partial(one_round, peer, theirs))
-                        self.signs.append(signs)
-                    if peer is not None and flash is not None:
-                        memory = {name: round(peer.about[name]) for name in ("kv_mb", "resident_mb")}
-                        peers[NAMES[flash]] = theirs.plain() | memory
-                        click.echo(f"{depth:,}: {LLAMA_CPP} {NAMES[flash]}: {theirs}")
+            for flash in self.flash if with_peer and not self.is_apart else (None,):
+                beside(flash, turn)
+        if with_peer and self.is_apart:
+            for flash in self.flash:
+                beside(flash, lambda: None)
         read = statistics.median(reads)
         share = nbytes * statistics.median(ours.of["decode"]) / 1e9 / read
         row |= ours.plain() | {"of_read": round(share, 2), "read_gb_s": round(read, 1)}
@@ -174,6 +197,7 @@ def ratio(ours: list[float], theirs: list[list[float]]) -> float:
 )
 @click.option("--flash", type=click.Choice(list(CHOICES)), default="both", show_default=True, help="Of llama.cpp.")
 @click.option("--rounds", default=3, show_default=True, help="Beside each context of llama.cpp.")
+@click.option("--apart", "is_apart", is_flag=True, help="One engine after the other, where memory holds no two.")
 def main(
     gguf: Path | None,
     shape: str,
@@ -184,15 +208,23 @@ def main(
     n_checked: int,
     flash: str,
     rounds: int,
+    is_apart: bool,
 ) -> None:
     """Speed of prompts and output behind long contexts."""
     if not available() and (baseline or n_checked):
         if n_checked:
             raise click.UsageError("--check needs llama.cpp, which is not installed here: `make peers` installs it")
         click.echo("llama.cpp is not installed (`make peers` installs it): measuring Starling alone")
-    bench = Bench(gguf, shape, recipe, rounds, CHOICES[flash], kv_type)
-    has_peer = baseline and available() and kv_type == "f16"
-    report: dict[str, Any] = {"model": bench.model.name, "cache": kv_type, "machine": machine(bench.cores)}
+    if kv_type == "int8" and flash == "off":
+        raise click.UsageError("--flash off: llama.cpp has int8 K and V with flash attention alone; leave --flash out")
+    bench = Bench(gguf, shape, recipe, rounds, CHOICES[flash], kv_type, is_apart)
+    has_peer = baseline and available()
+    report: dict[str, Any] = {
+        "model": bench.model.name,
+        "cache": kv_type,
+        "apart": is_apart,
+        "machine": machine(bench.cores),
+    }
     if n_checked:
         report["check"] = bench.check(n_checked)
     else:

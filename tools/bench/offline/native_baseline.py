@@ -18,6 +18,7 @@ from tools.bench.offline.filled_cache import CacheFiller
 
 CHUNK = 512  # tokens of a call, as many as a step of the candidate
 FLASH = (0, 1)  # without flash attention, and with it
+CACHE_TYPES = {"f32": 0, "f16": 1, "int8": 8}  # ggml's numbers of types of K and V that Starling has, too (8: Q8_0)
 SCORES_BYTES = 2 << 30  # of a graph without flash attention: all scores of the tokens that it computes at a time
 
 
@@ -34,8 +35,17 @@ class NativeBaseline:
 
     NAME = "llama.cpp"
 
-    def __init__(self, model: str, threads: int, slots: int, slot_tokens: int, flash: Sequence[int] = FLASH) -> None:
-        """`flash`: the contexts, of `FLASH`; the better one counts."""
+    def __init__(
+        self,
+        model: str,
+        threads: int,
+        slots: int,
+        slot_tokens: int,
+        flash: Sequence[int] = FLASH,
+        kv_type: str = "f16",
+    ) -> None:
+        """`flash`: the contexts, of FLASH; the better one counts. `kv_type`: of CACHE_TYPES, int8 with flash alone."""
+        self._cache_type = CACHE_TYPES[kv_type]
         self._rng = np.random.default_rng(0)
         self._lib = self._library()
         self._lib.llama_backend_init()
@@ -78,6 +88,7 @@ class NativeBaseline:
             params.n_ubatch //= 2
         params.n_threads = params.n_threads_batch = threads
         params.flash_attn_type = flash
+        params.type_k = params.type_v = self._cache_type
         return self._lib.llama_init_from_model(self._model, params)
 
     def _decode_once(self, context: Any, tokens: Any, at: Any, slots: Any, sampled: list[int]) -> list[int]:
