@@ -21,7 +21,7 @@ from stages.worker.kernels.buffer_sizes import PHASES
 from tools.bench.http.first_byte import first_byte
 from tools.bench.offline import shapes
 from tools.bench.offline.bandwidth import read_bandwidth
-from tools.bench.offline.command import chosen_works, decode_tokens, main, works
+from tools.bench.offline.command import chosen_works, decode_tokens, instances, main, works
 from tools.bench.offline.plots import can_plot, write_plots
 from tools.bench.offline.results import Figure, Rate, Report, Work, machine
 from tools.bench.phases import attention, runner, sampler, sampler_shapes, shared_prefix, static_cycles, steps
@@ -156,6 +156,22 @@ def streaming_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "batches", "cached", "expected"),
+    [
+        ("64", "1,4", "", [(4, 128)]),
+        ("64,512", "1,4", "2048", [(4, 128), (1, 2176)]),
+        ("512,4096", "", "", [(1, 4224)]),
+        ("", "8", "", [(8, 128)]),
+    ],
+)
+def test_an_engine_has_an_instance_for_the_planned_work_alone(
+    prompts: str, batches: str, cached: str, expected: list[tuple[int, int]]
+) -> None:
+    """Each may copy the weights."""
+    assert instances(chosen_works(prompts, batches, cached)) == expected
 
 
 def test_time_to_the_first_byte(streaming_url: str) -> None:

@@ -78,6 +78,18 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def instances(planned: list[Work]) -> list[tuple[int, int]]:
+    """Sequences and tokens of each, of one or two instances of an engine, each of which may copy the weights.
+
+    The first is for short work, the last for prompts and for long work.
+    """
+    longest = max(max(w.tokens, w.cached) for w in planned)
+    if longest <= 64:
+        return [(max(w.batch for w in planned), 128)]
+    short = [w.batch for w in planned if w.kind == "decode" and w.cached <= SHORT]
+    return [*([(max(short), 128)] if short else []), (1, longest + 128)]
+
+
 def decode_tokens(work: Work, weight_bytes: int) -> int:
     """Output tokens of each sequence: about a second of work, few compared with the cached tokens."""
     return min({1: 64, 4: 48, 8: 32}.get(work.batch, 24), max(LEAST_TOKENS, SECOND_BYTES // weight_bytes))
@@ -96,16 +108,12 @@ def located(gguf: Path | None, shape: str | None, recipe: str) -> ModelConfig:
 
 
 class Engines:
-    """Both engines, each with one instance for many short sequences and one for a long sequence."""
+    """Both engines, each with the instances that the planned work needs."""
 
     def __init__(
         self, stack: ExitStack, index: Path, gguf: Path, cores: list[int], baseline: bool, planned: list[Work]
     ) -> None:
-        longest = max(max(w.tokens, w.cached) for w in planned)
-        # Instances: (sequences, tokens of each). All short work of a large model has one, as each may copy the weights.
-        geometries = [(max(w.batch for w in planned), 128)]
-        if longest > 64:
-            geometries.append((1, longest + 128))
+        geometries = instances(planned)
         temporary = [Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) for _ in geometries]
         self.cores = cores
         self.candidate = [
