@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tools.bench.disturbance import REPEATS, Signs, Ticks, Watch, read_ticks, spin
+from tools.bench.disturbance import LONGEST_S, REPEATS, Signs, Ticks, Watch, read_ticks, spin
 
 
 class Machine:
@@ -92,6 +92,21 @@ def test_the_least_disturbed_result_counts_when_the_machine_stays_disturbed(mach
     assert (watch.repeated, watch.disturbed) == (REPEATS, 1)
     assert watch.worst == Signs(0.0, 0.1, 1.0)
     assert "other programs 10 %" in watch.plain()["worst"]
+
+
+@pytest.mark.parametrize(("took_s", "times"), [(LONGEST_S, REPEATS + 1), (LONGEST_S + 1, 1)])
+def test_what_takes_long_is_not_repeated(machine: Machine, took_s: float, times: int) -> None:
+    now = [0.0]
+    watch = Watch([], [0], machine.read, machine.spin, lambda: now[0])
+    done = list[int]()
+
+    def work() -> None:
+        machine.run(100, own=50, others=30)
+        now[0] += took_s
+        done.append(1)
+
+    watch.undisturbed(work)
+    assert (len(done), watch.disturbed) == (times, 1)
 
 
 def test_the_real_counters_see_another_program() -> None:

@@ -5,8 +5,8 @@
     slowdown   time of a fixed loop on each core, divided by the shortest ever seen: clock rate, and a host that
                reports no stolen time
 
-A disturbed measurement is repeated up to `REPEATS` times, and the least disturbed one counts.  So a figure that stays
-disturbed is still reported, and the report says how many did.
+A disturbed measurement of up to `LONGEST_S` is repeated up to `REPEATS` times, and the least disturbed one counts.  So
+a figure that stays disturbed is still reported, and the report says how many did.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 REPEATS = 2
+LONGEST_S = 60.0  # what takes longer is not repeated: the same disturbance is a smaller part of it, and runs take hours
 STOLEN = 0.02  # shares and ratios above which a measurement counts as disturbed
 OTHERS = 0.05
 SLOWDOWN = 1.15
@@ -99,12 +100,14 @@ class Watch:
         cores: Sequence[int],
         read: Callable[[Sequence[int]], Ticks] = read_ticks,
         spin: Callable[[int], float] = spin,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pids`: the processes that are measured; this one is added."""
         self._pids = (os.getpid(), *pids)
         self._cores = cores
         self._read = read
         self._spin = spin
+        self._clock = clock
         self.repeated = self.disturbed = 0
         self.worst = Signs(0.0, 0.0, 1.0)  # of the measurements that count
         self._shortest = {core: min(spin(core) for _ in range(CALIBRATION)) for core in cores}
@@ -129,8 +132,10 @@ class Watch:
 
     def undisturbed(self, work: Callable[[], T]) -> T:
         """Do `work`, again while it is disturbed; the result of the least disturbed time."""
+        begun = self._clock()
         result, signs = self.observe(work)
-        for _ in range(REPEATS):
+        is_long = self._clock() - begun > LONGEST_S
+        for _ in range(0 if is_long else REPEATS):
             if not signs.is_disturbed:
                 break
             self.repeated += 1
