@@ -126,6 +126,7 @@ def test_an_int8_cache_is_compared_with_the_other_engine_after_it(
 
     def started(baseline: Baseline, *arguments: Any, **named: Any) -> None:
         turns.append(f"llama.cpp begins with {named['kv_type']}")
+        assert "runner.kv" not in Path("/proc/self/maps").read_text()
         start(baseline, *arguments, **named)
 
     monkeypatch.setattr(Candidate, "__exit__", closed)

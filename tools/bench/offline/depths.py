@@ -10,6 +10,7 @@ both engines, `--apart` measures one after the other.  The last line is one JSON
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -123,25 +124,30 @@ class Bench:
                     peers[NAMES[flash]] = theirs.plain() | memory
                     click.echo(f"{depth:,}: {LLAMA_CPP} {NAMES[flash]}: {theirs}")
 
-        with ExitStack() as stack:
-            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
-            candidate = stack.enter_context(Candidate(index, directory, self.cores, 1, tokens, kv_type=self.kv_type))
-            candidate.fill_cache()
-            candidate.chunk_at(0)  # maps the activations, whatever the depth: else the first round's chunk does
-            candidate.decode_at(depth, 2)
-            nbytes = candidate.step_bytes(1, depth + N_TOKENS // 2)
-            row["kv_mb"] = round(candidate.runner.pages.nbytes / 1e6)
-            row["resident_mb"] = round(resident_mb())
+        def of_starling() -> int:
+            """Rounds of the candidate, of which nothing is left after it; what a step of output reads, bytes."""
+            with ExitStack() as stack:
+                directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+                candidate = stack.enter_context(
+                    Candidate(index, directory, self.cores, 1, tokens, kv_type=self.kv_type)
+                )
+                candidate.fill_cache()
+                candidate.chunk_at(0)  # maps the activations, whatever the depth: else the first round's chunk does
+                candidate.decode_at(depth, 2)
+                nbytes = candidate.step_bytes(1, depth + N_TOKENS // 2)
+                row["kv_mb"] = round(candidate.runner.pages.nbytes / 1e6)
+                row["resident_mb"] = round(resident_mb())
 
-            def turn() -> None:
-                ours.add(candidate.chunk_at(depth), candidate.decode_at(depth, N_TOKENS))
-                reads.append(read_bandwidth(min(nbytes, READ_BYTES), self.cores, 0.3, 1) / 1e9)
+                def turn() -> None:
+                    ours.add(candidate.chunk_at(depth), candidate.decode_at(depth, N_TOKENS))
+                    reads.append(read_bandwidth(min(nbytes, READ_BYTES), self.cores, 0.3, 1) / 1e9)
 
-            for flash in self.flash if with_peer and not self.is_apart else (None,):
-                beside(flash, turn)
-        if with_peer and self.is_apart:
-            for flash in self.flash:
-                beside(flash, lambda: None)
+                for flash in self.flash if with_peer and not self.is_apart else (None,):
+                    beside(flash, turn)
+                return nbytes
+
+        nbytes = of_starling()
+        gc.collect()  # arenas are mapped until the last view of them is gone
         read = statistics.median(reads)
         share = nbytes * statistics.median(ours.of["decode"]) / 1e9 / read
         row |= ours.plain() | {"of_read": round(share, 2), "read_gb_s": round(read, 1)}
@@ -149,6 +155,9 @@ class Bench:
             f"{depth:,}: {ours} tokens/s, {share:.2f} of {read:.1f} GB/s, KV {row['kv_mb']:,} MB, resident "
             f"{row['resident_mb']:,} MB"
         )
+        if with_peer and self.is_apart:
+            for flash in self.flash:
+                beside(flash, lambda: None)
         if peers:
             row[LLAMA_CPP] = peers
             row["ratio"] = {kind: ratio(row[kind], [peer[kind] for peer in peers.values()]) for kind in ours.of}
