@@ -134,6 +134,22 @@ def test_lists_of_works_can_be_asked_for() -> None:
         chosen_works("", "1,0", "")
 
 
+@pytest.mark.parametrize(
+    ("prompts", "batches", "cached", "expected"),
+    [
+        ("64", "1,4", "", [(4, 128)]),
+        ("64,512", "1,4", "2048", [(4, 128), (1, 2176)]),
+        ("512,4096", "", "", [(1, 4224)]),
+        ("", "8", "", [(8, 128)]),
+    ],
+)
+def test_an_engine_has_an_instance_for_the_planned_work_alone(
+    prompts: str, batches: str, cached: str, expected: list[tuple[int, int]]
+) -> None:
+    """Each may copy the weights."""
+    assert instances(chosen_works(prompts, batches, cached)) == expected
+
+
 class _Streams(BaseHTTPRequestHandler):
     """Streams as /v1/generate does; refuses a prompt of one token."""
 
@@ -156,22 +172,6 @@ def streaming_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-@pytest.mark.parametrize(
-    ("prompts", "batches", "cached", "expected"),
-    [
-        ("64", "1,4", "", [(4, 128)]),
-        ("64,512", "1,4", "2048", [(4, 128), (1, 2176)]),
-        ("512,4096", "", "", [(1, 4224)]),
-        ("", "8", "", [(8, 128)]),
-    ],
-)
-def test_an_engine_has_an_instance_for_the_planned_work_alone(
-    prompts: str, batches: str, cached: str, expected: list[tuple[int, int]]
-) -> None:
-    """Each may copy the weights."""
-    assert instances(chosen_works(prompts, batches, cached)) == expected
 
 
 def test_time_to_the_first_byte(streaming_url: str) -> None:

@@ -131,19 +131,7 @@ def test_an_int8_cache_is_compared_with_the_other_engine_after_it(
 
     monkeypatch.setattr(Candidate, "__exit__", closed)
     monkeypatch.setattr(Baseline, "__init__", started)
-    arguments = [
-        "--shape",
-        "wide",
-        "--format",
-        "Q4_0",
-        "--depths",
-        "600",
-        "--rounds",
-        "2",
-        "--cache",
-        "int8",
-        "--apart",
-    ]
+    arguments = "--shape wide --format Q4_0 --depths 600 --rounds 2 --cache int8 --apart"
     result = CliRunner().invoke(depths.main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     assert turns == ["Starling ends", "llama.cpp begins with int8"]

@@ -102,7 +102,7 @@ class Watch:
         spin: Callable[[int], float] = spin,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pids`: the processes that are measured; this one is added."""
+        """`pids`: the processes that are measured; this one is added. `clock`: s."""
         self._pids = (os.getpid(), *pids)
         self._cores = cores
         self._read = read
