@@ -12,7 +12,7 @@ from shm.pages import KvGeometry
 from stages.worker.kernels import attention, attention_units
 from stages.worker.kernels import attention_blocks as blocks
 from stages.worker.kernels import elementwise as ew
-from stages.worker.kernels.buffer_sizes import attention_words
+from stages.worker.kernels.buffer_sizes import BLOCK_ROWS, attention_words
 from stages.worker.kernels.simd import JIT
 from stages.worker.rope import rope_tables
 from tools.reference import arithmetic, exact_forward
@@ -230,7 +230,7 @@ def test_blocks_of_a_chunk_are_even_shares(heads: int, kv_heads: int, ranks: int
     """No rank computes more than a quarter more than the average: neither rows, nor scores behind 110 positions."""
     group = heads // kv_heads
     block = attention_units.block_queries(count, group, kv_heads, ranks)
-    assert 1 <= block <= attention.BLOCK_ROWS // group
+    assert 1 <= block <= BLOCK_ROWS // group
     rows, scores = [0] * ranks, [0] * ranks
     for head in range(kv_heads):
         for begin in range(0, count, block):

@@ -95,7 +95,7 @@ def test_too_many_heads_of_a_kv_head_are_refused(tmp_path: Path) -> None:
         ingest(path, tmp_path / "m.idx", digest_of(path))
 
 
-@pytest.mark.parametrize("group", [MAX_GROUP + 1, buffer_sizes.ROWS, buffer_sizes.ROWS + 1])
+@pytest.mark.parametrize("group", [MAX_GROUP + 1, buffer_sizes.BLOCK_ROWS, buffer_sizes.BLOCK_ROWS + 1])
 def test_too_many_heads_of_a_stored_index_are_refused(tiny_gguf: TinyGguf, ingested: Ingested, group: int) -> None:
     checkpoint = Checkpoint(ingested(tiny_gguf("small", "Q8_0")))
     hyper = checkpoint.index.hyper

@@ -17,7 +17,7 @@ from stages.worker import activations_arena as act
 from stages.worker.adapters.prepared import prepare_adapter
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.attention import BLOCK_ROWS
+from stages.worker.kernels.buffer_sizes import BLOCK_ROWS
 from stages.worker.kernels.prefix_groups import LEAST_MEMBERS
 from stages.worker.kernels.shared_prefixes import CONVERSION_ROWS, block_members
 from tests.worker.conftest import Ingested, TinyGguf

@@ -18,7 +18,7 @@ from stages.worker.kernels import attention, attention_tiles, split_combine
 from stages.worker.kernels import elementwise as ew
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
-from stages.worker.kernels.buffer_sizes import TILE_ROWS
+from stages.worker.kernels.buffer_sizes import BLOCK_ROWS, TILE_ROWS
 from stages.worker.kernels.entries import INNER, MERGED, run_entry
 from stages.worker.kernels.formats.description import GROUP
 from stages.worker.kernels.packed_activations import pack_row, packed
@@ -316,7 +316,7 @@ def block_queries(count, group, kv_heads, ranks):
     """Queries of each block but the last of an entry's `count` queries; `group` rows each."""
     if count == 1:
         return 1
-    most = attention.BLOCK_ROWS // group
+    most = BLOCK_ROWS // group
     blocks = (count + most - 1) // most
     # Few units are divided evenly where a whole number falls to each rank.
     while (

@@ -18,6 +18,7 @@ from stages.worker.kernels import attention, split_combine
 from stages.worker.kernels import parameter_block as pb
 from stages.worker.kernels import plan as p
 from stages.worker.kernels.attention_units import pack_queries, prefix_result_at, run_attention, set_next_unit
+from stages.worker.kernels.buffer_sizes import BLOCK_ROWS
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.parameter_access import param
 from stages.worker.kernels.simd import get_f32, put_f32
@@ -28,7 +29,7 @@ CONVERSION_ROWS = 12  # rows of a block that take about as long as the conversio
 @njit(**INNER)
 def block_members(members, group, kv_heads, ranks):
     """Members of a prefix group whose queries are one block: the number with which the busiest rank has least to do."""
-    most = attention.BLOCK_ROWS // group
+    most = BLOCK_ROWS // group
     best, least = most, 0
     for n in range(1, members + 1):
         if n > most:
