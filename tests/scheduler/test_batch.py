@@ -30,7 +30,7 @@ def test_chunks_are_whole_tiles_if_little_is_lost():
 
 def test_a_prompt_advances_whatever_the_budget_says():
     budget = Budget(max_entries=8, max_tokens=512, max_samples=72)
-    expensive = CostModel(50_000, 60_000, 10)
+    expensive = CostModel(50_000, 600_000, 10)
     batch = compose([scheduled("1", 10, 9), scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
     assert [(e.sequence.id, e.count) for e in batch.entries] == [("1", 1), ("2", MIN_PROMPT_CHUNK)]
     batch = compose([scheduled("2", 1000, 0), scheduled("3", 1000, 0)], budget, expensive)
@@ -53,6 +53,30 @@ def test_behind_many_positions_a_chunk_gets_smaller_until_the_streams_gaps_are_k
     assert counts[0] > counts[1] > counts[2] > counts[3] == MIN_CHUNK
     # No chunk that is worth its step keeps them: the prompt advances.
     assert counts[4] == MIN_PROMPT_CHUNK
+
+
+def test_several_waiting_prompts_may_make_gaps_longer_but_not_those_of_another_tenant():
+    budget, cost = Budget(max_entries=16, max_tokens=512, max_samples=80), CostModel(3000, 900, 0.01)
+    cost.alone.p99 = cost.beside.p99 = 1.0
+    mine, other = Tenant("mine", 1.0), Tenant("other", 1.0)
+    pacing = budget.pacing
+    usual_us = pacing.margin * pacing.gap_factor * 1e6 * pacing.wake_s
+
+    def step_us(streams: int, prompts: list[Tenant]) -> float:
+        running = [scheduled(str(i), 10, 9, tenant=mine) for i in range(streams)]
+        waiting = [scheduled(str(20 + i), 300, 0, tenant=tenant) for i, tenant in enumerate(prompts)]
+        batch = compose([*running, *waiting], budget, cost)
+        return cost.predict(batch.tokens, batch.positions)
+
+    grain_us = 4 * cost.token_us
+    assert usual_us - grain_us <= step_us(8, [mine]) <= usual_us
+    longest_us = pacing.crowd_factor * usual_us
+    assert longest_us - grain_us <= step_us(8, [mine] * 2) <= longest_us
+    assert longest_us - grain_us <= step_us(8, [mine] * 8) <= longest_us
+    between_us = usual_us + (longest_us - usual_us) * pacing.crowd_streams / 12
+    assert between_us - grain_us <= step_us(12, [mine] * 2) <= between_us < longest_us
+    assert step_us(8, [other]) == step_us(8, [other] * 8) <= usual_us
+    assert longest_us - grain_us <= step_us(8, [mine, other]) <= longest_us
 
 
 def test_a_step_without_streams_is_worth_reading_the_weights():

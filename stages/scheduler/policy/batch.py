@@ -17,6 +17,7 @@ The prompts of a model whose positions attend to those behind them are not cut: 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 from shm.step_ring import MAX_POOLED
@@ -163,8 +164,9 @@ def _share(
     quiet_us = 0.0  # additional time for the prompt of a quiet tenant
     if n_streams:
         streams_us = cost.predict(n_streams, positions)
-        prompt_us, quiet_us = budget.pacing.prompt_budget_us(streams_us, cost.alone.p99, cost.beside.p99)
-        longest_us = budget.pacing.gap_bound_us(streams_us) - streams_us
+        crowd = _crowd(prompts, lines) / n_streams
+        prompt_us, quiet_us = budget.pacing.prompt_budget_us(streams_us, cost.alone.p99, cost.beside.p99, crowd)
+        longest_us = budget.pacing.gap_bound_us(streams_us, crowd) - streams_us
     else:
         prompt_us = budget.pacing.prefill_budget_us(cost.fixed_us)
         longest_us = 0.0
@@ -235,6 +237,16 @@ def _share(
         if place + 1 < len(line):
             heapq.heappush(queue, (served + count * tenant.inverse, i, tenant, place + 1))
     return Batch(entries, tokens, positions, unscheduled)
+
+
+def _crowd(prompts: list[SequenceState], tenants: Collection[Tenant]) -> int:
+    """Prompts that wait behind the first one.
+
+    Of several tenants each counts once: the prompts of one do not make the gaps of another one's streams longer.
+    """
+    if len(tenants) > 1:
+        return max(0, len({sequence.tenant for sequence in prompts}) - 1)
+    return max(0, len(prompts) - 1)
 
 
 def whole_grains(count: int) -> int:

@@ -42,6 +42,10 @@ class PacingPolicy(NamedTuple):
     # the bound for predicted times: where times vary more than that allows for, other programs cause the gaps, and the
     # prompt must advance.
     gap_factor: float = 3.0
+    # While several prompts wait, the bound is longer, since each millisecond of a prompt delays all behind it: by up to
+    # `crowd_factor`, which one more prompt for every `crowd_streams` streams reaches.
+    crowd_factor: float = 1.5
+    crowd_streams: float = 8.0
     margin: float = 0.85
     min_margin: float = 0.5
     # The prompt of a tenant that has received little gets more time, so that it is complete in one step.
@@ -63,21 +67,26 @@ class PacingPolicy(NamedTuple):
         """Whether one more short step may follow `steps` steps that take `expected_s` seconds in all."""
         return steps < self.max_depth and expected_s < self.stream_wait_s(streams)
 
-    def gap_bound_us(self, streams_us: float) -> float:
+    def gap_bound_us(self, streams_us: float, crowd: float = 0.0) -> float:
         """The longest gap that prompt tokens may cause where streams alone have steps of `streams_us`.
+
+        `crowd`: prompts that wait behind the first one, for each stream.
 
         Tokens of short steps reach a stream together, after `wake_s`. Where each token is sent alone, as beside
         constraints and on cores that models share, the bound is the same: 45 ms at least, though gaps were shorter.
         """
-        return self.gap_factor * max(1e6 * self.wake_s, streams_us)
+        factor = 1.0 + (self.crowd_factor - 1.0) * min(1.0, crowd * self.crowd_streams)
+        return self.gap_factor * factor * max(1e6 * self.wake_s, streams_us)
 
-    def prompt_budget_us(self, streams_us: float, alone: float, beside: float) -> tuple[float, float]:
-        """Time for prompt tokens in a step whose streams take `streams_us`.
+    def prompt_budget_us(
+        self, streams_us: float, alone: float, beside: float, crowd: float = 0.0
+    ) -> tuple[float, float]:
+        """Time for prompt tokens in a step whose streams take `streams_us`; `crowd`: as for `gap_bound_us`.
 
         `alone`, `beside`: 99th percentile of measured / predicted time of steps without prompt tokens and with them.
         Returns the usual time and the additional time for the prompt of a quiet tenant.
         """
-        gap_us, longest_us = self.gap_bound_us(streams_us), self.gap_bound_us(streams_us * alone)
+        gap_us, longest_us = self.gap_bound_us(streams_us, crowd), self.gap_bound_us(streams_us * alone, crowd)
         usual_us = min(self.margin * gap_us, max(self.min_margin * gap_us, self.margin * longest_us / beside))
         return usual_us - streams_us, self.quiet_margin * gap_us - usual_us
 
