@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stages.scheduler.core.pooled_prompt import PooledPrompt
 from stages.scheduler.policy.batch import MIN_CHUNK, MIN_PROMPT_CHUNK, Budget, compose, whole_grains
 from stages.scheduler.policy.cost import CostModel
 from stages.scheduler.policy.tenant import Tenant
@@ -55,28 +59,57 @@ def test_behind_many_positions_a_chunk_gets_smaller_until_the_streams_gaps_are_k
     assert counts[4] == MIN_PROMPT_CHUNK
 
 
-def test_several_waiting_prompts_may_make_gaps_longer_but_not_those_of_another_tenant():
-    budget, cost = Budget(max_entries=16, max_tokens=512, max_samples=80), CostModel(3000, 900, 0.01)
-    cost.alone.p99 = cost.beside.p99 = 1.0
-    mine, other = Tenant("mine", 1.0), Tenant("other", 1.0)
-    pacing = budget.pacing
-    usual_us = pacing.margin * pacing.gap_factor * 1e6 * pacing.wake_s
+def test_several_waiting_prompts_may_make_gaps_longer():
+    budget, cost, usual_us, longest_us = _crowd_bounds()
+    mine = Tenant("mine", 1.0)
 
-    def step_us(streams: int, prompts: list[Tenant]) -> float:
-        running = [scheduled(str(i), 10, 9, tenant=mine) for i in range(streams)]
-        waiting = [scheduled(str(20 + i), 300, 0, tenant=tenant) for i, tenant in enumerate(prompts)]
-        batch = compose([*running, *waiting], budget, cost)
-        return cost.predict(batch.tokens, batch.positions)
+    def step_us(streams: int, prompts: int) -> float:
+        return _step_us(budget, cost, [mine] * streams, [mine] * prompts)
 
     grain_us = 4 * cost.token_us
-    assert usual_us - grain_us <= step_us(8, [mine]) <= usual_us
-    longest_us = pacing.crowd_factor * usual_us
-    assert longest_us - grain_us <= step_us(8, [mine] * 2) <= longest_us
-    assert longest_us - grain_us <= step_us(8, [mine] * 8) <= longest_us
-    between_us = usual_us + (longest_us - usual_us) * pacing.crowd_streams / 12
-    assert between_us - grain_us <= step_us(12, [mine] * 2) <= between_us < longest_us
-    assert step_us(8, [other]) == step_us(8, [other] * 8) <= usual_us
-    assert longest_us - grain_us <= step_us(8, [mine, other]) <= longest_us
+    assert usual_us - grain_us <= step_us(8, 1) <= usual_us
+    assert longest_us - grain_us <= step_us(8, 2) <= longest_us
+    assert longest_us - grain_us <= step_us(8, 8) <= longest_us
+    between_us = usual_us + (longest_us - usual_us) * budget.pacing.crowd_streams / 12
+    assert between_us - grain_us <= step_us(12, 2) <= between_us < longest_us
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_no_prompt_makes_the_gaps_of_another_tenants_streams_longer(streams: list[int], prompts: list[int]):
+    """Only where each tenant with a stream has several prompts of its own is a step longer than usual."""
+    budget, cost, usual_us, longest_us = _crowd_bounds()
+    tenants = [Tenant(str(i), 1.0 + i) for i in range(4)]
+    found_us = _step_us(budget, cost, [tenants[i] for i in streams], [tenants[i] for i in prompts])
+    has_own = all(prompts.count(i) >= 2 for i in streams)
+    assert found_us <= (longest_us if has_own else usual_us)
+
+
+def test_embeddings_do_not_make_gaps_longer():
+    budget, cost, usual_us, _ = _crowd_bounds()
+    mine = Tenant("mine", 1.0)
+    running = [scheduled(str(i), 10, 9, tenant=mine) for i in range(4)]
+    embedded = [scheduled(str(20 + i), 300, 0, tenant=mine) for i in range(6)]
+    for sequence in embedded:
+        sequence.pooled = PooledPrompt("mean", 300)
+    batch = compose([*running, *embedded], budget, cost)
+    assert cost.predict(batch.tokens, batch.positions) <= usual_us
+
+
+def _crowd_bounds() -> tuple[Budget, CostModel, float, float]:
+    """A budget, a cost model whose predictions are exact, and the usual and the longest time of a step."""
+    budget, cost = Budget(max_entries=16, max_tokens=512, max_samples=80), CostModel(3000, 900, 0.01)
+    cost.alone.p99 = cost.beside.p99 = 1.0
+    pacing = budget.pacing
+    usual_us = pacing.margin * pacing.gap_factor * 1e6 * pacing.wake_s
+    return budget, cost, usual_us, pacing.crowd_factor * usual_us
+
+
+def _step_us(budget: Budget, cost: CostModel, streams: list[Tenant], prompts: list[Tenant]) -> float:
+    """Predicted time of a step with a running stream and a waiting prompt of each of these tenants."""
+    running = [scheduled(str(i), 10, 9, tenant=tenant) for i, tenant in enumerate(streams)]
+    waiting = [scheduled(str(20 + i), 300, 0, tenant=tenant) for i, tenant in enumerate(prompts)]
+    batch = compose([*running, *waiting], budget, cost)
+    return cost.predict(batch.tokens, batch.positions)
 
 
 def test_a_step_without_streams_is_worth_reading_the_weights():

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 SIZES = (1, 2, 3, 15, 16, 17, 31, 33, 63, 65, 576)
 Kernel = Callable[..., None]
+BLOCKS = (8, 24, attention.DIRECT_ROWS + 6)  # of some of these K and V are read from their pages, of others converted
 WRITE = {"f16": ew.write_kv_f16, "f32": ew.write_kv_f32, "int8": ew.write_kv_int8}
 
 
@@ -181,6 +182,10 @@ class Cache:
         (64, 1, 32, 400, 130),  # the first rows of a block see fewer positions than the last ones
         (256, 1, 64, 450, 192),  # as many rows as a block may have
         (128, 7, 32, 400, 27),  # almost as many, in tiles of which the last is not full
+        (64, 1, 32, 120, attention.DIRECT_ROWS),
+        (64, 1, 32, 120, attention.DIRECT_ROWS + 1),
+        (64, 1, 32, 40, attention.DIRECT_SCALED_ROWS),
+        (64, 1, 32, 40, attention.DIRECT_SCALED_ROWS + 1),
     ],
 )
 def test_attention_equals_the_twin(
@@ -313,11 +318,11 @@ def test_functions_for_several_widths_have_names_of_their_own() -> None:
     assert len({function.py_func.__qualname__ for function in functions}) == len(functions)
 
 
-@pytest.mark.parametrize("block", [8, 24])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_nan_outside_of_the_window_has_no_effect(block: int) -> None:
     """Whether or not a query that sees it is computed in the same block."""
     rng = np.random.default_rng(1)
-    k, v, q = values(rng, 60, 2, 64), values(rng, 60, 2, 64), values(rng, 60, 2, 64)
+    k, v, q = (values(rng, 110, 2, 64) for _ in range(3))
     expected = Cache("f16", 64, 32, k, v).attend(q, 0, block, window=10)
     k[20, 1, 3], v[21, 1, 5] = np.nan, np.nan
     out = Cache("f16", 64, 32, k, v).attend(q, 0, block, window=10)
@@ -329,10 +334,10 @@ def test_a_nan_outside_of_the_window_has_no_effect(block: int) -> None:
 @pytest.mark.parametrize("kv_type", ["f16", "f32", "int8"])
 @pytest.mark.parametrize("what", ["k", "v"])
 @pytest.mark.parametrize("lane", [0, 17, 63])
-@pytest.mark.parametrize("block", [8, 24])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, lane: int, block: int) -> None:
     rng = np.random.default_rng(lane)
-    k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64)
+    k, v, q = (values(rng, 100, 2, 64) for _ in range(3))
     expected = Cache(kv_type, 64, 32, k, v).attend(q, 0, block)
     (k if what == "k" else v)[21, 1, lane] = np.nan
     out = Cache(kv_type, 64, 32, k, v).attend(q, 0, block)
@@ -344,10 +349,11 @@ def test_a_nan_in_the_cache_does_not_become_a_number(kv_type: str, what: str, la
 
 @pytest.mark.parametrize("kv_type", ["f16", "int8"])
 @pytest.mark.parametrize("value", [np.inf, 1e30, 8_319_009.0, 8_319_008.0, 8_319_007.0, 65_505.0])
-@pytest.mark.parametrize("block", [8, 24])
+@pytest.mark.parametrize("block", BLOCKS)
 def test_overflow_saturates(kv_type: str, value: float, block: int) -> None:
     rng = np.random.default_rng(1)
-    k, v, q = values(rng, 40, 2, 64), values(rng, 40, 2, 64), values(rng, 40, 2, 64) * np.float32(1e-6)
+    k, v, q = (values(rng, 100, 2, 64) for _ in range(3))
+    q *= np.float32(1e-6)
     k[21, 1, 40], v[22, 0, 3] = value, -value
     k_stored, v_stored = arithmetic.stored(k, kv_type), arithmetic.stored(v, kv_type)
     assert np.isfinite(k_stored).all()

@@ -17,7 +17,7 @@ The prompts of a model whose positions attend to those behind them are not cut: 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 from shm.step_ring import MAX_POOLED
@@ -164,7 +164,7 @@ def _share(
     quiet_us = 0.0  # additional time for the prompt of a quiet tenant
     if n_streams:
         streams_us = cost.predict(n_streams, positions)
-        crowd = _crowd(prompts, lines) / n_streams
+        crowd = _crowd(streams, prompts) / n_streams
         prompt_us, quiet_us = budget.pacing.prompt_budget_us(streams_us, cost.alone.p99, cost.beside.p99, crowd)
         longest_us = budget.pacing.gap_bound_us(streams_us, crowd) - streams_us
     else:
@@ -239,14 +239,13 @@ def _share(
     return Batch(entries, tokens, positions, unscheduled)
 
 
-def _crowd(prompts: list[SequenceState], tenants: Collection[Tenant]) -> int:
-    """Prompts that wait behind the first one.
+def _crowd(streams: list[SequenceState], prompts: list[SequenceState]) -> int:
+    """Prompts (not embeddings) that wait behind the first one of their tenant: the fewest of all tenants with streams.
 
-    Of several tenants each counts once: the prompts of one do not make the gaps of another one's streams longer.
+    So the prompts of a tenant never make the gaps of another one's streams longer.
     """
-    if len(tenants) > 1:
-        return max(0, len({sequence.tenant for sequence in prompts}) - 1)
-    return max(0, len(prompts) - 1)
+    waiting = Counter(s.tenant for s in prompts if s.pooled is None and s.max_tokens)
+    return max(0, min(waiting[tenant] for tenant in {s.tenant for s in streams}) - 1)
 
 
 def whole_grains(count: int) -> int:

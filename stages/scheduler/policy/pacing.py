@@ -42,12 +42,13 @@ class PacingPolicy(NamedTuple):
     # the bound for predicted times: where times vary more than that allows for, other programs cause the gaps, and the
     # prompt must advance.
     gap_factor: float = 3.0
-    # While several prompts wait, the bound is longer, since each millisecond of a prompt delays all behind it: by up to
-    # `crowd_factor`, which one more prompt for every `crowd_streams` streams reaches.
-    crowd_factor: float = 1.5
-    crowd_streams: float = 8.0
     margin: float = 0.85
     min_margin: float = 0.5
+    # The bound is longer while several prompts of the streams' own tenants wait, since a burst of them would keep the
+    # machine busy for long: up to this multiple (docs/experiments.md, "First tokens of a burst").
+    crowd_factor: float = 1.5
+    # It is that long where one more prompt waits for every so many streams, and shorter in proportion for more streams.
+    crowd_streams: float = 8.0
     # The prompt of a tenant that has received little gets more time, so that it is complete in one step.
     quiet_margin: float = 0.95
     quiet_us: float = 35_000.0
@@ -73,7 +74,8 @@ class PacingPolicy(NamedTuple):
         `crowd`: prompts that wait behind the first one, for each stream.
 
         Tokens of short steps reach a stream together, after `wake_s`. Where each token is sent alone, as beside
-        constraints and on cores that models share, the bound is the same: 45 ms at least, though gaps were shorter.
+        constraints and on cores that models share, the bound is the same: 45 ms at least, and up to 67.5 for a crowd,
+        though gaps were shorter.
         """
         factor = 1.0 + (self.crowd_factor - 1.0) * min(1.0, crowd * self.crowd_streams)
         return self.gap_factor * factor * max(1e6 * self.wake_s, streams_us)

@@ -69,8 +69,9 @@ from stages.worker.kernels.split_combine import (
 )
 
 # Rows up to which a block reads K and V from their pages, of caches without scales and with them: converting them first
-# takes more time.  With AVX2, the conversion of f16 shares no port with the products, the scaling of int8 does.
-DIRECT_ROWS, DIRECT_SCALED_ROWS = (8, 8) if VNNI else (90, 8)
+# takes more time.  With AVX2, the conversion of f16 shares no port with the products, the scaling of int8 does; f32, of
+# which nothing is converted, has the bound of f16 and has not been measured.
+DIRECT_ROWS, DIRECT_SCALED_ROWS = (8, 8) if VNNI else (90, 10)
 MANY_ROWS = 48  # bound of the rows of one query, of several KV heads
 
 

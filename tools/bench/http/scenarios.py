@@ -22,7 +22,7 @@ from tools.bench.http.workload import OUTPUT, Prompts, body
 LONG_PROMPT = 4000
 OUTPUT_BESIDE = 480  # tokens of each stream beside such a prompt; more beside a longer one
 LONG_S = 4 * 3600.0  # limit of a run with such a prompt
-GAP_MS = 25.0  # longest gap of running streams that a long prompt may cause, or
+GAP_MS = 45.0  # longest gap of running streams that a long prompt may cause (policy/pacing.py), or
 GAP_FACTOR = 3.0  # times their usual gap, if that is longer
 FLAT = 0.02  # share by which a process's memory may grow
 PASSAGES = 24  # passages that are tried until the model repeats one
