@@ -80,7 +80,7 @@ MATMUL_BYTES = CHUNKS_BYTES + SPILL_BYTES + 2 * PRODUCT
 
 # ------------------------------------------------------------------ attention.py
 
-BLOCK_ROWS = 192  # bound of the rows of a block of queries, for all of which K and V are converted to f32 once
+BLOCK_ROWS = 192  # bound of the rows of a block of queries; for many rows K and V are converted to f32 once
 MAX_GROUP_ROWS = 24  # bound of the query heads of a KV head; two KV heads' rows are computed together (MANY_ROWS)
 TILE_ROWS = 6  # of a tile of a block
 BUFFER_ROWS = BLOCK_ROWS + 16  # vectors of the state of rows, and tiles, reach past the last row
