@@ -103,11 +103,12 @@ test-alone: $(VENV)/.locked-dev
 	  rm -rf $$cache; [ $$code = 0 ] || [ $$code = 5 ]
 
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
-# the machine's in both. The first run compiles the kernels, which takes too long in the emulator.
-test-emulated: $(VENV)/.locked-dev ## every format's kernels on an emulated CPU without AVX-512 (qemu-user); minutes
+# the machine's in both. The first run compiles the kernels, which takes too long in the emulator. The third is of the
+# kernels of AVX-VNNI, with dot products that are emulated by other instructions.
+test-emulated: $(VENV)/.locked-dev ## every format's kernels on emulated CPUs, without AVX-512 (qemu-user) and with AVX-VNNI; minutes
 	@command -v qemu-x86_64 >/dev/null || { echo 'qemu-x86_64 is missing: install the package qemu-user' >&2; exit 1; }
-	@for emulator in "" "qemu-x86_64 -cpu Haswell"; do STARLING_ISA=portable $$emulator $(BIN)/python -m pytest -q \
-	  --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS); done
+	@for run in "STARLING_ISA=portable" "STARLING_ISA=portable qemu-x86_64 -cpu Haswell" "STARLING_ISA=dots"; do \
+	  env $$run $(BIN)/python -m pytest -q --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS) || exit; done
 
 properties: $(VENV)/.locked-dev ## property tests on random examples, ten times as many as in `make test`; minutes
 	@STARLING_PROPERTIES=10 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "hypothesis and not slow" --timeout 3000 $(ARGS)

@@ -56,9 +56,11 @@ def cpu() -> Finding:
     isa = features.isa()
     kernels = {
         "portable": "AVX2 kernels",
+        "avx-vnni": "AVX2 kernels with AVX-VNNI",
         "vnni": "AVX-512 VNNI kernels",
         "amx": "AVX-512 VNNI and AMX tile kernels",
         "tiles": "tile kernels without AMX, for tests",
+        "dots": "kernels of AVX-VNNI without it, for tests",
     }[isa]
     name = _cpu_name()
     if wanted := os.environ.get("STARLING_ISA"):

@@ -11,23 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.runtime import cpu
 from stages.worker.kernels import features
-from stages.worker.kernels.features import AMX_NEEDS, MINIMUM, VNNI_NEEDS, UnsupportedCpu, choose_isa
+from stages.worker.kernels.features import AMX_NEEDS, AVX_VNNI_NEEDS, MINIMUM, VNNI_NEEDS, UnsupportedCpu, choose_isa
 
 HASWELL = dict.fromkeys(MINIMUM, True)
+ALDER_LAKE = HASWELL | dict.fromkeys(AVX_VNNI_NEEDS, True)
 SERVER = HASWELL | dict.fromkeys(VNNI_NEEDS, True)
 NEWER = SERVER | dict.fromkeys(AMX_NEEDS, True)
 
 
 def test_choice() -> None:
     assert choose_isa(HASWELL, "native") == "portable"
+    assert choose_isa(ALDER_LAKE, "native") == "avx-vnni"
+    assert choose_isa(ALDER_LAKE, "portable") == "portable"
+    assert choose_isa(HASWELL, "dots") == "dots"
     assert choose_isa(SERVER, "native") == "vnni"
+    assert choose_isa(SERVER | ALDER_LAKE, "native") == "vnni"
     assert choose_isa(SERVER, "portable") == "portable"
     assert choose_isa(SERVER, "vnni") == "vnni"
     assert choose_isa(NEWER, "native") == "amx"
     assert choose_isa(NEWER, "vnni") == "vnni"
     assert choose_isa(NEWER | {"avx512vnni": False}, "native") == "portable"
     assert choose_isa(SERVER, "tiles") == "tiles"
+
+
+def test_features_are_read_by_the_names_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "fields", lambda: {"flags": "avx2 fma f16c bmi2 avx_vnni"})
+    assert features.host_features() == ALDER_LAKE
 
 
 def test_amx_that_is_not_permitted_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,8 +84,10 @@ def test_cpus_below_the_minimum_are_refused(missing: str) -> None:
 
 
 def test_isa_restrictions_are_checked() -> None:
-    with pytest.raises(UnsupportedCpu, match="'sse', expected one of portable, vnni, amx, native, tiles"):
+    with pytest.raises(UnsupportedCpu, match="'sse', expected one of portable, avx-vnni, vnni, amx, native, tiles"):
         choose_isa(SERVER, "sse")
+    with pytest.raises(UnsupportedCpu, match="lacks avxvnni"):
+        choose_isa(HASWELL, "avx-vnni")
     with pytest.raises(UnsupportedCpu, match="lacks avx512vnni"):
         choose_isa(SERVER | {"avx512vnni": False}, "vnni")
     with pytest.raises(UnsupportedCpu, match="lacks amx-tile, amx-int8"):
@@ -90,10 +103,10 @@ def test_the_cache_has_a_directory_for_each_target(tmp_path: Path) -> None:
     for isa in ("portable", "native"):
         environment = {**os.environ, "STARLING_ISA": isa, "STARLING_HOME": str(tmp_path)}
         out = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        chosen, directory, cpu = out.stdout.split()
+        chosen, directory, target = out.stdout.split()
         assert chosen == "portable" or isa == "native"
         assert Path(directory).parent == tmp_path / "cache"
-        assert (cpu == "x86-64-v3") == (chosen == "portable")
+        assert (target == "x86-64-v3") == (chosen in ("portable", "avx-vnni"))
         directories.add(directory)
     if chosen != "portable":
         assert len(directories) == 2

@@ -1,8 +1,9 @@
 """The integer dot product of bytes: four products to a lane, added to i32; exact on every CPU.
 
-Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI this is one instruction.  Without it,
-`vpmaddubsw` adds two products in 16 bits, which saturates for codes above 127: codes of 8 bits (value + 128) are
-therefore multiplied as signed values.
+Codes are unsigned (weights), values signed (activations, -127 .. 127).  With VNNI and with AVX-VNNI this is one
+instruction, `vpdpbusd` (Intel SDM volume 2), of 512 bits or of 256.  Without it, `vpmaddubsw` adds two products in 16
+bits, which saturates for codes above 127: codes of 8 bits (value + 128) are therefore multiplied as signed values.
+`STARLING_ISA=dots` emulates the instruction of 256 bits, for tests on a CPU without it.
 
 A sum starts at BASE_BITS, the bits of the f32 BASE = 1.5 * 2^23, plus the start of its format: as long as it is below
 2^22 (the largest is 32 * 128 * 127), its bits are then the f32 `BASE + sum`, and one fma converts and scales it
@@ -15,17 +16,39 @@ from typing import Any
 
 from llvmlite import ir
 
-from stages.worker.kernels.simd import VNNI, Builder, f32x16, i32x16
+from stages.worker.kernels.simd import AVX_VNNI, ISA, VNNI, Builder, f32x16, i32x16
 from stages.worker.kernels.simd.arithmetic import math
 from stages.worker.kernels.simd.vectors import call, constant, operation, pick
 
 BASE_BITS, BASE = 0x4B400000, 12582912.0
+ONE_INSTRUCTION = VNNI or AVX_VNNI  # a dot product is one
 
 _BYTES, _WORDS, _LONGS = (ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (32, 8)))
 
 
 def _vnni(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
     return call(builder, "llvm.x86.avx512.vpdpbusd.512", i32x16.ir, [acc, codes, values])
+
+
+def _emulated(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
+    """What `vpdpbusd` of 256 bits gives."""
+    bytes_, products = ir.VectorType(ir.IntType(8), 32), ir.VectorType(ir.IntType(32), 32)
+    unsigned, signed = (builder.bitcast(operand, bytes_) for operand in (codes, values))
+    found = builder.mul(builder.zext(unsigned, products), builder.sext(signed, products))
+    for i in range(4):
+        acc = builder.add(acc, pick(builder, found, list(range(i, 32, 4))))
+    return acc
+
+
+def _avx_vnni(builder: Builder, acc: Any, codes: Any, values: Any) -> Any:
+    sums = []
+    for first in (0, 8):
+        operands = [pick(builder, operand, list(range(first, first + 8))) for operand in (acc, codes, values)]
+        if ISA == "dots":
+            sums.append(_emulated(builder, *operands))
+        else:
+            sums.append(call(builder, "llvm.x86.avx512.vpdpbusd.256", _LONGS, operands))
+    return pick(builder, sums[0], list(range(16)), sums[1])
 
 
 def _halves(builder: Builder, value: Any) -> list[Any]:
@@ -92,9 +115,10 @@ def emit_scaled(builder: Builder, bits: Any, d: Any, minus_base: Any) -> Any:
 
 # Emitters for unrolled code. With `STARTS_BIASED`, sums of 8-bit codes start at -128 times the sum of the values;
 # without it they start at 0 and the dot product subtracts the bias.
-STARTS_BIASED = VNNI
-emit_dot4 = _vnni if VNNI else _narrow
-emit_dot4_u8 = _vnni if VNNI else _signed
+STARTS_BIASED = ONE_INSTRUCTION
+_one = _vnni if VNNI else _avx_vnni
+emit_dot4 = _one if ONE_INSTRUCTION else _narrow
+emit_dot4_u8 = _one if ONE_INSTRUCTION else _signed
 
 _TYPES = (i32x16, i32x16, i32x16)
 dot4 = operation("dot4", i32x16, _TYPES, emit_dot4, "acc + 4 products of codes (second, up to 127) and values.")

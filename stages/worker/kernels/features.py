@@ -4,11 +4,13 @@
 it is imported, before anything is jitted.  `STARLING_ISA` restricts the choice:
 
     portable   x86-64-v3 (AVX2, FMA, F16C), the minimum
+    avx-vnni   the same with AVX-VNNI, the dot product of VNNI in registers of 256 bits
     vnni       512-bit AVX-512 with VNNI
-    amx        the same with AMX tiles for 16 tokens and more of every quantized format
+    amx        `vnni` with AMX tiles for 16 tokens and more of every quantized format
     native     the best of these that the CPU has (default); tiles only for formats, and from as many tokens on, for
                which amx_verdict.py has found them faster
     tiles      the kernels of `amx` with emulated tiles (amx_tiles.py), for tests where there is no AMX
+    dots       those of `avx-vnni` with emulated dot products (dots.py), for tests where there is no AVX-VNNI
 
 `STARLING_AMX_FORMATS`, such as `Q4_1:32,Q8_0`, replaces that choice under `amx`, `tiles` and `native` on a CPU with
 AMX: the formats named use tiles from so many tokens of a product on, from 16 where no number is given.
@@ -38,11 +40,12 @@ from pipeline.runtime import cpu
 from stages.worker.kernels.formats import QUANTIZED
 
 MINIMUM = ("avx2", "fma", "f16c", "bmi2")
+AVX_VNNI_NEEDS = ("avxvnni",)
 VNNI_NEEDS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vnni")
 AMX_NEEDS = ("amx-tile", "amx-int8")
 UNUSED = ("avx512fp16",)  # LLVM's names of features that a CPU may have
 KEPT_CACHES = 4
-ISAS = ("portable", "vnni", "amx", "native", "tiles")
+ISAS = ("portable", "avx-vnni", "vnni", "amx", "native", "tiles", "dots")
 ALL_FORMATS = frozenset(f.name for f in QUANTIZED)
 TILE_TOKENS = 16  # tokens, and rows, of a tile product
 MOST_TOKENS = 1 << 16  # bound of a number of tokens in STARLING_AMX_FORMATS: no step has so many
@@ -57,10 +60,16 @@ _SHOW_CPU = (
 )
 _PORTABLE_CPU = "x86-64-v3"
 _PORTABLE_FEATURES = "+avx,+avx2,+bmi,+bmi2,+cx16,+f16c,+fma,+lzcnt,+movbe,+popcnt,+sse4.2,+ssse3"
+# Instruction sets whose kernels are compiled for no CPU in particular.
+_FIXED_TARGETS = {
+    "portable": (_PORTABLE_CPU, _PORTABLE_FEATURES),
+    "avx-vnni": (_PORTABLE_CPU, f"{_PORTABLE_FEATURES},+avxvnni"),
+    "dots": (_PORTABLE_CPU, _PORTABLE_FEATURES),
+}
 
 
 # Names of the kernel (/proc/cpuinfo) that differ from LLVM's.
-_KERNEL_NAMES = {"avx512_vnni": "avx512vnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8"}
+_KERNEL_NAMES = {"avx_vnni": "avxvnni", "avx512_vnni": "avx512vnni", "amx_tile": "amx-tile", "amx_int8": "amx-int8"}
 _IDENTITY = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")  # of /proc/cpuinfo
 
 
@@ -79,7 +88,7 @@ def host_features() -> dict[str, bool]:
 
 
 def choose_isa(host: dict[str, bool], wanted: str) -> str:
-    """`portable`, `vnni`, `amx` or `tiles` for a CPU with the features `host`.
+    """The instruction set, as at the top of the file but for `native`, for a CPU with the features `host`.
 
     Raises `UnsupportedCpu` below the minimum or when `wanted` needs what the CPU lacks.
     """
@@ -91,13 +100,19 @@ def choose_isa(host: dict[str, bool], wanted: str) -> str:
         )
     if wanted not in ISAS:
         raise UnsupportedCpu(f"STARLING_ISA is {wanted!r}, expected one of {', '.join(ISAS)}")
-    needs = {"vnni": VNNI_NEEDS, "tiles": VNNI_NEEDS, "amx": VNNI_NEEDS + AMX_NEEDS}
+    needs = {
+        "avx-vnni": AVX_VNNI_NEEDS,
+        "vnni": VNNI_NEEDS,
+        "tiles": VNNI_NEEDS,
+        "amx": VNNI_NEEDS + AMX_NEEDS,
+    }
     lacks = [name for name in needs.get(wanted, ()) if not host.get(name)]
     if lacks:
         raise UnsupportedCpu(f"STARLING_ISA is {wanted!r} but this CPU lacks {', '.join(lacks)}")
     if wanted != "native":
         return wanted
-    return next((name for name in ("amx", "vnni") if all(host.get(feature) for feature in needs[name])), "portable")
+    best_first = ("amx", "vnni", "avx-vnni")
+    return next((name for name in best_first if all(host.get(feature) for feature in needs[name])), "portable")
 
 
 def permit_amx() -> None:
@@ -154,8 +169,8 @@ def target(name: str) -> tuple[str, str]:
 
     Asks LLVM in a process of its own, so that this one does not hold the compiler for its whole life.
     """
-    if name == "portable":
-        return _PORTABLE_CPU, _PORTABLE_FEATURES
+    if name in _FIXED_TARGETS:
+        return _FIXED_TARGETS[name]
     cpu, features = json.loads(
         subprocess.run([sys.executable, "-c", _SHOW_CPU], capture_output=True, check=True).stdout
     )
@@ -187,8 +202,8 @@ def _stored_target(name: str, directory: Path) -> tuple[str, str]:
 
 def _identity(name: str) -> tuple[str, ...]:
     """What identifies the CPU that the kernels of an instruction set are compiled for."""
-    if name == "portable":
-        return _PORTABLE_CPU, _PORTABLE_FEATURES
+    if name in _FIXED_TARGETS:
+        return _FIXED_TARGETS[name]
     return tuple(cpu.fields().get(field, "") for field in _IDENTITY)
 
 

@@ -13,6 +13,7 @@ from numba import njit
 
 from stages.worker.kernels import tiles
 from stages.worker.kernels.buffer_sizes import CHUNK, CHUNK_BYTES, CODE_BYTES, DENSE_CHUNK
+from stages.worker.kernels.dots import ONE_INSTRUCTION
 from stages.worker.kernels.entries import INNER, MERGED
 from stages.worker.kernels.format_traits import (
     HAS_HALVES,
@@ -91,7 +92,7 @@ def _token_tiles(n: int) -> tuple[Any, Any]:
                     m_u, m_v = load_f32(u + CODE_BYTES + 192), load_f32(v + CODE_BYTES + 192)
                     acc = tiles.fma_second_sum(acc, m_u, m_v, x, stride)
             else:
-                if VNNI:
+                if ONE_INSTRUCTION:
                     dots = tiles.dots(dots, u, v, x, stride)
                 elif largest > 127:
                     dots = tiles.dots_u8(dots, u, v, x, stride)

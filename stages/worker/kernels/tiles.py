@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from stages.worker.kernels.block_codegen import emit_half_sum
 from stages.worker.kernels.dots import (
+    ONE_INSTRUCTION,
     add_pairs,
     begin_pairs,
     emit_dot4,
@@ -27,7 +28,7 @@ from stages.worker.kernels.simd.arithmetic import math
 from stages.worker.kernels.simd.register_tiles import strided, tile_operation
 from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, load, splat
 
-SPLIT = 8  # vectors of a tile up to which sums go in two chains
+SPLIT = 8 if VNNI else 0  # vectors of a tile up to which sums go in two chains
 
 
 def spread(builder: Builder, addr: Any, lane: ir.Type) -> Any:
@@ -59,7 +60,7 @@ def _emit_dots(dot: Callable[..., Any], runs: range) -> Callable[..., None]:
 
 
 def _emit_dots_folded(fold: int, runs: range) -> Callable[..., None]:
-    """Without VNNI: sums stay in 16 bits for `fold` steps, which spares widening and adding each of them."""
+    """By pairs: sums stay in 16 bits for `fold` steps, which spares widening and adding each of them."""
 
     def emit(builder: Builder, vectors: list[Any], u0: Any, u1: Any, x: Any, stride: Any) -> None:
         for first in runs[::fold]:
@@ -77,7 +78,7 @@ def _emit_dots_folded(fold: int, runs: range) -> Callable[..., None]:
 
 
 def _dots_of(fold: int, runs: range) -> Callable[..., None]:
-    return _emit_dots(emit_dot4, runs) if VNNI else _emit_dots_folded(fold, runs)
+    return _emit_dots(emit_dot4, runs) if ONE_INSTRUCTION else _emit_dots_folded(fold, runs)
 
 
 def _emit_scaled(builder: Builder, vectors: list[Any], dots: list[Any], d0: Any, d1: Any, x: Any, stride: Any) -> None:

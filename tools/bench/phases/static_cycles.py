@@ -147,9 +147,19 @@ class Prediction(NamedTuple):
     ports: dict[str, float]  # cycles in which each port is used
 
 
-def schedule(program: str, lines: list[str], cpu: str) -> Prediction:
-    """What llvm-mca finds for a loop of these instructions."""
-    command = [program, f"-mcpu={cpu}", f"-iterations={ITERATIONS}", "--json"]
+def found_program(named: str | None) -> str:
+    """The llvm-mca that is named, or that of the PATH. Raises `UsageError` without one that knows Sapphire Rapids."""
+    program = named or next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        raise click.UsageError("llvm-mca is not on the PATH: install the package llvm-19, or name it with --llvm-mca")
+    if not all(port.startswith("SPR") for port in schedule(program, ["vpaddd %zmm0, %zmm1, %zmm2"], TILE_CPU).ports):
+        raise click.UsageError(f"{program} has no model of Sapphire Rapids: take that of LLVM 17 or later")
+    return program
+
+
+def schedule(program: str, lines: list[str], cpu: str, features: tuple[str, ...] = ()) -> Prediction:
+    """What llvm-mca finds for a loop of these instructions. `features`: of LLVM, besides those of `cpu`."""
+    command = [program, f"-mcpu={cpu}", *(f"-mattr={one}" for one in features), f"-iterations={ITERATIONS}", "--json"]
     done = subprocess.run(command, input="\n".join(lines) + "\n", stdout=subprocess.PIPE, text=True, check=True)
     report: dict[str, Any] = json.loads(done.stdout)
     region, names = report["CodeRegions"][0], report["TargetInfo"]["Resources"]
@@ -169,11 +179,7 @@ def _row(name: str, cycles: float, found: Prediction, blocks: float, ghz: float,
 @click.option("--ghz", default=3.7, show_default=True, help="Of the predicted CPU.")
 def main(program: str | None, ghz: float) -> None:
     """Predict cycles for 16 tokens x 16 rows x a block of 32, how long the busiest port works meanwhile, and steps."""
-    program = program or next(filter(None, map(shutil.which, PROGRAMS)), None)
-    if program is None:
-        raise click.UsageError("llvm-mca is not on the PATH: install the package llvm-19, or name it with --llvm-mca")
-    if not all(port.startswith("SPR") for port in schedule(program, ["vpaddd %zmm0, %zmm1, %zmm2"], TILE_CPU).ports):
-        raise click.UsageError(f"{program} has no model of Sapphire Rapids: take that of LLVM 17 or later")
+    program = found_program(program)
     cycles: dict[str, float] = {}
     for name, text in tile_assembly().items():
         halves = SCALES[name].halves if name in SCALES else name.startswith("_half")

@@ -94,6 +94,7 @@ from stages.worker.kernels.simd.register_tiles import (
 )
 from stages.worker.kernels.simd.vectors import (
     AMX,
+    AVX_VNNI,
     INLINE,
     ISA,
     JIT,
@@ -112,6 +113,7 @@ from stages.worker.kernels.simd.vectors import (
 
 __all__ = [
     "AMX",
+    "AVX_VNNI",
     "INLINE",
     "ISA",
     "JIT",

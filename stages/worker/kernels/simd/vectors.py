@@ -20,6 +20,7 @@ from numba.extending import intrinsic, models, register_model  # noqa: E402
 LANES = 16
 AMX = ISA in ("amx", "tiles")  # `tiles`: the AMX kernels with emulated tiles
 VNNI = AMX or ISA == "vnni"
+AVX_VNNI = ISA in ("avx-vnni", "dots")  # `dots`: the kernels of AVX-VNNI with emulated dot products
 
 # One reviewed constant for every jitted function of the project.
 JIT = {"nogil": True, "cache": True, "fastmath": False, "error_model": "numpy", "boundscheck": False}
