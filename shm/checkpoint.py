@@ -37,8 +37,8 @@ import numpy as np
 import xxhash
 
 from shm.decoding import DECODE_ERRORS
+from shm.hyper import Hyper as Hyper
 from shm.index_head import HEAD_BYTES, tables_begin
-from shm.layer_groups import LayerGroups, divide_layers
 from shm.packed_arrays import pack, unpack
 from shm.populate import read_mapped
 from shm.tensor_checksum import has_checksum
@@ -66,58 +66,6 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True):
     offset: int  # in `.bin`, bytes
     nbytes: int
     checksum: str  # of the bytes: "xxh3:" and XXH3-128, hex; of older releases BLAKE2b-128, hex
-
-
-class Hyper(msgspec.Struct, array_like=True, frozen=True):
-    """Hyper-parameters of the graph; integers are counts."""
-
-    n_layers: int
-    width: int  # of the residual stream
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    ffn_width: int
-    vocab_size: int
-    context_length: int
-    norm_eps: float  # f32 value
-    n_rot: int  # leading values of a head that RoPE rotates
-    rope_pairing: str  # "neighbours" (2i, 2i+1), "halves" (i, i + n_rot/2), or "": positions are embedded
-    activation: str  # "silu" or "gelu"
-    rope_base: float = 10000.0
-    rope_scale: float = 1.0  # positions are divided by it
-    attention_bias: bool = False  # q, k and v have biases
-    norm: str = "rms"  # or "layer": of the residual stream. An index of a llama or qwen2 graph may end before it
-    attention_scale: float = 0.0  # of scores; 0: 1 / sqrt(head_dim)
-    attention_cap: float = 0.0  # soft cap of scores; 0: none
-    logit_cap: float = 0.0  # soft cap of logits; 0: none
-    logit_scale: float = 1.0
-    embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a layer adds to the residual stream
-    windows: tuple[int, ...] = ()  # positions that each layer attends to, 0: all; empty: all layers to all
-    has_local_rope: bool = False  # layers with a window have RoPE tables of their own
-    # A mixture of experts; `ffn_width` is that of one expert.
-    n_experts: int = 0  # of each layer; 0: the FFN is plain
-    n_experts_used: int = 0  # that a token is given to
-    normalizes_experts: bool = False  # their weights are divided by their sum
-    shared_ffn_width: int = 0  # of the expert for all tokens; 0: there is none
-    is_causal: bool = True  # a position attends to none behind it; else a model has embeddings alone
-    scores_pairs: bool = False  # pooled, it gives the score of a query and a document in place of a hidden state
-
-    @property
-    def kv_window(self) -> int:
-        """Positions, the query's included, behind which KV pages of layers with a window are not read; 0: all are."""
-        return 0 if 0 in self.windows and not self.n_windowed else max(self.windows, default=0)
-
-    @property
-    def n_windowed(self) -> int:
-        """Layers with a window whose KV pages are apart from those of the others (shm/layer_groups.py); 0: none."""
-        n_windowed = sum(1 for window in self.windows if window)
-        return n_windowed if divide_layers(self.n_layers, n_windowed)[1].full else 0
-
-    @property
-    def page_groups(self) -> LayerGroups:
-        """The layer groups, each of which has KV pages of its own."""
-        return divide_layers(self.n_layers, self.n_windowed)[1]
 
 
 class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
@@ -211,6 +159,11 @@ class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
         return max(nbytes, key=nbytes.__getitem__, default="")
 
     @property
+    def has_current_windows(self) -> bool:
+        """Whether the layers with a RoPE of their own are known: older releases lost them where the window is large."""
+        return self.architecture != "gemma3" or bool(self.hyper.windows)
+
+    @property
     def tokenizer(self) -> TokenizerData:
         """Decode the tokenizer data, at every call. Raises `CheckpointError`."""
         try:
@@ -235,6 +188,11 @@ class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
         # Byte-level vocabularies of revision 0 are complete.
         return kind in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this release can use it; else it is made again. Raises `CheckpointError`."""
+        return self.has_current_windows and self.has_current_vocabulary
 
     @functools.cached_property  # of megabytes
     def tokenizer_digest(self) -> str:

@@ -110,6 +110,9 @@ assert HEADER.fields["state"][1] == 72  # type: ignore[index]
 assert HEADER.fields["serial"][1] + 8 <= PAGE_RECORD  # type: ignore[index]
 
 
+_LATER_FIELDS = ("n_windowed", "revision")  # of `KvGeometry`
+
+
 class KvGeometry(NamedTuple):
     """The geometry that the kv stage and the ranks must agree on; stored in the arena's header."""
 
@@ -119,16 +122,17 @@ class KvGeometry(NamedTuple):
     page_tokens: int  # 16, 32, 64, 128 or 256
     kv_type: str
     n_windowed: int = 0  # layers with a window, in groups of their own; 0: all layers are in one group
+    revision: int = 0  # `Hyper.kv_revision`: pages of another one have other bytes for the same tokens
 
     @classmethod
     def of(cls, hyper: Hyper, page_tokens: int, kv_type: str) -> KvGeometry:
         """The geometry of a model's arena."""
-        return cls(hyper.n_layers, hyper.n_kv_heads, hyper.head_dim, page_tokens, kv_type, hyper.n_windowed)
+        shape = hyper.n_layers, hyper.n_kv_heads, hyper.head_dim
+        return cls(*shape, page_tokens, kv_type, hyper.n_windowed, hyper.kv_revision)
 
     def as_meta(self) -> dict[str, int | str]:
-        """The fields by name; without `n_windowed` where it is 0, as before there were groups."""
-        fields = self._asdict()
-        return fields if self.n_windowed else {name: value for name, value in fields.items() if name != "n_windowed"}
+        """The fields by name; without those that older releases did not have where they are 0."""
+        return {name: value for name, value in self._asdict().items() if value or name not in _LATER_FIELDS}
 
     def check(self) -> None:
         """Raises `ArenaError` naming the field that the kernels do not support."""
@@ -238,8 +242,8 @@ def attach_kv(path: Path, digest: bytes | None = None, own: bool = False) -> tup
     """Attach to the arena; for all other stages and, with `own`, a restarted kv stage. Raises as `Arena.attach`."""
     arena = Arena.attach(path, KIND, LAYOUT, digest=digest, own=own)
     try:
-        known = {name: arena.meta[name] for name in KvGeometry._fields if name != "n_windowed"}
-        g = KvGeometry(**known, n_windowed=arena.meta.get("n_windowed", 0))
+        known = {name: arena.meta[name] for name in KvGeometry._fields if name not in _LATER_FIELDS}
+        g = KvGeometry(**known, **{name: arena.meta.get(name, 0) for name in _LATER_FIELDS})
         g.check()
         if arena.meta["numerics"] != NUMERICS:
             raise ValueError(f"numerics {arena.meta['numerics']}, expected {NUMERICS}")

@@ -39,6 +39,6 @@ def is_complete(models_dir: Path, digest: str) -> bool:
     try:
         index = load_index(path)
         is_whole = path.with_suffix(".bin").stat().st_size == index.bin_bytes
-        return is_whole and index.digest == digest and index.has_current_vocabulary
+        return is_whole and index.digest == digest and index.is_current
     except (OSError, CheckpointError):
         return False

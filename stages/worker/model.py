@@ -100,6 +100,8 @@ class Model:
         self._base = self.weights.ctypes.data
         self._tensors = {tensor.name: tensor for tensor in self.index.tensors}
         self.layers = np.zeros((h.n_layers, c.LAYER_WORDS), np.int64)
+        no_windows = (0,) * h.n_layers
+        windows, masking = h.windows or no_windows, h.masking_windows or no_windows
         for i, row in enumerate(self.layers):
             for name, at, kind in _MATRICES:
                 row[at], row[kind] = self._matrix(f"blk.{i}.{name}.weight")
@@ -107,14 +109,15 @@ class Model:
                 row[at] = self._address(f"blk.{i}.{name}")
             q_norm = self._tensors.get(f"blk.{i}.attn_q_norm.weight")
             row[c.NORM_ALL_HEADS] = q_norm is not None and q_norm.columns != h.head_dim
-            row[c.WINDOW] = h.windows[i] if h.windows else 0
-            if row[c.WINDOW] and h.has_local_rope:
+            row[c.WINDOW] = masking[i]
+            if windows[i] and h.has_local_rope:
                 row[c.ANGLES] = act.strides(h)[c.ROPE_STRIDE] // 2
         self.words = self._words(h)
 
     def load_kernels(self, kv_type: str) -> str:
-        """Load the kernels that compute it; returns what names them. Raises `RuntimeError`."""
-        return compiled.identity(kv_type, stored_code.extra_entries(self.hyper, self.adapters is not None))
+        """Load the kernels that compute it; returns what names them and `Hyper.kv_revision`. Raises `RuntimeError`."""
+        name = compiled.identity(kv_type, stored_code.extra_entries(self.hyper, self.adapters is not None))
+        return f"{name} {self.hyper.kv_revision}" if self.hyper.kv_revision else name
 
     def _address(self, name: str) -> int:
         """Address of a tensor; 0 when the model has none of this name."""
@@ -205,6 +208,7 @@ def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
     for name, value, expected in (
         ("KV layers", kv.n_layers, hyper.n_layers),
         ("KV layers with a window", kv.n_windowed, hyper.n_windowed),
+        ("KV revision", kv.revision, hyper.kv_revision),
         ("KV heads", kv.n_kv_heads, hyper.n_kv_heads),
         ("KV head_dim", kv.head_dim, hyper.head_dim),
         ("max_entries", g.max_entries, s.max_entries),
@@ -219,7 +223,7 @@ def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
 def _layers_with_pages(model: Model, kv: KvGeometry, max_pages: int) -> np.ndarray:
     """The rows of the model's layers, with the places of their K and V: (n_layers, LAYER_WORDS) i64."""
     layers = model.layers.copy()
-    windows = model.hyper.windows or (0,) * kv.n_layers
+    windows = model.hyper.masking_windows or (0,) * kv.n_layers
     for row, (group, place) in zip(layers, places_of_layers(windows, kv.page_layers, kv.groups), strict=True):
         row[c.KV_AT] = place * kv.n_kv_heads * kv.head_bytes
         row[c.TABLE_AT] = 4 * group * (max_pages // kv.groups.n_groups)

@@ -150,10 +150,7 @@ class Source:
             if graph.scales_embedding
             else np.float32(self._number("embedding_scale", 1.0)),
             residual_scale=np.float32(self._number("residual_scale", 1.0)),
-            windows=tuple(
-                window if 0 < window < context and not (every and layer % every == every - 1) else 0
-                for layer in range(n_layers)
-            ),
+            windows=tuple(0 if every and layer % every == every - 1 else window for layer in range(n_layers)),
             n_experts=self._number("expert_count", 0),
             n_experts_used=self._number("expert_used_count", 0),
             normalizes_experts=graph.normalizes_experts,

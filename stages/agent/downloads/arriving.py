@@ -90,7 +90,7 @@ class Showcase:
         Raises `OSError`, `CheckpointError`, and then leaves no folder.
         """
         remove_showcase(self._home)
-        if index.version != VERSION or not index.has_current_vocabulary:
+        if index.version != VERSION or not index.is_current:
             return None
         try:
             make_directory(self._home)

@@ -202,6 +202,7 @@ class HyperReader:
             shared_ffn_width=mixture.shared_width,
             is_causal=self._is_causal(any(windows)),
             scores_pairs=bool(self.score_shape()),
+            kv_revision=self.kv_revision(),
         )
 
     def _is_causal(self, has_windows: bool) -> bool:
@@ -286,10 +287,23 @@ class HyperReader:
         """Bound of a soft cap; 0: none."""
         return self._float(key, 0.0, _MAX_SCALE, default) if counts else 0.0
 
+    def kv_revision(self) -> int:
+        """`Hyper.kv_revision`: 1 where a window of at least the context made older releases ignore the local RoPE."""
+        return int(self.row.local_rope_base > 0 and self._window() >= self._int("context_length", 1, _MAX_CONTEXT))
+
+    def _window(self) -> int:
+        """Positions that layers with a window attend to; 0: no layer has one."""
+        return self._int("attention.sliding_window", 0, 1 << 31, default=self.row.window)
+
     def _windows(self, n_layers: int, context: int) -> tuple[int, ...]:
-        """Window of each layer, 0 where it sees all positions; empty when all do."""
-        window = self._int("attention.sliding_window", 0, 1 << 31, default=self.row.window)
-        if not 0 < window < context:
+        """Window of each layer, 0 where it has none; empty when all layers see all positions and have the same RoPE.
+
+        Where layers with a window have a RoPE of their own, it is never empty (`Index.has_current_windows`).
+        """
+        window = self._window()
+        if not window:
+            return (0,) * n_layers if self.row.local_rope_base else ()
+        if window >= context and not self.row.local_rope_base:
             return ()
         period = self.row.window_period
         if period is None:

@@ -17,6 +17,7 @@ from pipeline.models.locks import lock
 from shm.checkpoint import Index, load_index
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.gguf import GgufFile
+from stages.worker.checkpoint.hyperparameters import HyperReader
 from stages.worker.checkpoint.ingest import SourceChanged, convert_and_hash
 from stages.worker.checkpoint.source import Source
 from stages.worker.checkpoint.usable import is_usable
@@ -26,7 +27,10 @@ def revision_of(source: Source) -> int:
     """Part of what names a conversion: grows when the same files give other bytes, for these alone.
 
     2: the scale of the RoPE is that of llama.cpp, also where its type is missing or its factor has its old name.
+    3: the K and V are others: `Hyper.kv_revision`.
     """
+    if HyperReader(source).kv_revision():
+        return 3
     key = f"{source.metadata.get('general.architecture')}.rope"
     has_type, has_factor, has_old = (
         f"{key}.{name}" in source.metadata for name in ("scaling.type", "scaling.factor", "scale_linear")

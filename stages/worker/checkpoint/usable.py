@@ -23,7 +23,7 @@ def usable_version(index_path: Path, effect: str = "it is made again") -> int:
     try:
         index = load_index(index_path)
         is_complete = index_path.with_suffix(".bin").stat().st_size == index.bin_bytes
-        if not index.has_current_vocabulary:
+        if not index.is_current:
             log.info("checkpoint is of an older release, ingesting again", extra={"path": str(index_path)})
             return 0
     except FileNotFoundError:
