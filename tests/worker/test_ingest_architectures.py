@@ -15,7 +15,7 @@ from pipeline.errors import ConfigError, ModelUnavailable
 from shm.checkpoint import Checkpoint
 from stages.tokenizer.opened_models import ModelSource, build_model
 from stages.tokenizer.vocabulary import Vocabulary
-from stages.worker.checkpoint.gguf import GgufFile
+from stages.worker.checkpoint.gguf import GgufError, GgufFile
 from stages.worker.checkpoint.hyperparameters import MAX_GROUP, HyperReader
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.layout import unpack
@@ -209,6 +209,50 @@ def test_rope_is_scaled_as_in_llama_cpp(
     file = GgufFile(tiny_gguf("small", "Q8_0"))
     file.metadata |= {f"llama.rope.{name}": value for name, value in keys.items()}
     assert (HyperReader(file).hyper().rope_scale, revision_of(file)) == (scale, revision)
+
+
+# The keys of a file's scaling, its magnitude as llama.cpp applies it, and the revision of its K.
+MAGNITUDES: list[tuple[str, dict[str, object], float, int]] = [
+    ("small", {}, 1.0, 0),
+    ("small", {"attn_factor": 1.0}, 1.0, 0),
+    ("small", {"attn_factor": 1.5}, 1.5, 1),
+    ("small", {"attn_factor": 1.5, "type": "none"}, 1.5, 1),
+    ("small", {"attn_factor": 1.5, "type": "linear", "factor": 4.0}, 1.5, 1),
+    ("small", {"attn_factor": 1.5, "type": "longrope"}, 1.5, 0),
+    ("phi3-long", {"attn_factor": 1.5}, 1.5, 0),
+    ("gemma3", {"attn_factor": 1.5}, 1.5, 1),
+    ("gemma3", {"attn_factor": 1.5, "type": "longrope"}, 1.5, 1),
+    ("gpt2", {"attn_factor": 1.5}, 1.0, 0),
+]
+
+
+@pytest.mark.parametrize(("shape", "keys", "magnitude", "revision"), MAGNITUDES)
+def test_an_attention_factor_counts_with_every_scaling(
+    tiny_gguf: TinyGguf, shape: str, keys: dict[str, object], magnitude: float, revision: int
+) -> None:
+    file = GgufFile(tiny_gguf(shape, "Q8_0"))
+    arch = file.metadata["general.architecture"]
+    for name in ("attn_factor", "type"):
+        file.metadata.pop(f"{arch}.rope.scaling.{name}", None)
+    file.metadata |= {f"{arch}.rope.scaling.{name}": value for name, value in keys.items()}
+    reader = HyperReader(file)
+    h = reader.hyper()
+    tables = reader.rope(h)
+    assert {name for name in tables if name.endswith("cos_hi")} == (
+        set() if shape == "gpt2" else {"rope.cos_hi", *(["rope.local.cos_hi"] if shape == "gemma3" else [])}
+    )
+    for name, table in tables.items():
+        if name.endswith("cos_hi"):
+            assert (table[0] == np.float32(magnitude)).all(), name
+    assert h.kv_revision == revision
+    assert (revision_of(file) == 3) == bool(revision)
+
+
+def test_an_attention_factor_out_of_bounds_is_refused(tiny_gguf: TinyGguf) -> None:
+    file = GgufFile(tiny_gguf("linear", "Q8_0"))
+    file.metadata["llama.rope.scaling.attn_factor"] = 0.0
+    with pytest.raises(GgufError, match="llama.rope.scaling.attn_factor is 0.0, expected 0.001 to 1000"):
+        HyperReader(file).rope(HyperReader(file).hyper())
 
 
 def test_a_factor_without_a_type_gives_the_tables_of_linear_scaling(tiny_gguf: TinyGguf, tmp_path: Path) -> None:

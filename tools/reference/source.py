@@ -175,7 +175,8 @@ class Source:
         """The rotations of layers without, or (`is_local`) with a window. Raises `ValueError` (unknown scaling)."""
         h, base = self.hyper, float(self._number("rope.freq_base", 10000.0))
         if is_local and self.architecture == "gemma3":
-            return Rope(float(self._number("rope.freq_base_swa", 10000.0)), h.n_rot, None, 1.0, None, 1.0)
+            magnitude = 1.0 if "rope_factors_long.weight" in self else self._number("rope.scaling.attn_factor", 1.0)
+            return Rope(float(self._number("rope.freq_base_swa", 10000.0)), h.n_rot, None, 1.0, None, float(magnitude))
         kind = self._number("rope.scaling.type", "linear")
         if kind not in ("none", "linear", "yarn", "longrope"):
             raise ValueError(f"rope.scaling.type is {kind!r}, expected 'none', 'linear', 'yarn' or 'longrope'")

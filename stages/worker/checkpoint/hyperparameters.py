@@ -288,8 +288,15 @@ class HyperReader:
         return self._float(key, 0.0, _MAX_SCALE, default) if counts else 0.0
 
     def kv_revision(self) -> int:
-        """`Hyper.kv_revision`: 1 where a window of at least the context made older releases ignore the local RoPE."""
-        return int(self.row.local_rope_base > 0 and self._window() >= self._int("context_length", 1, _MAX_CONTEXT))
+        """`Hyper.kv_revision`: 1 where older releases ignored the local RoPE or the attention factor."""
+        if self.row.positions == LEARNED:
+            return 0
+        is_local = self.row.local_rope_base > 0 and self._window() > 0
+        if is_local and self._window() >= self._int("context_length", 1, _MAX_CONTEXT):
+            return 1
+        kind = self.metadata.get(f"{self.architecture}.rope.scaling.type")
+        was_read = kind in ("yarn", "longrope") or "rope_factors_long.weight" in self.file.tensors
+        return int((not was_read and self._magnitude() != 1) or (is_local and self._local_magnitude() != 1))
 
     def _window(self) -> int:
         """Positions that layers with a window attend to; 0: no layer has one."""
@@ -331,9 +338,7 @@ class HyperReader:
                 f"{self.file.path}: {arch}.rope.scaling.type is {kind[:60]!r}; supported: 'none', 'linear', 'yarn', "
                 f"'longrope' and rope_freqs factors; {UNSUPPORTED}"
             )
-        magnitude = 1.0
-        if kind in ("yarn", "longrope") or "rope_factors_long.weight" in self.file.tensors:
-            magnitude = self._float("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
+        magnitude = self._magnitude()
         if kind == "linear":
             # As in llama.cpp a factor of 0 is none.
             return _Rope(float(self._get(self._rope_factor_key(), float, 1.0)) or 1.0, None, magnitude)
@@ -349,6 +354,14 @@ class HyperReader:
             self._float("rope.scaling.yarn_beta_slow", 1e-3, 1e6, 1.0),
         )
         return _Rope(float(self._get(self._rope_factor_key(), float)), yarn, magnitude)
+
+    def _magnitude(self) -> float:
+        """The attention factor, which as in llama.cpp counts with every type of scaling."""
+        return self._float("rope.scaling.attn_factor", 1e-3, 1e3, 1.0)
+
+    def _local_magnitude(self) -> float:
+        """That of layers with a window: the same, unless it belongs to long factors, which these layers do not have."""
+        return 1.0 if "rope_factors_long.weight" in self.file.tensors else self._magnitude()
 
     def _rope_factor_key(self) -> str:
         """The key of the scaling factor: the name of older files only if they have no other."""
@@ -377,7 +390,7 @@ class HyperReader:
         found = {_ROPE: (h.rope_base, self._rope())}
         if h.has_local_rope:
             base = float(self._get(f"{self.architecture}.rope.freq_base_swa", float, self.row.local_rope_base))
-            found[_LOCAL_ROPE] = base, _Rope(1.0, None, 1.0)
+            found[_LOCAL_ROPE] = base, _Rope(1.0, None, self._local_magnitude())
         return found
 
     @contextmanager
