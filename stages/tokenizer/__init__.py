@@ -28,5 +28,6 @@ template_budget.py     the templates' sandbox: bounds on time and memory
 template_names.py      which filters and methods they may use, by what these cost
 tool_format.py          how a model writes tool calls, by its template
 reasoning_format.py     how it writes its reasoning, and what switches that
+template_selection.py  comparisons, searches and cuts of text, in which marks do not count
 template_marks.py      which control tokens of a rendered chat are the template's own
 """

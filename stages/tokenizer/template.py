@@ -26,8 +26,9 @@ from stages.tokenizer.chat_messages import (
     mark_written_arguments,
 )
 from stages.tokenizer.reasoning_format import reasoning_marks, thinking_switches
-from stages.tokenizer.template_budget import BoundedEnvironment, RenderLimit
+from stages.tokenizer.template_budget import RenderLimit
 from stages.tokenizer.template_marks import Marking, TemplateMarks
+from stages.tokenizer.template_selection import MarkedEnvironment
 from stages.tokenizer.tool_format import tool_format
 
 log = logging.getLogger("starling.tokenizer")
@@ -60,7 +61,7 @@ class ChatTemplate:
         now: Callable[[], datetime] = datetime.now,
         control_names: Mapping[str, int] | None = None,
     ) -> None:
-        self._environment = BoundedEnvironment()
+        self._environment = MarkedEnvironment()
         self._environment.globals["raise_exception"] = _raise
         self._now = now
         self._template: jinja2.Template | None = None
@@ -71,8 +72,8 @@ class ChatTemplate:
         try:
             if len(source) > MAX_SOURCE:
                 raise ValueError(f"it has {len(source)} characters; at most {MAX_SOURCE} are allowed")
-            self._marks = TemplateMarks(control_names or {})
-            tree = Marking(self._marks).visit(self._environment.parse_bounded(source))
+            self._marks = self._environment.marks = TemplateMarks(control_names or {})
+            tree = Marking(self._marks, self._environment).visit(self._environment.parse_bounded(source))
             self.tool_format = tool_format(tree, source)
             self.reasoning, self.thinking_switches = reasoning_marks(source), thinking_switches(tree)
             code = self._environment.compile(tree)

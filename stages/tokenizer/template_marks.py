@@ -1,24 +1,26 @@
 """Marks: which control tokens of a rendered chat the template wrote itself.
 
 Messages are literal text: a name of a control token in them (`<|im_start|>`) must not become that token.  The marks
-are in the template's own text and not in the messages, so that the template can test, split, trim and compare messages
-as they are.  In each literal of the template, the first and the last character of a name are replaced by stand-ins:
-lone surrogates, which valid Unicode text cannot contain.  After rendering, a name is a control token if and only if
-both of these characters are stand-ins.
+are in the template's own text and not in the messages.  A template tests, splits, trims and compares both without marks
+(template_selection.py).
+
+In each literal of the template, the first and the last character of a name are replaced by stand-ins: lone surrogates,
+which valid Unicode text cannot contain.  After rendering, a name is a control token if and only if both of these
+characters are stand-ins.
 
 A template may also assemble a name: `'<|' + message.role + '|>'`.  Therefore the first character is marked too in a
 literal that ends with the beginning of a name, and the last one in a literal that begins with the end of a name, from
 two characters on.
 
-Literals in expressions are compared with messages, so only names that begin and end with punctuation are marked there:
-a token named `user` does not change `message.role == 'user'`.
+Literals in expressions may be keys, names of roles or formats, so only names that begin and end with punctuation are
+marked there.  Those that are compared are not marked at all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.visitor import NodeTransformer
 
 from pipeline.errors import ModelUnavailable
@@ -42,6 +44,21 @@ class TemplateMarks:
         short = [name for name in bracketed if len(name) <= _MAX_ASSEMBLED]
         self._beginnings = {name[:n] for name in short for n in range(2, len(name))}
         self._endings = {name[-n:] for name in short for n in range(2, len(name))}
+
+    @property
+    def n_ends(self) -> int:
+        """Number of characters that have a stand-in."""
+        return len(self._original)
+
+    def are_in(self, text: str) -> bool:
+        """Whether a text has marks."""
+        return any(stand_in in text for stand_in in self._original)
+
+    def plain(self, text: str) -> str:
+        """Return a text without its marks, of the same length."""
+        for stand_in, character in self._original.items():
+            text = str.replace(text, stand_in, character)  # not that of `Markup`, which escapes
+        return text
 
     def mark(self, literal: str, in_expression: bool = False) -> str:
         """Return a literal of the template with marks."""
@@ -92,10 +109,10 @@ def _is_bracketed(name: str) -> bool:
 
 
 class Marking(NodeTransformer):
-    """Marks the literals of a syntax tree."""
+    """Marks the literals of a syntax tree for the `MarkedEnvironment` that parsed it."""
 
-    def __init__(self, marks: TemplateMarks) -> None:
-        self._marks = marks
+    def __init__(self, marks: TemplateMarks, environment: Environment) -> None:
+        self._marks, self._environment = marks, environment
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:  # noqa: N802
         """Mark text outside of expressions."""
@@ -107,3 +124,18 @@ class Marking(NodeTransformer):
         if isinstance(node.value, str):
             node.value = self._marks.mark(node.value, in_expression=True)
         return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        """Compare texts without marks."""
+        node.expr = self._plain(node.expr, "compared_text")
+        for operand in node.ops:
+            is_search = operand.op.endswith("in")  # with or without "not"
+            operand.expr = self._plain(operand.expr, "compared_members" if is_search else "compared_text")
+        return node
+
+    def _plain(self, operand: nodes.Expr, name: str) -> nodes.Expr:
+        if isinstance(operand, nodes.Const):
+            return operand
+        made = nodes.Filter(self.visit(operand), name, [], [], None, None, lineno=operand.lineno)
+        made.set_environment(self._environment)
+        return made

@@ -101,6 +101,23 @@ METHODS = {
     tuple: frozenset({"index", "count"}),
     dict: frozenset({"get", "items", "keys", "values", "copy"}),
 }
+# They take from a text, or find in it, what their arguments name: marks do not count (template_selection.py).
+SELECTING_METHODS = frozenset(
+    name for name in METHODS[str] if name.startswith(("is", "find", "index", "count", "ends", "starts", "partition"))
+) | {
+    "lstrip",
+    "removeprefix",
+    "removesuffix",
+    "replace",
+    "rfind",
+    "rindex",
+    "rpartition",
+    "rsplit",
+    "rstrip",
+    "split",
+    "splitlines",
+    "strip",
+}
 # They run Python code for each element or character of their value, and cannot be stopped before its end.
 ELEMENT_FILTERS = frozenset({"dictsort", "groupby", "max", "min", "sort", "title", "unique", "wordcount"})
 # They take a value apart that may be a generator.

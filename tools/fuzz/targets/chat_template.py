@@ -53,7 +53,12 @@ TARGET = Target(
     run,
     seeds,
     errors=(StarlingError,),
-    modules=("stages.tokenizer.template", "stages.tokenizer.template_budget", "stages.tokenizer.template_marks"),
+    modules=(
+        "stages.tokenizer.template",
+        "stages.tokenizer.template_budget",
+        "stages.tokenizer.template_marks",
+        "stages.tokenizer.template_selection",
+    ),
     max_bytes=1024,
     memory_mb=1024,
 )
