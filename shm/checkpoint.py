@@ -39,6 +39,7 @@ import xxhash
 from shm.decoding import DECODE_ERRORS
 from shm.hyper import Hyper as Hyper
 from shm.index_head import HEAD_BYTES, tables_begin
+from shm.named_stripping import has_named_stripping
 from shm.packed_arrays import pack, unpack
 from shm.populate import read_mapped
 from shm.tensor_checksum import has_checksum
@@ -47,6 +48,7 @@ VERSION = 3  # of the index; grows when its layout changes
 # Still read, and migrated; files of other versions are ingested again.
 VERSION_WITHOUT_TABLES, VERSION_WITHOUT_PIECES = 2, 1
 VOCABULARY_REVISION = 1  # of `TokenizerData`; since 1, None says that a file does not state a flag
+STRIPPING_REVISION = 2  # of those of models with tokens that take white space: since 2, these are listed
 ALIGNMENT = 64
 PIECE_BYTES = 8 << 20  # of the `.bin`, for each checksum
 
@@ -85,11 +87,14 @@ class TokenizerData(msgspec.Struct, array_like=True, frozen=True):
     add_bos: bool | None  # None: the file does not say
     add_space_prefix: bool | None  # likewise
     chat_template: str
-    revision: int = 0  # `VOCABULARY_REVISION` when it was written
+    revision: int = 0  # `VOCABULARY_REVISION` when it was written, or `STRIPPING_REVISION`
     fim: tuple[int, ...] = ()  # of fill in the middle: prefix, suffix, middle
     fim_ends: tuple[int, ...] = ()  # tokens that end what was filled in
     charsmap: bytes = b""  # of unigram vocabularies: SentencePiece's table of character replacements
     merges_spaces: bool | None = None  # None: the file does not say
+    strips_right: tuple[int, ...] = ()  # special tokens that take the white space behind them,
+    strips_left: tuple[int, ...] = ()  # and before them
+    strips_unicode: bool | None = None  # that white space is Unicode's; None: it is ASCII's
 
     def packed(self) -> bytes:
         """As msgpack. Later fields are left out where they say nothing, so that the digests of older releases stay."""
@@ -121,6 +126,9 @@ class TokenizerHead(msgspec.Struct, array_like=True, frozen=True):
     fim_ends: tuple[int, ...] = ()
     charsmap: bytes = b""
     merges_spaces: bool | None = None
+    strips_right: tuple[int, ...] = ()
+    strips_left: tuple[int, ...] = ()
+    strips_unicode: bool | None = None
 
 
 _FIRST_FIELDS = 15  # of `TokenizerData`, up to `revision`
@@ -183,11 +191,13 @@ class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
     def has_current_vocabulary(self) -> bool:
         """Whether the tokenizer data has all that its kind of vocabulary needs. Raises `CheckpointError`."""
         try:
-            kind = msgspec.msgpack.decode(self.tokenizer_raw, type=_Kind).model
+            kind = msgspec.msgpack.decode(self.tokenizer_raw, type=_Kind)
         except DECODE_ERRORS as error:
             raise CheckpointError(f"index of {self.name}: bad tokenizer data ({error}); ingest it again") from None
+        if kind.model != "none" and has_named_stripping(self.name, kind.pre):
+            return self.tokenizer_head.revision >= STRIPPING_REVISION
         # Byte-level vocabularies of revision 0 are complete.
-        return kind in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
+        return kind.model in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
 
     @property
     def is_current(self) -> bool:
@@ -247,9 +257,10 @@ _last: tuple[tuple[int, ...], Index] | None = None  # the index that was read la
 
 
 class _Kind(msgspec.Struct, array_like=True):
-    """The first field of `TokenizerData`."""
+    """The first fields of `TokenizerData`."""
 
     model: str
+    pre: str = ""
 
 
 class _Pieces(msgspec.Struct, array_like=True):

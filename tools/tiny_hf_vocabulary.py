@@ -122,7 +122,7 @@ def _write_byte_level(directory: Path, values: Mapping[str, Any]) -> None:
         "decoder": byte_level,
         "model": {
             "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(tokens) if i not in specials},
+            "vocab": {token: i for i, token in enumerate(tokens)},  # the library numbers added tokens that it lacks
             "merges": [merge.split(" ") for merge in values["tokenizer.ggml.merges"]],
         },
     }

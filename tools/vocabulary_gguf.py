@@ -9,10 +9,10 @@ import gguf
 from stages.tokenizer.vocabulary import TokenizerSpec
 
 
-def write_vocabulary(path: Path, spec: TokenizerSpec) -> Path:
-    """Write a file of the vocabulary alone. Returns `path`."""
+def write_vocabulary(path: Path, spec: TokenizerSpec, name: str = "") -> Path:
+    """Write a file of the vocabulary alone. Returns `path`. `name`: on which depends which tokens take white space."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_name("vocabulary")
+    writer.add_name(name or "vocabulary")
     writer.add_vocab_size(len(spec.tokens))
     add_vocabulary(writer, spec)
     writer.write_header_to_file()

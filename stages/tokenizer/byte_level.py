@@ -129,7 +129,16 @@ class ByteLevelEncoder:
 
     def lengths(self, names: SpecialTokenFinder, text: str, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """As `Encoder.lengths`."""
-        return self._lengths[tokens]
+        lengths = self._lengths[tokens]
+        found = names.find_all(text, 0, len(text)) if names.stripping else []
+        ids, index = tokens.tolist(), 0
+        for begin, end, token in found:
+            index = ids.index(token, index)
+            # The name has the bytes of its token; what is beside it is white space.
+            beside = b"".join(text[begin:end].encode().split(self.token_bytes[token], 1))
+            lengths[index] += sum(byte not in self.holes for byte in beside)
+            index += 1
+        return lengths
 
     def shown(self, tokens: Iterable[int], is_first: bool) -> tuple[list[bytes], bool]:
         """As `Encoder.shown`: the tokens' bytes."""

@@ -13,7 +13,8 @@ a match of the pre-tokenizer's patterns; merges never cross pieces.  The result 
         character, runs of one character class, and one character of lookahead.  A run that a pattern inspects and
         does not consume (white space before a line's end, capitals without a following lower-case letter, an
         incomplete contraction) is at most three pieces, ten where white space is split into powers of two;
-    where digits are grouped from the right, no border is used within a number that the window may cut.
+    where digits are grouped from the right, no border is used within a number that the window may cut;
+    a window ends neither within nor behind white space that a name behind it could take.
 
 If a window has too few pieces (a run of one character class can be as long as the text), its size is doubled.
 """
@@ -28,6 +29,7 @@ from itertools import accumulate
 import numpy as np
 
 from stages.tokenizer.steps import each_step
+from stages.tokenizer.stripping import Stripping
 from stages.tokenizer.unicode_classes import characters
 
 # Characters of a step, at most: some ms to cut, in which the interpreter lock is held, and ten to encode what is new.
@@ -38,6 +40,7 @@ MAX_RUN = 1 << 18  # characters of a piece; merging them takes a tenth of a seco
 _BEGINNING = 4  # characters of a name that a pattern finds
 _SEPARATOR = "\0"  # between pieces; a text that has it is cut another way
 _FEW = 32  # pieces up to which slices are faster
+NO_STRIPPING = Stripping()
 Name = tuple[int, int, int]  # of a special token in a text: where it begins and ends, its id
 Placed = list[tuple[int, int]]  # names between pieces: how many pieces are before each, its id
 
@@ -47,10 +50,13 @@ class RunTooLong(Exception):
 
 
 class SpecialTokenFinder:
-    """Finds names of special tokens in a text; of several at the same position, the longest."""
+    """Finds names of special tokens in a text; of several at the same position, the longest.
 
-    def __init__(self, ids: Mapping[str, int]) -> None:
-        self._ids = dict(ids)
+    A name that is found begins and ends with the white space that belongs to it.
+    """
+
+    def __init__(self, ids: Mapping[str, int], stripping: Stripping = NO_STRIPPING) -> None:
+        self._ids, self.stripping = dict(ids), stripping
         self.lengths = sorted({len(name) for name in ids}, reverse=True)  # of names, in characters
         # Names are found by their beginnings: a pattern for thousands of whole ones takes long to compile.
         beginnings = sorted({name[:_BEGINNING] for name in ids})
@@ -78,6 +84,11 @@ class SpecialTokenFinder:
     def find_all(self, text: str, begin: int, end: int) -> list[Name]:
         """Return all names that `find` finds one behind the other, in less time."""
         names: list[Name] = []
+        if self.stripping:
+            while begin < end and (found := self.find(text, begin, end)) is not None:
+                names.append(found)
+                begin = found[1]
+            return names
         if self._all is None:
             return names
         ids, stop = self._ids, end + self.lengths[0]
@@ -105,7 +116,15 @@ class SpecialTokenFinder:
         return names
 
     def find(self, text: str, begin: int, end: int) -> Name | None:
-        """Return (begin, end, token id) of the first name that starts in `text[begin:end]`; it may end after `end`."""
+        """Return (begin, end, token id) of the first name that starts in `text[begin:end]`; it may end after `end`.
+
+        White space before it counts from `begin` on.
+        """
+        found = self._find(text, begin, end)
+        return self.stripping.widened(text, begin, found) if found is not None and self.stripping else found
+
+    def _find(self, text: str, begin: int, end: int) -> Name | None:
+        """As `find`, without white space."""
         if self._pattern is None:
             return None
         while (found := self._pattern.search(text, begin, end + _BEGINNING - 1)) is not None:
@@ -130,6 +149,7 @@ class MarkedTokenFinder(SpecialTokenFinder):
 
     def __init__(self, names: SpecialTokenFinder, control_names: Collection[str], marks: Collection[int]) -> None:
         self._ids, self._pattern, self._runs, self._all = names._ids, names._pattern, names._runs, names._all
+        self.stripping = names.stripping
         self._lengths_by_beginning = names._lengths_by_beginning
         self._control_names, self._marks = control_names, marks
         self.lengths = names.lengths
@@ -137,7 +157,7 @@ class MarkedTokenFinder(SpecialTokenFinder):
     def find_all(self, text: str, begin: int, end: int) -> list[Name]:
         """As `SpecialTokenFinder.find_all`."""
         names = super().find_all(text, begin, end)
-        if all(self._counts(text[first:last], first) for first, last, _ in names):
+        if self.stripping or all(self._counts(text[first:last], first) for first, last, _ in names):
             return names
         names = []
         while begin < end and (found := self.find(text, begin, end)) is not None:
@@ -145,9 +165,8 @@ class MarkedTokenFinder(SpecialTokenFinder):
             begin = found[1]
         return names
 
-    def find(self, text: str, begin: int, end: int) -> Name | None:
-        """As `SpecialTokenFinder.find`."""
-        while (found := super().find(text, begin, end)) is not None:
+    def _find(self, text: str, begin: int, end: int) -> Name | None:
+        while (found := super()._find(text, begin, end)) is not None:
             first, last, _ = found
             if self._counts(text[first:last], first):
                 return found
@@ -222,7 +241,7 @@ def encode_chunks(
     """
     at, size = 0, window
     while at < len(text):
-        end = min(at + size, len(text))
+        end = names.stripping.window_end(text, min(at + size, len(text)))
         found = names.find_all(text, at, end)
         # What is before each name; the text behind the last one comes with the next window, unless it ends here.
         begins = [at, *(name[1] for name in found)]

@@ -121,6 +121,9 @@ def spec_of(data: TokenizerData | TokenizerHead, pretokenizer: str = "") -> Toke
         data.fim_ends,
         data.charsmap,
         data.merges_spaces,
+        data.strips_right,
+        data.strips_left,
+        data.strips_unicode,
     )
 
 

@@ -139,7 +139,7 @@ class SentencePieceEncoder:
         window = min(window, _WINDOW)
         at, size, prefix = 0, window, self._prefix
         while at < len(text):
-            limit = min(at + size, len(text))
+            limit = names.stripping.window_end(text, min(at + size, len(text)))
             found = names.find_all(text, at, limit)
             parts: list[str] = []  # what is between names, and behind each the place of a name
             place = at
@@ -221,7 +221,9 @@ class SentencePieceEncoder:
                 index = self._measure(text[at:end], tokens, index, lengths)
             at = end
             if name is not None:
-                at, index = name[1], index + 1
+                at = name[1]
+                lengths[index] = len(text[end:at].encode())  # with the white space that belongs to it
+                index += 1
         return lengths
 
     def _measure(self, text: str, tokens: NDArray[np.int64], index: int, lengths: NDArray[np.int64]) -> int:

@@ -78,7 +78,7 @@ class UnigramEncoder:
         at, rest = 0, ""  # `rest`: normalized, and not yet cut
         spaces, last = Spaces(self._rules), -1  # `last`: the id before, in the text between two names
         while at < len(text):
-            end = min(at + max(window, self._rules.longest), len(text))
+            end = names.stripping.window_end(text, min(at + max(window, self._rules.longest), len(text)))
             name = names.find(text, at, end)
             end = name[0] if name is not None else end
             is_whole = name is not None or end == len(text)  # nothing behind the end belongs to a word before it

@@ -38,6 +38,7 @@ from stages.tokenizer.chunked_encode import WINDOW, MarkedTokenFinder, SpecialTo
 from stages.tokenizer.fill_in_middle import find_fill_in_middle
 from stages.tokenizer.sentencepiece import SentencePieceEncoder
 from stages.tokenizer.steps import result_of
+from stages.tokenizer.stripping import Stripping
 from stages.tokenizer.token_lower_bound import TokenLowerBound, min_tokens
 from stages.tokenizer.token_table import TokenTable
 from stages.tokenizer.unigram import UnigramEncoder
@@ -72,6 +73,9 @@ class TokenizerSpec(NamedTuple):
     fim_ends: Sequence[int] = ()
     charsmap: bytes = b""
     merges_spaces: bool | None = None
+    strips_right: Sequence[int] = ()
+    strips_left: Sequence[int] = ()
+    strips_unicode: bool | None = None
 
 
 class Encoder(Protocol):
@@ -143,15 +147,16 @@ class Vocabulary:
         self._bytes, self.holes = self._encoder.token_bytes, self._encoder.holes
         self._named_always, self._named = always, always | specials
         self.control_names = {text: i for text, i in specials.items() if text not in always}
-        self._lower_bound = TokenLowerBound(tables["weights"])
+        self._stripping = Stripping(spec.strips_right, spec.strips_left, bool(spec.strips_unicode))
+        self._lower_bound = TokenLowerBound(self._stripping.weights(tables["weights"]))
 
     @cached_property
     def _always(self) -> SpecialTokenFinder:
-        return SpecialTokenFinder(self._named_always)
+        return SpecialTokenFinder(self._named_always, self._stripping)
 
     @cached_property
     def _specials(self) -> SpecialTokenFinder:
-        return SpecialTokenFinder(self._named)
+        return SpecialTokenFinder(self._named, self._stripping)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the token's bytes: its name for a special token, none for an id outside the vocabulary."""
@@ -218,17 +223,20 @@ class Vocabulary:
     def offsets(self, text: str, tokens: Sequence[int], parse_special: bool = False) -> NDArray[np.int64]:
         """Return the byte range [begin, end) of each token in the UTF-8 of its text; shape (tokens, 2).
 
-        A token that was added, such as BOS, has an empty range.  No range starts with a byte that encoding dropped
-        because the vocabulary has no token for it.
+        A token that was added, such as BOS, has an empty range.  White space that a special token takes is part of its
+        range.  No range starts with a byte that encoding dropped because the vocabulary has no token for it.
         """
         ids = np.asarray(tokens, np.int64)
         names = self._names(parse_special)
         n_added = 0
         if len(tokens) and tokens[0] == self.bos:
-            first = names.find(text, 0, len(text) if self._encoder.may_drop else 1)
+            may_drop = self._encoder.may_drop or self._stripping.is_left
+            first = names.find(text, 0, len(text) if may_drop else 1)
             before = text[: first[0]] if first is not None else ""
             is_written = first is not None and first[2] == self.bos
-            n_added = 0 if is_written and not (before and self._encoder.lengths(names, before, ids).any()) else 1
+            if before and is_written:  # no token of what is before it: all of that was dropped
+                is_written = self._encoder.may_drop and not self._encoder.lengths(names, before, ids).any()
+            n_added = 0 if is_written else 1
         lengths = np.zeros(len(ids), np.int64)
         lengths[n_added:] = self._encoder.lengths(names, text, ids[n_added:])
         ends = np.cumsum(lengths)
@@ -244,7 +252,10 @@ class Vocabulary:
     # ---------------------------------------------------------------- decoding
 
     def decode(self, tokens: Sequence[int], skip_special: bool = False) -> str:
-        """Return the tokens' bytes as text, with U+FFFD for bytes that are not UTF-8. The inverse of `encode`."""
+        """Return the tokens' bytes as text, with U+FFFD for bytes that are not UTF-8.
+
+        The inverse of `encode`, but for white space that special tokens have taken.
+        """
         return b"".join(self.decoder(skip_special).push(tokens)).decode("utf-8", "replace")
 
     def decoder(self, skip_special: bool = False) -> TokenDecoder:

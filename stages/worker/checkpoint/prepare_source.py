@@ -18,7 +18,7 @@ import msgspec
 from pipeline.errors import ConfigError, ModelUnavailable
 from pipeline.models import digests, store
 from pipeline.models.locks import lock
-from shm.checkpoint import Index, TokenizerData, load_index
+from shm.checkpoint import VOCABULARY_REVISION, Index, TokenizerData, load_index
 from shm.partial_checkpoint import PartialCheckpoint
 from stages.worker.checkpoint.fit_k_compiled import choose_fits
 from stages.worker.checkpoint.gguf import GgufError, GgufFile
@@ -138,5 +138,12 @@ def _hash_files(source: Source, models_dir: Path, progress: store.Progress) -> d
 
 
 def _digest(files: dict[str, str], quant: str, tokenizer: TokenizerData, revision: int) -> str:
-    described = {"revision": revision, "files": dict(sorted(files.items())), "quant": quant, "pre": tokenizer.pre}
+    described: dict[str, object] = {
+        "revision": revision,
+        "files": dict(sorted(files.items())),
+        "quant": quant,
+        "pre": tokenizer.pre,
+    }
+    if tokenizer.revision > VOCABULARY_REVISION:  # otherwise the digests of older releases stay
+        described["vocabulary"] = tokenizer.revision
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.models.vocabularies import BYTE_LEVEL, SENTENCEPIECE, UNIGRAM, WORDPIECE, vocabulary_problem
-from shm.checkpoint import VOCABULARY_REVISION, TokenizerData
+from pipeline.models.vocabulary_tables import NAMED
+from shm.checkpoint import STRIPPING_REVISION, VOCABULARY_REVISION, TokenizerData
+from shm.named_stripping import has_named_stripping, named_stripping
 from stages.worker.checkpoint.gguf import AGAIN, GgufError
 from stages.worker.checkpoint.source import Source
 
@@ -24,6 +26,8 @@ _OWN_IDS = {
 }
 # Other names of the keys in files of WordPiece: a text is between these two ("seperator" is the key's spelling).
 _WORDPIECE_KEYS = {"bos": "cls", "eos": "seperator"}
+# Keys of Hugging Face directories alone, which state what llama.cpp finds by a model's name.
+STRIPS_RIGHT, STRIPS_LEFT = "starling.tokenizer.strips_right", "starling.tokenizer.strips_left"
 
 
 def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
@@ -41,11 +45,14 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
         ids |= {name: reader.token_id(key, ids[name]) for name, key in _WORDPIECE_KEYS.items()}
     fim = tuple(reader.token_id(name, reader.token_id(old, -1)) for name, old in _FIM_IDS.items())
     fim_ends = tuple(token for name in _FIM_ENDS if (token := reader.token_id(name, -1)) >= 0)
+    pre, types = reader.get("pre", str, "default"), reader.numbers("token_type", "iu")
+    special = [(text, i) for i, (text, one) in enumerate(zip(tokens, types)) if one in NAMED]
+    stripping = _stripping(file, pre, special)
     data = TokenizerData(
         model=kind,
-        pre=reader.get("pre", str, "default"),
+        pre=pre,
         tokens=tokens,
-        types=reader.numbers("token_type", "iu"),
+        types=types,
         merges=reader.texts("merges"),
         scores=reader.numbers("scores", "fi"),
         bos=ids["bos"],
@@ -56,11 +63,14 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
         add_bos=reader.flag("add_bos_token"),
         add_space_prefix=reader.flag("add_space_prefix"),
         chat_template=reader.template(),
-        revision=VOCABULARY_REVISION,
+        revision=stripping.revision,
         fim=fim if min(fim) >= 0 else (),
         fim_ends=fim_ends,
         charsmap=reader.charsmap() if kind == UNIGRAM else b"",
         merges_spaces=reader.flag("remove_extra_whitespaces") if kind == UNIGRAM else None,
+        strips_right=stripping.right,
+        strips_left=stripping.left,
+        strips_unicode=stripping.is_unicode,
     )
     problem = vocabulary_problem(data, pretokenizer)
     if kind == BYTE_LEVEL and "tokenizer.ggml.merges" not in file.metadata:
@@ -68,6 +78,29 @@ def read_vocabulary(file: Source, pretokenizer: str = "") -> TokenizerData:
     if problem:
         raise GgufError(f"{file.path}: {problem}")
     return data
+
+
+class _Stripping(NamedTuple):
+    """As in `TokenizerData`: the special tokens that take white space."""
+
+    revision: int
+    right: tuple[int, ...]
+    left: tuple[int, ...]
+    is_unicode: bool | None
+
+
+def _stripping(file: Source, pre: str, special: list[tuple[str, int]]) -> _Stripping:
+    """Return what a directory states, or what a GGUF file's name implies."""
+    name = file.metadata.get("general.name")
+    if is_stated := STRIPS_RIGHT in file.metadata:
+        right, left = tuple(file.metadata[STRIPS_RIGHT]), tuple(file.metadata[STRIPS_LEFT])
+    else:
+        right, left = named_stripping(name if isinstance(name, str) else "", pre, special)
+    # An index whose name implies tokens that take white space is complete with this revision alone; a file without a
+    # name is named after its path.
+    is_named = has_named_stripping(name if isinstance(name, str) else file.path.name, pre)
+    revision = STRIPPING_REVISION if right or left or is_named else VOCABULARY_REVISION
+    return _Stripping(revision, right, left, True if is_stated and (right or left) else None)
 
 
 class _Reader:

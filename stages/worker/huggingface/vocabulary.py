@@ -31,6 +31,8 @@ from pipeline.models.vocabularies import (
     byte_name,
     named_ends,
 )
+from pipeline.models.vocabulary_tables import NAMED
+from stages.worker.checkpoint.vocabulary import STRIPS_LEFT, STRIPS_RIGHT
 from stages.worker.huggingface import config as json_files
 from stages.worker.huggingface import sentencepiece_model, tokenizer_library
 from stages.worker.huggingface.config import CheckpointDirectoryError, Config
@@ -124,6 +126,29 @@ def _chat_template(directory: Path, settings: Config) -> str:
     return ""
 
 
+class _Strips:
+    """The added tokens that take the white space behind them or before them. `path`: of their file, for messages."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._right: set[int] = set()
+        self._left: set[int] = set()
+
+    def add(self, token: int, entry: dict[str, Any]) -> None:
+        """Raises `CheckpointDirectoryError` for a token whose place in a text would not be found."""
+        if entry.get("single_word"):
+            raise CheckpointDirectoryError(
+                f"{self._path}: added token {entry['content'][:60]!r} has single_word, expected false: it would be "
+                f"found within words, too; use another model"
+            )
+        for flag, ids in (("rstrip", self._right), ("lstrip", self._left)):
+            if entry.get(flag):
+                ids.add(token)
+
+    def keys(self) -> dict[str, Any]:
+        return {STRIPS_RIGHT: tuple(sorted(self._right)), STRIPS_LEFT: tuple(sorted(self._left))}
+
+
 # ------------------------------------------------------------------ tokenizer.json
 
 
@@ -150,10 +175,12 @@ class _TokenizerJson:
         self._is_byte_level = _has_type(file.fields.get("pre_tokenizer"), "ByteLevel") or _has_type(
             file.fields.get("decoder"), "ByteLevel"
         )
+        self.strips = _Strips(file.path)
         for added in file.items("added_tokens", []):
             if not isinstance(added, dict) or not isinstance(added.get("content"), str):
                 raise CheckpointDirectoryError(f"{file.path}: added_tokens has an entry without content")
             self._place(added["content"], added.get("id"), CONTROL if added.get("special") else USER_DEFINED)
+            self.strips.add(added["id"], added)
         self._tokenizer = tokenizer_library.load(file.path)
 
     def _place(self, text: str, token: Any, kind: int) -> None:
@@ -182,7 +209,7 @@ class _TokenizerJson:
         return found
 
     def keys(self, settings: Config, pretokenizer: str) -> dict[str, Any]:
-        keys: dict[str, Any] = {"tokenizer.ggml.tokens": self.tokens}
+        keys: dict[str, Any] = {"tokenizer.ggml.tokens": self.tokens} | self.strips.keys()
         pairs = [self._pair(entry) for entry in self._model.items("merges", [])]
         if self._is_wordpiece:
             return keys | self._wordpiece()
@@ -348,11 +375,17 @@ def _sentencepiece_keys(directory: Path, settings: Config, rows: int) -> dict[st
             )
         if token >= len(model.pieces):
             tokens[token], types[token] = text, USER_DEFINED
+    strips = _Strips(settings.path)
     for number, entry in settings.table("added_tokens_decoder").fields.items():
-        is_special = isinstance(entry, dict) and entry.get("special") and isinstance(entry.get("content"), str)
-        if is_special and number.isdecimal() and int(number) < rows and types[int(number)] in (UNUSED, USER_DEFINED):
-            tokens[int(number)], types[int(number)] = entry["content"], CONTROL
-    keys: dict[str, Any] = {
+        is_text = isinstance(entry, dict) and isinstance(entry.get("content"), str)
+        if not is_text or not number.isdecimal() or int(number) >= rows:
+            continue
+        i = int(number)
+        if entry.get("special") and types[i] in (UNUSED, USER_DEFINED):
+            tokens[i], types[i] = entry["content"], CONTROL
+        if types[i] in NAMED and tokens[i] == entry["content"]:
+            strips.add(i, entry)
+    keys: dict[str, Any] = strips.keys() | {
         "tokenizer.ggml.model": SENTENCEPIECE,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.array(types, np.int32),
