@@ -80,7 +80,10 @@ class Constraints:
         submit: Callable[[bytes, Submit, float], None],
         refuse: Callable[[bytes, Submit, Refusal], None],
     ) -> Refusal | bool:
-        """True: the submission waits, and `submit` or `refuse` is called later; False: submit it; or why not."""
+        """True: the submission waits, and `submit` or `refuse` is called later; False: submit it; or why not.
+
+        None of that name may wait.
+        """
         constraint, vetting = frame.constraint, self._vetting
         if constraint is None:
             return False
@@ -89,7 +92,6 @@ class Constraints:
         if not self._vocabulary:
             return Refusal("MODEL_UNAVAILABLE", "the model's vocabulary is not known yet", "model", 1.0)
         name = frame.sequence
-        self.cancel_held(name)  # it is submitted again
         if frame.forced or vetting.has_passed(self._model, constraint):
             return False  # with forced tokens it was vetted before
 

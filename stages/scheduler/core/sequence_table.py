@@ -68,18 +68,20 @@ class SequenceTable:
 
     # -------------------------------------------------------------- beginning
 
-    def add(self, gateway: bytes, frame: Submit, now: float) -> SequenceState:
-        """A new live sequence, neither waiting nor scheduled yet. Its id must not be live."""
+    def create(self, gateway: bytes, frame: Submit, now: float) -> SequenceState:
+        """A new sequence, which is not in the table yet."""
         self._submissions += 1
-        sequence = SequenceState(frame, gateway, self._queues.tenant(frame.tenant), now, self._submissions)
+        return SequenceState(frame, gateway, self._queues.tenant(frame.tenant), now, self._submissions)
+
+    def add(self, sequence: SequenceState) -> None:
+        """Make a new sequence live, neither waiting nor scheduled yet. Its id must not be live."""
         if sequence.id in self.by_lease:  # a done sequence of the same id still has its lease
-            sequence.run.lease_id = f"{sequence.id}~{self._submissions}"
+            sequence.run.lease_id = f"{sequence.id}~{sequence.arrival[1]}"
         self.live[sequence.id] = sequence
         self._constraints.open(sequence)
         self._stats.submitted += 1
         if sequence.deadline < math.inf:
             self._set_timer(sequence.deadline, sequence)
-        return sequence
 
     def allocate_row(self, sequence: SequenceState) -> None:
         """Schedule a sequence that was taken out of its queue. A row must be free."""

@@ -11,6 +11,7 @@ from stages.scheduler.constraints.constraints import Constraints
 from stages.scheduler.core.outbox import Outbox
 from stages.scheduler.core.phase_points import PhasePoints
 from stages.scheduler.core.row_scheduler import RowScheduler
+from stages.scheduler.core.sequence import SequenceState
 from stages.scheduler.core.sequence_table import SequenceTable
 from stages.scheduler.core.settings import Settings
 from stages.scheduler.core.worker_link import WorkerLink
@@ -60,41 +61,52 @@ class SubmissionQueue:
         self._next_shed = float("-inf")
 
     def submit(self, gateway: bytes, frame: Submit, now: float) -> None:
-        """Queue a sequence, or answer with `Rejected`."""
+        """Queue a sequence, or answer with `Rejected`.
+
+        Everything about the new sequence is decided before another tenant's one is removed for it: a refused
+        submission costs no other sequence its place.
+        """
         table = self._table
         self._outbox.now = now
+        self._constraints.cancel_held(frame.sequence)  # it is submitted again
         refusal = check_frame(frame)
         replaced = table.live.get(frame.sequence)
         if refusal is None and replaced is not None:
             if table.reattach(gateway, frame):
                 return
             table.cancel_silently(replaced)
+        removed: SequenceState | None = None
+        if refusal is None and not frame.forced:  # with forced tokens it was admitted before
+            refusal, removed = self._check_load(frame, now)
+        if refusal is not None:
+            self._refuse(gateway, frame, refusal)
+            return
+        sequence = table.create(gateway, frame, now)
+        refusal = check_limits(sequence, self._limits)
+        if refusal is not None and frame.forced:
+            table.add(sequence)
+            table.fail(sequence, refusal.code, refusal.message)
+            return
         if refusal is None and frame.constraint is not None:
             held = self._constraints.hold(gateway, frame, now, self.submit, self._refuse)
             if held is True:
                 return
             refusal = held if isinstance(held, Refusal) else None
-        if refusal is None and not frame.forced:  # with forced tokens it was admitted before
-            refusal = self._check_load(frame, now)
         if refusal is not None:
             self._refuse(gateway, frame, refusal)
             return
-        sequence = table.add(gateway, frame, now)
+        table.add(sequence)
         sequence.max_draft_tokens = self._max_draft_tokens(frame)
         if replaced is not None and frame.revision > replaced.revision:  # the same stream: it keeps its age
             sequence.key = (replaced.key[0], sequence.key[1])
             sequence.arrival = replaced.arrival
-        refusal = check_limits(sequence, self._limits)
-        if refusal is not None:
-            if frame.forced:
-                table.fail(sequence, refusal.code, refusal.message)
-            else:
-                table.reject(sequence, refusal)
-        elif sequence.outputs and sequence.run.tokens[-1] in sequence.stop_ids:
+        if sequence.outputs and sequence.run.tokens[-1] in sequence.stop_ids:
             table.finish(sequence, "stop")
         elif sequence.outputs >= sequence.max_tokens and (sequence.scores is None or sequence.scores.is_complete):
             table.finish(sequence, "length")
         else:
+            if removed is not None:
+                self._remove(removed)
             self._outbox.add_event(sequence, "queued", now, ahead=self._queues.depth)
             self._queues.push(sequence)
             self._phases.queued(sequence)
@@ -112,12 +124,13 @@ class SubmissionQueue:
         log.info("a sequence is refused", extra={**names, **facts})
         self._outbox.add_rejected(gateway, frame.sequence, refusal)
 
-    def _check_load(self, frame: Submit, now: float) -> Refusal | None:
-        """Why a new sequence cannot wait now; may remove another tenant's sequence from the queue for it."""
+    def _check_load(self, frame: Submit, now: float) -> tuple[Refusal | None, SequenceState | None]:
+        """Why a new sequence cannot wait now, or which waiting sequence must be removed for it. Removes none."""
         if self._worker.failure:
-            return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} cannot run: {self._worker.failure}", "model", 5.0)
+            message = f"model {frame.model} cannot run: {self._worker.failure}"
+            return Refusal("MODEL_UNAVAILABLE", message, "model", 5.0), None
         if not self._worker.is_attached and now - self._worker.detached_since > UNAVAILABLE_S:
-            return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} has no ready worker", "model", 5.0)
+            return Refusal("MODEL_UNAVAILABLE", f"model {frame.model} has no ready worker", "model", 5.0), None
         tenant = self._queues.tenant(frame.tenant)
         begun: frozenset[str] = frozenset()
         if self._queues.is_full(tenant):
@@ -127,14 +140,8 @@ class SubmissionQueue:
             removed = self._queues.make_room(tenant, begun)
         except QueueFullError as error:
             wait_s = self._waits.retry_after_s(tenant)
-            return Refusal("OVERLOADED", f"queue of {frame.model} is full: {error}; try again later", "", wait_s)
-        if removed is not None:
-            wait_s = self._waits.retry_after_s(removed.tenant)
-            message = (
-                f"queue of {frame.model} is full and most of it is yours (scheduler.max_queue_depth): send fewer "
-                "requests at once, or try again later"
-            )
-            self._table.reject(removed, Refusal("OVERLOADED", message, "", wait_s))
+            message = f"queue of {frame.model} is full: {error}; try again later"
+            return Refusal("OVERLOADED", message, "", wait_s), None
         # The estimate is for a full batch.  A sequence that begins at once may be faster, and stop early enough.
         if frame.deadline_ms > 0 and self._is_estimated and not self._rows.begins_at_once:
             done_s = self._waits.backlog_s(tenant)
@@ -145,8 +152,16 @@ class SubmissionQueue:
                     f"it would take {done_s:.1f} s, the request's time is {frame.deadline_ms} ms "
                     "(server.request_timeout_ms); try again later"
                 )
-                return Refusal("OVERLOADED", message, "", self._waits.retry_after_s(tenant))
-        return None
+                return Refusal("OVERLOADED", message, "", self._waits.retry_after_s(tenant)), None
+        return None, removed
+
+    def _remove(self, waiting: SequenceState) -> None:
+        """Refuse a waiting sequence whose place in the full queue another tenant's new one gets."""
+        message = (
+            f"queue of {waiting.model} is full and most of it is yours (scheduler.max_queue_depth): send fewer "
+            "requests at once, or try again later"
+        )
+        self._table.reject(waiting, Refusal("OVERLOADED", message, "", self._waits.retry_after_s(waiting.tenant)))
 
     def shed(self, now: float) -> None:
         """Refuse waiting sequences that will miss their deadline. Call at each tick.
