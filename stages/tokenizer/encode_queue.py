@@ -1,5 +1,7 @@
 """The queue of long texts: one background thread runs a step of each in turn, so that none waits for another.
 
+Tenants take turns, and within a tenant its texts: a tenant with many of them delays the others by a step in each round.
+
 Owns the queue and the thread's loop; independent of frames and sockets.  The stage's thread calls `submit`,
 `drop_client` and `take_results`; only the background thread runs the jobs.
 """
@@ -10,6 +12,8 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
+
+from pipeline.tenant_turns import TenantTurns
 
 MAX_JOBS = 3072  # queued or running; a gateway sends no more requests at once
 MAX_CHARACTERS = 256 << 20  # of all jobs together; one job of any size is always accepted
@@ -29,7 +33,7 @@ class _Job(Generic[Result]):
 
 
 class EncodeQueue(Generic[Result]):
-    """A bounded round-robin queue of generators. The thread that calls `run` calls `on_done()` after each job.
+    """A bounded queue of generators, in turns. The thread that calls `run` calls `on_done()` after each job.
 
     A tenant has at most three quarters of the jobs and of their characters.
     """
@@ -40,7 +44,8 @@ class EncodeQueue(Generic[Result]):
         self._on_done = on_done
         self._max_jobs, self._max_characters = max_jobs, max_characters
         self._changed = threading.Condition()
-        self._waiting: deque[_Job[Result]] = deque()
+        self._waiting: TenantTurns[_Job[Result]] = TenantTurns()
+        self._running: _Job[Result] | None = None
         self._unfinished: set[_Job[Result]] = set()  # waiting, or running a step
         self._results: deque[tuple[bytes, Result]] = deque()
         self._characters = 0  # of the unfinished jobs
@@ -64,7 +69,7 @@ class EncodeQueue(Generic[Result]):
                 return False
             job = _Job(client, tenant, characters, steps)
             self._unfinished.add(job)
-            self._waiting.append(job)
+            self._waiting.add(tenant, job)
             self._characters += characters
             self._jobs_of[tenant] += 1
             self._characters_of[tenant] += characters
@@ -83,8 +88,8 @@ class EncodeQueue(Generic[Result]):
         with self._changed:
             for job in [job for job in self._unfinished if job.client == client]:
                 job.is_dropped = True
-                if job in self._waiting:
-                    self._waiting.remove(job)
+                if job is not self._running:
+                    self._waiting.remove(job.tenant, job)
                     self._remove(job)
 
     def take_results(self) -> list[tuple[bytes, Result]]:
@@ -113,12 +118,14 @@ class EncodeQueue(Generic[Result]):
     def _next(self) -> _Job[Result] | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_stopped)
-            return None if self._is_stopped else self._waiting.popleft()
+            self._running = None if self._is_stopped else self._waiting.take()
+            return self._running
 
     def _after_step(self, job: _Job[Result], end: StopIteration | None = None) -> None:
         with self._changed:
+            self._running = None
             if end is None and not job.is_dropped:
-                self._waiting.append(job)
+                self._waiting.add(job.tenant, job)
                 return
             if end is not None and not job.is_dropped:
                 self._results.append((job.client, end.value))  # before the job goes: `is_busy` is read without the lock

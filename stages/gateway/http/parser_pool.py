@@ -13,7 +13,6 @@ import os
 import pickle
 import sys
 from array import array
-from collections import deque
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from pipeline.api.requests.generation_request import GenerationRequest
 from pipeline.api.requests.tokenize import DetokenizeRequest
 from pipeline.errors import InternalError, StarlingError
 from pipeline.observe.helper_output import HelperOutput
+from pipeline.tenant_turns import TenantTurns
 from stages.gateway.endpoints.body_readers import Body, read_request_body
 from stages.gateway.http.parser_process import HEAD, LENGTH
 
@@ -45,7 +45,7 @@ class ParserPool:
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
-        self._waiting: dict[str, deque[tuple[Body, asyncio.Future[Any]]]] = {}  # by tenant, in the order of turns
+        self._waiting: TenantTurns[tuple[Body, asyncio.Future[Any]]] = TenantTurns()
         self._parsers: set[asyncio.Task[None]] = set()
         self._n_idle = 0
         self._arrived = asyncio.Condition()
@@ -70,9 +70,9 @@ class ParserPool:
 
     async def _read_elsewhere(self, body: Body, tenant: str) -> Any:
         result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, deque()).append((body, result))
+        self._waiting.add(tenant, (body, result))
         # An idle parser that was notified of an earlier body counts as idle until it runs.
-        is_late = sum(map(len, self._waiting.values())) > self._n_idle
+        is_late = len(self._waiting) > self._n_idle
         if is_late and len(self._parsers) < PROCESSES and not self._is_closed:
             parser = asyncio.get_running_loop().create_task(self._parse())
             self._parsers.add(parser)
@@ -84,11 +84,7 @@ class ParserPool:
     def _next(self) -> tuple[Body, asyncio.Future[Any]] | None:
         """Take the next body of the tenant whose turn it is; None if none waits."""
         while self._waiting:
-            tenant = next(iter(self._waiting))
-            bodies = self._waiting.pop(tenant)
-            body, result = bodies.popleft()
-            if bodies:
-                self._waiting[tenant] = bodies  # behind the others
+            body, result = self._waiting.take()
             if not result.done():  # otherwise its client has left
                 return body, result
         return None

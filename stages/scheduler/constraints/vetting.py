@@ -8,11 +8,12 @@ in `frames`.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
 from pipeline.protocol.messages import Constraint, Frame
+from pipeline.tenant_turns import TenantTurns
 from stages.scheduler.constraints.frames import Begun, Vet, Vetted
 
 MAX_PASSED = 2048  # constraints that are remembered
@@ -56,7 +57,7 @@ class Vetting:
         self.frames: list[Frame] = []  # for the trial process
         self.limit_s = limit_s
         self._passed: OrderedDict[Key, None] = OrderedDict()
-        self._waiting: dict[str, deque[Key]] = {}  # by tenant, in the order of turns; none is empty
+        self._waiting: TenantTurns[Key] = TenantTurns()
         self._jobs: dict[Key, _Job] = {}
         self._current: Key | None = None
         self._id = 0
@@ -83,19 +84,19 @@ class Vetting:
         key = (version, constraint)
         job = self._jobs.get(key)
         if job is None:
-            if len(self._waiting.get(tenant, ())) >= MAX_TENANT_JOBS:
+            if len(self._waiting.of(tenant)) >= MAX_TENANT_JOBS:
                 raise VettingFullError
             if len(self._jobs) >= MAX_JOBS:
                 self._make_room(tenant)
-            self._waiting.setdefault(tenant, deque()).append(key)
+            self._waiting.add(tenant, key)
             job = self._jobs[key] = _Job(tenant)
         job.waiters.append(waiter)
         self._start_next(now)
 
     def _make_room(self, tenant: str) -> None:
         """Remove the newest constraint of the longest queue for one of `tenant`. Raises `VettingFullError`."""
-        longest = max(self._waiting.values(), key=len, default=deque[Key]())
-        if tenant in self._waiting or len(longest) < 2:
+        longest = self._waiting.longest()
+        if self._waiting.of(tenant) or len(longest) < 2:
             raise VettingFullError
         for waiter in self._remove(longest[-1]).waiters:
             waiter.on_displaced()
@@ -121,20 +122,13 @@ class Vetting:
     def _remove(self, key: Key) -> _Job:
         """Of a constraint whose compilation has not begun."""
         job = self._jobs.pop(key)
-        queue = self._waiting[job.tenant]
-        queue.remove(key)
-        if not queue:
-            del self._waiting[job.tenant]
+        self._waiting.remove(job.tenant, key)
         return job
 
     def _start_next(self, now: float) -> None:
         if self._current is not None or not self._waiting:
             return
-        tenant = next(iter(self._waiting))
-        queue = self._waiting.pop(tenant)
-        self._current = queue.popleft()
-        if queue:
-            self._waiting[tenant] = queue  # behind the others
+        self._current = self._waiting.take()
         self._starts = self._ends = 0
         self._deadline = now + self.limit_s * MAX_DELAY
         self._send(*self._current)
