@@ -13,11 +13,13 @@ import math
 import os
 import time
 from collections import deque
+from pathlib import Path
 
 import msgspec
 
 from pipeline.config import paths, server_cores
 from pipeline.config.schema import Config
+from pipeline.files import temporary_path
 from pipeline.ipc.doorbell import Doorbell
 from pipeline.ipc.liveness import IDLE_INTERVALS
 from pipeline.ipc.poll_loop import PollLoop
@@ -162,6 +164,8 @@ class SchedulerStage:
             for path in paths.run_dir(self.config).glob(pattern):
                 if path.stem.partition("-")[2] not in wanted:
                     path.unlink(missing_ok=True)
+        for path in paths.run_dir(self.config).glob(temporary_path(Path("vocabulary-*.msgpack")).name):
+            path.unlink(missing_ok=True)  # of a process that was killed while it wrote
 
     def _make_runner(self, version: ModelVersion, now: float) -> VersionRunner:
         c, s = self.config, self.config.scheduler
@@ -393,10 +397,7 @@ class SchedulerStage:
 
     def _store_vocabulary(self, runner: VersionRunner, frame: m.ModelVocabulary) -> None:
         path = paths.run_dir(self.config) / f"vocabulary-{runner.steps_path.stem}.msgpack"
-        try:
-            self.helpers.add_vocabulary(frame, path, runner.engine.constraints)
-        except OSError as error:
-            log.error("a vocabulary cannot be stored", extra={"model": frame.model, "reason": str(error)})
+        self.helpers.add_vocabulary(frame, path, runner.engine.constraints)
 
     def _push_state(self, peers: list[bytes]) -> None:
         if peers:

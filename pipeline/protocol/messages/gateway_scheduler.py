@@ -58,7 +58,7 @@ class Cancel(Frame, tag="C"):
 class ModelVocabulary(Frame, tag="V"):
     """What the token ids of a version mean. Sent before the first `Submit` with a constraint to a new scheduler.
 
-    Fields as in `Described`.
+    It is sent once: a scheduler that cannot store it yet keeps it.  Fields as in `Described`.
     """
 
     model: str

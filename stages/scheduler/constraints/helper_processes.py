@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from pipeline import procfs
 from pipeline.config.schema import Config
+from pipeline.files import DiskErrors, replace_file
 from pipeline.ipc.helper_process import Callbacks, HelperProcess, Loop
 from pipeline.protocol.messages import ModelVocabulary
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints.constraints import Constraints, any_stuck
 from stages.scheduler.constraints.vetting import Vetting
 
+log = logging.getLogger("starling.scheduler")
+
+RETRY_S = 1.0  # between two attempts to write a vocabulary's file, and the Retry-After of requests that wait for it
 _PROGRAM = "stages.scheduler.constraints.helper_main"
+
+
+class _Unstored(NamedTuple):
+    """A vocabulary whose file could not be written yet. Gateways send it once, so it is kept."""
+
+    path: Path
+    data: bytes
+    constraints: Constraints
 
 
 class ConstraintHelpers:
@@ -27,6 +42,9 @@ class ConstraintHelpers:
         self._clock = loop.clock
         self._engines = engines
         self._vocabularies: dict[str, f.Vocabulary] = {}  # by version
+        self._unstored: dict[str, _Unstored] = {}  # by version
+        self._next_attempt = float("-inf")
+        self._errors = DiskErrors(log, "requests with constraints get 503 until the vocabulary is stored")
         numbers = tuple(map(str, (bounds.memory_mb, bounds.max_cached, bounds.max_cached_per_tenant)))
         self._masks = HelperProcess(
             _PROGRAM, ("mask", *numbers), loop, Callbacks(self._on_mask_packet, on_started=self._replay)
@@ -39,13 +57,27 @@ class ConstraintHelpers:
         )
 
     def add_vocabulary(self, frame: ModelVocabulary, path: Path, constraints: Constraints) -> None:
-        """A gateway sent the vocabulary of a version; `path` is for its file. Raises `OSError`."""
+        """A gateway sent the vocabulary of a version; `path` is for its file. If that fails, ticks try again."""
         file = f.VocabularyFile(frame.pieces, frame.piece_ends, frame.control, frame.eos_ids)
-        data = msgspec.msgpack.encode(file)
-        if not path.exists() or path.read_bytes() != data:
-            path.write_bytes(data)
-        known = f.Vocabulary(frame.model, str(path))
-        self._vocabularies[frame.model] = known
+        self._unstored[frame.model] = _Unstored(path, msgspec.msgpack.encode(file), constraints)
+        self._store(frame.model)
+
+    def _store(self, version: str) -> None:
+        path, data, constraints = self._unstored[version]
+        stored: bytes | None = None
+        with suppress(OSError):  # there is none, or it cannot be read: it is replaced
+            stored = path.read_bytes()
+        try:
+            if stored != data:
+                replace_file(path, data, of_run=True)  # helpers may be reading the old one
+        except OSError as error:
+            self._errors.failed("write", path, error)
+            self._next_attempt = self._clock() + RETRY_S
+            return
+        self._errors.worked("write")
+        del self._unstored[version]
+        known = f.Vocabulary(version, str(path))
+        self._vocabularies[version] = known
         constraints.set_vocabulary(known.path)
         if self._trial.pid:
             self._trial.send(f.packets([known]))
@@ -53,6 +85,7 @@ class ConstraintHelpers:
     def forget(self, version: str) -> None:
         """The version is unloaded: its file is removed."""
         self.vetting.forget(version)
+        self._unstored.pop(version, None)
         known = self._vocabularies.pop(version, None)
         if known is not None:
             Path(known.path).unlink(missing_ok=True)
@@ -72,7 +105,10 @@ class ConstraintHelpers:
                 self._masks.send(f.packets(frames))
 
     def tick(self, now: float) -> None:
-        """At each tick: helpers that hang, and those that have ended while there is something for them to do."""
+        """At each tick: files to write, helpers that hang, and those that have ended while they are needed."""
+        if self._unstored and now >= self._next_attempt:
+            for version in list(self._unstored):
+                self._store(version)
         self._masks.flush()
         self._trial.flush()
         if self.vetting.is_busy and self.vetting.is_late(now, self._trial_cpu_s()):
