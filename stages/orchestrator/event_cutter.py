@@ -67,6 +67,7 @@ class EventCutter:
         self.is_over = False  # the last event was forwarded
         self.error = b""  # an error event, which was not forwarded
         self.error_code = ""  # of it, as a comment before it says
+        self.before_error = b""  # opening events that came with it and were not forwarded: another engine may begin
         self._rest = b""
         # Events before the first one that has a place. A client with an id has received them all.
         self._n_opening: float = math.inf if last_id else 0
@@ -80,7 +81,7 @@ class EventCutter:
 
     def restart(self, *, is_replay: bool) -> None:
         """Another connection continues the stream, from its first event on (`is_replay`) or after `last_id`."""
-        self._rest, self.error, self.error_code = b"", b"", ""
+        self._rest, self.error, self.error_code, self.before_error = b"", b"", "", b""
         self._replay = _Replay(self.last_id, self._n_opening) if is_replay and self.has_begun else None
 
     def feed(self, data: bytes) -> bytes:
@@ -105,14 +106,19 @@ class EventCutter:
             raise EventTooLargeError(f"an event has more than {MAX_EVENT_BYTES} bytes")
         if not cut:
             return b""
-        out = []
+        had_begun, out = self.has_begun, []
         for block in data[: cut - 2].split(END):
             if self.is_over or self.error:
                 break
             taken = self._take(block)
             if taken:
                 out.append(taken)
-        return END.join([*out, b""]) if out else b""
+        events = END.join([*out, b""]) if out else b""
+        if self.error and self._is_opening and not had_begun:
+            self.before_error, self.last_id = events, b""
+            self.n_events = self._n_opening = 0
+            return b""
+        return events
 
     def _opens(self, identity: bytes) -> None:
         """An event of the client's first ones."""

@@ -162,7 +162,7 @@ class Relay:
                 while await pass_events(answer, passing, cutter):
                     await passing.deliver()
                     if cutter.error:
-                        await self._on_error_event(cutter.error, out, cutter.error_code)
+                        await self._on_error_event(cutter.error, out, cutter.error_code, cutter.before_error)
                         return
                 if not cutter.is_over:
                     raise Unreachable("the stream ended before its last event")
@@ -239,14 +239,17 @@ class Relay:
             return await self._send(route, forward, {}, method="GET", path=f"/v1/requests/{forward.id}")
         return answer
 
-    async def _on_error_event(self, event: bytes, out: Out, named: str = "") -> None:
-        """`named`: the error's code, where the event has another one. Raises `Unreachable`."""
+    async def _on_error_event(self, event: bytes, out: Out, named: str = "", opening: bytes = b"") -> None:
+        """Raises `Unreachable` if another engine may go on. `named`: the error's code, where the event has another one.
+
+        `opening`: events before it.
+        """
         data = event[event.find(b"data: ") + 6 :].strip()
         code, message = read_error(data)
         code = named or code
         if code in MOVABLE_IN_STREAM:
             raise Unreachable(message or code)
-        await out.write(event)
+        await out.write(opening + event)
 
     # ---------------------------------------------------------------- whole answers
 

@@ -233,7 +233,8 @@ async def test_the_readers_of_a_response_that_is_cancelled_get_its_end(
     stored = await service.responses.store.body(ANN.tenant, response_id_of(name))
     assert stored is not None and msgspec.json.decode(stored) == shown
     assert stream.over.done() and waiter.over.done()
-    (event,) = parse_events(b"".join(stream._pending))
+    *before, event = parse_events(b"".join(stream._pending))
+    assert [one.name for one in before] == ["response.created", "response.in_progress"]
     assert event.name == "response.failed"
     assert "cancelled by its client" in event.data["response"]["error"]["message"]
     service.responses.store.close(timeout_s=60)

@@ -129,6 +129,29 @@ def test_an_error_is_held_back_with_all_that_follows() -> None:
     assert named.error and not named.n_events
 
 
+def test_opening_events_that_come_with_an_error_are_held_back_too() -> None:
+    """Nothing was forwarded then: another engine may begin, with opening events of its own."""
+    opening = b'retry: 1000\ndata: {"o":1}\n\nid: r:0\ndata: {"o":2}\n\n'
+    error = b'id: r:0\nevent: response.failed\ndata: {"type":"response.failed"}\n\n'
+    first = b'id: r:1\ndata: {"n":1}\n\n'
+    cutter = EventCutter()
+    assert cutter.feed(opening + b": failed DRAINING\n\n" + error) == b"" and not cutter.has_begun
+    assert (cutter.before_error, cutter.error, cutter.error_code) == (opening, error, "DRAINING")
+    cutter.restart(is_replay=True)
+    assert not cutter.before_error
+    assert cutter.feed(opening + first) == opening + first and cutter.n_events == 3
+    begun = EventCutter()  # the error comes later
+    assert begun.feed(opening) == opening and begun.feed(error) == b""
+    assert (begun.before_error, begun.error, begun.n_events) == (b"", error, 2)
+    begun.restart(is_replay=True)
+    assert begun.feed(opening + first) == first
+    text = EventCutter()
+    assert text.feed(opening + first + error) == opening + first and not text.before_error
+    resumed = EventCutter(b"r:0")
+    resumed.feed(b"retry: 1000\n" + error)
+    assert (resumed.before_error, resumed.last_id) == (b"", b"r:0")
+
+
 def test_messages_end_with_their_last_event() -> None:
     cutter = EventCutter()
     last = b'id: r:1d\nevent: message_stop\ndata: {"type":"message_stop"}\n\n'

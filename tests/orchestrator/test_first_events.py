@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.api.response_context import failed_comment
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.engine_connection import Connection
 from stages.orchestrator.forward import Bounds, Out
@@ -102,3 +103,27 @@ async def test_an_answer_that_came_whole_is_the_answer(is_kept: bool, is_drainin
     assert await asyncio.wait_for(stream, 60) == 2
     assert received.data == shown(range(1, 2)) + DONE
     assert len(agents.connections) == 1
+
+
+@pytest.mark.parametrize("code", ["DRAINING", "CONFLICT"])
+async def test_a_response_that_fails_before_its_text_moves_unless_its_client_is_at_fault(code: str) -> None:
+    """Its opening events come with the error; one of a conversation moves only while nothing was forwarded."""
+    agents, received = Agents("ab"), Received()
+    stream = asyncio.ensure_future(
+        agents.relay.stream(forward(is_stream=True, is_only_continued=True), _out_of(received, is_kept=False))
+    )
+    await _settle()
+    opening = b'retry: 1000\nevent: response.created\ndata: {"o":1}\n\nid: r:0\ndata: {"o":2}\n\n'
+    failed = b'id: r:0\nevent: response.failed\ndata: {"type":"response.failed","response":{"error":{}}}\n\n'
+    agents.connections[0].data_received(HEAD + chunk(opening + failed_comment(code) + failed))
+    if code == "CONFLICT":
+        await asyncio.wait_for(stream, 60)
+        assert received.data == opening + failed and len(agents.connections) == 1
+        return
+    async with asyncio.timeout(60):
+        while len(agents.connections) < 2:
+            await _settle()
+    await _settle()
+    agents.connections[1].data_received(HEAD + chunk(opening) + chunk(event(1)) + chunk(DONE) + END)
+    await asyncio.wait_for(stream, 60)
+    assert received.data == opening + shown(range(1, 2)) + DONE

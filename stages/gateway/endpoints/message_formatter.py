@@ -40,6 +40,8 @@ class BlockEvent(NamedTuple):
 class MessageFormatter:
     """Formats the response of one request, which has one sequence."""
 
+    opens_before_error = False  # Anthropic's API has its `error` at any place
+
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._tools = request.spec.generation.tools

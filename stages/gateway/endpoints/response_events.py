@@ -28,7 +28,7 @@ from pipeline.errors import StarlingError
 from stages.gateway.endpoints.answer_parser import AnswerItem, ReasoningText, make_parser
 from stages.gateway.endpoints.chat_tools import ID_PREFIX as CALL_PREFIX
 from stages.gateway.endpoints.message_formatter import BlockEvent
-from stages.gateway.requests.state import Outcome, RequestState, SequenceState
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, SequenceState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.tool_calls.call_parser import Arguments, CallBegin, CallEnd, Text
 
@@ -126,7 +126,7 @@ def _output_items(request: RequestState) -> list[_OutputItem]:
         else:
             items.all[-1].is_complete = item.is_complete
     is_bare = not items.all or (items.all[-1].kind == "reasoning" and sequence.finish_reason == "stop")
-    if is_bare and sequence.is_over:
+    if is_bare and sequence.phase is SequencePhase.FINISHED:
         items.message()  # an answer without text
     return items.all
 
@@ -193,6 +193,8 @@ def kept_record(request: RequestState) -> bytes:
 class ResponsesFormatter:
     """Formats the response of one request, which has one sequence."""
 
+    opens_before_error = True  # OpenAI's client accepts no event before `response.created`
+
     def __init__(self, request: RequestState, vocabulary: TokenBytes) -> None:
         self._request = request
         self._parser = make_parser(request.spec.generation)
@@ -240,9 +242,11 @@ class ResponsesFormatter:
         """Return what an orchestrator stores with the answer; b"": nothing, or it is stored here."""
         return kept_record(self._request)
 
-    def error_event(self, error: StarlingError) -> BlockEvent:
-        """Return the event of an error, the last one."""
+    def error_event(self, error: StarlingError) -> BlockEvent | None:
+        """Return the event of an error, the last one; None: the client has it."""
         self._units += 1
+        if self._units <= self._received:
+            return None
         data = {
             "type": "response.failed",
             "sequence_number": self._units + IN_PROGRESS,

@@ -20,6 +20,8 @@ from stages.gateway.requests.state import RequestState, SequenceState
 class BlockFormatter(Protocol):
     """What makes the events. Those before the first text are no units."""
 
+    opens_before_error: bool  # an error comes after the opening events, also before the first text
+
     def opening_events(self) -> list[BlockEvent]:
         """Return the events before the first text."""
 
@@ -35,8 +37,8 @@ class BlockFormatter(Protocol):
     def kept(self) -> bytes:
         """Return what an orchestrator stores with the answer; b"": nothing."""
 
-    def error_event(self, error: StarlingError) -> BlockEvent:
-        """Return the event of an error, the last one."""
+    def error_event(self, error: StarlingError) -> BlockEvent | None:
+        """Return the event of an error, the last one; None: the client has it."""
 
     def skip(self, text: str, *, is_whole: bool) -> None:
         """Count the events of `text`, from the beginning on, as sent."""
@@ -74,6 +76,10 @@ class BlockStream(StreamSink):
         for event in events[-1:]:
             self._event(event.data, event.name)
 
+    @property
+    def _opens_before_error(self) -> bool:
+        return self._formatter.opens_before_error
+
     def _add_opening_events(self) -> None:
         events = self._formatter.opening_events()
         self._pending.extend(sse.event(event.data, b"", event.name) for event in events[:-1])
@@ -88,6 +94,8 @@ class BlockStream(StreamSink):
 
     def _add_error(self, error: StarlingError) -> None:
         event = self._formatter.error_event(error)
+        if event is None:
+            return
         if self.is_relayed:
             self._insert(response_context.failed_comment(error.code))
         self._event(event.data, event.name)

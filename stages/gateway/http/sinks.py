@@ -117,7 +117,9 @@ class StreamSink(abc.ABC):
             self.begun.set_exception(error)
             self.over.set_result(None)
             return
-        if not self._is_open:
+        if self._opens_before_error:
+            self._open()
+        elif not self._is_open:
             self._is_open = True
             self._pending.append(sse.retry_field())
         self._add_error(error)
@@ -190,6 +192,8 @@ class StreamSink(abc.ABC):
             else:
                 self.finished()
         elif request.error is not None:
+            if self._opens_before_error and request.is_started and not self.begun.done():
+                self.started()  # its first client got events, too
             self.failed(request.error)
         elif request.is_started:
             self.started()
@@ -246,6 +250,11 @@ class StreamSink(abc.ABC):
             self.over.set_result(None)
 
     # ---------------------------------------------------------------- of the subclasses
+
+    @property
+    def _opens_before_error(self) -> bool:
+        """Whether a stream that fails before its first text has the opening events before the error."""
+        return False
 
     @abc.abstractmethod
     def _add_opening_events(self) -> None: ...

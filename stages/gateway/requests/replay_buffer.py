@@ -34,6 +34,7 @@ class _EndedRequest(msgspec.Struct, array_like=True, gc=False):
     response_cache: str
     error: tuple[str, str, str, int, float] | None  # code, message, param, status, retry_after_s
     outputs: list[SequenceOutput]
+    is_started: bool = False  # it had left the queue: a stream had begun
 
 
 _decode = msgspec.msgpack.Decoder(_EndedRequest).decode
@@ -140,6 +141,7 @@ def to_record(request: RequestState) -> bytes:
         request.response_cache,
         (error.code, error.message, error.param, error.status, error.retry_after_s) if error is not None else None,
         [output_of(sequence) for sequence in request.sequences],
+        request.is_started,
     )
     return msgspec.msgpack.encode(ended)
 
@@ -151,6 +153,7 @@ def from_record(record: bytes) -> RequestState:
     request.response_cache = ended.response_cache
     for sequence, output in zip(request.sequences, ended.outputs, strict=True):
         restore_output(sequence, output)
+        sequence.is_started = ended.is_started
     if ended.error is not None:
         code, message, param, status, retry_after_s = ended.error
         request.error = StarlingError(code, message, param, status=status, retry_after_s=retry_after_s)
