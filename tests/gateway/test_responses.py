@@ -249,6 +249,27 @@ def test_a_response_in_the_background_is_cancelled(make_server: Callable[..., Se
     assert server.get(f"{PATH}/{made[0]}").json == cancelled
 
 
+def test_a_file_that_cannot_be_used_is_no_internal_error(make_server: Callable[..., Server]) -> None:
+    server = make_server()
+    server.wait_ready()
+    file = server.home / "state" / "responses.db"
+    file.mkdir(parents=True)  # instead of a file
+    answers = [
+        server.get(f"{PATH}/resp_00"),
+        server.request("DELETE", f"{PATH}/resp_00"),
+        server.post(f"{PATH}/resp_00/cancel", {}),
+        server.get(f"{PATH}/resp_00/input_items"),
+        server.post(PATH, said("x", previous_response_id="resp_00")),
+        server.post(PATH, said("x")),
+    ]
+    assert [(answer.status, answer.error["code"]) for answer in answers] == 6 * [(503, "STORAGE_UNAVAILABLE")]
+    assert (
+        f'starling_state_file_errors_total{{files="responses"}} {len(answers)}' in server.get("/metrics").body.decode()
+    )
+    file.rmdir()
+    assert server.get(f"{PATH}/resp_00").status == 404
+
+
 def test_responses_belong_to_their_tenant(make_server: Callable[..., Server]) -> None:
     server = make_server(auth={"api_keys": [{"key": "sk-a", "tenant": "a"}, {"key": "sk-b", "tenant": "b"}]})
     server.wait_ready()

@@ -162,6 +162,18 @@ def test_a_disk_that_takes_nothing_is_reported(tmp_path: Path) -> None:
     run(use, tmp_path / "file" / "responses.db")  # its directory is a file
 
 
+@pytest.mark.parametrize("name", ["has", "body", "conversation", "delete", "inputs"])
+def test_a_file_that_cannot_be_used_is_reported_to_readers(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+
+    async def use(store: StoredResponses, clock: Clock) -> None:
+        with pytest.raises(StarlingError, match=r"server\.state_dir") as refused:
+            await getattr(store, name)("a", "r1")
+        assert (refused.value.code, store.errors) == ("STORAGE_UNAVAILABLE", 1)
+
+    run(use, tmp_path / "file" / "responses.db")
+
+
 @pytest.mark.parametrize("size", [0, 100_000])
 def test_contents_are_kept_as_they_are(size: int) -> None:
     async def use(store: StoredResponses, clock: Clock) -> None:

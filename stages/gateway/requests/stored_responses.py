@@ -158,7 +158,6 @@ class StoredResponses:
 
         Raises what the job raises, and `StarlingError` if the file cannot be used.
         """
-        import sqlite3
 
         def run() -> T:
             db, now = self._open(), self._clock()
@@ -169,15 +168,7 @@ class StoredResponses:
                     self._keep_bounds(db, tenant, now)
             return result
 
-        try:
-            return await self._run(run)
-        except (OSError, sqlite3.Error) as problem:
-            self.errors += 1
-            log.error("conversations cannot be used", extra={"reason": str(problem)})
-            raise StarlingError(
-                "STORAGE_UNAVAILABLE",
-                f"conversations cannot be stored or read ({problem}); check the disk of server.state_dir",
-            ) from None
+        return await self._run(run)
 
     @property
     def ttl_s(self) -> float:
@@ -190,7 +181,18 @@ class StoredResponses:
         return self._row_bytes
 
     async def _run(self, job: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
+        """Run a job in the thread. Raises what it raises, and `StarlingError` if the file cannot be used."""
+        import sqlite3
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._safely(job))
+        except (OSError, sqlite3.Error) as problem:
+            self.errors += 1
+            log.error("stored responses cannot be used", extra={"reason": str(problem)})
+            raise StarlingError(
+                "STORAGE_UNAVAILABLE",
+                f"responses and conversations cannot be stored or read ({problem}); check the disk of server.state_dir",
+            ) from None
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the thread after its jobs, waiting at most `timeout_s`."""
