@@ -59,6 +59,16 @@ def test_a_response_is_found_by_its_tenant_until_it_is_deleted(tmp_path: Path) -
     run(use, tmp_path / "responses.db")
 
 
+def test_a_response_that_is_stored_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    async def use(store: StoredResponses, clock: Clock) -> None:
+        for name, size in (("other", 10), ("r1", 10), ("r1", 20)):
+            assert await put(store, name, size) is None
+        assert await names(store, "other", "r1") == ["other", "r1"]
+        assert await store.body("a", "r1") == b"x" * 20
+
+    run(use, tmp_path / "responses.db")
+
+
 def test_it_expires() -> None:
     async def use(store: StoredResponses, clock: Clock) -> None:
         await put(store, "old")

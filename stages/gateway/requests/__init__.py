@@ -6,6 +6,7 @@ output.py               the output of an ended sequence; what replay buffer and 
 prompt_scores.py        the log probabilities of a prompt's tokens
 responses.py            stores responses, and joins those that continue a conversation
 stored_responses.py     the file of the stored responses
+stored_sizes.py         the bytes of each tenant in it
 stored_conversations.py   conversations in the same file
 lifecycle.py            start and end of a request
 relay.py                requests in flight: submits them to the scheduler and turns tokens into text

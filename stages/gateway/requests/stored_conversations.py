@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS conversations (tenant TEXT NOT NULL, id TEXT NOT NULL, created INTEGER NOT NULL,
   used REAL NOT NULL, ends REAL NOT NULL, size INTEGER NOT NULL, metadata BLOB NOT NULL, PRIMARY KEY (tenant, id));
+CREATE INDEX IF NOT EXISTS conversations_by_use ON conversations (tenant, used);
+CREATE INDEX IF NOT EXISTS conversations_by_end ON conversations (ends);
 CREATE TABLE IF NOT EXISTS items (tenant TEXT NOT NULL, conversation TEXT NOT NULL, position INTEGER NOT NULL,
   id TEXT NOT NULL, item BLOB NOT NULL, message BLOB NOT NULL, PRIMARY KEY (tenant, conversation, id));
 CREATE INDEX IF NOT EXISTS items_by_position ON items (tenant, conversation, position);

@@ -3,7 +3,7 @@
     responses   tenant, id, created and ends (s, steady), size (bytes), body (JSON), conversation (msgpack)
     inputs      tenant, id, items (JSON): the input of a response as items
 
-`stored_conversations.py` has the tables of conversations in the same file.
+`stored_conversations.py` has the tables of conversations in the same file, `stored_sizes.py` the bytes of each tenant.
 
 A response is stored before its last event is sent: a client that has that event can continue the conversation, also
 after a restart.  Bounded by age, by bytes of a tenant and by bytes in all; the oldest are dropped.  Each row has its
@@ -26,6 +26,7 @@ from pipeline.api.requests.conversations import ConversationItem
 from pipeline.config.schema import StoredResponsesConfig
 from pipeline.errors import StarlingError
 from stages.gateway.requests import stored_conversations as conversations
+from stages.gateway.requests import stored_sizes as sizes
 
 if TYPE_CHECKING:
     import sqlite3
@@ -39,15 +40,19 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (tenant TEXT NOT NULL, id TEXT NOT NULL, created REAL NOT NULL, ends REAL NOT NULL,
   size INTEGER NOT NULL, body BLOB NOT NULL, conversation BLOB NOT NULL, PRIMARY KEY (tenant, id));
 CREATE INDEX IF NOT EXISTS responses_by_age ON responses (tenant, created);
+CREATE INDEX IF NOT EXISTS responses_by_end ON responses (ends);
 CREATE TABLE IF NOT EXISTS inputs (tenant TEXT NOT NULL, id TEXT NOT NULL, items BLOB NOT NULL,
   PRIMARY KEY (tenant, id));
 CREATE TRIGGER IF NOT EXISTS response_inputs AFTER DELETE ON responses BEGIN
   DELETE FROM inputs WHERE tenant = OLD.tenant AND id = OLD.id; END;
 """
-_ALL = (
-    "SELECT 'responses' AS place, tenant, id, size, created AS at, rowid AS number FROM responses UNION ALL "
-    "SELECT 'conversations', tenant, id, size, used, rowid FROM conversations"
-)
+_OLDEST = """
+SELECT * FROM (SELECT 'responses', id, created AS at, rowid AS number FROM responses WHERE tenant = :tenant
+  ORDER BY created, rowid LIMIT 1)
+UNION ALL SELECT * FROM (SELECT 'conversations', id, used, rowid FROM conversations WHERE tenant = :tenant
+  ORDER BY used, rowid LIMIT 1)
+ORDER BY at, number LIMIT 1
+"""
 T = TypeVar("T")
 
 
@@ -211,8 +216,10 @@ class StoredResponses:
         with db:
             db.execute("BEGIN IMMEDIATE")
             if response.is_stored:
+                # REPLACE would call no trigger of what it drops.
+                db.execute("DELETE FROM responses WHERE tenant = ? AND id = ?", (tenant, name))
                 db.execute(
-                    "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (tenant, name, now, now + self._ttl_s, size, response.body, conversation),
                 )
                 db.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?, ?)", (tenant, name, response.inputs))
@@ -222,36 +229,21 @@ class StoredResponses:
             self._keep_bounds(db, tenant, now)
 
     def _keep_bounds(self, db: sqlite3.Connection, tenant: str, now: float) -> None:
-        """Drop what has expired, and the oldest beyond the bounds."""
+        """Drop what has expired, and the oldest beyond the bounds. Reads no other rows."""
+        sizes.count(db)
         db.execute("DELETE FROM responses WHERE ends < ?", (now,))
         db.execute("DELETE FROM conversations WHERE ends < ?", (now,))
         self._shrink(db, tenant, self._tenant_bytes)
-        while (largest := self._largest(db)) is not None:
-            tenant, of_tenant, of_all = largest
-            if of_all <= self._max_bytes:
-                break
-            self._shrink(db, tenant, max(0, of_tenant - (of_all - self._max_bytes)))
-
-    @staticmethod
-    def _largest(db: sqlite3.Connection) -> tuple[str, int, int] | None:
-        """The tenant with the most bytes, its bytes, and those of all tenants."""
-        rows = db.execute(f"SELECT tenant, SUM(size) FROM ({_ALL}) GROUP BY tenant").fetchall()
-        if not rows:
-            return None
-        tenant, size = max(rows, key=lambda row: row[1])
-        return tenant, size, sum(row[1] for row in rows)
+        while (excess := sizes.of_all(db) - self._max_bytes) > 0:
+            largest = sizes.largest(db)
+            self._shrink(db, largest, max(0, sizes.of_tenant(db, largest) - excess))
 
     @staticmethod
     def _shrink(db: sqlite3.Connection, tenant: str, bound: int) -> None:
         """Drop the oldest responses and conversations of a tenant until the rest has at most `bound` bytes."""
-        rows = db.execute(
-            f"SELECT place, id, size FROM ({_ALL}) WHERE tenant = ? ORDER BY at DESC, number DESC", (tenant,)
-        ).fetchall()
-        total = 0
-        for place, name, size in rows:
-            total += size
-            if total > bound:
-                db.execute(f"DELETE FROM {place} WHERE tenant = ? AND id = ?", (tenant, name))
+        while sizes.of_tenant(db, tenant) > bound:
+            place, name, _, _ = db.execute(_OLDEST, {"tenant": tenant}).fetchone()
+            db.execute(f"DELETE FROM {place} WHERE tenant = ? AND id = ?", (tenant, name))
 
     def _get(self, column: str, tenant: str, response_id: str) -> Any:
         found = (
@@ -307,7 +299,7 @@ class StoredResponses:
             db.execute("PRAGMA synchronous = NORMAL")
             if db.execute("PRAGMA user_version").fetchone()[0] not in (0, VERSION):
                 raise sqlite3.DatabaseError("it is of another release")
-            db.executescript(_SCHEMA + conversations.SCHEMA + conversations.TRIGGERS)
+            db.executescript(_SCHEMA + conversations.SCHEMA + conversations.TRIGGERS + sizes.SCHEMA)
             db.execute(f"PRAGMA user_version = {VERSION}")
         except BaseException:
             db.close()
