@@ -7,6 +7,9 @@ What is acknowledged survives the death of the server only with `appendonly yes`
 settings a restart counts as a loss: revisions go on above all that were given out, watchers get a snapshot, and a key
 with a lease is not created before the leases that were forgotten have ended.  One server: replicas lag, so that a
 failover would lose what was acknowledged, too.
+
+Calls have `MAX_CONNECTIONS - MAX_WAITING` connections, and further ones wait for one, in order, within their `CALL_S`.
+Watchers that wait for a change have `MAX_WAITING` of their own.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pipeline.coordination.interface import (
@@ -43,6 +47,7 @@ LOOK_S = 0.25  # between two looks at the leases, and of a watcher that waits
 RECONNECT_S = 0.2  # between two attempts to watch
 MAX_LIVES = 8  # of the server, during one call
 MAX_CONNECTIONS = 64
+MAX_WAITING = 4  # of them, of watchers that wait for a change; a process has one watcher
 _KEYS = ("meta", "items", "revisions", "names", "held", "leases", "events")
 _LAST = (1 << 64) - 1  # number of an entry of the stream
 
@@ -99,6 +104,8 @@ class RedisStore(CoordinationStore):
         self._own = OwnKeys()
         self._looked = -math.inf
         self._has_answered = False
+        self._free = asyncio.Semaphore(MAX_CONNECTIONS - MAX_WAITING)  # connections; the client's pool would refuse
+        self._free_to_wait = asyncio.Semaphore(MAX_WAITING)
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -184,7 +191,9 @@ class RedisStore(CoordinationStore):
 
     async def _wait(self, seen: int) -> None:
         """Wait for a change after a revision, but not longer than `LOOK_S`."""
-        await self._answer(self._client.xread({self._keys[-1]: f"{seen}-{_LAST}"}, count=1, block=int(LOOK_S * 1000)))
+        after = {self._keys[-1]: f"{seen}-{_LAST}"}
+        read = partial(self._client.xread, after, count=1, block=int(LOOK_S * 1000))
+        await self._answer(read, self._free_to_wait)
 
     # ------------------------------------------------------------------ calls
 
@@ -201,7 +210,9 @@ class RedisStore(CoordinationStore):
             sent += [self._kept_events, KEPT_BYTES, int(wants_leases), len(over)]
             for lease, entry in over:
                 sent += (lease, entry)
-            answer = await self._answer(self._script(keys=self._keys, args=[*sent, operation, *arguments]))
+            answer = await self._answer(
+                partial(self._script, keys=self._keys, args=[*sent, operation, *arguments]), self._free
+            )
             if answer[0] == b"life":
                 await self._begin(answer[1], answer[2])
                 continue
@@ -228,7 +239,7 @@ class RedisStore(CoordinationStore):
     async def _look_at_settings(self) -> bool:
         """Whether the server's data outlive it. Raises `ConfigError` if it removes keys by itself."""
         names = ("appendonly", "appendfsync", "maxmemory", "maxmemory-policy")
-        found = await self._answer(self._client.config_get(*names), if_refused={})
+        found = await self._answer(partial(self._client.config_get, *names), self._free, if_refused={})
         policy = found.get("maxmemory-policy", "")
         if found.get("maxmemory", "0") != "0" and policy.startswith("allkeys"):
             raise self._refusal(
@@ -243,15 +254,16 @@ class RedisStore(CoordinationStore):
             )
         return is_durable
 
-    async def _answer(self, call: Awaitable[Any], if_refused: Any = None) -> Any:
+    async def _answer(self, call: Callable[[], Awaitable[Any]], free: asyncio.Semaphore, if_refused: Any = None) -> Any:
         """The server's answer to a call. Raises `StorageUnavailable`, `ConfigError`.
 
+        free: the connections of which the call takes one.
         if_refused: what is returned, unless it is None, when the server refuses the command.
         """
         known = self._errors_of
         try:
-            async with asyncio.timeout(CALL_S):
-                return await call
+            async with asyncio.timeout(CALL_S) as bound, free:
+                return await call()
         except (known.AuthenticationError, known.AuthorizationError) as error:
             raise self._refusal(f"Redis at {self.address}: {_line(error)}") from None
         except (known.RedisError, OSError) as error:
@@ -261,7 +273,8 @@ class RedisStore(CoordinationStore):
                 raise self._refusal(f"Redis at {self.address}: {_line(error)}") from None
             if "unauthenticated" in str(error):  # a long command before a password
                 raise self._refusal(f"Redis at {self.address} wants a password: REDIS_PASSWORD") from None
-            raise StorageUnavailable(f"Redis at {self.address}: {_line(error)}") from None
+            reason = f"no answer within {CALL_S:g} s" if bound.expired() else _line(error)
+            raise StorageUnavailable(f"Redis at {self.address}: {reason}") from None
 
     def _refusal(self, message: str) -> StarlingError:
         """What a server's settings forbid is an error of the configuration at the start, and an absence later.

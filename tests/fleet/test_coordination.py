@@ -55,6 +55,13 @@ async def test_compare_and_swap(store: CoordinationStore) -> None:
     assert await store.get("a") is None
 
 
+async def test_many_calls_at_once_wait_for_each_other(store: CoordinationStore) -> None:
+    revisions = await asyncio.gather(*(store.put(f"a/{number}", b"1") for number in range(300)))
+    assert len({*revisions} - {None}) == 300
+    found = await asyncio.gather(*(store.get(f"a/{number}") for number in range(300)))
+    assert [item and item.revision for item in found] == revisions
+
+
 async def test_deleting_nothing_changes_nothing(store: CoordinationStore) -> None:
     revision = await store.put("a", b"1")
     assert await store.transact((), (Change("b", None),)) == revision
