@@ -146,6 +146,7 @@ class Bounds(NamedTuple):
 
     new_s: float = 10.0  # while no engine has taken it
     begun_s: float = 60.0  # after its engine has died
+    silent_s: float = 3.0  # for a suspect agent's answer about a request
 
 
 class Agents(Protocol):

@@ -6,7 +6,6 @@ can tell whose it is.  Without sockets.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -45,7 +44,6 @@ from stages.orchestrator.read_body import (
 )
 from stages.orchestrator.relay import Relay
 from stages.orchestrator.request_ids import RequestIds, request_of
-from stages.orchestrator.request_locator import RequestLocator
 from stages.orchestrator.responses.jobs import Job
 from stages.orchestrator.responses.keeping import Keep, KeepingOut, without_record
 from stages.orchestrator.responses.service import PATH, Responses
@@ -54,7 +52,6 @@ from stages.orchestrator.responses.turns import Turn
 from stages.orchestrator.router import ScoreRouter
 from stages.orchestrator.slots import Counted, RequestSlots, hold_body
 from stages.orchestrator.traffic import Traffic
-from stages.orchestrator.upstream import Client
 
 CLOSE_PATH = "/v1/session/close"
 
@@ -87,7 +84,6 @@ class Front:
         secret: str,
         relay: Relay,
         router: ScoreRouter,
-        client: Client,
         metrics: Metrics,
         clock: Callable[[], float],
         wall: Callable[[], float],
@@ -118,7 +114,7 @@ class Front:
         self._secret = secret
         self._relay = relay
         self._router = router
-        self._locator = RequestLocator(router, client)
+        self._locator = relay.locator
         self.sessions = KnownSessions(has_emptied)
         # (request, tenant, session, model, agent): the agent for a session's turn, which may move. Raises nothing.
         self.move_session: Callable[[str, str, str, str, str], Awaitable[str]] | None = None
@@ -331,23 +327,20 @@ class Front:
             routed = msgspec.structs.replace(forward.routed, pinned=agent, is_held=not forward.can_replay)
             again = msgspec.structs.replace(forward, routed=routed, last_id=last_id, was_sent=True)
             return Ticket(again, caller.tenant, key_id=caller.key_id, is_charged=not forward.in_background)
-        engines = self._locator.engines()
         relay = relay_header(caller.tenant, caller.priority)
-        heads = (self._locator.head(request_id, agent_id, one, relay) for agent_id, one in engines)
-        answers = await asyncio.gather(*heads)
-        for (agent_id, one), found in zip(engines, answers):
-            if found is not None:
-                forward = Forward(
-                    routed=RoutedRequest(request_id=request_id, model=one.model_id, pinned=agent_id, is_held=True),
-                    path=f"/v1/requests/{request_id}",
-                    body=b"",
-                    headers={RELAY: relay_header(caller.tenant, caller.priority)},
-                    method="GET",
-                    is_stream="event-stream" in found,
-                    last_id=last_id,
-                )
-                is_charged = not await self.responses.is_in_background(caller.tenant, request_id)
-                return Ticket(forward, caller.tenant, key_id=caller.key_id, is_charged=is_charged)
+        found = await self._locator.find(request_id, relay)
+        if found is not None:
+            forward = Forward(
+                routed=RoutedRequest(request_id=request_id, model=found.model_id, pinned=found.agent_id, is_held=True),
+                path=f"/v1/requests/{request_id}",
+                body=b"",
+                headers={RELAY: relay},
+                method="GET",
+                is_stream="event-stream" in found.content_type,
+                last_id=last_id,
+            )
+            is_charged = not await self.responses.is_in_background(caller.tenant, request_id)
+            return Ticket(forward, caller.tenant, key_id=caller.key_id, is_charged=is_charged)
         raise NotFound(f"there is no request {request_id}; answers of ended requests are stored for a short time only")
 
     async def tenants_by_salt(self) -> dict[str, str]:
@@ -403,18 +396,13 @@ class Front:
         self._ids.check(request_id, caller.tenant)
         was_waiting = self._relay.routes.cancel(request_id)
         relay = relay_header(caller.tenant, caller.priority)
-        answers = await asyncio.gather(
-            *(self._locator.ask("DELETE", request_id, agent, one, relay) for agent, one in self._locator.engines())
-        )
-        if not (was_waiting or any(answer is not None and answer.status == 200 for answer in answers)):
+        if not (await self._locator.end(request_id, relay) or was_waiting):
             raise NotFound(f"there is no request {request_id} in flight")
 
     async def running_response(self, caller: Caller, name: str) -> bytes | None:
         """A response that an engine generates, as it is now; None: none does."""
         relay = relay_header(caller.tenant, caller.priority)
-        locator = self._locator
-        asked = (locator.get(f"{PATH}/{name}", agent_id, one, relay) for agent_id, one in locator.engines())
-        return next((body for body in await asyncio.gather(*asked) if body is not None), None)
+        return await self._locator.response(f"{PATH}/{name}", relay)
 
     # ---------------------------------------------------------------- forwarding
 

@@ -47,6 +47,7 @@ from stages.orchestrator.opening import Abortable, E, Opening, Registered
 from stages.orchestrator.passing import Passing, pass_events
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.releases import Releases
+from stages.orchestrator.request_locator import RequestLocator
 from stages.orchestrator.route_finder import NextChange, RouteFinder, comment
 from stages.orchestrator.router import Route, ScoreRouter
 from stages.orchestrator.score import text_kind_of, version_of
@@ -84,6 +85,7 @@ class Relay:
         `claims`: of requests with keys; None: there is no other orchestrator.
         """
         self.kept = KeptRequests(clock)
+        self.locator = RequestLocator(router, client, bounds.silent_s)
         self.moves: Counter[str] = Counter()  # by cause
         self.replayed_texts = 0  # streams that another engine went on with from their text
         self.continued_tokens = 0  # output tokens from which another engine went on
@@ -429,6 +431,7 @@ class Relay:
 
     async def close(self) -> None:
         """Cancel what is still being sent."""
+        await self.locator.close()
         await self._claims.close()
         await self._unread.close()
         await self._handovers.close()
@@ -436,6 +439,7 @@ class Relay:
 
     def lose_agent(self, agent_id: str, reason: str) -> int:
         """The agent is gone or silent: what it serves goes on elsewhere. The number of requests."""
+        self.locator.lose_agent(agent_id, reason)
         answers = list(self._answers.get(agent_id, ()))
         for answer in answers:
             answer.abort(reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from pipeline.api.adapter_names import base_of
 from pipeline.api.output_tokens import RELAY, read_relay
@@ -52,7 +52,7 @@ class RouteFinder:
         self._progress_of = progress_of
         self._claims = claims
         self._loading: dict[str, set[asyncio.Future[None]]] = {}  # by request, while it waits; done: it was cancelled
-        self.locate: Callable[[Forward, str], Awaitable[str]] | None = None  # see front.py
+        self.locate: Callable[[Forward, Collection[str]], Awaitable[str]] | None = None  # see front.py
 
     async def find(self, forward: Forward, tries: Tries, out: Out | None) -> Route:
         """The route of the next attempt, whose model is ready. Raises `StarlingError`, `Refusal`."""
@@ -105,7 +105,7 @@ class RouteFinder:
         agent = await self._claims.take(tries.claim, route.agent_id, failed)
         if not tries.has_asked and self.locate is not None:
             tries.has_asked = True
-            if (found := await self.locate(forward, agent)) and found not in failed:
+            if found := await self.locate(forward, {*failed, agent}):
                 agent = await self._claims.take(tries.claim, found, {*failed, agent})
         if agent == route.agent_id:
             tries.waits_since = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -35,7 +36,6 @@ class Orchestrator:
         self.clock = Clock()
         self.claims = KeyClaims(store, lambda: is_up, time.monotonic)
         self.has: set[str] = set()
-        self.asked: list[str] = []  # the agents that were not asked
         self.may_answer, self.is_asking = asyncio.Event(), asyncio.Event()
         self.may_answer.set()
         self.relay = Relay(
@@ -50,11 +50,10 @@ class Orchestrator:
         )
         self.relay.routes.locate = self.locate
 
-    async def locate(self, forward: Forward, besides: str) -> str:
-        self.asked.append(besides)
+    async def locate(self, forward: Forward, besides: Collection[str]) -> str:
         self.is_asking.set()
         await self.may_answer.wait()
-        return next(iter(sorted(self.has - {besides})), "")
+        return next(iter(sorted(self.has - {*besides})), "")
 
     async def find(self, tries: Tries | None = None, pinned: str = "") -> str:
         """The agent that gets the request."""
