@@ -375,6 +375,7 @@ async def test_bounds_hold_for_orchestrators_that_admit_at_the_same_time(
     found = await asyncio.gather(*attempts, return_exceptions=True)
     assert {type(one) for one in found} == {bytes, Overloaded}, found
     assert len(await count(first.jobs)) == MAX_OF_TENANT
+    await check_blobs(first)
     for one in (first, second):
         await one.close()
 
@@ -480,3 +481,8 @@ async def test_a_key_of_a_request_in_the_background_is_refused_for_another_one(
 def _record_of(found: Any, number: int) -> tuple[str, int]:
     (item,) = [item for item in found[0] if item.key.endswith(f"{number:024x}")]
     return item.key, item.revision
+
+
+async def check_blobs(one: Orchestrator) -> None:
+    """Each record has its blob, and there are no others."""
+    assert sorted(blob.key for blob in await one.blobs.scan("jobs")) == sorted(r.blob for r in await one.jobs.all())

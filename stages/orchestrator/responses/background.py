@@ -151,10 +151,7 @@ class Background:
             if job.is_stream:  # likewise
                 with HeldBytes(self._bodies, job.tenant, BODIES) as held:
                     held.add(len(job.body))
-            blob = await self._jobs.write(job)
-            async with self._adding:  # only other orchestrators may be in the way
-                is_added = await self._jobs.add(job, blob, partial(self._check_room, job.tenant))
-            if is_added:
+            if await self._add(job):
                 self._take(job.request_id, job.tenant, len(job.body), is_new=True)
                 return job.shown
             known = await self._jobs.find(job.request_id, job.tenant)
@@ -162,6 +159,21 @@ class Background:
             return job.shown
         _check_same(known.digest, job)
         return known.shown
+
+    async def _add(self, job: Job) -> bool:
+        """Store a request. False: there is one of this id. Raises `StarlingError`."""
+        blob, may_be_named = await self._jobs.write(job), False
+        try:
+            async with self._adding:  # only other orchestrators may be in the way
+                may_be_named = True  # by a record, unless the next call says that it has added none
+                may_be_named = await self._jobs.add(job, blob, partial(self._check_room, job.tenant))
+        except Overloaded:
+            may_be_named = False
+            raise
+        finally:  # the client may also have left while it waited for the others
+            if not may_be_named:
+                await self._jobs.discard(blob)
+        return may_be_named
 
     def _check_room(self, tenant: str, opened: list[Opened]) -> None:
         """Raises `Overloaded` if no other request of the tenant may be added to those that have not ended."""

@@ -2,9 +2,10 @@
 
     responses/open/ID   in the coordination store: whose it is, since when, and the name of its blob
     responses/admitted  likewise: changes with each record that is added
-    jobs/ID-DIGEST      in the blob store: the request as engines get it
+    jobs/ID-RANDOM      in the blob store: the request as engines get it
 
-The record comes after the blob, and goes before it: a record without a blob is one that has just ended.
+The record comes after the blob, and goes before it: a record without a blob is one that has just ended.  Each attempt
+to add a request writes a blob of its own, which it removes if it has added no record.
 An orchestrator adds a record only if `responses/admitted` is as it was before the records were counted: so bounds on
 their number hold for all orchestrators together.
 """
@@ -12,9 +13,9 @@ their number hold for all orchestrators together.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
+import logging
 import random
+import secrets
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,10 +28,12 @@ from pipeline.api.requests.generation_request import GenerationRequest, Response
 from pipeline.api.response_object import make_response, response_id_of
 from pipeline.blobs.interface import BlobStore
 from pipeline.coordination.interface import Change, Condition, CoordinationStore
-from pipeline.errors import Conflict, NotFound, ResourceError, StorageUnavailable
+from pipeline.errors import NotFound, ResourceError, StarlingError, StorageUnavailable
 from shm.decoding import DECODE_ERRORS
 from stages.orchestrator.responses.tenant_blobs import inline_or_not
 from stages.orchestrator.responses.use import PREFIX
+
+log = logging.getLogger("starling.orchestrator")
 
 OPEN = f"{PREFIX}open/"
 ADMITTED = f"{PREFIX}admitted"
@@ -119,13 +122,13 @@ class Jobs:
 
     async def write(self, job: Job) -> str:
         """Write the blob of a job, before `add`; its name. Raises `StarlingError`."""
-        blob, data = await inline_or_not(len(job.body) + len(job.conversation), partial(_blob_of, job))
+        blob = f"{FOLDER}/{job.request_id}-{secrets.token_hex(8)}"
+        data = await inline_or_not(len(job.body) + len(job.conversation), partial(msgspec.msgpack.encode, job))
         if len(data) > MAX_JOB_BYTES:
             raise ResourceError(f"the request has {len(data)} bytes, over {MAX_JOB_BYTES}; send less", "background")
         try:
             async with asyncio.timeout(PUT_S):
-                with contextlib.suppress(Conflict):
-                    await self._blobs.put(blob, data)
+                await self._blobs.put(blob, data)
         except TimeoutError:
             raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
         return blob
@@ -159,6 +162,14 @@ class Jobs:
             "background",
             retry_after_s=1.0,
         )
+
+    async def discard(self, blob: str) -> None:
+        """Remove a blob that no record names. One that stays is removed by `sweep`."""
+        try:
+            async with asyncio.timeout(PUT_S):
+                await self._blobs.delete(blob)
+        except (StarlingError, TimeoutError) as error:
+            log.warning("a request that was not taken stays stored", extra={"blob": blob, "reason": str(error)})
 
     async def all(self) -> list[Opened]:
         """The records of jobs that have not ended. Raises `StorageUnavailable`."""
@@ -209,12 +220,6 @@ class Jobs:
         for blob in await self._blobs.scan(FOLDER):
             if blob.key not in known and blob.modified + ABANDONED_S < self._wall():
                 await self._blobs.delete(blob.key)
-
-
-def _blob_of(job: Job) -> tuple[str, bytes]:
-    """The name and the contents of a job's blob."""
-    data = msgspec.msgpack.encode(job)
-    return f"{FOLDER}/{job.request_id}-{hashlib.sha256(data).hexdigest()[:16]}", data
 
 
 def _opened(key: str, value: bytes) -> Opened | None:
