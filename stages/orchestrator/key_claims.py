@@ -19,6 +19,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 from pipeline.coordination.interface import CoordinationStore
 from pipeline.errors import StarlingError
@@ -63,6 +64,7 @@ class KeyClaims:
         self._claims: dict[str, KeyClaim] = {}
         self._lease = ""
         self._lease_until = float("-inf")
+        self._granting: asyncio.Task[str] | None = None
         self._of_tenant: Counter[str] = Counter()  # claims that are, or may be, in the store
         self._agreeing: set[asyncio.Task[str]] = set()
         self._ended: dict[str, KeyClaim] = {}  # to be removed from the store
@@ -117,7 +119,8 @@ class KeyClaims:
 
     async def close(self) -> None:
         """Remove no more claims."""
-        tasks = [*self._agreeing, *([self._removing] if self._removing is not None else [])]
+        others = (self._removing, self._granting)
+        tasks: list[asyncio.Task[Any]] = [*self._agreeing, *(task for task in others if task is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -144,7 +147,8 @@ class KeyClaims:
         async with asyncio.timeout(LEASE_S / 2), claim.lock:
             key, revision = CLAIMS + claim.request_id, claim.revision if claim.agent_id in failed else 0
             for _ in range(TRIES):
-                written = await store.swap(key, revision, wanted.encode(), await self._current_lease(store))
+                lease = await self._current_lease(store)
+                written = await store.swap(key, revision, wanted.encode(), lease)
                 if written is not None:
                     claim.agent_id, claim.revision = wanted, written
                     return wanted
@@ -154,18 +158,26 @@ class KeyClaims:
                     claim.agent_id = held
                     claim.revision = item.revision if item.revision == claim.revision else 0
                     return held
+                if item is None and not revision and lease == self._lease:
+                    self._lease_until = float("-inf")  # it may have ended, if the record was not just removed
                 revision = item.revision if item is not None else 0
-                if item is None:  # it has been removed, or the lease has ended
-                    self._lease_until = float("-inf")
             claim.agent_id, claim.revision = wanted, 0
             return wanted
 
     async def _current_lease(self, store: CoordinationStore) -> str:
-        """A lease of which half is left, for all claims of some time."""
+        """A lease of which half is left, for all claims of some time. Those that wait for one share its grant."""
         if self._clock() >= self._lease_until:
-            asked = self._clock()
+            if self._granting is None or self._granting.done():
+                self._granting = asyncio.get_running_loop().create_task(self._grant(store))
+            return await asyncio.shield(self._granting)  # it goes on for the others if this request ends
+        return self._lease
+
+    async def _grant(self, store: CoordinationStore) -> str:
+        """A new lease. Raises `StarlingError`, `TimeoutError`."""
+        asked = self._clock()
+        async with asyncio.timeout(LEASE_S / 2):
             self._lease = await store.grant(LEASE_S)
-            self._lease_until = asked + LEASE_S / 2
+        self._lease_until = asked + LEASE_S / 2
         return self._lease
 
     async def _remove(self) -> None:

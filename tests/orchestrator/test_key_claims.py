@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.api.output_tokens import RELAY, relay_header
 from pipeline.coordination.memory import MemoryStore
+from pipeline.errors import StorageUnavailable
 from stages.orchestrator import key_claims
 from stages.orchestrator.cold_loads import ColdLoads
 from stages.orchestrator.forward import Bounds, Forward, Tries
@@ -18,7 +19,7 @@ from stages.orchestrator.key_claims import CLAIMS, KeyClaims
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
 from tests.orchestrator.agents import engine, heartbeat, request, router, view
-from tests.orchestrator.loopback_engine import Clock, WatchedClient
+from tests.orchestrator.loopback_engine import WAIT_S, Clock, WatchedClient
 
 NAMES = ("A", "B", "C")  # of the agents; equal ones take turns, in this order
 
@@ -223,3 +224,97 @@ async def test_a_tenant_has_a_bounded_number_of_claims(monkeypatch: pytest.Monke
     assert not (await store.scan(CLAIMS))[0]
     assert await claims.take(claims.enter("req-9", "t"), "A", ()) == "A"
     assert await store.get(CLAIMS + "req-9") is not None
+
+
+class GrantingStore(MemoryStore):
+    """It grants a lease when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n_grants = 0
+        self.may_grant, self.is_granting = asyncio.Event(), asyncio.Event()
+        self.failures: list[StorageUnavailable] = []
+
+    async def grant(self, ttl_s: float) -> str:
+        self.n_grants += 1
+        self.is_granting.set()
+        await self.may_grant.wait()
+        if self.failures:
+            raise self.failures.pop()
+        return await super().grant(ttl_s)
+
+
+async def test_requests_that_wait_for_a_lease_share_one() -> None:
+    store = GrantingStore()
+    claims = KeyClaims(store, lambda: True, time.monotonic, store_s=WAIT_S)
+    made = [claims.enter(f"req-{number}", "t") for number in range(100)]
+    taking = [asyncio.ensure_future(claims.take(claim, "A", ())) for claim in made]
+    await store.is_granting.wait()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    store.may_grant.set()
+    assert await asyncio.gather(*taking) == ["A"] * 100
+    assert store.n_grants == 1 and len((await store.scan(CLAIMS))[0]) == 100
+    await store.revoke(claims._lease)  # as after a loss of the store's data
+    assert await asyncio.gather(*(claims.take(claim, "B", {"A"}) for claim in made)) == ["B"] * 100
+    assert store.n_grants == 2 and len((await store.scan(CLAIMS))[0]) == 100
+    await claims.close()
+
+
+async def test_a_request_that_learns_late_of_a_lost_lease_ends_no_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = GrantingStore()
+    store.may_grant.set()
+    claims = KeyClaims(store, lambda: True, time.monotonic, store_s=WAIT_S)
+    zero, one, two = (claims.enter(f"req-{number}", "t") for number in range(3))
+    assert await claims.take(zero, "A", ()) == "A"
+    await store.revoke(claims._lease)
+    get, is_reading, may_read = store.get, asyncio.Event(), asyncio.Event()
+
+    async def slow(key: str) -> Any:
+        if key == CLAIMS + "req-2":
+            is_reading.set()
+            await may_read.wait()
+        return await get(key)
+
+    monkeypatch.setattr(store, "get", slow)
+    late = asyncio.ensure_future(claims.take(two, "A", ()))
+    await is_reading.wait()
+    assert await claims.take(one, "A", ()) == "A"
+    may_read.set()
+    assert await late == "A"
+    assert store.n_grants == 2 and len((await store.scan(CLAIMS))[0]) == 2
+    await claims.close()
+
+
+async def test_a_request_that_ends_leaves_the_lease_to_those_that_wait_for_it() -> None:
+    """Also the one that has asked for it."""
+    store = GrantingStore()
+    claims = KeyClaims(store, lambda: True, time.monotonic)
+    waiting = [asyncio.ensure_future(claims._current_lease(store)) for _ in range(3)]
+    await store.is_granting.wait()
+    waiting[0].cancel()
+    await asyncio.wait(waiting[:1])
+    store.may_grant.set()
+    assert await asyncio.gather(*waiting[1:]) == [claims._lease] * 2
+    assert waiting[0].cancelled() and store.n_grants == 1
+
+
+async def test_a_lease_that_was_not_granted_is_asked_for_again() -> None:
+    store = GrantingStore()
+    store.failures = [StorageUnavailable("no answer")]
+    store.may_grant.set()
+    claims = KeyClaims(store, lambda: True, time.monotonic, store_s=WAIT_S)
+    for name in ("req-1", "req-2"):
+        assert await claims.take(claims.enter(name, "t"), "A", ()) == "A"
+    assert store.n_grants == 2 and [item.key for item in (await store.scan(CLAIMS))[0]] == [CLAIMS + "req-2"]
+    await claims.close()
+
+
+async def test_a_lease_that_is_not_granted_ends_with_the_claims() -> None:
+    store = GrantingStore()
+    claims = KeyClaims(store, lambda: True, time.monotonic)
+    waiting = asyncio.ensure_future(claims._current_lease(store))
+    await store.is_granting.wait()
+    await claims.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
