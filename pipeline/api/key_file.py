@@ -7,6 +7,10 @@ leaves a server without configured keys open.  `digest` is a SHA-256 over the ke
 never another permission.  After damage the keys that were read last stay valid until the process ends; a process that
 has read none refuses all keys of the file.
 
+A key that `starling keys rotate` has replaced stays valid until `previous_until`, by the steady clock of the process
+that checks it (steady_clock.py): a system clock that is set back makes no key valid again.  One that was seen expired
+is forgotten, and its digest leaves the file with the next edit.
+
 A key has 256 random bits, so its plain SHA-256 cannot be inverted by guessing.
 """
 
@@ -29,6 +33,7 @@ from msgspec import Meta
 from pipeline.errors import ConfigError
 from pipeline.faults import points
 from pipeline.files import make_directory, replace_file
+from pipeline.runtime.steady_clock import clock_path, read_ns
 from shm.decoding import DECODE_ERRORS
 
 log = logging.getLogger("starling.keys")
@@ -135,15 +140,16 @@ class KeyFile:
     `look` may be called in another thread; everything else belongs to one.
     """
 
-    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
-        """`wall` is s since 1970. Reads the file."""
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: s since 1970; a steady one where keys are checked. Reads the file."""
         self.path = path
         self.exists = False  # now, or since this process started
         self.problem = ""  # why the file as it is cannot be used; "": it can be
         self.keys: dict[str, StoredKey] = {}  # by id
         self.errors = 0  # changes of the file that could not be used
-        self._wall = wall
+        self._clock = clock
         self._by_digest: dict[str, StoredKey] = {}
+        self._expired: set[str] = set()  # digests of replaced keys in the file
         self._seen: _Signature | None = None
         self._points = points.DiskPoints("keys")
         self.refresh()
@@ -190,13 +196,17 @@ class KeyFile:
             self._seen, self.problem = look.seen, ""
             self.keys = {key.id: key for key in look.keys}
             self._by_digest = {key.sha256: key for key in look.keys}
-            self._by_digest |= {key.previous: key for key in look.keys if key.previous}
+            replaced = {key.previous: key for key in look.keys if key.previous}
+            self._expired &= set(replaced)
+            self._by_digest |= {name: key for name, key in replaced.items() if name not in self._expired}
             log.info("API keys read", extra={"keys": len(look.keys)})
 
     def find(self, digest: str) -> StoredKey | None:
         """The key with this digest, if it is valid."""
         key = self._by_digest.get(digest)
-        if key is None or (key.sha256 != digest and not key.is_previous_valid(self._wall())):
+        if key is not None and key.sha256 != digest and not key.is_previous_valid(self._clock()):
+            del self._by_digest[digest]
+            self._expired.add(digest)
             return None
         return key
 
@@ -257,6 +267,12 @@ def contents_digest(keys: list[StoredKey]) -> str:
 # ------------------------------------------------------------------ writing
 
 
+def time_of(state_dir: Path) -> float:
+    """The time by which servers of this home check keys, s since 1970: of several clocks the one that is behind."""
+    clocks = [clock_path(state_dir, "gateway"), *state_dir.glob("clock/orchestrator-*.json")]
+    return min(map(read_ns, clocks)) / 1e9
+
+
 def read_keys(state_dir: Path) -> list[StoredKey]:
     """The keys in the file; none if there is no file. Raises `ConfigError`."""
     path = key_path(state_dir)
@@ -269,9 +285,10 @@ def read_keys(state_dir: Path) -> list[StoredKey]:
 
 
 @contextmanager
-def edited(state_dir: Path) -> Iterator[list[StoredKey]]:
+def edited(state_dir: Path, now: float | None = None) -> Iterator[list[StoredKey]]:
     """The list of keys, to be changed in place; it is written at the end. One process at a time edits it.
 
+    It has no digests of keys that were replaced and have expired. `now`: s since 1970; None: `time_of`.
     Raises `ConfigError` if the file is damaged or cannot be written; then nothing has changed.
     """
     path = key_path(state_dir)
@@ -282,7 +299,11 @@ def edited(state_dir: Path) -> Iterator[list[StoredKey]]:
         raise ConfigError(f"{state_dir}: {error.strerror}; server.state_dir moves it", "server.state_dir") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        keys = read_keys(state_dir)
+        now = time_of(state_dir) if now is None else now
+        keys = [
+            key if key.is_previous_valid(now) else msgspec.structs.replace(key, previous="")
+            for key in read_keys(state_dir)
+        ]
         yield keys
         raw = msgspec.json.format(msgspec.json.encode(_Contents(1, contents_digest(keys), keys)), indent=1) + b"\n"
         parse(raw, str(path))  # what cannot be read is not written

@@ -67,7 +67,7 @@ class GatewayStage:
         )
         self.kv: Link = self.endpoints.connect("gateway-kv", lambda frame: self.service.sessions.on_frame(frame))
         steady = SteadyClock(clock_path(paths.state_dir(config), "gateway")).seconds
-        keys = Keys(config, KeyFile(key_path(paths.state_dir(config))))
+        keys = Keys(config, KeyFile(key_path(paths.state_dir(config)), steady))
         self.state_writer = StateWriter(_open_journal(config, steady, keys), _open_quotas(config))
         catalog = VersionCatalog(config, versions.read(config), lambda table: versions.write(config, table))
         self.service = Service(

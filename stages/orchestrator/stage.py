@@ -160,7 +160,7 @@ class OrchestratorStage:
         use = SharedUse(secrets.token_hex(8), steady)
         self.quotas = QuotaPublisher(self._store, use, time.monotonic)
         self.responses = ResponseWorks(config, self._store, time.time, time.monotonic)
-        keys = Keys(config, KeyFile(key_path(paths.state_dir(config))))
+        keys = Keys(config, KeyFile(key_path(paths.state_dir(config)), steady))
         self.front = Front(
             config,
             self._token,

@@ -164,9 +164,10 @@ def rotate(name: str, overlap: float, as_json: bool) -> None:
     Tenant, scopes, limits and what is used of them stay.
     """
     plain = key_file.generate()
-    with key_file.edited(paths.state_dir(load())) as stored:
+    state_dir = paths.state_dir(load())
+    with key_file.edited(state_dir) as stored:
         old = _find(stored, name)
-        now = round(time.time(), 3)
+        now = round(key_file.time_of(state_dir), 3)  # servers compare it with their clocks
         key = msgspec.structs.replace(
             old,
             sha256=key_file.digest_of(plain),

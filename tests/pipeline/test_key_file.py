@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.api import key_file, key_follower
-from pipeline.api.key_file import KeyFile, KeyLimits, StoredKey, digest_of, edited, key_path, parse, read_keys
+from pipeline.api.key_file import KeyFile, KeyLimits, StoredKey, digest_of, edited, key_path, parse, read_keys, time_of
 from pipeline.api.keys import Caller, Keys
 from pipeline.config.schema import ApiKey, AuthConfig, Config
 from pipeline.errors import ConfigError, Forbidden, StorageUnavailable, Unauthenticated
+from pipeline.runtime.steady_clock import SteadyClock, clock_path
 
 
 @pytest.fixture(autouse=True)
@@ -127,6 +129,44 @@ def test_a_key_that_was_replaced_is_valid_for_its_overlap(tmp_path: Path) -> Non
     assert tenant(keys, "sk-new") == "a"
     with pytest.raises(Unauthenticated):
         caller(keys, "Bearer sk-old")
+
+
+def test_a_replaced_key_that_was_refused_stays_so(tmp_path: Path) -> None:
+    """Whatever the clock says afterwards, and also when the file is read again."""
+    now = 150.0
+    store(tmp_path, record("a", "sk-new", previous=digest_of("sk-old"), previous_until=150.0, rotated=90.0))
+    keys = Keys(Config(), KeyFile(key_path(tmp_path), lambda: now))
+    with pytest.raises(Unauthenticated):
+        caller(keys, "Bearer sk-old")
+    now = 100.0
+    with pytest.raises(Unauthenticated):
+        caller(keys, "Bearer sk-old")
+    with edited(tmp_path, now) as stored:
+        assert stored[0].previous  # by the clock of this process it is valid
+        stored.append(record("b"))
+    assert tenant(keys, "sk-b") == "b"
+    with pytest.raises(Unauthenticated):
+        caller(keys, "Bearer sk-old")
+
+
+def test_an_edit_removes_the_digests_of_replaced_keys_that_have_expired(tmp_path: Path) -> None:
+    old = digest_of("sk-old")
+    store(tmp_path, *(record(f"until-{until}", previous=old, previous_until=until) for until in (100.0, 101.0)))
+    with edited(tmp_path, 100.0):
+        pass
+    assert [(key.previous, key.previous_until) for key in read_keys(tmp_path)] == [("", 100.0), (old, 101.0)]
+
+
+def test_edits_use_the_clock_of_the_servers(tmp_path: Path) -> None:
+    """That of each is steady, and may differ from the system's. Of two the one that is behind counts."""
+    assert abs(time_of(tmp_path) - time.time()) < 60
+    for name, behind_s in (("gateway", 7200), ("orchestrator-8100", 3600)):
+        wall_ns = time.time_ns() - behind_s * 10**9
+        SteadyClock(clock_path(tmp_path, name), lambda wall_ns=wall_ns: wall_ns)  # type: ignore[misc]
+    assert abs(time_of(tmp_path) - (time.time() - 7200)) < 60
+    store(tmp_path, record("a", previous=digest_of("sk-old"), previous_until=time.time() - 3600))
+    with edited(tmp_path) as stored:
+        assert stored[0].previous
 
 
 def test_plain_keys_are_not_in_the_file(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline.api.key_file import KeyFile, key_path
 from pipeline.api.keys import Keys
 from pipeline.config.schema import Config
 from pipeline.errors import Unauthenticated
+from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from starling.cli import cli
 from starling.doctor.home import api_keys
 
@@ -55,6 +57,20 @@ def test_a_key_is_made_listed_replaced_and_revoked(home: Path) -> None:
     with pytest.raises(Unauthenticated):
         followed(home).caller(f"Bearer {third}")
     assert starling("list", "--json").output == "[]\n"
+
+
+def test_an_overlap_ends_by_the_clock_of_the_server(home: Path) -> None:
+    """It is steady, and here two hours behind the system's, which was set after the server's start."""
+    old = starling("add", "alice").stdout.strip()
+    wall_ns = time.time_ns() - 7200 * 10**9
+    clock = SteadyClock(clock_path(home / "state", "gateway"), lambda: wall_ns)
+    starling("rotate", "alice", "--overlap", "3600")
+    now = clock.seconds()
+    keys = Keys(Config(), KeyFile(key_path(home / "state"), lambda: now))
+    assert keys.caller(f"Bearer {old}").tenant == "alice"
+    now += 3601
+    with pytest.raises(Unauthenticated):
+        keys.caller(f"Bearer {old}")
 
 
 def test_wrong_names_are_refused_with_exit_code_2(home: Path) -> None:
