@@ -4,7 +4,8 @@
     ROOT/.incoming/RANDOM   a blob being written; its writer holds flock(2) on it
 
 A blob is written to `.incoming`, synchronized to the disk and linked to its key: a reader never sees a part of it, and
-of two writers one gets `Conflict`.  What a killed writer leaves in `.incoming` is removed by a later one.
+of two writers one gets `Conflict`.  New directories are synchronized, too.  What a killed writer leaves in `.incoming`
+is removed by a later one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import errno
 import fcntl
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +43,7 @@ class FolderStore(BlobStore):
         self._root = root
         self._clock = clock
         self._has_swept = False
+        self._making = threading.Lock()
 
     def path(self, key: str) -> Path:
         """The file of a blob."""
@@ -82,9 +85,9 @@ class FolderStore(BlobStore):
 
     def _put(self, path: Path, data: Data, replace: bool) -> None:
         incoming = self._root / INCOMING
-        self._root.mkdir(self._modes[0], parents=True, exist_ok=True)
-        for directory in (path.parent, incoming):
-            directory.mkdir(self._modes[0], parents=True, exist_ok=True)
+        with self._making:  # else another `put` could use a directory that is not durable yet
+            for directory in (path.parent, incoming):
+                self._make(directory)
         self._sweep(incoming)
         temporary = incoming / secrets.token_hex(16)
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, self._modes[1])
@@ -103,6 +106,16 @@ class FolderStore(BlobStore):
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             os.close(fd)
+
+    def _make(self, path: Path) -> None:
+        """Create a directory of the store with its parents, each durably, unless it exists."""
+        missing = []
+        while not path.is_dir():
+            missing.append(path)
+            path = path.parent
+        for directory in reversed(missing):
+            directory.mkdir(self._modes[0] if directory.is_relative_to(self._root) else 0o777, exist_ok=True)
+            sync_directory(directory.parent)
 
     def _sweep(self, incoming: Path) -> None:
         """Once in the store's life, remove what killed writers have left."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -132,6 +133,68 @@ async def test_a_killed_writer_leaves_nothing_visible_and_is_cleaned_up(tmp_path
     await store.put("models/a.bin", b"whole")
     assert [path.name for path in incoming.iterdir()] == ["young"]
     assert [blob.key for blob in await store.scan("models")] == ["models/a.bin"]
+
+
+@pytest.mark.parametrize(("is_private", "mode"), [(False, 0o755), (True, 0o700)])
+async def test_new_directories_are_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_private: bool, mode: int
+) -> None:
+    """The parent of each is synchronized after it was made; else a power cut would lose it with the blob."""
+    synced: dict[Path, list[str]] = {}  # what was in a directory when it was synchronized last
+    sync = os.fsync
+
+    def record(fd: int) -> None:
+        sync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.is_dir():
+            synced[path] = sorted(os.listdir(path))
+
+    monkeypatch.setattr(os, "fsync", record)
+    before = os.umask(0o022)
+    try:
+        store = FolderStore(tmp_path / "up" / "blobs", is_private=is_private)
+        await store.put("models/a/one.bin", CONTENT)
+    finally:
+        os.umask(before)
+    up, root = tmp_path / "up", tmp_path / "up" / "blobs"
+    models = root / "models"
+    assert synced == {
+        tmp_path: ["up"],
+        up: ["blobs"],
+        root: [INCOMING, "models"],
+        models: ["a"],
+        models / "a": ["one.bin"],
+    }
+    assert up.stat().st_mode & 0o777 == 0o755
+    assert {path.stat().st_mode & 0o777 for path in (root, root / INCOMING, models, models / "a")} == {mode}
+    synced.clear()
+    await store.put("models/a/two.bin", CONTENT)
+    assert synced == {models / "a": ["one.bin", "two.bin"]}
+
+
+async def test_a_blob_waits_until_the_directory_of_another_one_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are put at once, and the first one has created their directory."""
+    root = tmp_path / "blobs"
+    store = FolderStore(root)
+    await store.put("first.bin", CONTENT)
+    is_syncing, may_sync, sync = threading.Event(), threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(root):
+            is_syncing.set()
+            may_sync.wait(60.0)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    first = asyncio.ensure_future(store.put("models/one.bin", CONTENT))
+    await asyncio.to_thread(is_syncing.wait, 60.0)
+    second = asyncio.ensure_future(store.put("models/two.bin", CONTENT))
+    done, _ = await asyncio.wait([second], timeout=0.2)
+    may_sync.set()
+    await asyncio.gather(first, second)
+    assert not done
 
 
 async def test_a_full_disk_leaves_no_blob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
