@@ -27,7 +27,7 @@ class RemovedVersions:
 def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
     if model.manager is None:
         return Counter()
-    counters, stores = model.manager.pool.counters, model.stores()
+    counters, stores, spilled = model.manager.pool.counters, model.stores(), model.spilled
     return Counter(
         {
             ("starling_kv_cache_hits_total", model.name): counters.hits,
@@ -38,7 +38,7 @@ def _totals(model: ModelPages) -> Counter[tuple[str, ...]]:
             ("starling_kv_cache_checksum_failures_total",): counters.checksum_failures
             + sum(store.counters.damaged for store in stores),
             ("starling_kv_cache_disk_errors_total",): sum(store.counters.errors for store in stores),
-            ("starling_kv_cache_spilled_pages_total",): model.spilled.counters.stored if model.spilled else 0,
+            ("starling_kv_cache_spilled_pages_total",): spilled.counters.stored if spilled is not None else 0,
             ("starling_kv_cache_restored_pages_total",): counters.restored,
             ("starling_kv_cache_imported_pages_total", model.name): counters.imported,
             ("starling_kv_cache_warmed_pages_total", model.name): counters.warmed,

@@ -60,7 +60,7 @@ class ClientConnections:
 
     def __init__(self, total: int, share: int, proxies: TrustedProxies | None = None) -> None:
         """`share`: of one address. `proxies`: whose connections are those of many clients."""
-        self._proxies = proxies or TrustedProxies(())
+        self._proxies = TrustedProxies(()) if proxies is None else proxies
         self._bounds = FairShares(total, share, 0, share_of=lambda address: total if address == _PROXIES else share)
         self._open: set[Client] = set()
         self._n_refusals = 0

@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.api.idempotency_key import read_key
+from pipeline.config.load import resolve
 from pipeline.errors import Conflict, InvalidRequest, Overloaded
 from stages.gateway.requests.idempotency import KEY_BYTES, Claim, IdempotencyKeys
 from stages.gateway.requests.spec import RequestSpec
+from stages.gateway.service import Service
+from tests.gateway.peers import MODEL
 from tests.gateway.request_states import make_spec
 
 TTL_S = 600.0
@@ -164,6 +167,36 @@ async def test_an_answer_over_the_bound_frees_its_key() -> None:
     spec = await table.start("req-1", "k")
     assert not table.keys.keep(spec, 4 * KEY_BYTES)
     assert await table.named("k") == ""
+
+
+def test_the_configured_bounds_and_time_are_in_force() -> None:
+    now, mib = 100.0, 1 << 20
+    bounds = {"idempotency_ttl_s": 700, "idempotency_tenant_mb": 3, "idempotency_mb": 4}
+    config = resolve({"models": [{"name": MODEL, "path": "m.gguf"}], "server": bounds}, {})
+    service = Service(config, lambda frame: True, lambda frame: True, clock=lambda: now)
+    keys = service.recovery.keys
+
+    def answered(name: str, size: int, tenant: str = "a", age_s: float = 0.0) -> bool:
+        spec = make_spec(name, tenant=tenant, idempotency_key=name, body_digest=DIGEST)
+        keys.run(spec)
+        return keys.keep(spec, size, age_s)
+
+    assert not answered("req-old", 1, age_s=700)
+    assert not answered("req-large", 3 * mib)
+    assert answered("req-1", 2 * mib)
+    assert answered("req-2", mib // 2)
+    assert answered("req-3", mib, "b")
+    assert (len(keys), keys.evicted) == (3, 0)
+    assert answered("req-4", mib)  # the tenant has one of 2 MiB less
+    assert (len(keys), keys.evicted, keys.holds("a", "req-1")) == (3, 1, False)
+    assert answered("req-5", 7 * mib // 4, "b")  # all tenants together have one less
+    assert (len(keys), keys.evicted, keys.holds("a", "req-2")) == (3, 2, False)
+    now += 699
+    service.recovery.keys.expire()
+    assert len(keys) == 3
+    now += 1
+    service.recovery.keys.expire()
+    assert len(keys) == 0
 
 
 def test_a_malformed_key_is_refused() -> None:

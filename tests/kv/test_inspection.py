@@ -253,6 +253,23 @@ def test_fragmentation_is_shown(pages: ModelPages, tmp_path: Path) -> None:
     assert f"{100 * m.fragmentation:.1f} %" in shown
 
 
+def test_the_number_of_spilled_pages_does_not_fall_when_the_file_is_empty(pages: ModelPages) -> None:
+    _, store = save_all(pages)
+    pages.spilled, pages.saved = store, None
+    metrics, stored = Metrics("kv", None), store.counters.stored
+
+    def shown() -> list[float]:
+        measure([pages], metrics)
+        return [one.value for one in metrics.snapshot().families["starling_kv_cache_spilled_pages_total"]]
+
+    assert shown() == [stored]
+    for page_hash in store.hashes():
+        store.remove(page_hash)
+    while len(store):
+        store.poll()
+    assert shown() == [stored] != [0]
+
+
 def test_states_that_do_not_add_up_are_reported(pages: ModelPages) -> None:
     assert pages.manager is not None
     pages.manager.pool.arena.headers[pages.manager.pool.table.evictable_pages()[0], 72] = 9

@@ -49,7 +49,8 @@ class Recovery:
     ) -> None:
         self._timelines = timelines
         self.journal = journal
-        self.keys = keys or IdempotencyKeys(clock, KEEP_S, 1 << 20, 1 << 20)
+        # A table without keys is false.
+        self.keys = IdempotencyKeys(clock, KEEP_S, 1 << 20, 1 << 20) if keys is None else keys
         self.keys.on_drop = self._drop
         self.replay_buffer = ReplayBuffer(clock)
         self.load: Callable[[str], None] = lambda model: None  # starts loading a model that a waiting request needs
