@@ -1,7 +1,8 @@
 """The gateway process: the listening socket, the edges to tokenizer, scheduler and KV manager, and an orderly exit.
 
 On SIGTERM the gateway drains. New requests for text get 503, and /ready reports it. Requests in flight continue for up
-to `server.drain_timeout_ms`; the rest then fail with an error that gives the reason, and the process exits.
+to `server.drain_timeout_ms`; the rest then fail with an error that gives the reason, and the process exits. It does not
+wait for journaled requests in the background or without a client: they do not end, and its successor continues them.
 """
 
 from __future__ import annotations
@@ -152,6 +153,8 @@ class GatewayStage:
                     inherited.close()
             await self.control.close()
             await self._runner.cleanup()
+            if left := self.service.lifecycle.leave_to_successor():
+                log.info("requests are left to the successor", extra={"requests": left})
             self.service.responses.store.close()
             await asyncio.sleep(0)  # its answers: the ends of requests in the background are journaled after them
             self.state_writer.close()
@@ -210,13 +213,15 @@ class GatewayStage:
         """The control socket's handler: the operations of `Admin`, and `{"op": "handover", "timeout_s"}`.
 
         A handover stops accepting connections: new ones wait for the successor in the queue of the socket that the
-        supervisor holds. Requests in flight finish. If no successor has started after `timeout_s`, this process
-        accepts again.
+        supervisor holds. Requests in flight finish: `unfinished` are left, without those that the successor continues.
+        If none has started after `timeout_s`, this process accepts again.
         """
         if request.get("op") == "handover":
             self._hand_over(request.get("timeout_s"))
             request = {"op": "state"}
-        return {**await self.admin.answer(request), "handed_over": self._is_handed_over}
+        answer = await self.admin.answer(request)
+        unfinished = self.service.in_flight.would_be_lost
+        return {**answer, "handed_over": self._is_handed_over, "unfinished": unfinished}
 
     def _hand_over(self, timeout_s: Any) -> None:
         is_inherited = self._inherited or not self.config.server.host
@@ -245,7 +250,8 @@ class GatewayStage:
 
     def _tick_handover(self) -> None:
         connections = self._connected
-        is_used = self.service.in_flight.count or any(one.is_busy or one.awaits_first_request for one in connections)
+        is_used = any(one.is_busy or one.awaits_first_request for one in connections)
+        is_used = is_used or self.service.in_flight.would_be_lost > 0
         if not is_used and not self._is_handed_over:
             self._is_handed_over = True
             # All connections are idle: their clients connect again and wait for the successor.
@@ -260,10 +266,11 @@ class GatewayStage:
         if self._handover_until:
             self._tick_handover()
         service, endpoints = self.service, self.endpoints
-        if service.in_flight.count or self._handover_until:
+        unfinished = service.in_flight.would_be_lost if endpoints.stopping else service.in_flight.count
+        if unfinished or self._handover_until:
             endpoints.mark_active()
         if endpoints.stopping and not service.readiness.is_stopping:
-            log.info("draining", extra={"in_flight": service.in_flight.count})
+            log.info("draining", extra={"in_flight": unfinished})
             service.readiness.stop()
         service.tick(self.tokenizer.last_heartbeat, self.scheduler.last_heartbeat, self.kv.last_heartbeat)
         if not endpoints.stopping:
@@ -275,7 +282,7 @@ class GatewayStage:
             self._backlogs.tick()
         endpoints.progress = service.relay.counts.tokens + service.metrics.total_requests
         # A gateway that waits for another stage is not busy, and so never counts as stuck.
-        endpoints.busy = service.in_flight.count > 0 if endpoints.stopping else False
+        endpoints.busy = unfinished > 0 if endpoints.stopping else False
         # This process is ready; whether the whole server is, /ready reports.
         endpoints.ready = True
         state = service.readiness.report(service.in_flight.count)
@@ -304,7 +311,7 @@ class GatewayStage:
             "DRAINING",
             f"the server is being stopped, and this request did not finish within {limit_s:g} s; send it again",
         )
-        ended = self.service.lifecycle.end_all(error)
+        ended = self.service.lifecycle.end_all(error, is_exit=True)
         if ended:
             log.warning("ended requests that did not finish in time", extra={"requests": ended})
             deadline = self.service.clock() + FINAL_EVENTS_S

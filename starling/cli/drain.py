@@ -117,17 +117,19 @@ def drained(
     target: str,
     timeout_s: float,
     keep: bool = True,
+    count: Callable[[dict[str, Any], str], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[int, dict[str, Any]]:
     """Drain `target` and wait. Returns the number of requests that were ended, and the gateway's state.
 
-    With `keep` False the drain ends when the gateway restarts. Raises `Conflict` if it was lifted meanwhile.
+    With `keep` False the drain ends when the gateway restarts. `count`: the requests to wait for; by default all of
+    `target`. Raises `Conflict` if the drain was lifted meanwhile.
     """
     request = {"op": "drain", "target": target, "timeout_s": timeout_s, "keep": keep}
     state = control.call(run_dir, "gateway", request)
-    deadline = clock() + timeout_s + FINAL_ERRORS_S
-    while in_flight(state, target) and clock() < deadline:
+    deadline, count = clock() + timeout_s + FINAL_ERRORS_S, count or in_flight
+    while count(state, target) and clock() < deadline:
         pause(POLL_S)
         state = control.call(run_dir, "gateway", {"op": "state"})
     drain = state["draining"].get(target)
@@ -137,5 +139,9 @@ def drained(
 
 
 def in_flight(state: dict[str, Any], target: str) -> int:
-    """Requests in flight of a model, or of all; 0 for a model that has been unloaded."""
-    return int(state["in_flight"] if target == ALL else state["models"].get(target, 0))
+    """Requests in flight of a model, or of all; 0 for a model that has been unloaded. Those without a client count.
+
+    Of all they are an estimate, but 0 only if there are none: a request may count as one of HTTP and as one of a model.
+    """
+    models: dict[str, int] = state["models"]
+    return max(int(state["in_flight"]), sum(models.values())) if target == ALL else models.get(target, 0)

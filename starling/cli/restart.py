@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -52,7 +53,7 @@ def restart(target: str, timeout: float, drain_timeout: float, with_gateway: boo
 
     STAGE is tokenizer, scheduler, kv, worker (all models), worker-MODEL or gateway. Streams in flight pause and
     continue with the same bytes. Connections end with the gateway: its requests finish first, and new connections wait
-    for its successor.
+    for its successor, which continues responses in the background.
     """
     config = load()
     run_dir = paths.run_dir(config)
@@ -87,11 +88,16 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
     except StarlingError as error:
         if error.code != "CONFLICT":
             raise
-        return drained(run_dir, ALL, timeout_s, keep=False)[0]
+        return drained(run_dir, ALL, timeout_s, keep=False, count=unfinished)[0]
     while not state["handed_over"] and time.monotonic() < deadline:
         time.sleep(POLL_S)
         state = control.call(run_dir, "gateway", {"op": "state"})
-    return int(state["in_flight"])
+    return unfinished(state)
+
+
+def unfinished(state: dict[str, Any], target: str = ALL) -> int:
+    """Requests that a restart of the gateway would end. A gateway of an earlier release counts those with a client."""
+    return int(state.get("unfinished", state["in_flight"]))
 
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:

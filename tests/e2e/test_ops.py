@@ -18,6 +18,7 @@ from pipeline.ipc import control
 from starling.cli.kv_clear import cleared
 from tests.e2e.command import starling
 from tests.e2e.conftest import share_caches
+from tests.e2e.resumable import events
 from tests.e2e.server import ROOT, Server, poll_until, wait_gone
 from tests.e2e.traffic import REQUEST, Traffic, tokens_of
 from tests.e2e.up_server import Up
@@ -142,6 +143,34 @@ def test_the_gateway_hands_over_without_a_failed_request(server: Up) -> None:
     # New connections have waited for the successor in the listening socket, which the supervisor holds.
     assert traffic.faults == []
     assert status(server)["gateway"]["pid"] != before
+
+
+def test_requests_without_a_client_outlive_a_restart_of_the_gateway(server: Up) -> None:
+    """A response in the background, and a request with a key whose client has left: with the bytes that they had."""
+    endless = {"seed": 4, "temperature": 0.9, "min_tokens": 2000}
+    said = {"model": "tiny", "input": "hello", "max_output_tokens": 2000, **endless}
+    text = {"prompt": [1, 2, 3], "max_tokens": 2000, **endless}
+    expected = server.post("/v1/responses", **said)["output"][0]["content"]
+    undisturbed = tokens_of(list(server.stream("/v1/generate", **text)))
+    key = {"Content-Type": "application/json", "Idempotency-Key": "left"}
+    n_lines = len(server.output)
+    name = server.post("/v1/responses", **said, background=True)["id"]
+    connection = server.connect()
+    connection.request("POST", "/v1/generate", json.dumps({**text, "stream": True}), key)
+    assert connection.getresponse().status == 200
+    connection.close()
+    said_of_it = starling(server, "restart", "gateway", "--drain-timeout", "120")
+    assert "gateway: ready again" in said_of_it
+    assert "not finished" not in said_of_it
+    server.wait_output("recovering requests that were in flight", "requests=2", since=n_lines)
+    answer = list(events(server, "/v1/generate", {**text, "stream": True}, key))
+    assert tokens_of([data for _, data in answer]) == undisturbed
+    (request_id,) = {where.partition(":")[0] for where, _ in answer if where}
+    assert request_id
+    response = server.request("GET", "/v1/requests/" + name.replace("resp_", "req-"))[1]  # waits for its end
+    stored = server.request("GET", f"/v1/responses/{name}")[1]
+    assert (stored["status"], stored) == ("incomplete", response)
+    assert [part["text"] for part in stored["output"][0]["content"]] == [part["text"] for part in expected]
 
 
 def test_a_drain_refuses_new_requests_and_lets_others_finish(server: Up) -> None:

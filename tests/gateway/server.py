@@ -188,6 +188,11 @@ class Server(HttpClient):
         """Kill the gateway and start a successor, as a supervisor does; on another port."""
         self.process.kill()
         self.process.wait()
+        self.start_successor()
+
+    def start_successor(self) -> None:
+        """Start a gateway after one that has ended, or will; on another port."""
+        self.process.wait(60)
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()

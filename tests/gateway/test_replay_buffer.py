@@ -266,7 +266,7 @@ class Life:
         reader = EventStream(request, GenerateFormatter(request, VOCABULARY), lambda reason: None)
         request.sink = reader
         written = threading.Event()
-        self.recovery.record_start(request.spec, written.set)
+        self.recovery.record_start(request.spec, lambda is_written: written.set())
         assert written.wait(60)
         self.relay.open(request)
         self.step(1)

@@ -20,7 +20,7 @@ from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import ancestors
 from starling.cli.down import running, supervisor_of
 from starling.cli.drain import ALL, admission, in_flight
-from starling.cli.restart import chosen, restarted
+from starling.cli.restart import chosen, restarted, unfinished
 
 CONFIG = Config(models=(ModelConfig(name="a/b"), ModelConfig(name="c")))
 
@@ -101,3 +101,14 @@ def test_who_keeps_a_server_alive(tmp_path: Path) -> None:
 def test_no_honcho_above_a_plain_process() -> None:
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         assert ancestors.honcho_above(process.pid) == 0
+
+
+def test_requests_without_a_client_are_in_flight_too() -> None:
+    assert in_flight({"in_flight": 0, "models": {"c": 2, "a/b": 0}}, ALL) == 2
+    assert in_flight({"in_flight": 3, "models": {"c": 2}}, ALL) == 3
+    assert in_flight({"in_flight": 0, "models": {"c": 0}}, ALL) == 0
+
+
+def test_a_restart_waits_for_what_the_successor_cannot_continue() -> None:
+    assert unfinished({"in_flight": 1, "models": {"c": 5}, "unfinished": 2}) == 2
+    assert unfinished({"in_flight": 1, "models": {"c": 5}}) == 1  # of a gateway of 0.1.0

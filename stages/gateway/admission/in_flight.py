@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pipeline.api.fair_shares import FairShares, Refusal
 from pipeline.api.keys import is_key
 from pipeline.errors import Overloaded
+from stages.gateway.requests.readers import has_reader
 from stages.gateway.requests.relay import Relay
 
 
@@ -26,6 +27,12 @@ class InFlight:
     def count(self) -> int:
         """HTTP requests in flight, of all principals."""
         return self.bounds.held
+
+    @property
+    def would_be_lost(self) -> int:
+        """HTTP requests, and requests without a client that no successor of this process would continue."""
+        requests = self._relay.requests.values()
+        return self.count + sum(not (has_reader(request) or request.is_journaled) for request in requests)
 
     @contextmanager
     def counted(self, principal: str) -> Iterator[None]:

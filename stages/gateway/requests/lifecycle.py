@@ -16,7 +16,7 @@ from pipeline.faults import points
 from stages.gateway.metrics import GatewayMetrics
 from stages.gateway.requests.embedder import Embedder
 from stages.gateway.requests.output import SequenceOutput, output_of
-from stages.gateway.requests.readers import Readers
+from stages.gateway.requests.readers import Readers, outlives_gateway
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.response_cache import BYPASS, HIT, MISS, ResponseCache, is_determined, key_of
@@ -83,16 +83,16 @@ class RequestLifecycle:
 
     async def _write_record(self, request: RequestState) -> None:
         loop = asyncio.get_running_loop()
-        written: asyncio.Future[None] = loop.create_future()
+        written: asyncio.Future[bool] = loop.create_future()
 
-        def on_written() -> None:
+        def on_written(is_written: bool) -> None:
             with suppress(RuntimeError):  # the loop has been closed
-                loop.call_soon_threadsafe(_resolve, written)
+                loop.call_soon_threadsafe(_resolve, written, is_written)
 
         self._recovery.record_start(request.spec, on_written)
         try:
             async with asyncio.timeout(request.deadline - self._clock()):
-                await written
+                request.is_journaled = await written
         except BaseException as error:
             self._withdraw(request)
             if isinstance(error, TimeoutError):
@@ -145,18 +145,35 @@ class RequestLifecycle:
             outputs = [output_of(sequence) for sequence in request.sequences]
             self._response_cache.put(request.response_key, outputs, request.spec.tenant)
 
-    def end_all(self, error: StarlingError, model: str = "", version: str = "") -> int:
-        """Fail all requests in flight, or those of a model or of a version. Returns their number."""
+    def end_all(self, error: StarlingError, model: str = "", version: str = "", *, is_exit: bool = False) -> int:
+        """Fail all requests in flight, or those of a model or of a version. Returns their number.
+
+        `is_exit`: this process ends; requests that its successor continues are left as they are.
+        """
         requests = [
             request
             for request in self._relay.requests.values()
-            if model in ("", request.spec.model) and version in ("", request.spec.version)
+            if model in ("", request.spec.model)
+            and version in ("", request.spec.version)
+            and not (is_exit and outlives_gateway(request))
         ]
         for request in requests:
             self._relay.fail(request, error)
         return len(requests) + self._embedder.end_all(error, model, version)
 
+    def leave_to_successor(self) -> int:
+        """At the exit: drop the requests that `end_all` has left, without an end. Returns their number.
 
-def _resolve(written: asyncio.Future[None]) -> None:
+        Their journal records have no end either, so the successor continues them; so do their sequences at the
+        scheduler. One whose output is complete stays: it ends as soon as that is stored.
+        """
+        relay = self._relay
+        left = [request for request in relay.requests.values() if request.n_open and outlives_gateway(request)]
+        for request in left:
+            relay.drop(request)
+        return len(left)
+
+
+def _resolve(written: asyncio.Future[bool], is_written: bool) -> None:
     if not written.done():  # the caller may have stopped waiting
-        written.set_result(None)
+        written.set_result(is_written)

@@ -63,6 +63,22 @@ class FanOutSink:
             sink.flush()
 
 
+def has_reader(request: RequestState) -> bool:
+    """Whether a client reads an open request, or waits for its answer."""
+    sink = request.sink
+    return bool(sink.sinks) if isinstance(sink, FanOutSink) else sink is not None
+
+
+def outlives_gateway(request: RequestState) -> bool:
+    """Whether an open request goes on in the gateway's successor after an orderly exit, as after a kill.
+
+    Others end with their connections: a request in the background has none of its own, and that of a request without a
+    reader is closed.
+    """
+    is_unread = request.spec.generation.is_in_background or not has_reader(request)
+    return is_unread and request.is_journaled
+
+
 class CatchUpWaiter:
     """A sink that waits until a request has produced everything before a cursor again."""
 

@@ -75,8 +75,11 @@ class Recovery:
 
     # ---------------------------------------------------------------- the life of a request
 
-    def record_start(self, spec: RequestSpec, on_written: Callable[[], object] = lambda: None) -> None:
-        """Journal an admitted request, which is submitted after `on_written`. A thread may call that."""
+    def record_start(self, spec: RequestSpec, on_written: Callable[[bool], object] = lambda is_written: None) -> None:
+        """Journal an admitted request, which is submitted after `on_written` (False: it was left out).
+
+        A thread may call that.
+        """
         self.journal.open(spec, on_written)
 
     def record_withdrawal(self, spec: RequestSpec) -> None:
@@ -297,7 +300,7 @@ class Recovery:
         """The state of a journaled request, without any tokens."""
         now = self._clock()
         request = RequestState(spec, now + spec.deadline - self._wall(), now)
-        request.is_recovered = True
+        request.is_recovered = request.is_journaled = True
         request.sink = FanOutSink()
         for sequence in request.sequences:
             sequence.n_resubmitted = 1  # it was admitted before: if the scheduler's queue is full, it waits

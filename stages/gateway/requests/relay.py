@@ -165,23 +165,26 @@ class Relay:
         """End the request with an error. Does nothing if the request has ended."""
         if request.outcome is not Outcome.OPEN:
             return
-        request.error = error
-        sink = request.sink
+        request.error, sink = error, request.sink
         self._end(request, Outcome.FAILED)
         if sink is not None:
             sink.failed(error)
             sink.flush()
 
-    def _end(self, request: RequestState, outcome: Outcome) -> None:
-        request.end(outcome)
+    def drop(self, request: RequestState) -> None:
+        """Forget a request. Unless it has ended, its sequences go on at the scheduler."""
         del self.requests[request.id]
         for sequence in request.sequences:
             del self.sequences[sequence.id]
             self.unsubmitted.pop(sequence.id, None)
-            sequence.decoder = None
             if sequence.filter is not None:
                 sequence.filter.close()
-                sequence.filter = None
+            sequence.decoder = sequence.filter = None
+
+    def _end(self, request: RequestState, outcome: Outcome) -> None:
+        request.end(outcome)
+        self.drop(request)
+        for sequence in request.sequences:
             if not sequence.is_over:
                 sequence.n_used = len(sequence.tokens)
                 sequence.move(SequencePhase.FAILED)
@@ -292,8 +295,7 @@ class Relay:
 
     def _end_late(self, request: RequestState) -> None:
         is_waiting = not any(sequence.tokens for sequence in request.sequences)
-        message = timeout_message(request, self._clock(), is_waiting)
-        self.fail(request, StarlingError("TIMEOUT", message))
+        self.fail(request, StarlingError("TIMEOUT", timeout_message(request, self._clock(), is_waiting)))
 
     def on_rejected(self, frame: Rejected) -> None:
         """The scheduler did not admit a sequence: a new request fails, one that was running before is retried."""
@@ -302,12 +304,11 @@ class Relay:
             self._late += 1
             return
         known = CODES.get(frame.code)
+        sequence.is_submitted = False
         if known is not None and known.retry and (sequence.n_resubmitted or sequence.tokens):
-            sequence.is_submitted = False
             sequence.not_before = self._clock() + max(0.1, frame.retry_after_s)
             self.unsubmitted[sequence.id] = sequence
             return
-        sequence.is_submitted = False
         error = StarlingError(frame.code, frame.message, frame.param, retry_after_s=frame.retry_after_s)
         self.fail(sequence.request, error)
 

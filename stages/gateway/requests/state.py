@@ -213,6 +213,7 @@ class RequestState:
         self.is_charged = False  # quotas were charged before: the answer is generated again for a reader
         self.is_probe = False  # of the self-test: not charged, counted or journaled
         self.is_recovered = False  # from the journal of the gateway's predecessor
+        self.is_journaled = False  # a successor of this process finds it in the journal
         self.is_relayed = False  # its reader forwards the answer to a client: without one it waits for another reader
         self.response_cache = ""  # hit, miss or bypass; "": the cache is off
         self.response_key: ResponseKey | None = None  # to store the answer under

@@ -75,18 +75,19 @@ class StateWriter:
         """The entries found at the start, in order. A second call returns none."""
         return self._journal.take_entries() if self._journal is not None else []
 
-    def open(self, spec: RequestSpec, on_written: Callable[[], object] = lambda: None) -> None:
-        """Write a request. `on_written` is called, by the thread, when it is written or left out."""
+    def open(self, spec: RequestSpec, on_written: Callable[[bool], object] = lambda is_written: None) -> None:
+        """Write a request. `on_written` is called, by the thread, when it is written (True) or left out (False)."""
         journal = self._journal
         if journal is None:
-            on_written()
+            on_written(False)
             return
 
         def write() -> None:
+            is_written = False
             try:
-                journal.open(spec)
+                is_written = journal.open(spec)
             finally:
-                on_written()
+                on_written(is_written)
 
         self._put(write)
 
