@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +10,23 @@ import pytest
 
 from pipeline.api.requests import generate
 from pipeline.config.load import resolve
+from pipeline.errors import InvalidRequest, NotFound
 from pipeline.models.versions import initial
 from pipeline.protocol import messages as m
+from stages.gateway.requests.event_cursor import ChoiceCursor, EventCursor
 from stages.gateway.requests.journal import KEEP_S, MAX_ENDED, Journal
 from stages.gateway.requests.readers import CLAIM_S, CatchUpWaiter, FanOutSink, Readers
 from stages.gateway.requests.recovery import Recovery
 from stages.gateway.requests.relay import Relay
+from stages.gateway.requests.resume import Resumer
+from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.versions.catalog import VersionCatalog
 from tests.gateway.peers import MODEL
 from tests.gateway.request_states import DIGEST, make_state
 
+BODY = b"d" * 32
 DESCRIBED = {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True)}
 
 _CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
@@ -56,7 +62,7 @@ class World:
         self.sent.append(frame)
         return True
 
-    def open(self, name: str = "req-1", model: str = MODEL) -> RequestState:
+    def open(self, name: str = "req-1", model: str = MODEL, key: str = "") -> RequestState:
         ask = generate.read({"prompt": [1, 2], "n": 2, "stream": True})
         request = make_state(
             name,
@@ -67,9 +73,12 @@ class World:
             prompt=b"12345678",
             max_tokens=9,
             deadline=1e9 + self.now + 300,
+            idempotency_key=key,
+            body_digest=BODY,
         )
         request.sink = FanOutSink()
         self.recovery.record_start(request.spec)
+        self.recovery.keys.run(request.spec)
         self.relay.open(request)
         return request
 
@@ -204,6 +213,142 @@ async def test_a_disconnect_cancels_a_request_that_was_not_recovered(world: Worl
     request.sink = waiter = CatchUpWaiter(request, None)
     world.readers.leave(request, waiter)
     assert request.outcome is Outcome.ABANDONED
+
+
+# ------------------------------------------------------------------ answers that are generated again
+
+
+def answered(world: World, key: str) -> None:
+    """Answer a request, and restart the gateway 10 s later: its answer is dormant."""
+    world.relay.complete(world.open(key=key))
+    world.restart(after_s=10)
+
+
+def is_kept(world: World, key: str) -> bool:
+    """Whether the answer can be had, and the key names it."""
+    names = not key or world.recovery.keys.holds("mine", key)
+    return names and world.recovery.spec_of("req-1", "mine") is not None
+
+
+async def leave(world: World) -> None:
+    """A reader comes, and leaves before the answer is there."""
+    request = world.find()
+    waiter = CatchUpWaiter(request, None)
+    world.readers.join(request, waiter)
+    await world.tick()
+    world.readers.leave(request, waiter)
+    assert request.outcome is Outcome.OPEN
+    await world.tick(CLAIM_S)
+    assert request.outcome is Outcome.ABANDONED
+
+
+async def fail(world: World) -> None:
+    request = world.find()
+    await world.tick()
+    world.relay.fail(request, _error())
+
+
+async def time_out(world: World) -> None:
+    """No version of its model comes in time."""
+    request = world.find()
+    request.deadline = world.now
+    await world.tick(described={})
+    assert request.outcome is Outcome.FAILED
+
+
+async def cancel(world: World) -> None:
+    request = world.find()
+    world.recovery.cancel(request, _error())
+    assert request.outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize("key", ["k", ""])
+@pytest.mark.parametrize("end", [leave, fail, time_out, cancel])
+async def test_an_answer_that_is_not_generated_again_is_kept_as_before(
+    world: World, end: Callable[[World], Awaitable[None]], key: str
+) -> None:
+    answered(world, key)
+    await end(world)
+    assert is_kept(world, key)
+    world.restart()
+    assert is_kept(world, key)
+    assert not world.recovery.has_waiting
+    request = world.find()
+    await world.tick()
+    world.relay.complete(request)
+    assert world.find().outcome is Outcome.FINISHED
+    world.restart()
+    assert is_kept(world, key)
+    world.restart(after_s=KEEP_S + 1)
+    await world.tick()
+    assert not is_kept(world, "") and not len(world.recovery.keys)
+
+
+async def test_an_answer_that_fails_to_be_generated_again_is_not_kept_for_longer(world: World) -> None:
+    answered(world, "k")
+    await world.tick(KEEP_S - 11)
+    request = world.find()
+    await world.tick(2)
+    assert request.outcome is Outcome.OPEN
+    world.relay.fail(request, _error())
+    assert not world.recovery.keys.holds("mine", "k")
+    assert not world.recovery._dormant
+    assert world.recovery.spec_of("req-1", "mine") is None
+    world.restart()
+    assert world.recovery.spec_of("req-1", "mine") is None
+
+
+async def test_a_gateway_that_dies_while_an_answer_is_generated_again_keeps_its_key(world: World) -> None:
+    answered(world, "k")
+    world.find()
+    await world.tick()
+    world.restart()
+    await world.tick()
+    await world.tick(CLAIM_S)
+    assert is_kept(world, "k")
+
+
+async def test_an_answer_that_no_loaded_version_gives_frees_its_key(world: World) -> None:
+    answered(world, "k")
+    other = {MODEL: m.Described("", MODEL, "cd" * 32, 258, 4096, (256,), True)}
+    world.find()
+    for _ in range(2):
+        await world.tick(described=other)
+        error = world.find().error
+        assert error is not None and error.code == "CONFLICT"
+        assert not world.recovery.keys.holds("mine", "k")
+        world.restart()
+
+
+@pytest.mark.parametrize("is_dormant", [True, False])
+async def test_a_read_that_is_refused_generates_nothing(world: World, is_dormant: bool) -> None:
+    if is_dormant:
+        answered(world, "k")
+    else:
+        world.relay.complete(world.open(key="k"))
+    resumer = Resumer(world.recovery, world.readers, {})
+    one_place = EventCursor("req-1", (ChoiceCursor(1),))
+    seen: list[RequestSpec] = []
+
+    def refuse(spec: RequestSpec) -> None:
+        seen.append(spec)
+        raise InvalidRequest("no", "stream")
+
+    with pytest.raises(InvalidRequest, match="1 places and the request 2 choices"):
+        resumer.find("req-1", "mine", one_place)
+    with pytest.raises(InvalidRequest, match="1 places and the request 2 choices"):
+        resumer.spec_of("req-1", "mine", one_place)
+    with pytest.raises(InvalidRequest, match="no"):
+        resumer.find("req-1", "mine", None, refuse)
+    for read in (resumer.find, resumer.spec_of):
+        with pytest.raises(NotFound):
+            read("req-1", "other")
+        with pytest.raises(NotFound):
+            read("req-2", "mine")
+    assert [spec.id for spec in seen] == [resumer.spec_of("req-1", "mine").id] == ["req-1"]
+    assert not world.recovery.has_waiting
+    assert resumer.find("req-1", "mine").id == "req-1"
+    assert world.recovery.has_waiting == is_dormant
 
 
 def _error() -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.protocol import messages as m
 from tests.gateway.http_client import Answer
+from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
 from tests.gateway.stream_content import joined
 
@@ -145,6 +146,41 @@ def test_a_repeated_request_is_the_same_request_on_the_successor(make_server: Ma
     assert again.json["choices"] == first.json["choices"]
     assert again.headers["X-Starling-Request"] == first.headers["X-Starling-Request"]
     assert server.post("/v1/generate", {**UNSEEDED, "n": 2}, key("k")).status == 409
+
+
+def test_reads_that_are_refused_after_a_restart_compute_nothing(make_server: MakeServer) -> None:
+    server = make_server()
+    server.wait_ready()
+    answer = server.post("/v1/generate", UNSEEDED, key("k"))
+    name = answer.headers["X-Starling-Request"]
+    said_first = server.post("/v1/responses", {"model": MODEL, "input": "please say one", "seed": 1}).json
+    restart(server)
+    server.wait_ready()
+    two_places = {"Last-Event-ID": f"{name}:1.1"}
+    response = f"/v1/responses/{said_first['id']}?stream=true"
+    assert server.request("HEAD", f"/v1/requests/{name}").status == 200
+    assert server.get(f"/v1/requests/{name}", two_places).error["param"] == "Last-Event-ID"
+    assert server.post("/v1/completions", UNSEEDED, {"Last-Event-ID": f"{name}:1"}).error["param"] == "Last-Event-ID"
+    assert server.post("/v1/generate", {**UNSEEDED, "n": 2}, key("k")).status == 409
+    assert server.get(response).error["param"] == "stream"
+    assert server.request("HEAD", response).status == 400
+    for one in (name, said_first["id"].replace("resp_", "req-")):
+        assert server.request("DELETE", f"/v1/requests/{one}").status == 404  # it is not in flight
+    assert server.post("/v1/generate", UNSEEDED, key("k")).json["choices"] == answer.json["choices"]
+
+
+def test_a_repetition_that_fails_after_a_restart_leaves_the_answer_to_the_next_one(make_server: MakeServer) -> None:
+    server = make_server()
+    server.wait_ready()
+    answer = server.post("/v1/generate", UNSEEDED, key("k"))
+    restart(server)
+    refusal = m.Rejected("", "INFERENCE", "it failed")
+    server.peers.do(lambda: setattr(server.peers.generator, "refuse", lambda frame: replaced(refusal, frame.sequence)))
+    assert server.post("/v1/generate", UNSEEDED, key("k")).error["code"] == "INFERENCE"
+    server.peers.do(lambda: setattr(server.peers.generator, "refuse", lambda frame: None))
+    again = server.post("/v1/generate", UNSEEDED, key("k"))
+    assert again.json["choices"] == answer.json["choices"]
+    assert again.headers["X-Starling-Request"] == answer.headers["X-Starling-Request"]
 
 
 def test_a_repeated_stream_is_resumed_where_the_client_says(make_server: MakeServer) -> None:

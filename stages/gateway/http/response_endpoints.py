@@ -13,9 +13,10 @@ from pipeline.api.response_object import request_id_of
 from pipeline.errors import Conflict, InvalidRequest, NotFound, StarlingError
 from stages.gateway.endpoints.response_events import response_object
 from stages.gateway.http.context import CALLER, PRINCIPAL, SERVICE, json_response
-from stages.gateway.http.text_endpoints import cursor_of, resume_after
+from stages.gateway.http.text_endpoints import cursor_of, resume
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.responses import check_cancel, find_open
+from stages.gateway.requests.spec import RequestSpec
 
 _NUMBER = re.compile("-1|[0-9]{1,12}")  # a sequence number; -1: before the first
 
@@ -36,15 +37,19 @@ async def get_response(request: web.Request) -> web.StreamResponse:
             raise InvalidRequest(
                 f"starting_after is {after[:40]!r}; it must be the sequence_number of an event", "starting_after"
             )
-        cursor = cursor_of(request, request_id_of(name))
-        state = service.resumer.find(request_id_of(name), tenant, cursor)
-        if not state.spec.generation.response:
-            raise _not_found(name)
-        if not state.spec.generation.stream:
-            raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
+        request_id = request_id_of(name)
+        cursor = cursor_of(request, request_id)
+
+        def check(spec: RequestSpec) -> None:
+            if not spec.generation.response:
+                raise _not_found(name)
+            if not spec.generation.stream:
+                raise InvalidRequest("the response was not made with stream: true; leave stream out", "stream")
+
         if request.method == METH_HEAD:
+            check(service.resumer.spec_of(request_id, tenant, cursor))
             return web.Response(headers=sse.HEADERS)
-        return await resume_after(request, service, state, int(after), cursor)
+        return await resume(request, service, request_id, cursor, check, int(after))
     with service.in_flight.counted(request[PRINCIPAL]):
         if (running := find_open(service.recovery, name, tenant)) is not None:
             return await send_body(request, to_json(response_object(running)))

@@ -60,6 +60,8 @@ from stages.gateway.http.sinks import EventStream, StreamSink, WholeResponse
 from stages.gateway.http.whole_response import send_body
 from stages.gateway.requests.event_cursor import EventCursor, parse_event_cursor
 from stages.gateway.requests.readers import CLAIM_S, FanOutSink
+from stages.gateway.requests.resume import Check
+from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.token_bytes import TokenBytes
 from stages.gateway.service import Service
@@ -100,16 +102,16 @@ TEXT_ENDPOINTS = (
 def text_handler(endpoint: TextEndpoint, config: Config, service: Service) -> Handler:
     """Return the handler of `endpoint`; with a `Last-Event-ID` it resumes a request instead of starting one."""
 
+    def check_endpoint(spec: RequestSpec) -> None:
+        if spec.generation.endpoint != endpoint.name:
+            raise InvalidRequest(
+                f"Last-Event-ID names a request of another endpoint; use GET /v1/requests/{spec.id}", "Last-Event-ID"
+            )
+
     async def handle(request: web.Request) -> web.StreamResponse:
         _check_trusted(request, service)
         if cursor := _last_event_id(request):
-            state = service.resumer.find(cursor.request, request[CALLER].tenant, cursor)
-            if state.spec.generation.endpoint != endpoint.name:
-                raise InvalidRequest(
-                    f"Last-Event-ID names a request of another endpoint; use GET /v1/requests/{state.id}",
-                    "Last-Event-ID",
-                )
-            return await _resume(request, service, state, cursor)
+            return await resume(request, service, cursor.request, cursor, check_endpoint)
         if key := read_key(request.headers.get(IDEMPOTENCY_KEY)):
             return await _handle_keyed(request, config, service, endpoint, key)
         with service.admission.slot(request[PRINCIPAL]):
@@ -147,7 +149,7 @@ async def _handle_keyed(
                     )
             finally:
                 keys.release(claim)
-    return await _resume(request, service, service.resumer.find(claim.request_id, caller.tenant), None)
+    return await resume(request, service, claim.request_id, None)
 
 
 @contextmanager
@@ -292,10 +294,10 @@ async def get_request(request: web.Request) -> web.StreamResponse:
     service = request.app[SERVICE]
     name = request.match_info["id"]
     cursor = cursor_of(request, name)
-    state = service.resumer.find(name, request[CALLER].tenant, cursor)
     if request.method == METH_HEAD:
-        return web.Response(headers=sse.HEADERS if state.spec.generation.stream else {"Content-Type": CONTENT_TYPE})
-    return await _resume(request, service, state, cursor)
+        spec = service.resumer.spec_of(name, request[CALLER].tenant, cursor)
+        return web.Response(headers=sse.HEADERS if spec.generation.stream else {"Content-Type": CONTENT_TYPE})
+    return await resume(request, service, name, cursor)
 
 
 async def cancel_request(request: web.Request) -> web.Response:
@@ -371,42 +373,42 @@ def cursor_of(request: web.Request, name: str) -> EventCursor | None:
     return cursor
 
 
-async def resume_after(
-    request: web.Request, service: Service, state: RequestState, number: int, cursor: EventCursor | None
+async def resume(
+    request: web.Request,
+    service: Service,
+    name: str,
+    cursor: EventCursor | None,
+    check: Check = lambda spec: None,
+    number: int = -1,
 ) -> web.StreamResponse:
-    """Stream the events of a response after `cursor`, or without one after the sequence number `number`; -1: all."""
-    formatter: ResponsesFormatter = _formatter(service, state)
-    if cursor is None and number >= 0:
-        formatter.skip_numbers(number)
-    return await _resume(request, service, state, cursor, formatter)
+    """Add a sink to a request, from `cursor` on. A request that was not streamed has one whole response.
 
+    `number`: of a response, without a cursor: the sequence number after which its events are streamed; -1: all.
+    """
+    with ExitStack() as answering:
+        answering.enter_context(service.in_flight.counted(request[PRINCIPAL]))
+        state = request[STATE] = service.resumer.find(name, request[CALLER].tenant, cursor, check)
+        state.is_relayed |= RELAY in request.headers
+        formatter = _formatter(service, state)
+        if cursor is None and number >= 0:
+            formatter.skip_numbers(number)
 
-async def _resume(
-    request: web.Request, service: Service, state: RequestState, cursor: EventCursor | None, formatter: Any = None
-) -> web.StreamResponse:
-    """Add a sink to a request, from `cursor` on. A request that was not streamed has one whole response."""
-    request[STATE] = state
-    state.is_relayed |= RELAY in request.headers
-    formatter = formatter or _formatter(service, state)
+        def make_sink(received: list[int]) -> StreamSink | WholeResponse:
+            if state.spec.generation.stream:
+                stream = _stream_sink(request, state, formatter)
+                stream.resume(state, cursor.choices if cursor is not None else (), received)
+                return stream
+            whole = WholeResponse()
+            if state.outcome is Outcome.FINISHED:
+                whole.finished()
+            elif state.error is not None:
+                whole.failed(state.error)
+            return whole
 
-    def make_sink(received: list[int]) -> StreamSink | WholeResponse:
-        if state.spec.generation.stream:
-            stream = _stream_sink(request, state, formatter)
-            stream.resume(state, cursor.choices if cursor is not None else (), received)
-            return stream
-        whole = WholeResponse()
-        if state.outcome is Outcome.FINISHED:
-            whole.finished()
-        elif state.error is not None:
-            whole.failed(state.error)
-        return whole
-
-    with service.in_flight.counted(request[PRINCIPAL]), service.timelines.responding(state, is_resumed=True):
+        answering.enter_context(service.timelines.responding(state, is_resumed=True))
         sink = await service.resumer.resume(state, cursor, make_sink)
-        try:
-            return await _deliver(request, sink, formatter)
-        finally:
-            service.readers.leave(state, sink)
+        answering.callback(service.readers.leave, state, sink)
+        return await _deliver(request, sink, formatter)
 
 
 def _endpoint(state: RequestState) -> TextEndpoint:

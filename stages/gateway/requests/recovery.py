@@ -3,7 +3,8 @@
     in flight     in the relay
     waiting       read from the journal; opened as soon as a version of the same file is described
     replayable    ended a short time ago in this process: the replay buffer has the answer
-    dormant       ended a short time ago, according to the journal: generated again if a client asks
+    dormant       ended a short time ago, according to the journal: generated again if a client asks. If that does not
+                  come to its end, as when the client leaves, the request is dormant again
 
 Without a journal everything works except the recovery. The clocks are injected.
 """
@@ -62,6 +63,7 @@ class Recovery:
         self._timeout_s = timeout_s  # of a request that is generated again on demand
         self._waiting: dict[str, RequestState] = {}
         self._dormant: dict[str, JournalEntry] = {}
+        self._woken: dict[str, JournalEntry] = {}  # what was dormant, of requests that are generated again
         self._named: set[str] = set()  # ids of requests that came with a name and are being handled
         for entry in journal.take_entries():
             if entry.end is not None:
@@ -86,8 +88,17 @@ class Recovery:
         """An admitted request is not submitted after all."""
         self.journal.end(RequestEnd(spec.id, self._wall(), "ABANDONED"), is_kept=False)
 
-    def record_end(self, request: RequestState) -> None:
-        """Store the answer for readers, and journal the outcome when `store_end` has stored what clients read of it."""
+    def record_end(self, request: RequestState, *, is_lost: bool = False) -> None:
+        """Store the answer for readers, and journal the outcome when `store_end` has stored what clients read of it.
+
+        One that was not generated again to its end is dormant as before, unless its answer `is_lost`.
+        """
+        woken = self._woken.pop(request.id, None)
+        if woken is not None and request.outcome is not Outcome.FINISHED and not is_lost:
+            self._put_back(woken)
+            return
+        if woken is not None and request.spec.idempotency_key:
+            self.journal.open(request.spec)  # in place of the old records
         is_kept = request.outcome is not Outcome.ABANDONED
         error = request.error
         is_pinned = False
@@ -107,6 +118,18 @@ class Recovery:
         code, message = (error.code, error.message) if error is not None else (code, "")
         end = RequestEnd(request.id, self._wall(), code, message)
         self.store_end(request, lambda: self.journal.end(end, is_kept, is_pinned))
+
+    def _put_back(self, entry: JournalEntry) -> None:
+        """The answer is dormant again, with its key, for what is left of its time."""
+        spec, end = entry
+        assert end is not None
+        has_key = self.keys.keeps(spec)
+        is_pinned = has_key and self.keys.keep(spec, sum(map(len, spec.prompts)), self._wall() - end.when)
+        if has_key and not is_pinned:
+            self._drop(spec.id)
+            return
+        self._dormant[spec.id] = entry
+        self.journal.end(end, is_kept=True, is_pinned=is_pinned)
 
     def _drop(self, request_id: str) -> None:
         """The answer that was kept for an idempotency key need not be stored any longer."""
@@ -128,17 +151,30 @@ class Recovery:
             if not (is_latest and self.keys.keep(spec, sum(map(len, spec.prompts)), self._wall() - when)):
                 self._drop(spec.id)
 
-    def find(self, request_id: str, tenant: str) -> RequestState | None:
-        """A request of that tenant that can be read. A dormant one is generated again."""
-        request = self._relay.requests.get(request_id) or self.replay_buffer.find(request_id)
-        if request is None:
-            request = self._waiting.get(request_id)
-        if request is not None:
-            return request if request.spec.tenant == tenant else None
-        entry = self._dormant.get(request_id)
-        if entry is None or entry.spec.tenant != tenant or self._is_stale(entry):
+    def spec_of(self, request_id: str, tenant: str) -> RequestSpec | None:
+        """What a request of that tenant asks for that can be read. Nothing is generated for that."""
+        found = self._known(request_id) or self._dormant_entry(request_id)
+        return found.spec if found is not None and found.spec.tenant == tenant else None
+
+    def find(
+        self, request_id: str, tenant: str, check: Callable[[RequestSpec], object] = lambda spec: None
+    ) -> RequestState | None:
+        """A request of that tenant that can be read. A dormant one is generated again, unless `check` raises."""
+        request = self._known(request_id)
+        found = request or self._dormant_entry(request_id)
+        if found is None or found.spec.tenant != tenant:
             return None
-        return self._wake(entry)
+        check(found.spec)
+        return request or self._wake(self._dormant[request_id])
+
+    def _known(self, request_id: str) -> RequestState | None:
+        """A request that is in flight, replayable or waiting."""
+        request = self._relay.requests.get(request_id) or self.replay_buffer.find(request_id)
+        return request or self._waiting.get(request_id)
+
+    def _dormant_entry(self, request_id: str) -> JournalEntry | None:
+        entry = self._dormant.get(request_id)
+        return entry if entry is not None and not self._is_stale(entry) else None
 
     @contextmanager
     def named(self, request_id: str) -> Iterator[None]:
@@ -226,7 +262,7 @@ class Recovery:
             is_loaded = is_undecided = True
         if error := self._obstacle(request, home is not None or is_undecided, is_loaded):
             del self._waiting[request.id]
-            self._fail(request, error)
+            self._fail(request, error, is_lost=error.code == "CONFLICT")
         elif home is not None and (home.id == spec.version or not is_undecided):
             request.place_on(home.id, described[home.id].tokenizer)
             del self._waiting[request.id]
@@ -248,8 +284,8 @@ class Recovery:
             )
         return None
 
-    def _fail(self, request: RequestState, error: StarlingError) -> None:
-        """End a waiting request, which the relay does not have."""
+    def _fail(self, request: RequestState, error: StarlingError, *, is_lost: bool = False) -> None:
+        """End a waiting request, which the relay does not have. `is_lost`: see `record_end`."""
         request.error = error
         request.end(Outcome.FAILED)
         for sequence in request.sequences:
@@ -257,7 +293,7 @@ class Recovery:
         self._readers.forget(request.id)
         if self._timelines is not None:
             self._timelines.ended(request)
-        self.record_end(request)
+        self.record_end(request, is_lost=is_lost)
         if request.sink is not None:
             request.sink.failed(error)
             request.sink.flush()
@@ -275,7 +311,7 @@ class Recovery:
             request.error = StarlingError(end.code, end.message)
             request.end(Outcome.FAILED)
             return request
-        del self._dormant[spec.id]
+        self._woken[spec.id] = self._dormant.pop(spec.id)
         self.keys.run_again(spec)
         generation = spec.generation
         if generation.turn is not None:  # the session has the turn already
@@ -286,7 +322,8 @@ class Recovery:
         spec = msgspec.structs.replace(spec, deadline=deadline, generation=generation, trace=None)
         request = self._recovered(spec)
         request.is_charged = True
-        self.journal.open(spec)  # its answer can be generated again from the old record as well: nothing waits for it
+        if not spec.idempotency_key:  # the journal drops it soon; if it has no room, there are the old records
+            self.journal.open(spec)
         self._waiting[spec.id] = self._traced(request)
         return request
 

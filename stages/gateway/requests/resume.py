@@ -17,12 +17,14 @@ from pipeline.errors import Conflict, InvalidRequest, NotFound
 from stages.gateway.requests.event_cursor import TOKENS, EventCursor
 from stages.gateway.requests.readers import CatchUpWaiter, Readers
 from stages.gateway.requests.recovery import Recovery
+from stages.gateway.requests.spec import RequestSpec
 from stages.gateway.requests.state import RequestState, Sink
 from stages.gateway.requests.text_decoder import StreamDecoder
 from stages.gateway.requests.token_bytes import TokenBytes
 
 TOKENS_AT_ONCE = 512  # decoded before other streams get the event loop; some 10 ms with long stop strings
 
+Check = Callable[[RequestSpec], object]  # raises if the request cannot be read in this way
 AnySink = TypeVar("AnySink", bound=Sink)
 
 
@@ -34,19 +36,30 @@ class Resumer:
         self._readers = readers
         self._vocabularies = vocabularies
 
-    def find(self, request_id: str, tenant: str, cursor: EventCursor | None = None) -> RequestState:
-        """The request to resume at `cursor`. Raises `NotFound`, also for a request of another tenant."""
-        request = self._recovery.find(request_id, tenant)
+    def spec_of(self, request_id: str, tenant: str, cursor: EventCursor | None = None) -> RequestSpec:
+        """What the request to resume at `cursor` asks for. Raises as `find`, and starts nothing."""
+        spec = self._recovery.spec_of(request_id, tenant)
+        if spec is None:
+            raise _missing(request_id)
+        _check(spec, cursor)
+        return spec
+
+    def find(
+        self, request_id: str, tenant: str, cursor: EventCursor | None = None, check: Check = lambda spec: None
+    ) -> RequestState:
+        """The request to resume at `cursor`. Its answer is generated again if it has to be.
+
+        Raises `NotFound`, also for a request of another tenant, `InvalidRequest` if the cursor is of another request,
+        and what `check` raises.
+        """
+
+        def check_all(spec: RequestSpec) -> None:
+            _check(spec, cursor)
+            check(spec)
+
+        request = self._recovery.find(request_id, tenant, check_all)
         if request is None:
-            raise NotFound(
-                f"there is no request {request_id[:80]!r}; answers of ended requests are stored for a short time only"
-            )
-        if cursor is not None and len(cursor.choices) != len(request.sequences):
-            raise InvalidRequest(
-                f"Last-Event-ID has {len(cursor.choices)} places and the request {len(request.sequences)} "
-                f"choices; send the id of the last event as it was received",
-                "Last-Event-ID",
-            )
+            raise _missing(request_id)
         return request
 
     async def resume(
@@ -99,3 +112,18 @@ class Resumer:
                 length += len(decoder.push(vocabulary.shown(token, skip_special, kept)))
             await asyncio.sleep(0)
         return length
+
+
+def _missing(request_id: str) -> NotFound:
+    return NotFound(
+        f"there is no request {request_id[:80]!r}; answers of ended requests are stored for a short time only"
+    )
+
+
+def _check(spec: RequestSpec, cursor: EventCursor | None) -> None:
+    if cursor is not None and len(cursor.choices) != len(spec.sequences):
+        raise InvalidRequest(
+            f"Last-Event-ID has {len(cursor.choices)} places and the request {len(spec.sequences)} "
+            f"choices; send the id of the last event as it was received",
+            "Last-Event-ID",
+        )
