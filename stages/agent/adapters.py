@@ -102,7 +102,7 @@ class Adapters:
         self._loads: dict[str, AdapterLoad] = {}  # by MODEL:ADAPTER
         self._unloads: dict[str, asyncio.Task[None]] = {}  # likewise
         self._dropping = asyncio.Lock()  # held from the question whether a file is used to its removal
-        self.on_loaded: Callable[[], object] = lambda: None
+        self.on_changed: Callable[[], Awaitable[object]] = _nothing  # what `names` has: returns when it is stored
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class Adapters:
             await load.placement.remove_adapter(load.entry.adapter, self._timeout_s)
         if self._loads.get(name) is load:
             del self._loads[name]  # last: after an error the next call removes it
-        self.on_loaded()
+        await self.on_changed()
 
     def _unloaded(self, name: str, done: asyncio.Task[None]) -> None:
         self._unloads.pop(name, None)
@@ -335,7 +335,7 @@ class Adapters:
                 raise ResourceError(error.message, PARAM) from None
             raise
         load.ready_at = self._context.clock()
-        self.on_loaded()
+        await self.on_changed()
 
     def _sources(self, entry: AdapterEntry, request: LoadModelRequest) -> list[AdapterSource]:
         def from_store(store: BlobStore) -> AdapterSource:
@@ -357,6 +357,10 @@ class Adapters:
         if self._loads.get(load.entry.name) is load and load.task is done:
             del self._loads[load.entry.name]
         log.error("an adapter is not loaded", extra={"model": load.entry.name, "reason": str(error)})
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _size_of(path: Path) -> int:

@@ -29,8 +29,9 @@ from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
 from stages.agent.memory_check import MEGABYTE
-from stages.agent.models import Models, Stored
+from stages.agent.models import Models
 from stages.agent.placement import Placement
+from stages.agent.state_file import Stored
 
 CHAT_PATH = "/v1/chat/completions"
 IN_MEMORY = 0.9  # of a file's pages: then it counts as in memory

@@ -1,6 +1,6 @@
 """The models of this host: which are placed, how they get here, and what remains after a restart of the agent.
 
-    AGENT_DIR/agent.json    id, incarnation and placed models: replaced with each change
+    AGENT_DIR/agent.json    id, incarnation and placed models (state_file.py)
     AGENT_DIR/engines/...   a home for each model's engines
 
 A model that was placed when the agent was killed is loaded again by its successor.
@@ -9,7 +9,6 @@ A model that was placed when the agent was killed is loaded again by its success
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 import logging
@@ -18,8 +17,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import msgspec
 
 from pipeline.api.adapter_names import base_of
 from pipeline.blobs.address import needs_credentials
@@ -36,10 +33,8 @@ from pipeline.errors import (
     ResourceError,
     StarlingError,
 )
-from pipeline.files import replace_file
 from pipeline.fleet.bodies import LoadModelRequest, SignedUrls, WantedUrls
 from pipeline.threads import uninterrupted
-from shm.decoding import DECODE_ERRORS
 from stages.agent.adapters import Adapters
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
@@ -57,27 +52,12 @@ from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
 from stages.agent.memory_check import MEGABYTE, check_adapter_memory, check_memory
 from stages.agent.placement import Placement, Source
+from stages.agent.state_file import StateFile, Stored
 
 log = logging.getLogger("starling.agent")
 
 DOWNLOADS_AT_ONCE = 2
 MAX_FAILED = 16  # models whose failure is remembered
-
-
-class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """agent.json."""
-
-    agent_id: str
-    incarnation: str
-    models: tuple[str, ...] = ()  # that are placed
-
-
-def read_stored(path: Path) -> Stored | None:
-    """What the agent that ran here before has stored."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Stored)
-    except (OSError, *DECODE_ERRORS):
-        return None
 
 
 class Models:
@@ -104,7 +84,7 @@ class Models:
         """
         self._config = config
         self._agent_dir = agent_dir
-        self._stored = stored
+        self._file = StateFile(agent_dir, stored, self._names)
         self._stores = stores
         self._signed = signed
         self._reads_blobs = signed is None or not needs_credentials(config.fleet.blobs)  # so `stores` has fleet.blobs
@@ -127,14 +107,14 @@ class Models:
             self._context,
             stores,
             signed,
-            lambda request, adapter: self.place(request, (adapter,)),
+            lambda request, adapter: self._place(request, (adapter,)),
             self.settings,
             lambda name: self.other_engines[name].engine if name in self.other_engines else "",
             lambda: self.pinned,
             reads_blobs=self._reads_blobs,
             make_memory=self._make_adapter_memory,
         )
-        self.adapters.on_loaded = self._store
+        self.adapters.on_changed = self._file.store
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._changing = asyncio.Lock()
         self._unloading: set[asyncio.Task[None]] = set()
@@ -170,10 +150,19 @@ class Models:
             except StarlingError as error:
                 log.error("a model of the last run is not loaded", extra={"model": name, "reason": error.message})
 
-    async def place(self, request: LoadModelRequest, adapters: tuple[AdapterFile, ...] = ()) -> Placement:
-        """The placement of a model, begun unless it is placed: then its engines start with these adapters.
+    async def place(self, request: LoadModelRequest) -> Placement:
+        """The placement of a model, begun unless it is placed, and stored.
 
         Raises `StarlingError` with the reason of a refusal.
+        """
+        placement = await self._place(request)
+        await self._file.finish()
+        return placement
+
+    async def _place(self, request: LoadModelRequest, adapters: tuple[AdapterFile, ...] = ()) -> Placement:
+        """The same, not stored yet; engines of a new placement start with these adapters.
+
+        A caller that is cancelled has not placed it: the adapter for which it was placed would stay without it.
         """
         name = request.model_id
         if reason := check_name(name):
@@ -219,7 +208,7 @@ class Models:
             self._placed[name] = placement
             self._placed.move_to_end(name)
             self._forget_failed()
-            self._store()
+            self._file.changed()
             return placement
 
     def _known(self, request: LoadModelRequest) -> Placement | None:
@@ -267,7 +256,7 @@ class Models:
                 if self._signed is not None:
                     self._signed.end(name)
                 del self._placed[name]
-                self._store()
+                await self._file.store()
             if not drop_cached or name in self.other_engines:  # whose files are not the agent's
                 return
             # Under the lock: a model that is placed between the question and the removal would lose its files.
@@ -290,6 +279,7 @@ class Models:
             finally:
                 await self.kernels.stop()
                 await self.standby.stop()
+                await self._file.finish()
 
     async def open(self) -> None:
         """Let the engines take requests."""
@@ -461,12 +451,6 @@ class Models:
         for name in failed[: max(0, len(failed) - MAX_FAILED)]:
             del self._placed[name]
 
-    def _store(self) -> None:
-        self._stored = msgspec.structs.replace(self._stored, models=(*self._placed, *self.adapters.names))
-        with contextlib.suppress(OSError):  # a restart then loads fewer models
-            write_stored(self._agent_dir, self._stored)
-
-
-def write_stored(agent_dir: Path, stored: Stored) -> None:
-    """Replace agent.json. Raises `OSError`."""
-    replace_file(agent_dir / "agent.json", msgspec.json.encode(stored), durable=True)
+    def _names(self) -> tuple[str, ...]:
+        """The models that a successor loads again."""
+        return (*self._placed, *self.adapters.names)

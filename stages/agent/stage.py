@@ -48,13 +48,14 @@ from stages.agent.kv_pages.http_api import KvPageApi
 from stages.agent.kv_pages.taking import Taker, bytes_of_request
 from stages.agent.lease import AgentLease
 from stages.agent.metrics import AgentMetrics
-from stages.agent.models import Models, Stored, read_stored, write_stored
+from stages.agent.models import Models
 from stages.agent.peers.announcements import Announcements
 from stages.agent.peers.holdings import Holdings
 from stages.agent.peers.http_api import PieceApi
 from stages.agent.peers.sharing import Exchange
 from stages.agent.session_moves.engine_sessions import EngineSessions
 from stages.agent.session_moves.http_api import SessionApi
+from stages.agent.state_file import Stored, read_stored, write_stored
 
 log = logging.getLogger("starling.agent")
 
@@ -92,7 +93,7 @@ class AgentStage:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ending.set)
         await asyncio.to_thread(self._fence)
-        self._write()
+        await asyncio.to_thread(self._write)
         agent = self.config.fleet.agent
         engines_config = self.config
         tls, is_plain = self._tls, bool(self._token)

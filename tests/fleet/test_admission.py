@@ -16,8 +16,8 @@ from stages.agent import placement as placements
 from stages.agent.downloads.model import PHASE
 from stages.agent.engines.interface import EngineDied, Queue
 from stages.agent.heartbeat import Reporter
-from stages.agent.models import Stored
 from stages.agent.placement import ADMIT_S, WITHDRAW_S, Placement
+from stages.agent.state_file import Stored
 from tests.fleet.coordination_stores import LIMIT_S, until
 from tests.fleet.test_engines import ENTRY, Busy
 

@@ -17,7 +17,8 @@ from pipeline.fleet.bodies import LoadModelRequest
 from pipeline.fleet.records import AgentRecord
 from stages.agent.heartbeat import Reporter
 from stages.agent.lease import AgentLease
-from stages.agent.models import Models, Stored
+from stages.agent.models import Models
+from stages.agent.state_file import Stored
 from tests.fleet.agent_process import publish_tiny
 
 

@@ -12,7 +12,7 @@ import pytest
 from pipeline.config.load import resolve
 from pipeline.fleet.bodies import CachedModel
 from stages.agent.heartbeat import Reporter
-from stages.agent.models import Stored
+from stages.agent.state_file import Stored
 from tests.fleet.coordination_stores import until
 
 

@@ -13,7 +13,8 @@ from pipeline.config.schema import AdapterConfig, ModelConfig
 from pipeline.errors import ModelUnavailable, ResourceError
 from stages.agent.engines.interface import AdapterFile
 from stages.agent.memory_check import check_adapter_memory, check_memory
-from stages.agent.models import Models, Stored
+from stages.agent.models import Models
+from stages.agent.state_file import Stored
 from tests.fleet.test_engines import ENTRY
 
 ADAPTER = 300 << 20  # bytes

@@ -27,7 +27,6 @@ from stages.agent.engines import external_engine, local_model
 from stages.agent.engines.door.request_body import read
 from stages.agent.engines.external_engine import DIALECTS, ExternalEngine
 from stages.agent.engines.interface import EngineDied
-from stages.agent.engines.log_file import LogFile
 from stages.agent.stage import free_port, open_door
 from tests.fleet.coordination_stores import until
 from tests.fleet.engine_hosts import texts
@@ -431,15 +430,6 @@ async def test_a_program_that_is_not_there_is_named(site: Site) -> None:
     with pytest.raises(EngineDied, match="/no/vllm cannot be run: No such file") as failed:
         await site.start(program="/no/vllm")
     assert failed.value.is_final
-
-
-def test_a_log_has_a_bound(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "engine.log", max_bytes=100)
-    for number in range(55):
-        log.append(b"line %4d\n" % number)
-    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
-    assert max(sizes) <= 110 and len(sizes) == 2
-    assert b"line   54" in (tmp_path / "engine.log").read_bytes()
 
 
 def test_the_digest_follows_the_files(tmp_path: Path) -> None:

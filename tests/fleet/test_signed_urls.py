@@ -28,7 +28,8 @@ from pipeline.errors import (
 from pipeline.fleet.bodies import MAX_URLS, LoadModelRequest, SignedUrls
 from stages.agent.downloads.model import _fetch_index, download_model
 from stages.agent.downloads.signed_store import AHEAD, KEPT, SignedModels, SignedStore, entry_of
-from stages.agent.models import Models, Stored
+from stages.agent.models import Models
+from stages.agent.state_file import Stored
 from tests.fleet.coordination_stores import Clock
 from tests.fleet.range_server import Handler
 from tests.fleet.site import Site

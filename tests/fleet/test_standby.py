@@ -20,7 +20,8 @@ from pipeline.fleet.standby import MARK_VARIABLE, WAITING
 from pipeline.runtime.code_stamp import PACKAGES, code_stamp
 from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.standby import AMPLE, SCARCE, Standby, StandbyEngine
-from stages.agent.models import Models, Stored
+from stages.agent.models import Models
+from stages.agent.state_file import Stored
 from tests.fleet.coordination_stores import until
 
 PROGRAM = f"""

@@ -40,7 +40,7 @@ def add():
     inside.unlink()
 
 async def add_in_turn():
-    async with locked(folder, "{DIGEST}", lambda s: asyncio.sleep(0)):
+    async with locked(folder, "{DIGEST}", lambda s: asyncio.sleep(0.001)):
         add()
 
 print("ready", flush=True)

@@ -11,8 +11,9 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from pipeline.blobs.retry import retried
 from pipeline.catalog import pulled_adapters
@@ -85,15 +86,16 @@ async def _fetch(context: Context, entry: AdapterEntry, sources: Sequence[Adapte
                 raise disk_error(error, path, entry.bytes) from None
     finally:
         with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+            await uninterrupted(partial(part.unlink, missing_ok=True))
     raise failure
 
 
 async def _receive(context: Context, entry: AdapterEntry, source: AdapterSource, part: Path) -> str:
     """Write what a source has; its SHA-256. Raises `OSError`, `StarlingError`."""
     found = hashlib.sha256()
-    make_directory(part.parent)
-    with part.open("wb") as file:
+    opened = contextlib.ExitStack()  # also closes what is opened for a caller that is cancelled meanwhile
+    try:
+        file = await uninterrupted(lambda: opened.enter_context(_open(part)))
         for offset in range(0, entry.bytes, CHUNK_BYTES):
             nbytes = min(CHUNK_BYTES, entry.bytes - offset)
             if delay_s := context.bandwidth.delay_s(nbytes):
@@ -101,9 +103,16 @@ async def _receive(context: Context, entry: AdapterEntry, source: AdapterSource,
             data = await retried(lambda at=offset, n=nbytes: source.read(at, n), sleep=context.sleep)  # type: ignore[misc]
             await uninterrupted(file.write, data)
             found.update(data)
-        file.flush()
+        await uninterrupted(file.flush)
         await uninterrupted(os.fsync, file.fileno())
+    finally:
+        await uninterrupted(opened.close)
     return found.hexdigest()
+
+
+def _open(part: Path) -> BinaryIO:
+    make_directory(part.parent)
+    return part.open("wb")
 
 
 def _place(part: Path, path: Path) -> None:

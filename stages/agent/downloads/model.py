@@ -89,13 +89,13 @@ async def download_model(
     models_dir = context.cache.models_dir
     index_path = models_dir / f"{entry.digest}.idx"
     async with locked(models_dir, entry.digest, context.sleep):
-        is_here = pulled.is_complete(models_dir, entry)
+        is_here = await uninterrupted(pulled.is_complete, models_dir, entry)
         if is_here and not verify:
-            _record(models_dir, entry, is_new=False)
+            await uninterrupted(_record, models_dir, entry, False)
             return Arrival(index_path, None, [])
         raw, index = await _fetch_index(entry, stores, context)
         if is_here and await _is_right(index_path.with_suffix(".bin"), index, progress):
-            _record(models_dir, entry, is_new=False)
+            await uninterrupted(_record, models_dir, entry, False)
             return Arrival(index_path, None, [])
         kept = {*pinned(), entry.digest}
         try:
@@ -106,7 +106,7 @@ async def download_model(
         weights = index_path.with_suffix(".bin")
         if weights.is_file():
             sources.insert(0, FileSource(weights))
-        with PartFile(context.cache.part_path(entry.digest), entry.weights_bytes) as part:
+        async with _part(context.cache.part_path(entry.digest), entry.weights_bytes) as part:
             reports = _Reports(progress)
             transfer = Transfer(
                 part,
@@ -127,6 +127,16 @@ async def download_model(
                 reports.advance()  # of a file that was here already
                 await uninterrupted(_place, part, index_path, raw, entry, not is_here)
         return Arrival(index_path, report, evicted)
+
+
+@contextlib.asynccontextmanager
+async def _part(path: Path, nbytes: int) -> AsyncIterator[PartFile]:
+    """The unfinished file. Some file systems reserve its size block by block, and write it when it is closed."""
+    opened = contextlib.ExitStack()  # also closes what is opened for a caller that is cancelled meanwhile
+    try:
+        yield await uninterrupted(lambda: opened.enter_context(PartFile(path, nbytes)))
+    finally:
+        await uninterrupted(opened.close)
 
 
 @contextlib.asynccontextmanager
@@ -260,21 +270,29 @@ def _checked_index(raw: bytes, entry: Entry, where: str, cache: ModelCache) -> I
 async def locked(models_dir: Path, digest: str, sleep: Sleep) -> AsyncIterator[None]:
     """Hold the lock of a download. Another process that downloads the same file is waited for."""
     path = lock_path(models_dir, digest)
+    held: list[int] = []  # the descriptor; also of a caller that is cancelled while it is opened
+    try:
+        while not await uninterrupted(_take, path, held):
+            await sleep(LOCK_POLL_S)
+        yield
+    finally:
+        for fd in held:
+            await uninterrupted(locks.release, fd, path)
+
+
+def _take(path: Path, held: list[int]) -> bool:
+    """Whether the lock was free; then its descriptor is added to `held`."""
     while True:
         fd = locks.open_file(path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if locks.holds(fd, path):
-                break
+                held.append(fd)
+                return True
         except BlockingIOError:
             os.close(fd)
-            await sleep(LOCK_POLL_S)
-            continue
+            return False
         except BaseException:
             os.close(fd)
             raise
         os.close(fd)
-    try:
-        yield
-    finally:
-        locks.release(fd, path)

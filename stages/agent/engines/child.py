@@ -19,7 +19,7 @@ from pipeline.runtime.process import PARENT_VARIABLE
 from stages.agent.engines.log_file import LogFile
 
 KEPT_LINES = 40
-END_S = 2.0  # for the end of the output after that of the process
+END_S = 2.0  # for the end of the output after that of the process, and for the disk to take it
 MAX_LINE = 2000  # characters
 _ERROR = re.compile(r'\bERROR\b|"level": ?"error"|^starling: ')
 
@@ -114,6 +114,9 @@ class Child:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
+        if self._log_file is not None:
+            self._log_file.close()
+            await asyncio.to_thread(self._log_file.wait, END_S)
 
     def last_words(self) -> str:
         """Of what it has written last, the first error, or else the last line: for a message."""

@@ -95,7 +95,7 @@ class ExternalEngine(Engine):
         """Fence what an earlier one has left, start the program, and open the door."""
         await uninterrupted(self._fence)  # in a thread that went on it would meet the next engine of this home
         try:
-            make_directory(self._home)
+            await uninterrupted(make_directory, self._home)
         except OSError as error:
             raise ResourceError(f"{self._home} cannot be made: {error.strerror}; check the disk") from None
         port = self._free_port()
