@@ -114,8 +114,11 @@ class Adapters:
         """Of their files."""
         return {one.entry.digest for one in self._loads.values() if not one.has_ended}
 
-    async def load(self, request: LoadModelRequest) -> AdapterLoad:
-        """The load of an adapter, begun unless it is loaded. Raises `StarlingError` with the reason of a refusal."""
+    async def load(self, request: LoadModelRequest, is_wanted: Callable[[], bool] = lambda: True) -> AdapterLoad:
+        """The load of an adapter, begun unless it is loaded. Raises `StarlingError` with the reason of a refusal.
+
+        `is_wanted`: false if it has been unloaded since it was asked for.
+        """
         name, base = request.model_id, base_of(request.model_id)
         if reason := check_adapter_names(name):
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
@@ -136,6 +139,8 @@ class Adapters:
                 )
         if known := await self._settled(request):  # since the question
             return known
+        if not is_wanted():
+            raise ModelUnavailable(f"{name!r} was unloaded meanwhile", "model_id")
         self._check_bounds(entry)
         load = self._loads[name] = AdapterLoad(entry)
         load.task = asyncio.get_running_loop().create_task(self._run(load, request))

@@ -3,7 +3,7 @@
     AGENT_DIR/agent.json    id, incarnation and placed models (state_file.py)
     AGENT_DIR/engines/...   a home for each model's engines
 
-A model that was placed when the agent was killed is loaded again by its successor.
+A model that was placed when the agent was killed is loaded again by its successor (restoration.py).
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
 from stages.agent.memory_check import MEGABYTE, check_adapter_memory, check_memory
 from stages.agent.placement import Placement, Source
+from stages.agent.restoration import MAX_MODELS, IsWanted, Restoration, check_wanted
 from stages.agent.state_file import StateFile, Stored
 
 log = logging.getLogger("starling.agent")
@@ -77,9 +78,10 @@ class Models:
         listen: Listen | None = None,
         signed: SignedModels | None = None,
     ) -> None:
-        """`stored`: of this agent. `is_open`: whether engines may take requests now. `exchange`: with other agents.
+        """`stored`: of this agent, with the models of the one before. `is_open`: whether engines may take requests now.
 
-        free_port: of a host.  listen: opens the doors of other engines; None: there are none.
+        exchange: with other agents.  free_port: of a host.
+        listen: opens the doors of other engines; None: there are none.
         stores: that this agent reads by itself.  signed: by URLs of orchestrators; None: it takes none.
         """
         self._config = config
@@ -116,6 +118,12 @@ class Models:
         )
         self.adapters.on_changed = self._file.store
         self._placed: OrderedDict[str, Placement] = OrderedDict()
+        self._restoration = Restoration(
+            stored.models,
+            lambda name, is_wanted: self._place(LoadModelRequest(model_id=name), is_wanted=is_wanted),
+            lambda name, is_wanted: self.adapters.load(LoadModelRequest(model_id=name), is_wanted),
+            self._file.changed,
+        )
         self._changing = asyncio.Lock()
         self._unloading: set[asyncio.Task[None]] = set()
         self.standby = make_standby(fleet.agent.standby_engines, agent_dir)
@@ -141,14 +149,9 @@ class Models:
         """Models with an engine, without one yet, and those that failed last."""
         return list(self._placed.values())
 
-    async def restore(self, names: tuple[str, ...]) -> None:
+    async def restore(self) -> None:
         """Place the models of the agent that ran here before."""
-        for name in names:
-            request = LoadModelRequest(model_id=name)
-            try:
-                await (self.adapters.load(request) if ":" in name else self.place(request))
-            except StarlingError as error:
-                log.error("a model of the last run is not loaded", extra={"model": name, "reason": error.message})
+        await self._restoration.run()
 
     async def place(self, request: LoadModelRequest) -> Placement:
         """The placement of a model, begun unless it is placed, and stored.
@@ -159,10 +162,16 @@ class Models:
         await self._file.finish()
         return placement
 
-    async def _place(self, request: LoadModelRequest, adapters: tuple[AdapterFile, ...] = ()) -> Placement:
+    async def _place(
+        self,
+        request: LoadModelRequest,
+        adapters: tuple[AdapterFile, ...] = (),
+        is_wanted: IsWanted = lambda: True,
+    ) -> Placement:
         """The same, not stored yet; engines of a new placement start with these adapters.
 
         A caller that is cancelled has not placed it: the adapter for which it was placed would stay without it.
+        `is_wanted`: false if the model has been unloaded since it was asked for.
         """
         name = request.model_id
         if reason := check_name(name):
@@ -186,12 +195,13 @@ class Models:
         async with self._changing:
             if known := self._known(request):  # since the question
                 return known
+            check_wanted(name, is_wanted)
             running = [one for one in self.placed if one.state != "FAILED"]
             if len(running) >= self._config.fleet.agent.max_models:
                 raise ResourceError(
                     f"{len(running)} models are loaded, and fleet.agent.max_models allows no more: unload one of "
                     f"{', '.join(sorted(one.model_id for one in running))}",
-                    "fleet.agent.max_models",
+                    MAX_MODELS,
                 )
             await self.make_memory(entry, adapters)
             if signed is not None and self._signed is not None:
@@ -207,6 +217,7 @@ class Models:
             )
             self._placed[name] = placement
             self._placed.move_to_end(name)
+            self._restoration.placed(name)
             self._forget_failed()
             self._file.changed()
             return placement
@@ -232,7 +243,12 @@ class Models:
         Those of an adapter finish.
         """
         if ":" in name:
-            await self.adapters.unload(name, drop_cached, only_idle)
+            try:
+                await self.adapters.unload(name, drop_cached, only_idle)
+            finally:
+                if name not in self.adapters.names:
+                    self._restoration.unloaded(name)
+            await self._file.finish()
             return
         # Not in the caller's task: a caller that is gone must leave no model half-ended.
         work = asyncio.get_running_loop().create_task(self._unload(name, drop_cached, only_idle))
@@ -256,7 +272,9 @@ class Models:
                 if self._signed is not None:
                     self._signed.end(name)
                 del self._placed[name]
-                await self._file.store()
+                self._file.changed()
+            self._restoration.unloaded(name)
+            await self._file.finish()
             if not drop_cached or name in self.other_engines:  # whose files are not the agent's
                 return
             # Under the lock: a model that is placed between the question and the removal would lose its files.
@@ -452,5 +470,5 @@ class Models:
             del self._placed[name]
 
     def _names(self) -> tuple[str, ...]:
-        """The models that a successor loads again."""
-        return (*self._placed, *self.adapters.names)
+        """The models that a successor loads again: also those that are still to be restored."""
+        return tuple(dict.fromkeys((*self._placed, *self.adapters.names, *self._restoration.names)))

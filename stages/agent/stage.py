@@ -200,7 +200,7 @@ class AgentStage:
             await models.open()
             if restoring is None:
                 on_ready(self._stored.agent_id, url)
-                restoring = asyncio.create_task(models.restore(self._models_before))
+                restoring = asyncio.create_task(models.restore())
                 readying = asyncio.create_task(models.make_ready())
 
         tasks = [

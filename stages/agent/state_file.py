@@ -26,7 +26,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     agent_id: str
     incarnation: str
-    models: tuple[str, ...] = ()  # that are placed
+    models: tuple[str, ...] = ()  # that are placed, or still to be restored
 
 
 def read_stored(path: Path) -> Stored | None:
