@@ -393,6 +393,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     moves_prefixes: bool = False  # it gives pages of its most used prefixes to engines of its version, and takes theirs
     prefixes_left: int = 0  # that an orchestrator is sending to other agents
     adapters: tuple[LoadedAdapter, ...] = ()  # published ones
+    silent_s: float = 0.0  # for which the engine has not answered the agent: its queue is that of before; 0: it answers
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -449,6 +450,7 @@ class HeartbeatResponse(msgspec.Struct, frozen=True, kw_only=True):
     compiling: Progress | None = None  # kernels for the host's CPU, before a model is needed
     loaded_models: tuple[LoadedModel, ...] = ()
     cached_models: tuple[CachedModel, ...] = ()
+    files_silent_s: float = 0.0  # for which the disk has not answered: `cached_models` are those of before; 0: it does
 
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pipeline import procfs
@@ -28,6 +28,7 @@ from stages.agent.engines.standby import free_memory
 from stages.agent.held_prefixes import PrefixLog, read_names
 from stages.agent.kv_pages.taking import bytes_of_request
 from stages.agent.lease import AgentLease
+from stages.agent.look import PATIENCE_S, Look
 from stages.agent.memory_check import MEGABYTE
 from stages.agent.models import Models
 from stages.agent.placement import Placement
@@ -37,11 +38,15 @@ CHAT_PATH = "/v1/chat/completions"
 IN_MEMORY = 0.9  # of a file's pages: then it counts as in memory
 CACHE_AGE_S = 5.0  # of what was found out about files
 QUEUE_AGE_S = 0.5  # of what engines have answered, and hold
+SILENT_S = 3.0  # without an answer of an engine or the disk: then it is reported that what is known is old
 NO_CURSORS: Mapping[str, PrefixCursor] = {}
 
 
 class Reporter:
-    """Answers heartbeats. Several at once share one look at engines and files."""
+    """Answers heartbeats, in time also if an engine or the disk does not answer: then with what is known.
+
+    Several at once share one look at engines and files.
+    """
 
     def __init__(
         self,
@@ -51,16 +56,20 @@ class Reporter:
         lease: AgentLease,
         clock: Callable[[], float] = time.monotonic,
         prefixes_left: Callable[[str], int] = lambda model: 0,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`prefixes_left(model)`: see `LoadedModel`."""
+        """`prefixes_left(model)`: see `LoadedModel`. `patience_s`: for engines and the disk."""
         self._config = config
         self._stored = stored
         self._models = models
         self._lease = lease
         self._clock = clock
         self._prefixes_left = prefixes_left
-        self._asking = asyncio.Lock()
-        self._asked = self._looked = float("-inf")
+        self._patience_s = patience_s
+        self._files = Look(self._look_at_files, CACHE_AGE_S, clock, patience_s)
+        self._pages = Look(self._look_at_prefixes, QUEUE_AGE_S, clock, patience_s)
+        self._queues: dict[Placement, Look] = {}
+        self._prefix_models: tuple[str, ...] = ()  # that orchestrators have asked for last
         self._cached: tuple[CachedModel, ...] = ()
         self._disk_free = 0
         self._disk_problem = ""
@@ -68,14 +77,10 @@ class Reporter:
 
     async def report(self, prefixes_after: Mapping[str, PrefixCursor] = NO_CURSORS) -> HeartbeatResponse:
         """The state now. `prefixes_after`: models of which an orchestrator wants the prefixes, and what it has."""
-        async with self._asking:
-            if self._clock() >= self._asked + QUEUE_AGE_S:
-                await asyncio.gather(*(one.measure() for one in self._models.placed))
-                await self._look_at_prefixes(prefixes_after)
-                self._asked = self._clock()
-            if self._clock() >= self._looked + CACHE_AGE_S:
-                self._looked = self._clock()  # before: files that change during the look are a reason for another one
-                self._cached, self._disk_free, self._disk_problem = await asyncio.to_thread(self._look)
+        if prefixes_after:
+            self._prefix_models = tuple(prefixes_after)
+        self._queues = {one: self._queues.get(one) or self._queue_of(one) for one in self._models.placed}
+        await asyncio.gather(*(one.refresh() for one in (*self._queues.values(), self._pages, self._files)))
         loaded = tuple(self.loaded(one, prefixes_after.get(one.model_id)) for one in self._models.placed)
         reasons = tuple(self.reasons())
         return HeartbeatResponse(
@@ -87,7 +92,8 @@ class Reporter:
             vllm_queue_length=sum(one.vllm_queue_length for one in loaded),
             memory_free=procfs.available_memory(),
             memory_available=round(free_memory(), 4),
-            disk_free=self._disk_free,
+            disk_free=self._disk_free if not self._files_silent_s else 0,
+            files_silent_s=self._files_silent_s,
             max_models=self._config.fleet.agent.max_models,
             download_bytes_per_s=round(self._models.download_rate, 1),
             shares_pieces=self._config.fleet.agent.peers,
@@ -104,7 +110,21 @@ class Reporter:
 
     def files_changed(self) -> None:
         """Look at the files again before the next answer."""
-        self._looked = float("-inf")
+        self._files.expire()
+
+    def _queue_of(self, placement: Placement) -> Look:
+        return Look(placement.measure, QUEUE_AGE_S, self._clock, self._patience_s)
+
+    @property
+    def _files_silent_s(self) -> float:
+        return _reported(self._files)
+
+    def _silent_s(self, placement: Placement) -> float:
+        look = self._queues.get(placement)
+        return _reported(look) if look is not None and placement.state == "READY" else 0.0
+
+    async def _look_at_files(self) -> None:
+        self._cached, self._disk_free, self._disk_problem = await asyncio.to_thread(self._look)
 
     def reasons(self) -> list[str]:
         """Why the agent is degraded."""
@@ -118,14 +138,24 @@ class Reporter:
             for one in self._models.placed
             if one.is_dying and one.last_death
         ]
+        found += [
+            f"the engine of {one.model_id!r} has not answered for {silent_s:.0f} s: its queue is that of before"
+            for one in self._models.placed
+            if (silent_s := self._silent_s(one))
+        ]
+        if silent_s := self._files_silent_s:
+            found.append(
+                f"the disk of {self._models.cache.models_dir} has not answered for {silent_s:.0f} s: what is reported "
+                "of its files is that of before"
+            )
         found += [problem for problem in (self._models.disk_error, self._disk_problem) if problem]
         return found
 
-    async def _look_at_prefixes(self, models: Collection[str]) -> None:
-        """Look at what the engines of these models hold."""
+    async def _look_at_prefixes(self) -> None:
+        """Look at what the engines of models hold whose prefixes are asked for."""
         placed = {one.model_id: one for one in self._models.placed if one.state == "READY"}
         self._prefixes = {name: log for name, log in self._prefixes.items() if name in placed}
-        for name in models:
+        for name in self._prefix_models:
             one = placed.get(name)
             folder = one.engine.kv_arenas if one is not None and one.engine is not None else None
             if one is None or folder is None:
@@ -174,6 +204,7 @@ class Reporter:
             page_tokens=promises.page_tokens,
             continues_text=promises.continues_text,
             takes_conversations=promises.takes_conversations,
+            silent_s=self._silent_s(placement),
             running=placement.queue.running,
             vllm_queue_length=placement.queue.waiting,
             kv_cache_hit_rate=placement.queue.hit_rate,
@@ -261,6 +292,11 @@ class Reporter:
             if (nbytes := local_model.nbytes(one))
         ]
         return tuple(found), *probe_disk(folder, self._config.fleet.free_mb * MEGABYTE)
+
+
+def _reported(look: Look) -> float:
+    """For how long there has been no answer, s; 0.0 while that is no reason for doubt."""
+    return round(look.silent_s, 1) if look.silent_s > SILENT_S else 0.0
 
 
 def state_of(loaded: tuple[LoadedModel, ...], reasons: tuple[str, ...]) -> AgentState:

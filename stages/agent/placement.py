@@ -130,24 +130,25 @@ class Placement:
         await asyncio.wait([self._task])
         self._set("UNLOADED")
 
-    async def measure(self) -> None:
-        """Update `queue`."""
+    async def measure(self) -> bool:
+        """Update `queue`; false if the engine does not answer."""
         engine = self.engine
         if engine is not None and self._was_ready:
             try:
                 queue = await engine.queue()
             except EngineDied:
-                return  # `_run` learns of its end by itself
+                return False  # `_run` learns of its end by itself
             if engine is self.engine and self._was_ready:  # otherwise it has ended since, with its requests
                 self.queue = queue
+        return True
 
     def adapter_use(self, name: str) -> AdapterUse:
         """The requests that named an adapter, as of the engine's last metrics."""
         return self.queue.adapters.get(name, AdapterUse())
 
     async def check_adapter_idle(self, name: str) -> None:
-        """Raise `Conflict` if an adapter has requests, as of the engine's last metrics."""
-        await self.measure()
+        """Raise `Conflict` if an adapter has requests, as of the engine's last metrics, or these are not to be had."""
+        await self._measure_now()
         if has := self.adapter_use(name).running:
             raise Conflict(
                 f"{self.model_id}:{name} has {has} requests: unload it when they have ended, or without only_idle",
@@ -155,11 +156,19 @@ class Placement:
             )
 
     async def check_idle(self) -> None:
-        """Raise `Conflict` if the engine has requests, as of its last metrics."""
-        await self.measure()
+        """Raise `Conflict` if the engine has requests, as of its last metrics, or these are not to be had."""
+        await self._measure_now()
         if has := self.queue.running + self.queue.waiting:
             raise Conflict(
                 f"{self.model_id!r} has {has} requests: unload it when they have ended, or without only_idle",
+                "only_idle",
+            )
+
+    async def _measure_now(self) -> None:
+        """Update `queue`. Raises `Conflict` if the engine does not answer: it may have requests."""
+        if not await self.measure():
+            raise Conflict(
+                f"the engine of {self.model_id!r} does not answer: unload it later, or without only_idle",
                 "only_idle",
             )
 

@@ -42,7 +42,7 @@ class IdleModels:
                 if one.model_state != "READY":
                     continue
                 name = Loaded(view.agent_id, one.model_id)
-                is_busy = one.running or one.vllm_queue_length or self._under_way(*name)
+                is_busy = one.running or one.vllm_queue_length or one.silent_s or self._under_way(*name)
                 known = self._seen.get(name)
                 if known is None or is_busy or known[:2] != (one.engine_incarnation, one.requests):
                     known = _Seen(one.engine_incarnation, one.requests, now)

@@ -46,6 +46,7 @@ def missing_loads(
             if view not in have
             and view.may_start
             and view.health == "READY"
+            and not view.details.files_silent_s
             and (view.details.serves_adapters or base == model)
             # One that has another version of the model has its place, which that leaves when it is idle.
             and (view.agent_id in hosts or _has_room(view) or (base != model and _is_host(view, model)))

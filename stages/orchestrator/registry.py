@@ -150,7 +150,7 @@ class Registry(NodeManager):
         agent.details, agent.answered_at, agent.problem = details, self._clock(), ""
         agent.empty_since = min(agent.empty_since, agent.answered_at) if _has_no_sessions(details) else math.inf
         is_idle = agent.empty_since < math.inf and not any(
-            one.running or one.vllm_queue_length for one in details.loaded_models
+            one.running or one.vllm_queue_length or one.silent_s for one in details.loaded_models
         )
         agent.idle_since = min(agent.idle_since, agent.answered_at) if is_idle else math.inf
         return True

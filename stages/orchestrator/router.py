@@ -297,15 +297,16 @@ class ScoreRouter(RequestRouter):
         if request.has_context and is_ready and place.running is not None and not place.running.takes_conversations:
             return "its engine takes no conversations of /v1/responses"
         if is_ready:
-            if self._under_way[view.agent_id, base_of(request.model)] >= self._max_per_agent:
-                return f"{self._max_per_agent} requests are under way there"
-            return ""
+            is_full = self._under_way[view.agent_id, base_of(request.model)] >= self._max_per_agent
+            return f"{self._max_per_agent} requests are under way there" if is_full else ""
         if view.health != "READY":
             return "it does not answer"
         if ":" in request.model and not view.details.serves_adapters:
             return "its release loads no adapters"
         if not self._takes_place(view, request.model):
             return ""
+        if view.details.files_silent_s:
+            return f"its disk has not answered for {view.details.files_silent_s:.0f} s"
         published = self._published(request.model)
         if published is None and residence(view.details, request.model, "", 0).level == "REMOTE":
             return "it does not have the model, which is not published"
@@ -441,8 +442,7 @@ class ScoreRouter(RequestRouter):
         idle = [
             one.model_id
             for one in view.details.loaded_models
-            if one.model_state == "READY"
-            and one.model_id not in besides
+            if (one.model_state == "READY" and not one.silent_s and one.model_id not in besides)
             and not (one.running or one.vllm_queue_length or self._under_way[view.agent_id, one.model_id])
         ]
         return min(idle, key=lambda name: (self._last_uses.of(view.agent_id, name), name), default=None)

@@ -234,7 +234,14 @@ async def test_a_model_with_requests_is_not_idle() -> None:
             await placement.check_idle()
     engine.has = Queue(submitted=7)
     await placement.check_idle()
+    engine.queue = silent  # type: ignore[method-assign]
+    with pytest.raises(Conflict, match="does not answer"):  # it may have some
+        await placement.check_idle()
     await placement.stop()
+
+
+async def silent() -> Queue:
+    raise EngineDied("no answer")
 
 
 class Mortal(Busy):
