@@ -34,7 +34,10 @@ _VERSION = b"starling kv chain 1"
 
 def root_hash(model_digest: bytes, geometry: KvGeometry, salt: str) -> PageHash:
     """Return the start of a chain. `model_digest`: raw SHA-256 of the model; `salt`: separates tenants."""
-    identity = "/".join(str(field) for field in (NUMERICS, *geometry.as_meta().values())).encode()
+    meta = geometry.as_meta()
+    if "revision" in meta:  # which no other number may stand for
+        meta["revision"] = f"revision {meta['revision']}"
+    identity = "/".join(str(field) for field in (NUMERICS, *meta.values())).encode()
     hasher = hashlib.sha256()
     for part in (_VERSION, model_digest, identity, salt.encode("utf-8", "surrogatepass")):
         hasher.update(len(part).to_bytes(8, "little"))

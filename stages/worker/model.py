@@ -115,9 +115,8 @@ class Model:
         self.words = self._words(h)
 
     def load_kernels(self, kv_type: str) -> str:
-        """Load the kernels that compute it; returns what names them and `Hyper.kv_revision`. Raises `RuntimeError`."""
-        name = compiled.identity(kv_type, stored_code.extra_entries(self.hyper, self.adapters is not None))
-        return f"{name} {self.hyper.kv_revision}" if self.hyper.kv_revision else name
+        """Load the kernels that compute it; returns `kernels_of` it. Raises `RuntimeError`."""
+        return kernels_of(self.hyper, kv_type, self.adapters is not None)
 
     def _address(self, name: str) -> int:
         """Address of a tensor; 0 when the model has none of this name."""
@@ -181,6 +180,12 @@ class Model:
     def weight_bytes(self) -> int:
         """Bytes of the checkpoint that a decode step reads."""
         return self.index.decode_bytes
+
+
+def kernels_of(hyper: Hyper, kv_type: str, has_adapters: bool) -> str:
+    """Load the kernels of a model; returns what names them and `Hyper.kv_revision`. Raises `RuntimeError`."""
+    name = compiled.identity(kv_type, stored_code.extra_entries(hyper, has_adapters))
+    return f"{name} {hyper.kv_revision}" if hyper.kv_revision else name
 
 
 class Arenas(NamedTuple):

@@ -26,7 +26,7 @@ from pipeline.runtime.process import EXIT_OK
 from shm.checkpoint import Checkpoint
 from stages.worker import expected_model
 from stages.worker.expected_model import Expected
-from stages.worker.kernels import compiled, stored_code
+from stages.worker.model import kernels_of
 from stages.worker.ranks import Channel, GroupError, Rank, follow, fork_rank, pin, state
 
 log = logging.getLogger("starling.worker")
@@ -140,7 +140,7 @@ def take(checkpoint: Checkpoint | None, kv_type: str, cpus: list[int], ranks: in
         dismiss()
         return []
     index, inode = checkpoint.index_path, checkpoint.info.st_ino
-    kernels = compiled.identity(kv_type, stored_code.extra_entries(checkpoint.index.hyper, False))
+    kernels = kernels_of(checkpoint.index.hyper, kv_type, False)
     messages = [
         msgspec.msgpack.encode(Begin(number, ranks, cpus, str(index), inode, kv_type, kernels, maps_weights))
         for number in range(1, ranks)

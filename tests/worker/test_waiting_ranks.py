@@ -16,9 +16,11 @@ import pytest
 
 from pipeline import procfs
 from pipeline.runtime.process import EXIT_FATAL
+from shm.checkpoint import load_index
 from stages.worker.ranks import Channel, channel_pair, fork_rank
 from tests.e2e.server import wait_gone
 from tests.worker.conftest import Ingested, TinyGguf
+from tools.tiny_gguf import SHAPES, write_model
 
 LONG_S = 600.0  # that only a failure reaches: these processes run on what others leave of the cores
 MANY_CPUS = -1  # a number of ranks: three, on so many CPUs that the message does not fit
@@ -89,8 +91,14 @@ def ask(process: Leader, n_ranks: int) -> int:
 
 
 @pytest.mark.slow
-def test_ranks_that_waited_compute(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path) -> None:
-    with leader(ingested(tiny_gguf("small", "Q8_0")), tmp_path) as (process, pids):
+@pytest.mark.parametrize("has_revision", [False, True])
+def test_ranks_that_waited_compute(tiny_gguf: TinyGguf, ingested: Ingested, tmp_path: Path, has_revision: bool) -> None:
+    """`has_revision`: a model whose kernels have another name than older releases gave them."""
+    shape = SHAPES["gemma3"]._replace(window=300, context_length=300)
+    source = write_model(tmp_path / "m.gguf", shape, "Q8_0") if has_revision else tiny_gguf("small", "Q8_0")
+    index_path = ingested(source)
+    assert load_index(index_path).hyper.kv_revision == has_revision
+    with leader(index_path, tmp_path) as (process, pids):
         assert len(pids) == 2
         assert ask(process, 3) == 2
         assert answer(process) == "0\n", "entries were refused"
