@@ -55,6 +55,34 @@ async def test_the_blob_of_a_client_that_leaves_before_its_turn_is_removed(tmp_p
     await only.close()
 
 
+@pytest.mark.parametrize("is_slow", [True, False])
+async def test_a_blob_that_is_stored_after_its_client_has_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """As in the folder store, `put` ends although it is cancelled: by the client that leaves, or by the time limit."""
+    only = Orchestrator(tmp_path, "one", Wall())
+    has_begun, never, put = asyncio.Event(), asyncio.Event(), only.blobs.put
+
+    async def blocked(name: str, data: bytes) -> None:
+        has_begun.set()
+        try:
+            await never.wait()
+        finally:
+            await put(name, data)
+
+    monkeypatch.setattr(only.blobs, "put", blocked)
+    if is_slow:
+        monkeypatch.setattr("stages.orchestrator.responses.jobs.PUT_S", 0.01)
+    task = asyncio.ensure_future(only.background.begin(job()))
+    await has_begun.wait()
+    if not is_slow:
+        task.cancel()
+    (found,) = await asyncio.gather(task, return_exceptions=True)
+    assert type(found) is (StorageUnavailable if is_slow else asyncio.CancelledError)
+    assert not await only.blobs.scan("jobs")
+    await only.close()
+
+
 @pytest.mark.parametrize("is_applied", [True, False])
 async def test_a_blob_stays_whose_record_may_be_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_applied: bool

@@ -113,5 +113,5 @@ async def test_a_request_in_the_background(hashed: list[tuple[int, int]]) -> Non
     large = msgspec.structs.replace(job("req-1", ""), body=bytes(LARGE))
     blob = await jobs.write(large)
     assert await jobs.add(large, blob)
-    check(hashed)
+    assert not [nbytes for _, nbytes in hashed if nbytes >= LARGE]  # the blob's name is random
     assert await jobs.find("req-1", "a") == large

@@ -129,8 +129,11 @@ class Jobs:
         try:
             async with asyncio.timeout(PUT_S):
                 await self._blobs.put(blob, data)
-        except TimeoutError:
-            raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
+        except (TimeoutError, asyncio.CancelledError) as error:
+            await self.discard(blob)  # `put` may have stored it all the same
+            if isinstance(error, TimeoutError):
+                raise StorageUnavailable(f"the request was not stored within {PUT_S:g} s", "background") from None
+            raise
         return blob
 
     async def add(self, job: Job, blob: str, check: Callable[[list[Opened]], None] = lambda opened: None) -> bool:
