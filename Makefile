@@ -105,7 +105,7 @@ test-alone: $(VENV)/.locked-dev
 # The second run's CPU has no AVX-512, whatever this machine has; /proc/cpuinfo, which the choice of kernels reads, is
 # the machine's in both. The first run compiles the kernels, which takes too long in the emulator. The third is of the
 # kernels of AVX-VNNI, with dot products that are emulated by other instructions.
-test-emulated: $(VENV)/.locked-dev ## every format's kernels on emulated CPUs, without AVX-512 (qemu-user) and with AVX-VNNI; minutes
+test-emulated: $(VENV)/.locked-dev ## every format's kernels on emulated CPUs of fewer and of other instructions; minutes
 	@command -v qemu-x86_64 >/dev/null || { echo 'qemu-x86_64 is missing: install the package qemu-user' >&2; exit 1; }
 	@for run in "STARLING_ISA=portable" "STARLING_ISA=portable qemu-x86_64 -cpu Haswell" "STARLING_ISA=dots"; do \
 	  env $$run $(BIN)/python -m pytest -q --timeout 3000 tests/worker/test_kernels_exact.py -k every_format $(ARGS) || exit; done
