@@ -14,6 +14,7 @@
     ├── RateLimited              RATE_LIMITED           429  a quota is used up for now (QUOTA_EXHAUSTED: for good)
     ├── Overloaded               OVERLOADED             429  a queue is full
     ├── ModelUnavailable         MODEL_UNAVAILABLE      503  loading, draining, or its workers are down
+    │   └── NotOnThisHost        MODEL_UNAVAILABLE      503  this host's memory or configuration does not allow it
     ├── StorageUnavailable       STORAGE_UNAVAILABLE    503  a disk, a database or a blob store fails; a retry may help
     │   └── DiskFailed           STORAGE_UNAVAILABLE    503  a disk of this machine cannot be written
     ├── ResourceError            INSUFFICIENT_RESOURCES 507  it can never fit (memory, disk, pages)
@@ -220,6 +221,10 @@ class ModelUnavailable(_Kind):
     """The model is loading or draining, or its workers are down."""
 
     CODE = "MODEL_UNAVAILABLE"
+
+
+class NotOnThisHost(ModelUnavailable):
+    """The host does not get it before an operator changes something; another host may."""
 
 
 class StorageUnavailable(_Kind):

@@ -24,13 +24,14 @@ from pipeline.catalog import pulled_adapters
 from pipeline.catalog.adapter_entry import AdapterEntry, check_adapter_names, checked
 from pipeline.config.rules import MAX_ADAPTERS
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, ModelUnavailable, ResourceError, StarlingError
+from pipeline.errors import Conflict, InvalidRequest, ModelNotFound, NotOnThisHost, ResourceError, StarlingError
 from pipeline.fleet.bodies import LoadModelRequest
 from pipeline.threads import uninterrupted
 from stages.agent.downloads.adapter import AdapterSource, bring_adapter
 from stages.agent.downloads.model import Context
 from stages.agent.downloads.signed_store import SignedModels
 from stages.agent.engines.interface import AdapterFile, no_adapters
+from stages.agent.load_terms import REQUESTED, LoadTerms
 from stages.agent.placement import Placement
 
 log = logging.getLogger("starling.agent")
@@ -39,14 +40,15 @@ PARAM = "adapters"  # of a refusal that ends when another adapter of the model l
 
 SETTLE_S = 2.0  # after its load an adapter stays for so long, unless it is unloaded without `only_idle`
 
-Place = Callable[[LoadModelRequest, AdapterFile], Awaitable[Placement]]
+Place = Callable[[LoadModelRequest, AdapterFile, LoadTerms], Awaitable[Placement]]
 
 
 class AdapterLoad:
     """An adapter that is loaded, or loading. `task` raises the `StarlingError` for which it failed."""
 
-    def __init__(self, entry: AdapterEntry) -> None:
+    def __init__(self, entry: AdapterEntry, terms: LoadTerms) -> None:
         self.entry = entry
+        self.terms = terms
         self.file: AdapterFile | None = None
         self.placement: Placement | None = None  # of its model
         self.ready_at = -math.inf  # s of the clock
@@ -80,7 +82,7 @@ class Adapters:
         pinned: Callable[[], Collection[str]],
         *,
         reads_blobs: bool = True,
-        make_memory: Callable[[str, int], Awaitable[object]] | None = None,
+        make_memory: Callable[[str, int, LoadTerms], Awaitable[object]] | None = None,
     ) -> None:
         """place: loads a model with an adapter, or returns its placement.  settings: of a model.
 
@@ -114,17 +116,14 @@ class Adapters:
         """Of their files."""
         return {one.entry.digest for one in self._loads.values() if not one.has_ended}
 
-    async def load(self, request: LoadModelRequest, is_wanted: Callable[[], bool] = lambda: True) -> AdapterLoad:
-        """The load of an adapter, begun unless it is loaded. Raises `StarlingError` with the reason of a refusal.
-
-        `is_wanted`: false if it has been unloaded since it was asked for.
-        """
+    async def load(self, request: LoadModelRequest, terms: LoadTerms = REQUESTED) -> AdapterLoad:
+        """The load of an adapter, begun unless it is loaded. Raises `StarlingError` with the reason of a refusal."""
         name, base = request.model_id, base_of(request.model_id)
         if reason := check_adapter_names(name):
             raise InvalidRequest(f"model_id = {name[:200]!r}: {reason}", "model_id")
         if engine := self._engine_of(base):
             raise no_adapters(engine)
-        if known := await self._settled(request):
+        if known := await self._settled(request, terms):
             return known
         entry = await self._entry_of(request)
         for asked, found, of in (
@@ -137,12 +136,11 @@ class Adapters:
                     f"published one",
                     "digest",
                 )
-        if known := await self._settled(request):  # since the question
+        if known := await self._settled(request, terms):  # since the question
             return known
-        if not is_wanted():
-            raise ModelUnavailable(f"{name!r} was unloaded meanwhile", "model_id")
+        terms.check(name)
         self._check_bounds(entry)
-        load = self._loads[name] = AdapterLoad(entry)
+        load = self._loads[name] = AdapterLoad(entry, terms)
         load.task = asyncio.get_running_loop().create_task(self._run(load, request))
         load.task.add_done_callback(partial(self._ended, load))
         return load
@@ -230,13 +228,13 @@ class Adapters:
     def _timeout_s(self) -> float:
         return float(self._config.fleet.agent.start_timeout_s)
 
-    async def _settled(self, request: LoadModelRequest) -> AdapterLoad | None:
+    async def _settled(self, request: LoadModelRequest, terms: LoadTerms) -> AdapterLoad | None:
         """As `_known`, after the end of an unload: a load that is being unloaded must not begin again."""
         while unloading := self._unloads.get(request.model_id):
             await asyncio.wait([unloading])
-        return self._known(request)
+        return self._known(request, terms)
 
-    def _known(self, request: LoadModelRequest) -> AdapterLoad | None:
+    def _known(self, request: LoadModelRequest, terms: LoadTerms) -> AdapterLoad | None:
         """The load that runs already. Raises `Conflict` if it has another digest."""
         known = self._loads.get(request.model_id)
         if known is None or known.has_ended:
@@ -247,6 +245,8 @@ class Adapters:
                 f"{request.adapter_digest[:16]}...: unload it first",
                 "adapter_digest",
             )
+        if terms is REQUESTED or known.task.done():
+            known.terms = terms  # a restoration does not change those of a request that waits
         if known.task.done() and not known.is_ready:
             # Its engine starts again, with the adapter or because of its file, which is looked at again.
             known.task = asyncio.get_running_loop().create_task(self._run(known, request))
@@ -271,7 +271,7 @@ class Adapters:
         entry = await asyncio.to_thread(pulled_adapters.read, self._models_dir, name)
         if entry is not None:
             return entry
-        raise failure or ModelUnavailable(
+        raise failure or NotOnThisHost(
             f"{name!r} is not on this host, which uses no credentials (fleet.agent.signed_urls), and the request to "
             "load it has no signed URL: let orchestrators of this release, which can read the bucket, ask for it",
             "model_id",
@@ -288,7 +288,7 @@ class Adapters:
                 "model_id",
             )
         if entry.rank > settings.max_adapter_rank:
-            raise ModelUnavailable(
+            raise NotOnThisHost(
                 f"{entry.name!r} has rank {entry.rank}, and models.max_adapter_rank of this host allows "
                 f"{settings.max_adapter_rank}: raise that",
                 "model_id",
@@ -301,7 +301,7 @@ class Adapters:
         )
         most, count = settings.adapters_mb << 20, len(self._of(entry.base)) - (entry.name in self._of(entry.base))
         if entry.bytes > most:
-            raise ModelUnavailable(
+            raise NotOnThisHost(
                 f"{entry.name!r} has {entry.bytes:,} bytes, and models.adapters_mb of this host allows {most:,}: raise "
                 "that",
                 "model_id",
@@ -330,9 +330,9 @@ class Adapters:
         path = await bring_adapter(self._context, entry, sources, lambda: {*self._pinned(), *self.digests})
         load.file = AdapterFile(adapter_of(entry.name), entry.digest, path, entry.bytes)
         of_model = LoadModelRequest(model_id=entry.base, digest=entry.base_digest, signed=request.signed)
-        load.placement = await self._place(of_model, load.file)
+        load.placement = await self._place(of_model, load.file, load.terms)
         if self._make_memory is not None and load.placement.adapters.get(load.file.name) != load.file:
-            await self._make_memory(entry.name, entry.bytes)
+            await self._make_memory(entry.name, entry.bytes, load.terms)
         try:
             await load.placement.add_adapter(load.file, self._timeout_s)
         except ResourceError as error:

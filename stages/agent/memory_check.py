@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeline import cgroup, procfs
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ModelUnavailable, ResourceError
+from pipeline.errors import NotOnThisHost, ResourceError
 from pipeline.models import worker_groups
 from pipeline.models.capacity import adapters_need
 from stages.agent.engines.interface import AdapterFile
@@ -37,7 +37,7 @@ def _least(host: int, group: int | None) -> _Memory:
 def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: Iterable[AdapterFile] = ()) -> None:
     """Raise unless there is memory for a model that is started with these published adapters.
 
-    `model`: its settings, whose adapters count as well.  `ResourceError`: another model may leave; `ModelUnavailable`:
+    `model`: its settings, whose adapters count as well.  `ResourceError`: another model may leave; `NotOnThisHost`:
     the host is too small.
     """
     available, owner = _available()
@@ -57,7 +57,7 @@ def check_memory(config: Config, entry: Source, model: ModelConfig, adapters: It
     parts = f"{arenas:,} of KV pages" + (f", {added:,} of adapters" if added else "")
     total, whole = _least(procfs.total_memory(), cgroup.read().memory)
     if needed > total:
-        raise ModelUnavailable(
+        raise NotOnThisHost(
             f"{entry.name!r} needs {needed:,} bytes of memory ({parts}), and {whole} has {total:,} in all: lower "
             "kv_cache_mb" + (", or use smaller adapters" if added else ""),
             "model_id",

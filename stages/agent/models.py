@@ -30,6 +30,7 @@ from pipeline.errors import (
     InvalidRequest,
     ModelNotFound,
     ModelUnavailable,
+    NotOnThisHost,
     ResourceError,
     StarlingError,
 )
@@ -50,9 +51,10 @@ from stages.agent.engines.http_session import HttpSession
 from stages.agent.engines.interface import AdapterFile, Engine
 from stages.agent.engines.local_model import LocalModel
 from stages.agent.engines.starling_engine import StarlingEngine, make_kernel_build, make_standby
+from stages.agent.load_terms import REQUESTED, LoadTerms
 from stages.agent.memory_check import MEGABYTE, check_adapter_memory, check_memory
 from stages.agent.placement import Placement, Source
-from stages.agent.restoration import MAX_MODELS, IsWanted, Restoration, check_wanted
+from stages.agent.restoration import MAX_MODELS, Restoration
 from stages.agent.state_file import StateFile, Stored
 
 log = logging.getLogger("starling.agent")
@@ -109,7 +111,7 @@ class Models:
             self._context,
             stores,
             signed,
-            lambda request, adapter: self._place(request, (adapter,)),
+            lambda request, adapter, terms: self._place(request, (adapter,), terms),
             self.settings,
             lambda name: self.other_engines[name].engine if name in self.other_engines else "",
             lambda: self.pinned,
@@ -120,8 +122,8 @@ class Models:
         self._placed: OrderedDict[str, Placement] = OrderedDict()
         self._restoration = Restoration(
             stored.models,
-            lambda name, is_wanted: self._place(LoadModelRequest(model_id=name), is_wanted=is_wanted),
-            lambda name, is_wanted: self.adapters.load(LoadModelRequest(model_id=name), is_wanted),
+            lambda name, terms: self._place(LoadModelRequest(model_id=name), terms=terms),
+            lambda name, terms: self.adapters.load(LoadModelRequest(model_id=name), terms),
             self._file.changed,
         )
         self._changing = asyncio.Lock()
@@ -166,12 +168,11 @@ class Models:
         self,
         request: LoadModelRequest,
         adapters: tuple[AdapterFile, ...] = (),
-        is_wanted: IsWanted = lambda: True,
+        terms: LoadTerms = REQUESTED,
     ) -> Placement:
         """The same, not stored yet; engines of a new placement start with these adapters.
 
         A caller that is cancelled has not placed it: the adapter for which it was placed would stay without it.
-        `is_wanted`: false if the model has been unloaded since it was asked for.
         """
         name = request.model_id
         if reason := check_name(name):
@@ -195,7 +196,7 @@ class Models:
         async with self._changing:
             if known := self._known(request):  # since the question
                 return known
-            check_wanted(name, is_wanted)
+            terms.check(name)
             running = [one for one in self.placed if one.state != "FAILED"]
             if len(running) >= self._config.fleet.agent.max_models:
                 raise ResourceError(
@@ -203,7 +204,7 @@ class Models:
                     f"{', '.join(sorted(one.model_id for one in running))}",
                     MAX_MODELS,
                 )
-            await self.make_memory(entry, adapters)
+            await self.make_memory(entry, adapters, terms)
             if signed is not None and self._signed is not None:
                 self._signed.begin(signed)
             placement = Placement(
@@ -273,6 +274,7 @@ class Models:
                     self._signed.end(name)
                 del self._placed[name]
                 self._file.changed()
+                self._restoration.room_was_made()
             self._restoration.unloaded(name)
             await self._file.finish()
             if not drop_cached or name in self.other_engines:  # whose files are not the agent's
@@ -397,7 +399,8 @@ class Models:
                 log.warning("the blob store does not answer: a model is loaded from the cache", extra={"model": name})
             return record.entry
         if not self._reads_blobs:
-            raise ModelUnavailable(
+            kind = NotOnThisHost if failure is None or isinstance(failure, ModelNotFound) else ModelUnavailable
+            raise kind(
                 f"{name!r} is not on this host, which uses no credentials (fleet.agent.signed_urls), and the "
                 "request to load it has no signed URLs: let orchestrators of this release, which can read the bucket, "
                 "ask for it" + (f" ({failure.message})" if failure is not None else ""),
@@ -406,27 +409,29 @@ class Models:
         assert failure is not None
         raise failure
 
-    async def make_memory(self, entry: Source, adapters: tuple[AdapterFile, ...] = ()) -> None:
+    async def make_memory(
+        self, entry: Source, adapters: tuple[AdapterFile, ...] = (), terms: LoadTerms = REQUESTED
+    ) -> None:
         """Raise `ResourceError` unless the machine has memory for the model, without standby engines if need be.
 
         `adapters`: with which it is started, besides those of its settings.
         """
         await self._with_memory(
-            entry.name, partial(check_memory, self._config, entry, self.settings(entry.name), adapters)
+            entry.name, partial(check_memory, self._config, entry, self.settings(entry.name), adapters), terms
         )
 
-    async def _make_adapter_memory(self, name: str, nbytes: int) -> None:
+    async def _make_adapter_memory(self, name: str, nbytes: int, terms: LoadTerms) -> None:
         """Raise `ResourceError` unless the machine has memory for an adapter of an engine that runs."""
         await self._with_memory(
-            name, partial(check_adapter_memory, self._config, self.settings(base_of(name)), name, nbytes)
+            name, partial(check_adapter_memory, self._config, self.settings(base_of(name)), name, nbytes), terms
         )
 
-    async def _with_memory(self, name: str, check: Callable[[], None]) -> None:
+    async def _with_memory(self, name: str, check: Callable[[], None], terms: LoadTerms) -> None:
         try:
             check()
         except ResourceError:
             pause_s = self._config.fleet.agent.start_timeout_s  # until its engine has the memory
-            if not await self.standby.give_up(f"{name} needs the memory", pause_s):
+            if not terms.takes_standby or not await self.standby.give_up(f"{name} needs the memory", pause_s):
                 raise
             check()
 

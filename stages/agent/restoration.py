@@ -3,6 +3,10 @@
 A successor may be killed while it does so, as by the kernel for want of memory, and a blob store may not answer yet.
 So a name stays in agent.json until its model is placed, refused for good, or unloaded; `Models` (models.py) reports
 these.  What is refused for now is asked for again, after pauses that grow up to a bound.
+
+A model that lacks memory or disk waits for processes of the last run and for other programs, and must not take what is
+freed for another model.  So it is refused for good `ROOM_S` after the start, or as soon as a model is unloaded.
+Standby engines are ended for it once, not at each attempt.
 """
 
 from __future__ import annotations
@@ -10,20 +14,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import random
+import time
 from collections.abc import Awaitable, Callable, Collection
 
 from pipeline.api.adapter_names import base_of
 from pipeline.blobs.retry import Sleep, delay_s
-from pipeline.errors import ModelUnavailable, ResourceError, StarlingError, StorageUnavailable
+from pipeline.errors import ModelUnavailable, NotOnThisHost, ResourceError, StarlingError, StorageUnavailable
 from stages.agent.adapters import PARAM as ADAPTERS
 from stages.agent.adapters import AdapterLoad
+from stages.agent.load_terms import LoadTerms
 
 log = logging.getLogger("starling.agent")
 
 MAX_MODELS = "fleet.agent.max_models"  # of a refusal: other models have all places
 
-IsWanted = Callable[[], bool]  # false if the model was unloaded since it was asked for
+# From the start of the agent, in which models wait for memory or disk. Processes that were killed free theirs within
+# seconds, also those with hundreds of gigabytes. What is freed later was usually freed for another model.
+ROOM_S = 120.0
 
 
 class Restoration:
@@ -32,11 +41,12 @@ class Restoration:
     def __init__(
         self,
         names: Collection[str],
-        place: Callable[[str, IsWanted], Awaitable[object]],
-        load_adapter: Callable[[str, IsWanted], Awaitable[AdapterLoad]],
+        place: Callable[[str, LoadTerms], Awaitable[object]],
+        load_adapter: Callable[[str, LoadTerms], Awaitable[AdapterLoad]],
         changed: Callable[[], object],
         sleep: Sleep = asyncio.sleep,
         jitter: Callable[[], float] = random.random,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """names: of models and adapters.  place, load_adapter: raise `StarlingError`.  changed: `names` has changed."""
         self._names = dict.fromkeys(names)  # in their order
@@ -45,6 +55,9 @@ class Restoration:
         self._changed = changed
         self._sleep = sleep
         self._jitter = jitter
+        self._clock = clock
+        self._short: dict[str, str] = {}  # names that lacked memory or disk, and the message
+        self._room_until = 0.0  # s of the clock; set by `run`
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -63,8 +76,15 @@ class Restoration:
         if found:
             self._changed()
 
+    def room_was_made(self) -> None:
+        """A model was unloaded: what it leaves is not for those that have lacked it."""
+        for name, message in self._short.items():
+            if name in self._names:
+                self._refuse(name, message)
+
     async def run(self) -> None:
         """Ask for all of them, in their order, and again for those that are refused for now."""
+        self._room_until = self._clock() + ROOM_S
         turn = asyncio.Lock()  # those who wait for it get it in the order in which they came
         await asyncio.gather(*(self._restore(name, turn) for name in self.names))
 
@@ -79,16 +99,19 @@ class Restoration:
                 return
             except StarlingError as error:
                 if name not in self._names:
+                    self._changed()  # an adapter was stored until its load had ended
                     return
-                extra = {"model": name, "reason": error.message}
-                if not is_for_now(error):
-                    log.error("a model of the last run is not loaded", extra=extra)
-                    self._names.pop(name)
-                    self._changed()
+                left_s = math.inf
+                if isinstance(error, ResourceError):
+                    self._short[name] = error.message
+                    left_s = self._room_until - self._clock()
+                if left_s <= 0 or not is_for_now(error):
+                    self._refuse(name, error.message)
                     return
                 if refusals == 1:
+                    extra = {"model": name, "reason": error.message}
                     log.warning("a model of the last run is not loaded yet", extra=extra)
-                await self._sleep(delay_s(refusals, error.retry_after_s, self._jitter()))
+                await self._sleep(min(left_s, delay_s(refusals, error.retry_after_s, self._jitter())))
 
     async def _begin(self, name: str) -> AdapterLoad | None:
         """Place a model, or begin the load of an adapter. Raises `StarlingError`."""
@@ -97,10 +120,17 @@ class Restoration:
             return name in self._names
 
         if is_wanted():
+            terms = LoadTerms(is_wanted, takes_standby=name not in self._short)
             if ":" in name:
-                return await self._load_adapter(name, is_wanted)
-            await self._place(name, is_wanted)
+                return await self._load_adapter(name, terms)
+            await self._place(name, terms)
         return None
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """For good: no successor asks for it."""
+        log.error("a model of the last run is not loaded", extra={"model": name, "reason": reason})
+        del self._names[name]
+        self._changed()
 
 
 async def _finished(load: AdapterLoad) -> None:
@@ -111,12 +141,6 @@ async def _finished(load: AdapterLoad) -> None:
         task.result()
 
 
-def check_wanted(name: str, is_wanted: IsWanted) -> None:
-    """Raise `ModelUnavailable` if a model was unloaded since it was asked for."""
-    if not is_wanted():
-        raise ModelUnavailable(f"{name!r} was unloaded meanwhile", "model_id")
-
-
 def is_for_now(error: StarlingError) -> bool:
     """Whether a model that is refused may be placed later, though no operator changes anything.
 
@@ -124,4 +148,4 @@ def is_for_now(error: StarlingError) -> bool:
     """
     if isinstance(error, ResourceError):
         return error.param not in (MAX_MODELS, ADAPTERS)
-    return isinstance(error, (StorageUnavailable, ModelUnavailable))
+    return isinstance(error, (StorageUnavailable, ModelUnavailable)) and not isinstance(error, NotOnThisHost)

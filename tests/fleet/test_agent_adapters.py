@@ -135,7 +135,7 @@ class Bench:
             lambda: {ENTRY.digest},
         )
 
-    async def _place(self, request: LoadModelRequest, adapter: AdapterFile) -> Placement:
+    async def _place(self, request: LoadModelRequest, adapter: AdapterFile, terms: object) -> Placement:
         async def bring(placement: Placement) -> None:
             return
 

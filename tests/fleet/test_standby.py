@@ -224,6 +224,21 @@ async def test_a_program_that_cannot_be_run_is_not_tried_without_end(tmp_path: P
     await pool.stop()
 
 
+async def test_a_model_that_does_not_fit_without_them_either_does_not_put_them_off(tmp_path: Path) -> None:
+    host, now = Host(), [0.0]
+    host.free = 0.0
+    async with standby(1, tmp_path, host, clock=lambda: now[0]) as pool:
+        assert not await pool.give_up("m needs the memory", 600.0)
+        host.free = 1.0
+        await until(lambda: pool.waiting == 1)
+        pool.begin_start()
+        assert await pool.give_up("m needs the memory", 600.0)
+        pool.end_start(was_standby=False, is_ready=True)
+        assert not await pool.give_up("n needs the memory", 600.0)
+        now[0] = 600.0
+        await until(lambda: pool.waiting == 1)
+
+
 async def test_they_end_when_a_model_would_not_fit_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     none: Any = None
     stored = Stored(agent_id="a", incarnation="b")

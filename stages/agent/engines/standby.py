@@ -140,10 +140,14 @@ class Standby:
     # ------------------------------------------------------------------ their number
 
     async def give_up(self, reason: str, pause_s: float = 0.0) -> bool:
-        """End all; whether there were any. They are started again when there is memory, but not for `pause_s`."""
+        """End all; whether there were any. They are started again when there is memory, but not for `pause_s`.
+
+        Without any, their memory is of no use to the caller: there is no pause.
+        """
         self._given_up += 1
-        self._not_before = max(self._not_before, self._clock() + pause_s)
         engines, self._engines = self._engines, []
+        if engines:
+            self._not_before = max(self._not_before, self._clock() + pause_s)
         await asyncio.gather(*(one.child.stop(0.0) for one in engines))
         if engines:
             log.info("standby engines are ended", extra={"reason": reason, "engines": len(engines)})
