@@ -182,9 +182,11 @@ class StepCompletion:
         first = sequence.outputs
         tokens: list[int] = []
         finish = ""
+        is_finite = True
         for i in range(entry.samples):
             token = sampled[base + i]
             if token < 0:
+                is_finite = token == NO_MASK
                 break
             tokens.append(token)
             if token in stop_ids:
@@ -218,7 +220,7 @@ class StepCompletion:
             self._outbox.add_tokens(sequence, first, tuple(tokens), logprobs)
         if sequence.constraint is not None:
             self._constraints.advance(sequence)
-        if n < entry.samples and sampled[base + n] < 0 and sampled[base + n] != NO_MASK:
+        if not is_finite:
             self._table.fail(sequence, "INFERENCE", "the model computed logits that are not finite")
 
     def _leave_void(self, entry: StepEntry[SequenceState]) -> None:
