@@ -83,9 +83,8 @@ class ConstrainedWorld(World):
     def start_masks(self) -> None:
         """A new mask process: it has lost everything, and all frames to and from the old one."""
         self.writer = MaskWriter(at_once, 4, 4)
-        self.writer.set_vocabulary("m", vocabulary())
+        self.writer.set_vocabulary("m", vocabulary(), tokenizer())
         self.writer.set_rows("m", self.steps)
-        self.writer._tokenizers["m"] = tokenizer()
         self.to_masks.clear()
         self.from_masks.clear()
         self.constraints.replay(self.now)

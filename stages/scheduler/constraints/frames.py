@@ -96,6 +96,12 @@ class Close(Frame, tag="x"):
     sequence: str
 
 
+class Forget(Frame, tag="f"):
+    """The version is unloaded: its sequences have ended, and no frame about it follows."""
+
+    version: str
+
+
 class VocabularyFile(msgspec.Struct, array_like=True):
     """Content of a vocabulary's file; fields as in `messages.ModelVocabulary`."""
 
@@ -105,7 +111,7 @@ class VocabularyFile(msgspec.Struct, array_like=True):
     eos_ids: tuple[int, ...]
 
 
-ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close
+ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close | Forget
 FromHelper = Begun | Vetted | Kept | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -52,6 +52,9 @@ def serve_vet(fd: int) -> None:
                 with contextlib.suppress(FileNotFoundError):  # the version has been unloaded meanwhile
                     vocabularies[frame.version] = read_vocabulary(frame.path)
                 tokenizers.pop(frame.version, None)
+            elif isinstance(frame, f.Forget):
+                vocabularies.pop(frame.version, None)
+                tokenizers.pop(frame.version, None)
             elif isinstance(frame, f.Vet):
                 known = vocabularies.get(frame.version)
                 if known is None:

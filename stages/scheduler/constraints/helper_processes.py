@@ -83,12 +83,18 @@ class ConstraintHelpers:
             self._trial.send(f.packets([known]))
 
     def forget(self, version: str) -> None:
-        """The version is unloaded: its file is removed."""
+        """The version is unloaded: its file is removed, and the helpers drop its step arena, sequences and grammars.
+
+        Call when its engine is gone: frames that the engine has not sent, such as `Close`, need not be sent any more.
+        """
         self.vetting.forget(version)
         self._unstored.pop(version, None)
         known = self._vocabularies.pop(version, None)
         if known is not None:
             Path(known.path).unlink(missing_ok=True)
+        for helper in (self._masks, self._trial):
+            if helper.pid:  # a new one gets the loaded versions only
+                helper.send(f.packets([f.Forget(version)]))
 
     def send(self) -> None:
         """Send what the engines have for the helpers. Call at the end of each round."""

@@ -36,6 +36,26 @@ class _OtherSequenceError(Exception):
     """The row belongs to another sequence: the one that the mask is for was preempted, and asks again later."""
 
 
+class _Vocabulary:
+    """The tokens of a version, and the tokenizer, which the first compilation makes."""
+
+    __slots__ = ("file", "tokenizer")
+
+    def __init__(self, file: f.VocabularyFile, tokenizer: Any) -> None:
+        self.file, self.tokenizer = file, tokenizer
+
+
+class _Version:
+    """What is known of a model version, until it is unloaded."""
+
+    __slots__ = ("arena", "steps", "vocabulary")
+
+    def __init__(self) -> None:
+        self.vocabulary: _Vocabulary | None = None
+        self.arena: Arena | None = None  # that `steps` are in, and that is unmapped with their last view
+        self.steps: Steps | None = None
+
+
 class _Sequence:
     """One open sequence."""
 
@@ -87,10 +107,7 @@ class MaskWriter:
         self._max_grammars, self._max_tenant_grammars = max_grammars, max_tenant_grammars
         self._max_bytes, self._used_bytes = max_bytes, used_bytes
         self._floor = used_bytes() if max_bytes else 0  # least that was used since automata were dropped
-        self._vocabularies: dict[str, f.VocabularyFile] = {}  # by version
-        self._tokenizers: dict[str, Any] = {}
-        self._arenas: dict[str, Arena] = {}
-        self._rows: dict[str, Steps] = {}
+        self._versions: dict[str, _Version] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._grammars: OrderedDict[GrammarKey, _Grammar] = OrderedDict()  # by last use
 
@@ -111,18 +128,27 @@ class MaskWriter:
         elif isinstance(frame, f.Rows):
             with contextlib.suppress(FileNotFoundError, ArenaError):  # unloaded, or replaced: that has its own frame
                 arena, steps, _ = attach_steps(Path(frame.path))
-                self._arenas[frame.version] = arena  # one that it replaces is unmapped with its last view
-                self.set_rows(frame.version, steps)
+                self.set_rows(frame.version, steps, arena)
+        elif isinstance(frame, f.Forget):
+            self._forget(frame.version)
 
-    def set_rows(self, version: str, steps: Steps) -> None:
+    def set_rows(self, version: str, steps: Steps, arena: Arena | None = None) -> None:
         """Masks of that version are written here from now on."""
-        self._rows[version] = steps
+        known = self._versions.setdefault(version, _Version())
+        known.steps, known.arena = steps, arena
         self.compiled()
 
-    def set_vocabulary(self, version: str, file: f.VocabularyFile) -> None:
-        """What the version's token ids mean."""
-        self._vocabularies[version] = file
-        self._tokenizers.pop(version, None)
+    def set_vocabulary(self, version: str, file: f.VocabularyFile, tokenizer: Any = None) -> None:
+        """What the version's token ids mean. `tokenizer`: if it is made already."""
+        self._versions.setdefault(version, _Version()).vocabulary = _Vocabulary(file, tokenizer)
+
+    def _forget(self, version: str) -> None:
+        """Drop what there is of the version: its tokens, step arena, sequences and grammars."""
+        self._versions.pop(version, None)
+        for name in [name for name, one in self._sequences.items() if one.key[0] == version]:
+            self._close(name)
+        for key in [key for key in self._grammars if key[0] == version]:
+            del self._grammars[key]
 
     def compiled(self) -> None:
         """Some grammar is compiled: write the masks that wait for it."""
@@ -142,14 +168,6 @@ class MaskWriter:
         known.users += 1
         self._grammars.move_to_end(key)
         self._sequences[frame.sequence] = _Sequence(key)
-
-    def _compile(self, version: str, constraint: Constraint, mask_words: int) -> Any:
-        """On the compiling thread, which is the only one: it makes the tokenizer, too."""
-        tokenizer = self._tokenizers.get(version)
-        if tokenizer is None:
-            tokenizer = grammar.make_tokenizer(self._vocabularies[version], 32 * mask_words)
-            self._tokenizers[version] = tokenizer
-        return grammar.new_matcher(tokenizer, constraint)
 
     def _close(self, name: str) -> None:
         sequence = self._sequences.pop(name, None)
@@ -195,9 +213,9 @@ class MaskWriter:
     def _advance(self, name: str, sequence: _Sequence) -> None:
         """Write the mask that the sequence waits for, as soon as its grammar is compiled."""
         frame, known = sequence.pending, self._grammars[sequence.key]
-        version = sequence.key[0]
-        steps = self._rows.get(version)
-        if frame is None or steps is None:
+        version = self._versions.get(sequence.key[0])
+        steps = version.steps if version is not None else None
+        if frame is None or version is None or steps is None:
             return
         if sequence.recompiled is None and known.compiled is None:
             known.compiled = self._start_compiling(version, known, steps)
@@ -239,9 +257,9 @@ class MaskWriter:
         is_first, sequence.failed = sequence.failed is None, failed
         return is_first
 
-    def _start_compiling(self, version: str, known: _Grammar, steps: Steps) -> Future[Any]:
-        words = steps.masks.shape[2]
-        return self._compile_later(lambda: self._compile(version, known.constraint, words))
+    def _start_compiling(self, version: _Version, known: _Grammar, steps: Steps) -> Future[Any]:
+        vocabulary, n_tokens = version.vocabulary, 32 * steps.masks.shape[2]
+        return self._compile_later(lambda: _compile(vocabulary, known.constraint, n_tokens))
 
     def _fail(self, name: str, error: Exception, code: str) -> None:
         self.answers.append(f.Failed(name, grammar.first_line(str(error)), code))
@@ -280,6 +298,15 @@ class MaskWriter:
         if matcher.is_error() or (tried and not matcher.rollback(tried)):
             sequence.forget_matcher()
         self.answers.append(f.Kept(frame.sequence, frame.epoch, kept))
+
+
+def _compile(vocabulary: _Vocabulary | None, constraint: Constraint, n_tokens: int) -> Any:
+    """On the compiling thread, which is the only one: it makes the tokenizer, too."""
+    if vocabulary is None:
+        raise RuntimeError("the vocabulary of the model is not there")
+    if vocabulary.tokenizer is None:
+        vocabulary.tokenizer = grammar.make_tokenizer(vocabulary.file, n_tokens)
+    return grammar.new_matcher(vocabulary.tokenizer, constraint)
 
 
 def write_mask(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> None:
