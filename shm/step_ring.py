@@ -141,7 +141,8 @@ class Steps(NamedTuple):
     bias        (max_rows, MAX_BIAS) f32
     tables      (max_rows, max_pages) i32  page numbers
     tokens      (max_rows, max_tokens + 1) i32
-    mask_ready  (max_rows, MASK_SLOTS) i64             tag of the mask beside it, 0: being written
+    mask_ready  (max_rows, MASK_SLOTS) i64             tag of the mask beside it, 0: none, < 0: being
+                computed (`begun_tag`)
     masks       (max_rows, MASK_SLOTS, mask_words) u32 bit t % 32 of word t // 32: token t may be sampled
     pool_states (SLOTS, MAX_POOLED) i32    outcome of a pooled entry: the positions pooled, -1 where a value was not
                 finite or beyond MAX_HIDDEN, -2 for a refused entry
@@ -205,6 +206,11 @@ def mask_words(vocab_size: int) -> int:
 def mask_tag(epoch: int, known: int) -> int:
     """The tag of the mask for the token after `known` tokens. An epoch names one continuation of a row's tokens."""
     return (epoch << 32) | known
+
+
+def begun_tag(serial: int) -> int:
+    """Instead of a tag while the mask is computed, for the sequence with that serial number (0: any): negative."""
+    return -(serial or 1)
 
 
 def pack_order(names: tuple[str, ...]) -> int:

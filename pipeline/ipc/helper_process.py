@@ -6,6 +6,7 @@ What the helper does not read at once waits here until the next `flush`.  What i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -139,6 +140,13 @@ class HelperProcess:
 
     def _died(self) -> None:
         log.warning("a helper process has ended", extra=self._facts())
+        channel = self._channel
+        # What it sent last. Reading fails once, before that, if the process left packets unread.
+        with contextlib.suppress(OSError):
+            while channel is not None and (packet := channel.recv(RECEIVE_BYTES)):
+                self._callbacks.on_packet(packet)
+                if self._channel is not channel:
+                    return
         self.kill()
         self._callbacks.on_died()
 

@@ -23,7 +23,7 @@ ROWS = 4
 TEXT = list(random.Random(1).choices(b"ab", k=300))
 
 
-def at_once(function: Callable[[], Any]) -> Future[Any]:
+def at_once(sequence: str, function: Callable[[], Any]) -> Future[Any]:
     future: Future[Any] = Future()
     try:
         future.set_result(function())
@@ -39,9 +39,9 @@ class Masks:
         self.steps = sh.blank_steps(StepsGeometry(2, ROWS, 2, len(TEXT) + 16, 2, mask_words=sh.mask_words(SIZE)))
         self.n_compiled = 0
 
-        def compile_now(function: Callable[[], Any]) -> Future[Any]:
+        def compile_now(sequence: str, function: Callable[[], Any]) -> Future[Any]:
             self.n_compiled += 1
-            return at_once(function)
+            return at_once(sequence, function)
 
         self.writer = MaskWriter(compile_now, 4, 4, **settings)
         self.writer.set_vocabulary("m", vocabularies.vocabulary())

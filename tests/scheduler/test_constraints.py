@@ -7,8 +7,7 @@ import random
 import re
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -29,6 +28,7 @@ from stages.scheduler.constraints.vetting import Vetting
 from stages.scheduler.core import ring as ring_module
 from stages.scheduler.recovery import quarantine
 
+from .masks import at_once
 from .peers import VOCAB, submission
 from .world import GATEWAY, World
 
@@ -47,15 +47,6 @@ def vocabulary() -> f.VocabularyFile:
 @cache
 def tokenizer() -> Any:
     return grammar.make_tokenizer(vocabulary(), 32 * sh.mask_words(VOCAB))
-
-
-def at_once(function: Callable[[], Any]) -> Future[Any]:
-    future: Future[Any] = Future()
-    try:
-        future.set_result(function())
-    except Exception as error:
-        future.set_exception(error)
-    return future
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +78,7 @@ class ConstrainedWorld(World):
         self.writer.set_rows("m", self.steps)
         self.to_masks.clear()
         self.from_masks.clear()
+        constraints_module.charge_death([self.constraints], "")
         self.constraints.replay(self.now)
         self.constraints.flush(self.now)
 

@@ -125,7 +125,7 @@ def test_a_preempted_sequence_is_not_checked_against_its_rows_next_one() -> None
     masks.steps.row_ints[0, sh.SERIAL] = 7
     ready: list[Callable[[], None]] = []
 
-    def compile_later(function: Callable[[], Any]) -> Future[Any]:
+    def compile_later(sequence: str, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         ready.append(lambda: future.set_result(function()))
         return future
@@ -153,9 +153,9 @@ def test_a_compilation_that_fails_once_fails_no_later_sequence(failures: int) ->
     left = [failures]
     compile_now = masks.writer._compile_later
 
-    def fail_first(function: Callable[[], Any]) -> Future[Any]:
+    def fail_first(sequence: str, function: Callable[[], Any]) -> Future[Any]:
         if not left[0]:
-            return compile_now(function)
+            return compile_now(sequence, function)
         left[0] -= 1
         future: Future[Any] = Future()
         future.set_exception(MemoryError("no memory"))

@@ -187,6 +187,8 @@ def test_what_no_submission_waits_for_is_not_compiled() -> None:
     assert trial.results == [("twice", "")]
     assert not trial.vetting.is_busy
     assert not trial.vetting.frames
+    # Cancelled requests must not displace what others use.
+    assert [trial.vetting.has_passed("m", constraint(name)) for name in ("first", "twice")] == [False, True]
 
 
 def test_an_unloaded_versions_constraints_do_not_wait() -> None:

@@ -160,14 +160,14 @@ def test_an_unloaded_version_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_a_helper_that_is_late_does_not_miss_the_file_of_an_unloaded_version(tmp_path: Path) -> None:
-    writer = MaskWriter(lambda function: None, 4, 4)  # type: ignore[arg-type,return-value]
+    writer = MaskWriter(lambda sequence, function: None, 4, 4)  # type: ignore[arg-type,return-value]
     writer.handle(f.Vocabulary("m@2", str(tmp_path / "gone.msgpack")))
     assert not writer.answers
 
 
 def test_a_helper_that_is_late_does_not_miss_the_rows_of_an_unloaded_version(tmp_path: Path) -> None:
     """Nor those that are removed while it opens them."""
-    writer = MaskWriter(lambda function: None, 4, 4)  # type: ignore[arg-type,return-value]
+    writer = MaskWriter(lambda sequence, function: None, 4, 4)  # type: ignore[arg-type,return-value]
     (tmp_path / "cut").write_bytes(b"")
     for name in ("gone", "cut"):
         writer.handle(f.Rows("m@2", str(tmp_path / name)))

@@ -12,6 +12,7 @@ Pure: frames for the mask process gather in `frames`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -29,8 +30,7 @@ from stages.scheduler.policy.admission import Refusal
 
 DRAFT_WAIT_S = 0.02  # for the answer about draft tokens; then the step goes without them
 POLL_S = 0.0005  # between two looks for a mask that came too late
-STUCK_S = 30.0  # without a mask that was asked for: the mask process is killed
-MAX_DEATHS = 5  # of the mask process while it owed a sequence a mask: then the sequence fails
+MAX_DEATHS = 5  # of the mask process while it worked for a sequence: then the sequence fails
 MAX_EPOCH = (1 << 31) - 1  # an entry of a step has it in an i32; months pass before one is used again
 MAX_HELD = 1024  # submissions whose constraints are being vetted; with more the tenant that has most loses its newest
 
@@ -310,15 +310,6 @@ class Constraints:
 
     def replay(self, now: float) -> None:
         """The mask process is new: it gets everything again."""
-        for sequence in list(self._open.values()):
-            masks = sequence.masks
-            assert masks is not None
-            if masks.sent_length == sequence.run.length and self._is_owed(sequence):
-                masks.deaths += 1
-                if masks.deaths > MAX_DEATHS:
-                    field = sequence.constraint.field if sequence.constraint is not None else ""
-                    message = f"the process that computes the token masks of {field} has died each time"
-                    self.fail(sequence, "INFERENCE", message, field)
         self.frames.clear()
         if self._vocabulary:
             self.set_vocabulary(self._vocabulary)
@@ -331,21 +322,62 @@ class Constraints:
         assert sequence.constraint is not None
         return Open(sequence.id, self._model, sequence.tenant.name, sequence.constraint)
 
-    def is_stuck(self, now: float) -> bool:
-        """Some mask is overdue: the mask process must be killed."""
-        return any(
-            sequence.masks is not None
-            and sequence.masks.sent_at < now - STUCK_S
+    def requested(self) -> list[SequenceState]:
+        """Sequences whose masks have been asked for and are not there."""
+        return [
+            sequence
+            for sequence in self._open.values()
+            if sequence.masks is not None
             and sequence.masks.sent_length == sequence.run.length
             and self._is_owed(sequence)
-            for sequence in self._open.values()
-        )
+        ]
+
+    def in_progress(self, compiling: str) -> tuple[list[SequenceState], bool]:
+        """Sequences that a mask process which has ended worked for, and whether it was computing a mask.
+
+        These are the ones whose masks it was computing, and those that waited for the constraint that it was compiling,
+        which it began for the sequence `compiling`. Sequences that have ended since are left out.
+        """
+        was_computing = False
+        ring, first = self._worker.ring, self._open.get(compiling)
+        found = {} if first is None else {first.id: first}
+        if first is not None:
+            found.update((one.id, one) for one in self.requested() if one.constraint == first.constraint)
+        if ring is not None:
+            for sequence in self._open.values():
+                if sequence.run.row >= 0 and ring.is_mask_begun(sequence.run.row):
+                    found[sequence.id] = sequence
+            was_computing = ring.clear_begun_masks()
+        return list(found.values()), was_computing
+
+    def charge(self, sequences: list[SequenceState]) -> None:
+        """The mask process has ended while it worked for these, which fail if it did so too often."""
+        for sequence in sequences:
+            masks = sequence.masks
+            assert masks is not None
+            masks.deaths += 1
+            if masks.deaths > MAX_DEATHS:
+                field = sequence.constraint.field if sequence.constraint is not None else ""
+                message = f"the process that computes the token masks of {field} has died each time"
+                self.fail(sequence, "INFERENCE", message, field)
 
 
 def _overloaded(field: str) -> Refusal:
     return Refusal("OVERLOADED", "too many new constraints wait to be compiled", field, 1.0)
 
 
-def any_stuck(all_constraints: Iterable[Constraints], now: float) -> bool:
-    """Whether the mask process owes any engine a mask for too long."""
-    return any(constraints.is_stuck(now) for constraints in all_constraints)
+def owed_since(all_constraints: Iterable[Constraints]) -> float:
+    """When the oldest mask that is not there was asked for; inf: all are there."""
+    requested = (sequence.masks for constraints in all_constraints for sequence in constraints.requested())
+    return min((masks.sent_at for masks in requested if masks is not None), default=math.inf)
+
+
+def charge_death(all_constraints: Iterable[Constraints], compiling: str) -> None:
+    """The mask process has ended: charge the sequences that it worked for, of every engine.
+
+    If it worked for none, as when it ends at its start, all that wait for a mask are charged: none must wait for ever.
+    """
+    found = [(constraints, *constraints.in_progress(compiling)) for constraints in all_constraints]
+    has_worked = bool(compiling) or any(was_computing for *_, was_computing in found)
+    for constraints, sequences, _ in found:
+        constraints.charge(sequences if has_worked else constraints.requested())

@@ -74,6 +74,19 @@ class Mask(Frame, tag="m"):
     serial: int = 0
 
 
+class Compiling(Frame, tag="b"):
+    """The mask process begins to compile the constraint of a sequence. `id`: from 1 in each process."""
+
+    id: int
+    sequence: str
+
+
+class Compiled(Frame, tag="e"):
+    """That compilation has ended."""
+
+    id: int
+
+
 class Kept(Frame, tag="K"):
     """The first `count` draft tokens of the `Mask` with that epoch are allowed, and their masks are written."""
 
@@ -112,7 +125,7 @@ class VocabularyFile(msgspec.Struct, array_like=True):
 
 
 ToHelper = Vocabulary | Rows | Vet | Open | Mask | Close | Forget
-FromHelper = Begun | Vetted | Kept | Failed
+FromHelper = Begun | Vetted | Compiling | Compiled | Kept | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_frames = msgspec.msgpack.Decoder(list[ToHelper]).decode  # a packet of the scheduler

@@ -9,6 +9,7 @@ than MEMORY_MB, or makes the library crash, costs only this process; the schedul
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import select
@@ -67,14 +68,24 @@ def serve_vet(fd: int) -> None:
 
 
 def serve_masks(fd: int, megabytes: int, max_grammars: int, max_tenant_grammars: int) -> None:
-    """Write masks; grammars are compiled on a thread, and masks of others are written meanwhile."""
+    """Write masks; grammars are compiled on a thread, one at a time, and masks of others are written meanwhile."""
     process.use_short_time_slice()
     wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
     pool = ThreadPoolExecutor(1)
 
-    def compile_later(function: Callable[[], Any]) -> Future[Any]:
+    ids = itertools.count(1)
+
+    def compile_later(sequence: str, function: Callable[[], Any]) -> Future[Any]:
+        number = next(ids)
+
+        def on_done(_: Future[Any]) -> None:  # on the thread: the main one may be in a long mask
+            with contextlib.suppress(BrokenPipeError):  # the scheduler has ended
+                _send(fd, [f.Compiled(number)])
+            os.eventfd_write(wake, 1)
+
+        _send(fd, [f.Compiling(number, sequence)])  # before: a crash is attributed to it
         future = pool.submit(function)
-        future.add_done_callback(lambda _: os.eventfd_write(wake, 1))
+        future.add_done_callback(on_done)
         return future
 
     writer = MaskWriter(compile_later, max_grammars, max_tenant_grammars, (megabytes << 20) // 2)

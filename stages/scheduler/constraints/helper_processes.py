@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +17,8 @@ from pipeline.files import DiskErrors, replace_file
 from pipeline.ipc.helper_process import Callbacks, HelperProcess, Loop
 from pipeline.protocol.messages import ModelVocabulary
 from stages.scheduler.constraints import frames as f
-from stages.scheduler.constraints.constraints import Constraints, any_stuck
+from stages.scheduler.constraints.constraints import Constraints, charge_death, owed_since
+from stages.scheduler.constraints.mask_progress import MaskProgress
 from stages.scheduler.constraints.vetting import Vetting
 
 log = logging.getLogger("starling.scheduler")
@@ -39,6 +41,7 @@ class ConstraintHelpers:
     def __init__(self, config: Config, loop: Loop, engines: Callable[[], Iterable[Constraints]]) -> None:
         bounds = config.scheduler.constraints
         self.vetting = Vetting(bounds.compile_timeout_ms / 1000)
+        self._progress = MaskProgress(bounds.compile_timeout_ms / 1000)
         self._clock = loop.clock
         self._engines = engines
         self._vocabularies: dict[str, f.Vocabulary] = {}  # by version
@@ -47,7 +50,7 @@ class ConstraintHelpers:
         self._errors = DiskErrors(log, "requests with constraints get 503 until the vocabulary is stored")
         numbers = tuple(map(str, (bounds.memory_mb, bounds.max_cached, bounds.max_cached_per_tenant)))
         self._masks = HelperProcess(
-            _PROGRAM, ("mask", *numbers), loop, Callbacks(self._on_mask_packet, on_started=self._replay)
+            _PROGRAM, ("mask", *numbers), loop, Callbacks(self._on_mask_packet, self._replay, self._on_masks_died)
         )
         self._trial = HelperProcess(
             _PROGRAM,
@@ -120,8 +123,10 @@ class ConstraintHelpers:
         if self.vetting.is_busy and self.vetting.is_late(now, self._trial_cpu_s()):
             self._trial.kill()
             self.vetting.on_late(now)
-        if any_stuck(self._engines(), now):
+        if self._hangs(now):
+            log.warning("the mask process hangs, and is replaced")
             self._masks.kill()
+            self._on_masks_died()
         if not self._masks.pid and any(constraints.is_used for constraints in self._engines()):
             self._masks.ensure_started()
         self.send()
@@ -130,6 +135,13 @@ class ConstraintHelpers:
         """End both processes."""
         self._masks.kill()
         self._trial.kill()
+
+    def _hangs(self, now: float) -> bool:
+        """The mask process owes masks and makes no progress."""
+        since = owed_since(self._engines())
+        if since == math.inf or not self._masks.pid:
+            return False
+        return self._progress.is_stuck(since, now, procfs.cpu_s(self._masks.pid))
 
     def _trial_cpu_s(self) -> float:
         return procfs.cpu_s(self._trial.pid) if self._trial.pid else 0.0
@@ -143,6 +155,11 @@ class ConstraintHelpers:
             constraints.replay(now)
             constraints.flush(now)
 
+    def _on_masks_died(self) -> None:
+        compiling = self._progress.compiling
+        self._progress.restart()
+        charge_death(list(self._engines()), compiling)
+
     def _on_trial_packet(self, packet: bytes) -> None:
         for frame in f.decode_answers(packet):
             if isinstance(frame, f.Begun):
@@ -152,6 +169,10 @@ class ConstraintHelpers:
 
     def _on_mask_packet(self, packet: bytes) -> None:
         for frame in f.decode_answers(packet):
+            if isinstance(frame, f.Compiling):
+                self._progress.on_compiling(frame, self._clock())
+            elif isinstance(frame, f.Compiled):
+                self._progress.on_compiled(frame, self._clock())
             for constraints in self._engines():
                 if isinstance(frame, f.Kept):
                     constraints.on_kept(frame)

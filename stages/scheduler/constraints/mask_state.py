@@ -17,4 +17,4 @@ class Masks:
         self.kept = -1  # how many of them are allowed; -1: not known yet
         self.has_drafts = False  # masks of draft tokens may be in the row, with this epoch
         self.deadline = 0.0  # s; for the answer about draft tokens
-        self.deaths = 0  # of the mask process while it owed this sequence a mask
+        self.deaths = 0  # of the mask process while it worked for this sequence

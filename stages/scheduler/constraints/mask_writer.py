@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,13 @@ from pipeline.procfs import anonymous_bytes
 from pipeline.protocol.messages import Constraint, Frame, ReasoningPrefix
 from pipeline.runtime.malloc_trim import trim
 from shm.arena import Arena, ArenaError
-from shm.step_ring import MASK_SLOTS, SERIAL, Steps, attach_steps, mask_tag
+from shm.step_ring import MASK_SLOTS, SERIAL, Steps, attach_steps, begun_tag, mask_tag
 from stages.scheduler.constraints import frames as f
 from stages.scheduler.constraints import grammar
+from stages.scheduler.constraints.compile_turns import CompileTurns
 
 GrammarKey = tuple[str, str, str, ReasoningPrefix | None]  # version, kind, text, what stands before it
-Compile = Callable[[Callable[[], Any]], "Future[Any]"]
+Compile = Callable[[str, Callable[[], Any]], "Future[Any]"]  # for a sequence
 
 
 class _OtherSequenceError(Exception):
@@ -59,13 +61,14 @@ class _Version:
 class _Sequence:
     """One open sequence."""
 
-    __slots__ = ("consumed", "failed", "key", "matcher", "pending", "recompiled", "source")
+    __slots__ = ("consumed", "failed", "is_alone", "key", "matcher", "pending", "recompiled", "source", "tenant")
 
-    def __init__(self, key: GrammarKey) -> None:
-        self.key = key
+    def __init__(self, key: GrammarKey, tenant: str) -> None:
+        self.key, self.tenant = key, tenant
         self.matcher: Any = None
         self.source: Future[Any] | None = None  # the compiled grammar that the automaton is of
-        self.recompiled: Future[Any] | None = None  # the grammar for this sequence alone, after a limit was reached
+        self.is_alone = False  # it needs the grammar for itself, after a limit was reached
+        self.recompiled: Future[Any] | None = None  # that grammar
         self.consumed = 0  # output tokens
         self.failed: Future[Any] | None = None  # the compilation that has failed for another reason than the grammar
         self.pending: f.Mask | None = None  # until the grammar is compiled
@@ -97,7 +100,9 @@ class MaskWriter:
         max_bytes: int = 0,
         used_bytes: Callable[[], int] = anonymous_bytes,
     ) -> None:
-        """`compile_later(function)` runs `function` on a thread.
+        """`compile_later(sequence, function)` runs `function` on a thread; then call `compiled`.
+
+        One compilation runs at a time, and tenants take turns, each for the first of its sequences that wait.
 
         Grammars that no sequence uses are kept up to the two numbers, the latest ones. When the process has come to use
         `max_bytes` more than now, all compiled grammars and automata are dropped; 0: no bound.
@@ -110,6 +115,8 @@ class MaskWriter:
         self._versions: dict[str, _Version] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._grammars: OrderedDict[GrammarKey, _Grammar] = OrderedDict()  # by last use
+        self._turns = CompileTurns()
+        self._compiling: Future[Any] | None = None  # what the thread compiles
 
     def handle(self, frame: f.ToHelper) -> None:
         """Process one frame of the scheduler. A frame about a sequence that is not open is late and has no effect."""
@@ -155,6 +162,9 @@ class MaskWriter:
         for name, sequence in list(self._sequences.items()):
             if sequence.pending is not None:
                 self._advance(name, sequence)
+        if self._compiling is not None and self._compiling.done():
+            self._compiling = None  # not before: what it was compiled for as well needs no turn any more
+        self._compile_next()
 
     # -------------------------------------------------------------- sequences and grammars
 
@@ -167,11 +177,12 @@ class MaskWriter:
             known = self._grammars[key] = _Grammar(frame.tenant, constraint)
         known.users += 1
         self._grammars.move_to_end(key)
-        self._sequences[frame.sequence] = _Sequence(key)
+        self._sequences[frame.sequence] = _Sequence(key, frame.tenant)
 
     def _close(self, name: str) -> None:
         sequence = self._sequences.pop(name, None)
         if sequence is not None:
+            self._turns.discard(sequence.tenant, name)
             self._grammars[sequence.key].users -= 1
             self._evict()
 
@@ -215,14 +226,15 @@ class MaskWriter:
         frame, known = sequence.pending, self._grammars[sequence.key]
         version = self._versions.get(sequence.key[0])
         steps = version.steps if version is not None else None
-        if frame is None or version is None or steps is None:
+        if frame is None or steps is None:
             return
-        if sequence.recompiled is None and known.compiled is None:
-            known.compiled = self._start_compiling(version, known, steps)
-        compiled = sequence.recompiled or known.compiled
-        assert compiled is not None
-        if not compiled.done():
+        if self._grammar_of(sequence) is None:
+            self._turns.add(sequence.tenant, name)
+            self._compile_next()
+        compiled = self._grammar_of(sequence)
+        if compiled is None or not compiled.done():
             return
+        self._turns.discard(sequence.tenant, name)  # it was compiled for another sequence
         try:
             self._write(sequence, frame, steps, compiled)
         except grammar.GrammarError as error:
@@ -232,7 +244,7 @@ class MaskWriter:
                 self._fail(name, error, "INVALID_REQUEST")
                 return
             if source is known.compiled or source is None:  # otherwise another sequence has had it compiled again
-                sequence.recompiled = self._start_compiling(version, known, steps)
+                sequence.is_alone = True
             self._advance(name, sequence)
         except _OtherSequenceError:
             sequence.pending = None
@@ -243,7 +255,7 @@ class MaskWriter:
                 self._fail(name, error, "INFERENCE")
         else:
             if sequence.recompiled is not None:
-                known.compiled, sequence.recompiled = sequence.recompiled, None
+                known.compiled, sequence.recompiled, sequence.is_alone = sequence.recompiled, None, False
             sequence.pending = None
             if frame.drafts:
                 self._write_after_drafts(sequence, frame, steps)
@@ -257,9 +269,29 @@ class MaskWriter:
         is_first, sequence.failed = sequence.failed is None, failed
         return is_first
 
-    def _start_compiling(self, version: _Version, known: _Grammar, steps: Steps) -> Future[Any]:
-        vocabulary, n_tokens = version.vocabulary, 32 * steps.masks.shape[2]
-        return self._compile_later(lambda: _compile(vocabulary, known.constraint, n_tokens))
+    def _grammar_of(self, sequence: _Sequence) -> Future[Any] | None:
+        """The grammar to be used for its next mask; None: its compilation has not begun."""
+        return sequence.recompiled if sequence.is_alone else self._grammars[sequence.key].compiled
+
+    def _compile_next(self) -> None:
+        """Begin the compilation whose turn it is, unless one runs."""
+        while self._compiling is None:
+            name = self._turns.take()
+            if name is None:
+                return
+            sequence = self._sequences[name]
+            version = self._versions[sequence.key[0]]
+            if version.steps is None or self._grammar_of(sequence) is not None:
+                continue
+            known, vocabulary = self._grammars[sequence.key], version.vocabulary
+            compiled = self._compile_later(
+                name, partial(_compile, vocabulary, known.constraint, 32 * version.steps.masks.shape[2])
+            )
+            self._compiling = None if compiled.done() else compiled
+            if sequence.is_alone:
+                sequence.recompiled = compiled
+            else:
+                known.compiled = compiled
 
     def _fail(self, name: str, error: Exception, code: str) -> None:
         self.answers.append(f.Failed(name, grammar.first_line(str(error)), code))
@@ -267,29 +299,31 @@ class MaskWriter:
 
     def _write(self, sequence: _Sequence, frame: f.Mask, steps: Steps, compiled: Future[Any]) -> None:
         """Write the mask after the known tokens. Raises `GrammarError`, and `_OtherSequenceError`."""
-        if sequence.matcher is None:
-            sequence.matcher, sequence.source = compiled.result().deep_copy(), compiled
-        matcher = sequence.matcher
         new = steps.tokens[frame.row, frame.prompt_len + sequence.consumed : frame.length].tolist()
         # After the copy: the scheduler stores the serial number of a row's new sequence before its tokens.
         if frame.serial and int(steps.row_ints[frame.row, SERIAL]) != frame.serial:
             raise _OtherSequenceError
-        if new and not matcher.consume_tokens(new):
-            grammar.check(matcher)
-            raise RuntimeError("the sequence's tokens are not those of its masks")
-        sequence.consumed = frame.length - frame.prompt_len
-        write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
+        with _begun(steps, frame, frame.length):
+            if sequence.matcher is None:
+                sequence.matcher, sequence.source = compiled.result().deep_copy(), compiled
+            matcher = sequence.matcher
+            if new and not matcher.consume_tokens(new):
+                grammar.check(matcher)
+                raise RuntimeError("the sequence's tokens are not those of its masks")
+            sequence.consumed = frame.length - frame.prompt_len
+            write_mask(matcher, steps, frame.row, frame.length, frame.epoch)
 
     def _write_after_drafts(self, sequence: _Sequence, frame: f.Mask, steps: Steps) -> None:
         """Write the masks after the draft tokens that the constraint allows, as far as the limits let it."""
         matcher, kept, tried = sequence.matcher, 0, 0
         try:
             for token in frame.drafts[: MASK_SLOTS - 1]:
-                if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
-                    break
-                tried += 1
-                write_mask(matcher, steps, frame.row, frame.length + tried, frame.epoch)
-                kept = tried
+                with _begun(steps, frame, frame.length + tried + 1):
+                    if matcher.is_stopped() or not matcher.try_consume_tokens([token]):
+                        break
+                    tried += 1
+                    write_mask(matcher, steps, frame.row, frame.length + tried, frame.epoch)
+                    kept = tried
         except grammar.GrammarError:
             pass
         except Exception:  # such as `MemoryError`: drafts are only for speed
@@ -309,11 +343,25 @@ def _compile(vocabulary: _Vocabulary | None, constraint: Constraint, n_tokens: i
     return grammar.new_matcher(vocabulary.tokenizer, constraint)
 
 
+@contextlib.contextmanager
+def _begun(steps: Steps, frame: f.Mask, known: int) -> Iterator[None]:
+    """Mark the mask after `known` tokens as being computed: the scheduler sees it if the process ends meanwhile."""
+    place, tag = (frame.row, known % MASK_SLOTS), begun_tag(frame.serial)
+    steps.mask_ready[place] = tag
+    try:
+        yield
+    finally:
+        if steps.mask_ready[place] == tag:
+            steps.mask_ready[place] = 0
+
+
 def write_mask(matcher: Any, steps: Steps, row: int, known: int, epoch: int) -> None:
-    """Write the automaton's mask for the token after `known` tokens of the row. Raises `GrammarError`."""
+    """Write the automaton's mask for the token after `known` tokens of the row, within `_begun`.
+
+    Raises `GrammarError`.
+    """
     slot = known % MASK_SLOTS
     mask = steps.masks[row, slot]
-    steps.mask_ready[row, slot] = 0
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     grammar.check(matcher)
     if not mask.any():

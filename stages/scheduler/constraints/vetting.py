@@ -175,11 +175,11 @@ class Vetting:
     def _end(self, error: str, now: float) -> None:
         key, self._current = self._current, None
         assert key is not None
-        if not error:
+        waiters = self._jobs.pop(key).waiters
+        if not error and waiters:  # otherwise cancelled requests would displace constraints that are used
             self._passed[key] = None
             while len(self._passed) > MAX_PASSED:
                 self._passed.popitem(last=False)
-        waiters = self._jobs.pop(key).waiters
         self._start_next(now)
         for waiter in waiters:
             waiter.on_vetted(error, now)

@@ -164,6 +164,17 @@ class Ring:
         """The mask for the token after `known` tokens of the row is there, with this epoch."""
         return int(self._steps.mask_ready[row, known % sh.MASK_SLOTS]) == sh.mask_tag(epoch, known)
 
+    def is_mask_begun(self, row: int) -> bool:
+        """The mask process was computing a mask for the row's sequence when it ended."""
+        return bool((self._steps.mask_ready[row] == sh.begun_tag(self.serial(row))).any())
+
+    def clear_begun_masks(self) -> bool:
+        """Remove what a mask process that has ended left of a mask that it was computing. False: it left nothing."""
+        ready = self._steps.mask_ready
+        begun = ready < 0
+        ready[begun] = 0
+        return bool(begun.any())
+
     def write_table(self, row: int, start: int, pages: tuple[int, ...]) -> None:
         """Write page numbers from index `start` of the row's page table on. Page -1, which no step reads, becomes 0."""
         self._steps.tables[row, start : start + len(pages)] = np.maximum(pages, 0)
