@@ -155,14 +155,15 @@ class SentencePieceEncoder:
                 place, prefix = (place + taken - len(prefix), "") if taken else (place, prefix)
             elif place < limit:
                 place, prefix = limit, ""
-            if size > MAX_RUN and (longest := cut.longest()) > MAX_RUN:
+            # White space makes a window longer than `size`, and the added space makes a word longer than the window.
+            if limit - at >= MAX_RUN and (longest := cut.longest()) > MAX_RUN:
                 raise _too_long(longest)
             if place > at:
                 size = window
+            elif limit - at > MAX_RUN:  # all of it is one word
+                raise _too_long(limit - at)
             else:
                 size *= 2
-                if size > 2 * MAX_RUN + window:
-                    raise _too_long(size // 2)
             at = place
             steps = self._encode(cut)
             ids = yield from each_step(steps, at)

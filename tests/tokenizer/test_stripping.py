@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from stages.tokenizer import sentencepiece
 from stages.tokenizer import vocabulary as vocabulary_module
-from stages.tokenizer.chunked_encode import MarkedTokenFinder, SpecialTokenFinder
+from stages.tokenizer.chunked_encode import MarkedTokenFinder, RunTooLong, SpecialTokenFinder
 from stages.tokenizer.stripping import _ASCII, _UNICODE, Stripping
 from stages.tokenizer.token_lower_bound import min_tokens
 from stages.tokenizer.vocabulary import TokenizerSpec, TooManyTokens, Vocabulary
@@ -192,3 +193,39 @@ def test_all_names_are_those_found_one_by_one(names: list[str], text: str, begin
             expected.append(one)
             at = one[1]
         assert finder.find_all(text, begin, end) == expected
+
+
+RUN = sentencepiece.MAX_RUN
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama without a prefix"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" + " " * (4 * RUN) + "b",
+        "a" + " " * (4 * RUN),
+        " " * RUN,
+        " " * (RUN - 1),
+        " " * RUN + "b",
+        "a " * RUN + " " * (RUN // 2) + "b",
+        "a" * (RUN // 2) + " " * (RUN // 2 + 1) + "b",
+        "a" * RUN,
+        "a" * RUN + "\n",
+    ],
+    ids=range(9),
+)
+def test_stripping_tokens_do_not_change_which_runs_are_accepted(kind: str, text: str) -> None:
+    results: list[object] = []
+    for vocabulary in (plain(kind), stripped(kind)):
+        try:
+            results.append(vocabulary.encode(text, True))
+        except RunTooLong:
+            results.append(None)
+    assert results[0] == results[1]
+
+
+def test_white_space_that_a_token_takes_is_no_run() -> None:
+    text = "a" + " " * (2 * RUN)
+    with pytest.raises(RunTooLong):
+        stripped("llama").encode(text + "b", True)
+    assert stripped("llama").encode(text + "<|im_start|>", True) == stripped("llama").encode("a<|im_start|>", True)
