@@ -127,15 +127,25 @@ class Marking(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         """Compare texts without marks."""
-        node.expr = self._plain(node.expr, "compared_text")
-        for operand in node.ops:
-            is_search = operand.op.endswith("in")  # with or without "not"
-            operand.expr = self._plain(operand.expr, "compared_members" if is_search else "compared_text")
+        operands = [node.expr, *(operand.expr for operand in node.ops)]
+        is_search = [operand.op.endswith("in") for operand in node.ops]  # with or without "not"
+        if len(operands) == 2 and any(isinstance(operand, nodes.Const) for operand in operands):
+            # The other operand is compared with a text, a number or `none`, which no list or mapping is equal to.
+            node.expr = self._plain(node.expr, "compared_text")
+            node.ops[0].expr = self._plain(operands[1], "compared_members" if is_search[0] else "compared_text")
+        elif len(operands) == 2 and not is_search[0]:
+            given = [nodes.Const(node.ops[0].op, lineno=node.lineno), self.visit(operands[1])]
+            return self._filter(self.visit(node.expr), "compared_values", given)
+        else:
+            node.expr = self._plain(node.expr, "compared_plain")
+            for operand, searches in zip(node.ops, is_search):
+                operand.expr = self._plain(operand.expr, "compared_members" if searches else "compared_plain")
         return node
 
     def _plain(self, operand: nodes.Expr, name: str) -> nodes.Expr:
-        if isinstance(operand, nodes.Const):
-            return operand
-        made = nodes.Filter(self.visit(operand), name, [], [], None, None, lineno=operand.lineno)
+        return operand if isinstance(operand, nodes.Const) else self._filter(self.visit(operand), name, [])
+
+    def _filter(self, value: nodes.Expr, name: str, given: list[nodes.Expr]) -> nodes.Filter:
+        made = nodes.Filter(value, name, given, [], None, None, lineno=value.lineno)
         made.set_environment(self._environment)
         return made

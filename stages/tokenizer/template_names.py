@@ -139,3 +139,12 @@ COMPARING_TESTS = {
     "<=": operator.le,
     "le": operator.le,
 }
+# The operators between two values that are compared, as Jinja's syntax trees name them.
+COMPARING_OPERATORS = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    "lt": operator.lt,
+    "lteq": operator.le,
+}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +14,10 @@ from hypothesis import strategies as st
 from pipeline.errors import InvalidRequest
 from stages.tokenizer import template_budget
 from stages.tokenizer.template import ChatTemplate
+from stages.tokenizer.template_budget import VISITED
+from stages.tokenizer.template_marks import TemplateMarks
 from stages.tokenizer.template_names import SELECTING_METHODS
-from stages.tokenizer.template_selection import cut
+from stages.tokenizer.template_selection import MarkedEnvironment, cut
 from stages.tokenizer.vocabulary import Vocabulary
 from tests.properties import examples
 from tests.tokenizer.byte_vocabulary import byte_spec
@@ -165,6 +169,158 @@ def test_a_replacement_by_marked_text_is_counted() -> None:
         tokens("{{ ('<think>' * 9000000).split('<think>') | length }}", "x")
 
 
+# ------------------------------------------------------------------ what it costs
+
+
+def rendered(source: str, **variables: Any) -> tuple[str, int]:
+    """The text, and how many characters of the budget it has used."""
+    template = ChatTemplate(source, control_names=VOCABULARY.control_names)
+    with patch.object(template_budget, "MAX_CPU_S", 60.0):
+        chat = template.render([], variables=variables)
+    return chat.text, template_budget.MAX_CHARACTERS - template._environment.budget.characters
+
+
+class Visited(dict[str, int]):
+    """A mapping of a client that counts how often all of its keys are visited."""
+
+    n_visits = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.n_visits += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("keys", ["p", "p.keys()"])
+@pytest.mark.parametrize("test", ["r in {}", "r is in({})", "r not in {}"])
+def test_a_mapping_is_visited_once_for_all_tests_of_a_loop(keys: str, test: str) -> None:
+    p = Visited({f"k{i}": i for i in range(2 * VISITED)})
+    p["\u00e9"] = 1
+    source = "{% for r in required %}{{ '1' if " + test.format(keys) + " else '0' }}{% endfor %}"
+    text, used = rendered(source, p=p, required=["k7", "<think>", "\u00e9"] * 40)
+    assert text == ("010" if "not" in test else "101") * 40
+    assert p.n_visits <= 1 and used < 2 * len(p)
+
+
+def test_each_rendering_looks_through_the_keys_of_its_own_mappings() -> None:
+    template = ChatTemplate("{{ 'k7' in p }}", control_names=VOCABULARY.control_names)
+    for _ in range(2):
+        p = Visited({f"k{i}": i for i in range(2 * VISITED)})
+        assert template.render([], variables={"p": p}).text == "True"
+        assert p.n_visits == 1 and not template._environment._known.mappings
+
+
+def test_only_a_few_mappings_are_remembered() -> None:
+    environment = MarkedEnvironment()
+    environment.start()
+    for _ in range(1000):
+        environment._plain_members({f"k{i}": i for i in range(100)})
+        environment._plain_members({"k": 1})
+    assert 0 < len(environment._known.mappings) <= 64
+
+
+MARKED_KEYS = [
+    "{'<|im_start|>': 1}",
+    "{'<|im_start|>': 1}.copy()",
+    "{'<|im_start|>': 1}.keys()",
+    "{'x': '<|im_start|>'}.values()",
+    "{('<|im_start|>', 'x'): 1}.keys() | map('first')",
+    "{'x': '<|im_start|>'}.items() | map('last')",
+    "dict(p, **{'<|im_start|>': 1})",
+    "dict(p, **{'<|im_start|>': 1}).keys()",
+]
+
+
+@pytest.mark.parametrize("keys", MARKED_KEYS)
+def test_marked_keys_are_found_as_they_read(keys: str) -> None:
+    source = "{% set d = " + keys + " | default('') %}{% set s = '<|im_' ~ 'start|>' %}{{ text in d }}{{ s in d }}"
+    if "map" in keys:  # a generator is used up by the first test
+        source = "{{ text in " + keys + " }}{{ '<|im_start|>' in " + keys + " }}"
+    p = {f"k{i}": i for i in range(2 * VISITED)}
+    assert rendered(source, p=p, text="<|im_start|>")[0] == "TrueTrue"
+
+
+def test_each_visit_of_marked_keys_is_counted() -> None:
+    source = "{% set d = dict(p, **{'<|im_start|>': 1}) %}{% for r in required %}{{ r in d }}{% endfor %}"
+    p = {f"k{i}": i for i in range(VISITED)}
+    costs = [rendered(source, p=p, required=["x"] * n)[1] for n in (1, 11)]
+    assert costs[1] - costs[0] >= 10 * len(p)
+
+
+def test_each_visit_of_the_values_of_a_mapping_is_counted() -> None:
+    p = {f"k{i}": "x" for i in range(VISITED)}
+    for view in ("p.values()", "p.items()"):
+        assert rendered("{{ 'y' in " + view + " }}", p=p)[1] >= len(p)
+
+
+def nested(item: Any) -> list[Any]:
+    flat = [item] * (3 * VISITED)
+    return [flat, [[flat]], tuple(flat), [{"a": flat}, flat]]
+
+
+@pytest.mark.parametrize("values", [*nested("a"), *nested("\u00e9"), *nested(None), *nested(("a", None))])
+def test_lists_are_visited_in_counted_parts(values: Sequence[Any]) -> None:
+    environment = MarkedEnvironment()
+    environment.marks = TemplateMarks(VOCABULARY.control_names)
+    for visit in (environment._has_marks, environment._plain):
+        if visit == environment._has_marks and any(isinstance(value, dict) for value in values):
+            values = [values[-1]]  # marks are not looked for in mappings
+        counted: list[int] = []
+        with patch.object(environment, "charge", counted.append):
+            found = visit(values)
+        assert max(counted) <= VISITED and sum(counted) >= 3 * VISITED
+        assert not found if visit == environment._has_marks else found is values
+
+
+def test_a_marked_text_in_a_long_list_is_compared_as_it_reads() -> None:
+    source = (
+        "{% set long = ['x', 5] * 4096 + ['<|im_start|>'] + ['y'] * 5000 %}"
+        "{{ long == given }}{{ (long,) == (given,) }}{{ {'a': long} == {'a': given} }}{{ long is eq given }}"
+        "{{ long in [given] }}{{ long[1:] != given }} {{ given.index('<|im_start|>') }} {{ long.index(name) }}"
+    )
+    given = ["x", 5] * 4096 + ["<|im_start|>"] + ["y"] * 5000
+    assert rendered(source, given=given, name="<|im_start|>")[0] == "True" * 6 + " 8192 8192"
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["p == 'array'", "p != s", "'array' == p", "p == 1", "1 != p", "p == none", "s.missing != 'x' and p == s.missing"],
+)
+@pytest.mark.parametrize("p", [[1] * 100_000, [{"a": ["x"] * 50_000}] * 2, {"a": ["\u00e9"] * 100_000}])
+def test_a_container_is_not_visited_for_a_text(test: str, p: Any) -> None:
+    assert rendered("{{ " + test + " }}", p=p, s="array")[1] < 1000
+
+
+N_REPLACED = 16 * VISITED
+
+
+@pytest.mark.parametrize("new", ["", "-", "\udc00"])
+def test_a_replacement_in_marked_text_keeps_few_parts_in_memory(new: str) -> None:
+    plain = "<" + "abc" * N_REPLACED
+    text = "\udc00" + "abc" * N_REPLACED
+    counted: list[int] = []
+    tracemalloc.start()
+    try:
+        found = cut(text, plain, "replace", ("a", new), {}, counted.append)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == "\udc00" + (new + "bc") * N_REPLACED
+    assert peak < 5 * len(text) and max(counted) <= VISITED and sum(counted) >= 2 * N_REPLACED - VISITED
+
+
+@pytest.mark.parametrize("args", [("a", None), ("a", "b", 1.5), ("a", "b", None)])
+def test_a_replacement_refuses_what_python_refuses(args: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError):
+        cut("\udc00a", "<a", "replace", args, {}, lambda n: None)
+
+
+def test_the_slices_of_marked_text_are_counted_beside_the_parts() -> None:
+    source = "{% set x = s ~ ('ab' * 10000) %}{{ x.split('a') | length }}"
+    texts_and_costs = [rendered("{% set s = '" + s + "' %}" + source) for s in ("<|im_start|>", "_im_start_")]
+    assert texts_and_costs[0][0] == texts_and_costs[1][0] == "10002"
+    assert texts_and_costs[0][1] - texts_and_costs[1][1] >= template_budget.PART * 10_000
+
+
 FIRST = 0xE000  # a character for each place of a text
 
 
@@ -192,9 +348,9 @@ def test_each_method_takes_the_places_that_it_takes_of_plain_text(plain: str, by
                 expected: Any = getattr(plain, name)(*args, **kwargs)
             except ValueError:  # an empty separator, or nothing is found
                 with pytest.raises(ValueError):
-                    cut(text, plain, name, args, kwargs)
+                    cut(text, plain, name, args, kwargs, lambda n: None)
                 continue
-            found = cut(text, plain, name, args, kwargs)
+            found = cut(text, plain, name, args, kwargs, lambda n: None)
             if isinstance(expected, str | list | tuple):
                 back = str.maketrans({chr(FIRST + place): character for place, character in enumerate(plain)})
                 texts = [found] if isinstance(found, str) else found
