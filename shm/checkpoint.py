@@ -197,7 +197,7 @@ class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
         if kind.model != "none" and has_named_stripping(self.name, kind.pre):
             return self.tokenizer_head.revision >= STRIPPING_REVISION
         # Byte-level vocabularies of revision 0 are complete.
-        return kind.model in ("gpt2", "none") or self.tokenizer.revision >= VOCABULARY_REVISION
+        return kind.model in ("gpt2", "none") or self.tokenizer_head.revision >= VOCABULARY_REVISION
 
     @property
     def is_current(self) -> bool:

@@ -6,6 +6,8 @@ prepared here, which have no record and are never evicted.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 from pathlib import Path
 
@@ -15,10 +17,11 @@ from pipeline.catalog.entry import FOLDER, Entry, manifest_key
 from pipeline.errors import StarlingError
 from pipeline.files import make_directory, replace_file
 from pipeline.models.locks import lock
-from shm.checkpoint import CheckpointError, load_index
+from shm.checkpoint import CheckpointError, Index, load_index
 from shm.decoding import DECODE_ERRORS
 
 PREFIX = "catalog:"  # of `models.path`
+MAX_DIGESTS = 64  # of indexes, which are kept while their files do not change
 
 
 class Pulled(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,14 +76,53 @@ def touch(models_dir: Path, name: str) -> None:
 
 
 def is_complete(models_dir: Path, entry: Entry) -> bool:
-    """Whether the checkpoint of an entry is here: an index that is right, and a `.bin` of its size."""
+    """Whether the checkpoint of an entry is here: an index that is right, and a `.bin` of its size.
+
+    An index that this release cannot use is right only if it is the published one: then the store has no other.
+    """
+    index = index_of(models_dir, entry)
+    return index is not None and is_best(models_dir, entry, index)
+
+
+def index_of(models_dir: Path, entry: Entry) -> Index | None:
+    """The index of an entry's weights, whichever release made it; None without it or without a `.bin` of its size."""
     path = models_dir / f"{entry.digest}.idx"
     try:
         index = load_index(path, is_fresh=True)  # an agent runs for months: a disk may have damaged it meanwhile
         nbytes = path.with_suffix(".bin").stat().st_size
     except (OSError, CheckpointError):
+        return None
+    is_right = index.pieces_digest == entry.weights_checksum and nbytes == index.bin_bytes == entry.weights_bytes
+    return index if is_right else None
+
+
+def is_best(models_dir: Path, entry: Entry, index: Index) -> bool:
+    """Whether this release can use an index that is here, or the store has no other one.
+
+    One that it can use may have other bytes than the published one: it was migrated, or prepared here.
+    """
+    if is_usable(index):
+        return True
+    path = models_dir / f"{entry.digest}.idx"
+    try:
+        info = path.stat()
+        return _sha256(path, (info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)) == entry.index_sha256
+    except OSError:
         return False
-    return index.pieces_digest == entry.weights_checksum and nbytes == index.bin_bytes == entry.weights_bytes
+
+
+def is_usable(index: Index) -> bool:
+    """Whether this release can use an index: its vocabulary is neither damaged nor of an older release."""
+    try:
+        return index.is_current
+    except CheckpointError:
+        return False
+
+
+@functools.lru_cache(MAX_DIGESTS)
+def _sha256(path: Path, identity: tuple[int, ...]) -> str:
+    """SHA-256 (hex) of a file. `identity`: differs when it was changed. Raises `OSError`."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _read(path: Path) -> Pulled | None:

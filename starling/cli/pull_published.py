@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,11 +18,12 @@ from pipeline.blobs.address import open_all
 from pipeline.blobs.interface import BlobStore
 from pipeline.catalog import contents
 from pipeline.catalog.entry import Entry
-from pipeline.catalog.pulled import published_name
+from pipeline.catalog.pulled import is_usable, published_name
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ModelNotFound, StarlingError
 from pipeline.models import store, versions
+from shm.checkpoint import CheckpointError, load_index
 from stages.agent.cache.eviction import Bounds
 from stages.agent.cache.model_cache import ModelCache
 from stages.agent.downloads.bandwidth import Bandwidth
@@ -52,7 +54,7 @@ def pull_configured(config: Config, models: Iterable[ModelConfig], progress_of: 
     folder = paths.models_dir()
     missing = {published_name(one.path): one for one in models if published_name(one.path)}
     for name, model in missing.items():
-        if store.find(model, folder) is None:
+        if not _is_here(model, folder):
             with progress_of(model.name) as progress:
                 asyncio.run(pull_all(config, [name], lambda name, shown=progress: shown))  # type: ignore[misc]
 
@@ -89,6 +91,15 @@ async def pull_all(
     return {name: result for name, result in zip(unique, results, strict=True) if not isinstance(result, BaseException)}
 
 
+def _is_here(model: ModelConfig, folder: Path) -> bool:
+    """Whether the model is here with an index that this release can use; else the store may have one."""
+    found = store.find(model, folder)
+    try:
+        return found is not None and is_usable(load_index(folder / f"{found.digest}.idx"))
+    except (OSError, CheckpointError):
+        return False
+
+
 def pinned_digests(config: Config) -> set[str]:
     """Digests of the models that this machine is configured for, or serves."""
     folder = paths.models_dir()
@@ -114,7 +125,8 @@ async def _find(stores: list[BlobStore], name: str) -> Entry:
 def _summary(arrival: Arrival) -> str:
     evicted = f", evicted {', '.join(key[:16] for key in arrival.evicted)}" if arrival.evicted else ""
     if arrival.report is None:
-        return f"{arrival.index_path} (here already)"
+        done = "here already, with an index that was replaced" if arrival.has_new_index else "here already"
+        return f"{arrival.index_path} ({done})"
     rejected = f", {arrival.report.rejected} damaged pieces fetched again" if arrival.report.rejected else ""
     return f"{arrival.index_path} ({arrival.report.received / 1e6:.0f} MB received{rejected}{evicted})"
 
@@ -128,6 +140,7 @@ def _row(name: str, entry: Entry, arrival: Arrival) -> dict[str, Any]:
         "bytes": entry.nbytes,
         "received_bytes": report.received if report else 0,
         "rejected_pieces": report.rejected if report else 0,
+        "has_new_index": arrival.has_new_index,
         "sources": {source: received for source, (received, _) in report.by_source.items()} if report else {},
         "evicted": arrival.evicted,
     }

@@ -1,5 +1,7 @@
 """Brings one published model to this machine: its index, room for it, the pieces of the `.bin`, and its place.
 
+A right `.bin` with an index that this release cannot use is kept, and gets the published index.
+
 The record of its name is written first, the `.idx` is placed last: a process that finds an index can use it, and what a
 crash leaves in between can be evicted.  A `.bin` that is here without being right (a damaged one, or one that a crash
 left without its index) is the first source of the new one, so that only its damaged pieces are fetched.
@@ -41,11 +43,12 @@ Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
 
 
 class Arrival(NamedTuple):
-    """What a download did. `report` is None if the model was here already."""
+    """What a download did. `report` is None if the weights were here already."""
 
     index_path: Path
     report: TransferReport | None
     evicted: list[str]
+    has_new_index: bool = False  # for the weights that were here
 
 
 class Exchange(Protocol):
@@ -89,14 +92,14 @@ async def download_model(
     models_dir = context.cache.models_dir
     index_path = models_dir / f"{entry.digest}.idx"
     async with locked(models_dir, entry.digest, context.sleep):
-        is_here = await uninterrupted(pulled.is_complete, models_dir, entry)
-        if is_here and not verify:
+        here = await uninterrupted(pulled.index_of, models_dir, entry)
+        if here is not None and not verify and await uninterrupted(pulled.is_best, models_dir, entry, here):
             await uninterrupted(_record, models_dir, entry, False)
             return Arrival(index_path, None, [])
         raw, index = await _fetch_index(entry, stores, context)
-        if is_here and await _is_right(index_path.with_suffix(".bin"), index, progress):
-            await uninterrupted(_record, models_dir, entry, False)
-            return Arrival(index_path, None, [])
+        if here is not None and (not verify or await _is_right(index_path.with_suffix(".bin"), index, progress)):
+            is_replaced = await uninterrupted(_renew, index_path, here, index, raw, entry)
+            return Arrival(index_path, None, [], is_replaced)
         kept = {*pinned(), entry.digest}
         try:
             evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
@@ -125,7 +128,7 @@ async def download_model(
             ):
                 report = await transfer.run()
                 reports.advance()  # of a file that was here already
-                await uninterrupted(_place, part, index_path, raw, entry, not is_here)
+                await uninterrupted(_place, part, index_path, raw, entry, here is None)
         return Arrival(index_path, report, evicted)
 
 
@@ -207,14 +210,35 @@ def _place(part: PartFile, index_path: Path, raw: bytes, entry: Entry, is_new: b
         raise disk_error(error, index_path, len(raw)) from None
 
 
-def _record(models_dir: Path, entry: Entry, is_new: bool) -> None:
-    """Record the name. A checkpoint that was here without a record was prepared here and stays its owner's."""
+def _renew(index_path: Path, here: Index, published: Index, raw: bytes, entry: Entry) -> bool:
+    """Record the name, and give right weights the published index; whether that replaced another one.
+
+    One that this release can use stays if the published one is older, or if it was prepared here.  Processes that map
+    the old file keep it.  Raises `StarlingError`.
+    """
+    is_owned = _record(index_path.parent, entry, False)
+    before, after = ((pulled.is_usable(index), index.version) for index in (here, published))
+    try:
+        if after < before or (before[0] and not is_owned) or index_path.read_bytes() == raw:
+            return False
+        replace_file(index_path, raw, durable=True, mode=0o444)
+    except OSError as error:
+        raise disk_error(error, index_path, len(raw)) from None
+    return True
+
+
+def _record(models_dir: Path, entry: Entry, is_new: bool) -> bool:
+    """Record the name; whether the checkpoint was pulled.
+
+    One that was here without a record was prepared here and stays its owner's.
+    """
     same = [record for record, _ in pulled.read_all(models_dir) if record.entry.digest == entry.digest]
     is_owned = is_new or any(record.is_owned for record in same)
     try:
         pulled.write(models_dir, pulled.Pulled(entry=entry, is_owned=is_owned))
     except OSError as error:
         raise disk_error(error, pulled.record_path(models_dir, entry.name), 0) from None
+    return is_owned
 
 
 async def _fetch_index(entry: Entry, stores: list[BlobStore], context: Context) -> tuple[bytes, Index]:

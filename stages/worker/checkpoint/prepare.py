@@ -95,7 +95,8 @@ def _ingest_if_missing(
         if store.is_checkpoint(model, models_dir):
             raise ConfigError(
                 f"model {model.name!r}: {index_path} is of an older release, and its source is not here; "
-                f"{store.checkpoint_remedy(model, models_dir)}",
+                f"{store.checkpoint_remedy(model, models_dir)} (of a published model publish it again first, with "
+                "this release and --replace)",
                 "models.path",
             )
         with lock(models_dir, f"ingest-{located.digest[:16]}"):
