@@ -204,6 +204,16 @@ class Index(msgspec.Struct, array_like=True, frozen=True, dict=True):
         """Whether this release can use it; else it is made again. Raises `CheckpointError`."""
         return self.has_current_windows and self.has_current_vocabulary
 
+    @property
+    def revision(self) -> str:
+        """What changed since older releases, which answer differently from the same file; "": nothing.
+
+        Raises `CheckpointError`.
+        """
+        vocabulary = self.tokenizer_head.revision
+        kv = f"-kv{self.hyper.kv_revision}" if self.hyper.kv_revision else ""
+        return f"{kv}-vocabulary{vocabulary}" if vocabulary >= STRIPPING_REVISION else kv
+
     @functools.cached_property  # of megabytes
     def tokenizer_digest(self) -> str:
         """SHA-256 (hex) of vocabulary, merges, special ids and template: equal digests give ids the same meaning."""

@@ -63,7 +63,10 @@ _decode_rows = msgspec.json.Decoder(list[list[int]]).decode
 
 
 def version_name(digest: str, kv_type: str, numerics: int) -> str:
-    """The name of what determines the bytes of answers. `digest`: SHA-256 of the GGUF file."""
+    """The name of what determines the bytes of answers.
+
+    digest: SHA-256 of the GGUF file.  kv_type: followed by `Index.revision`.
+    """
     return f"{digest}-{kv_type}-{numerics}"
 
 

@@ -368,7 +368,7 @@ class LoadedModel(msgspec.Struct, frozen=True, kw_only=True):
     engine_incarnation: str = ""  # changes with each start of the engine
     # What names the bytes of answers: streams continue only on an engine where all three are equal.
     digest: str = ""  # SHA-256 of the GGUF file
-    kv_type: str = ""
+    kv_type: str = ""  # and `Index.revision`, which orchestrators of older releases compare with it
     numerics: int = 0  # 0: the engine does not promise equal bytes
     can_continue: bool = False  # it names its output tokens, and goes on from those of another engine
     running: int = 0  # sequences

@@ -24,8 +24,9 @@ from pipeline.api.output_tokens import (
 )
 from pipeline.errors import InvalidRequest
 from shm.pages import NUMERICS
+from stages.tokenizer.service import TokenizerService
 from tests.e2e.server import poll_until
-from tests.gateway.peers import MODEL
+from tests.gateway.peers import MODEL, make_tokenizer
 from tests.gateway.server import Server
 
 VERSION = version_name("ab" * 32, "f16", NUMERICS)
@@ -191,6 +192,21 @@ def test_outputs_that_do_not_fit_are_refused(server: Server, make_server: Any) -
     for key, status in (("sk-one", 403), ("sk-admin", 200)):
         answer = closed.post("/v1/generate", BODY, named(next(NAMES), Authorization=f"Bearer {key}"))
         assert answer.status == status
+
+
+def test_an_output_of_an_older_release_goes_on_only_if_the_model_answers_the_same(homes: Any) -> None:
+    def tokenizer() -> TokenizerService:
+        return make_tokenizer(revision="-kv1")
+
+    revised = Server(homes(), tokenizer=tokenizer)
+    try:
+        revised.wait_ready()
+        begun, now = [array("i", list(b"Ein"))], version_name("ab" * 32, "f16-kv1", NUMERICS)
+        answer = continued(revised, "/v1/generate", BODY, next(NAMES), begun)
+        assert answer.status == 503 and now in answer.error["message"]
+        assert continued(revised, "/v1/generate", BODY, next(NAMES), begun, now).status == 200
+    finally:
+        assert revised.close() == 0
 
 
 def test_a_relayed_request_counts_as_its_tenants(server: Server) -> None:

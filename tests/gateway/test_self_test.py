@@ -74,13 +74,15 @@ class Stages:
         answer = m.SequenceTokens(frame.sequence, 0, tokens, logprobs, "length", attachment=self.answered_by)
         self.service.on_scheduler(m.Tokens(frame.model, 1, [answer]))
 
-    def version(self, serial: int = 1, kernels: str = KERNELS, digest: str = DIGEST) -> ModelVersion:
+    def version(
+        self, serial: int = 1, kernels: str = KERNELS, digest: str = DIGEST, revision: str = ""
+    ) -> ModelVersion:
         """A version that is ready to be tested."""
-        version = self.described(serial, digest)
+        version = self.described(serial, digest, revision)
         self.set_ready(version, kernels)
         return version
 
-    def described(self, serial: int = 1, digest: str = DIGEST) -> ModelVersion:
+    def described(self, serial: int = 1, digest: str = DIGEST, revision: str = "") -> ModelVersion:
         """A version whose worker still starts."""
         until = time.time() + WAIT_S
         version = ModelVersion(
@@ -91,6 +93,7 @@ class Stages:
         catalog.version_table = msgspec.structs.replace(catalog.version_table, versions=(*others, version))
         ends = array("I", range(1, 10)).tobytes()
         described = m.Described("", version.id, digest, 9, 4096, (), True, pieces=b"abcdefghi", piece_ends=ends)
+        described = msgspec.structs.replace(described, revision=revision)
         self.service.loaded.on_description(version.id, described)
         return version
 
@@ -289,6 +292,13 @@ def test_a_version_beside_one_of_the_same_file_gets_the_whole_test(stages: Stage
     first = stages.version()
     stages.check(first)
     assert stages.check(stages.version(2), first) == [WHOLE, WHOLE]
+
+
+def test_a_version_of_the_same_file_that_answers_differently_is_not_compared(stages: Stages) -> None:
+    """Its checkpoint was made again by a release that computes another K from the file."""
+    first = stages.version()
+    stages.check(first)
+    assert stages.check(stages.version(2, revision="-kv1"), first) == [SHORT]
 
 
 def test_what_is_remembered_is_bounded_and_survives_damage(tmp_path: Path) -> None:

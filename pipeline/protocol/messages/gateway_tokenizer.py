@@ -107,6 +107,7 @@ class Described(Frame, tag="M"):
     quantization: str = ""  # format of most bytes of the weights; "": not known
     kv_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # layers, KV heads, head dim, window (0: all positions)
     kv_windowed: int = 0  # layers with that window where others have none; 0: all layers have it, or none
+    revision: str = ""  # `Index.revision`
 
 
 class TokenizerFailed(Frame, tag="X"):

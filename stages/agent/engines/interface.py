@@ -26,7 +26,7 @@ from pipeline.errors import InferenceError, StarlingError
 class Capabilities(NamedTuple):
     """What an engine promises."""
 
-    kv_type: str = ""
+    kv_type: str = ""  # and `Index.revision`
     numerics: int = 0  # version of the arithmetic: equal ones give equal bytes; 0: no promise
     can_continue: bool = False  # from the output tokens of another engine of the same version
     page_tokens: int = 0  # of a KV page; 0: it exchanges none

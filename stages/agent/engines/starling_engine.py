@@ -32,6 +32,7 @@ from pipeline.fleet.standby import MARK_VARIABLE, Home
 from pipeline.ipc.control import socket_path
 from pipeline.runtime.process import EXIT_CONFIG
 from pipeline.threads import uninterrupted
+from shm.checkpoint import CheckpointError, load_index
 from shm.decoding import DECODE_ERRORS
 from shm.pages import NUMERICS
 from stages.agent.engines.child import Child
@@ -87,9 +88,7 @@ class StarlingEngine(Engine):
         free_port: a port that no process listens on now. `standby`: processes that become the engine sooner.
         kernels: a compilation that would take the cores from its start.
         """
-        self.capabilities = Capabilities(
-            model.kv_type, NUMERICS, can_continue=True, page_tokens=model.page_tokens, takes_conversations=True
-        )
+        self.capabilities = Capabilities()  # until it is started
         self._config = config
         self._model = msgspec.structs.replace(model, path=str(home / "models" / f"{digest}.idx"), sha256="")
         self._home = home
@@ -118,6 +117,7 @@ class StarlingEngine(Engine):
         port = self._free_port()
         self.key = secrets.token_urlsafe(24)
         await uninterrupted(self._prepare, port, standby.mark if standby is not None else "")
+        self.capabilities = await uninterrupted(self._promises)
         self.url = f"http://{advertised_host(self._config.fleet.agent)}:{port}"
         if standby is not None:
             line = msgspec.json.encode(Home(str(self._home), str(self._home / "starling.json")))
@@ -125,6 +125,16 @@ class StarlingEngine(Engine):
             return
         self._child = Child(COMMAND, engine_environment(self._env, self._home), self._home)
         await self._child.start()
+
+    def _promises(self) -> Capabilities:
+        """What the engine promises of its checkpoint; nothing if the index cannot be read, which it reports itself."""
+        try:
+            # A fresh one: what the process keeps would stay in the agent's memory.
+            revision = load_index(Path(self._model.path), is_fresh=True).revision
+        except (OSError, CheckpointError):
+            return Capabilities(takes_conversations=True)
+        kv_type, page_tokens = f"{self._model.kv_type}{revision}", self._model.page_tokens
+        return Capabilities(kv_type, NUMERICS, can_continue=True, page_tokens=page_tokens, takes_conversations=True)
 
     async def _claim(self) -> StandbyEngine | None:
         """A standby engine, if there is one, which `stop` ends from now on."""

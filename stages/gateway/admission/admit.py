@@ -227,7 +227,7 @@ class Admission:
     def force_output(self, request: RequestState, output: Output) -> None:
         """The answer goes on from another server's tokens. Raises `InvalidRequest`, `ModelUnavailable`."""
         described, version = self._loaded.described[request.spec.version], self._catalog.get(request.spec.version)
-        kv_type = version.settings.kv_type if version is not None else ""
+        kv_type = f"{version.settings.kv_type}{described.revision}" if version is not None else ""
         name = version_name(identity_of(described.digest, request.spec.generation), kv_type, NUMERICS)
         context = self._loaded.bounds(version).context if version is not None else 0
         force_output(request, output, name, described.vocab_size, context, self._clock())

@@ -123,7 +123,8 @@ class SelfTest:
         if reference is None or not self._loaded.is_ready(reference):
             return False
         new, old = self._loaded.described[version.id], self._loaded.described[reference.id]
-        return (new.digest, version.settings.kv_type) == (old.digest, reference.settings.kv_type)
+        ours, theirs = ((one.digest, one.revision) for one in (new, old))
+        return (ours, version.settings.kv_type) == (theirs, reference.settings.kv_type)
 
     async def _prompt(self, version: ModelVersion) -> tuple[int, ...]:
         return (await self._tokenizer.encode(version.id, TEXT)).tokens or (0,)
