@@ -480,7 +480,7 @@ def test_a_thread_that_cannot_be_started_is_started_at_a_tick(tmp_path: Path, mo
     writer, written = StateWriter(open_journal(tmp_path)), threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
-        writer.open(make_spec("req-a"), written.set)
+        writer.open(make_spec("req-a"), lambda is_written: written.set())
         writer.sync()
         writer.sync()
     assert not written.is_set()
