@@ -255,3 +255,73 @@ async def _play(steps: list[tuple[str, int, str, int]]) -> None:
         assert keys.bytes == sizes.total() <= 8 * KEY_BYTES
         assert all(n <= 5 * KEY_BYTES for n in sizes.values())
         assert {t: n for t, n in keys._of_tenant.items() if n} == dict(sizes)
+
+
+class Ordered(Table):
+    """Checks at each drop that no answer of the tenant expires earlier than the one that is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__(tenant_bytes=5 * KEY_BYTES, max_bytes=8 * KEY_BYTES)
+        self.until: dict[str, float] = {}  # of answered requests, by name
+        self.specs: dict[str, RequestSpec] = {}
+        self.keys.on_drop = self.check_drop
+
+    def check_drop(self, name: str) -> None:
+        until, tenant = self.until.pop(name), self.specs[name].tenant
+        assert all(until <= other for one, other in self.until.items() if self.specs[one].tenant == tenant)
+
+    def keep(self, spec: RequestSpec, size: int, answered: float) -> None:
+        assert self.keys.keep(spec, size, self.now - answered) or self.now - answered >= TTL_S
+        if self.keys.keeps(spec):
+            self.until[spec.id] = answered + TTL_S
+
+
+Reading = st.tuples(
+    st.sampled_from(["answer", "again", "put back", "pass"]),
+    st.integers(0, 3),  # which key, or which answer
+    st.integers(0, KEY_BYTES),  # bytes of the answer
+    st.sampled_from([0.1, 0.25, 0.5]),  # of `TTL_S` that pass
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(Reading, min_size=3, max_size=30))
+def test_answers_are_forgotten_in_the_order_of_their_time(steps: list[tuple[str, int, int, float]]) -> None:
+    table = Ordered()
+    answered: dict[str, float] = {}
+    woken: dict[str, float] = {}
+    first = [("answer", which, KEY_BYTES // 4, 0.1) for which in range(4)]
+    for number, (action, which, size, passed) in enumerate([*first, *steps]):
+        tenant = "ab"[which // 3]
+        if action == "answer" and not table.keys.holds(tenant, f"k{which}"):
+            spec = make_spec(f"req-{number}", tenant=tenant, idempotency_key=f"k{which}", body_digest=DIGEST)
+            table.specs[spec.id] = spec
+            table.keys.run(spec)
+            table.now += passed * TTL_S
+            table.keep(spec, size, table.now)
+            answered[spec.id] = table.now
+        elif action == "again" and table.until:
+            name = min(table.until, key=answered.__getitem__) if which else max(table.until)
+            table.keys.run_again(table.specs[name])
+            woken[name] = answered[name]
+            del table.until[name]
+        elif action == "put back" and woken:
+            name = sorted(woken)[which % len(woken)]
+            table.keep(table.specs[name], size, woken.pop(name))
+        elif action == "pass":
+            table.now += passed * TTL_S
+            table.keys.expire()
+            assert all(until > table.now for until in table.until.values())
+        assert {spec.id for spec in table.specs.values() if table.keys.keeps(spec)} == {*table.until, *woken}
+
+
+async def test_an_answer_that_is_put_back_expires_before_later_ones() -> None:
+    table = Table()
+    specs = [await table.start(f"req-{name}", name) for name in "abc"]
+    for spec, table.now in zip(specs, (0.0, 100.0, 200.0), strict=True):
+        assert table.keys.keep(spec, 100)
+    table.keys.run_again(specs[0])
+    assert table.keys.keep(specs[0], 100, table.now)
+    for table.now, dropped in ((TTL_S, ["req-a"]), (TTL_S + 100, ["req-a", "req-b"])):
+        table.keys.expire()
+        assert table.dropped == dropped

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from itertools import takewhile
 
 from pipeline.api.idempotency_key import HEADER, other_body
 from pipeline.errors import Overloaded
@@ -49,7 +50,7 @@ class IdempotencyKeys:
         self._tenant_bytes = tenant_bytes
         self._max_bytes = max_bytes
         self._claims: dict[tuple[str, str], Claim] = {}
-        self._answered: defaultdict[str, dict[str, Claim]] = defaultdict(dict)  # by tenant and key, oldest first
+        self._answered: defaultdict[str, dict[str, Claim]] = defaultdict(dict)  # by tenant and key, in order of `until`
         self._of_tenant: Counter[str] = Counter()  # bytes
 
     def __len__(self) -> int:
@@ -124,7 +125,7 @@ class IdempotencyKeys:
             return False
         claim.until = self._clock() + self.ttl_s - age_s
         self._add(claim)
-        self._answered[claim.tenant][claim.key] = claim
+        self._put_in(claim)
         return True
 
     def forget(self, spec: RequestSpec) -> None:
@@ -189,6 +190,14 @@ class IdempotencyKeys:
             del self._of_tenant[claim.tenant]
         self.bytes -= claim.size
         claim.settled.set()
+
+    def _put_in(self, claim: Claim) -> None:
+        """Put a claim among those that are answered, before those that expire later than it."""
+        answered = self._answered[claim.tenant]
+        later = list(takewhile(lambda other: other.until > claim.until, reversed(answered.values())))
+        answered[claim.key] = claim
+        for other in reversed(later):
+            answered[other.key] = answered.pop(other.key)
 
     def _take_out(self, claim: Claim) -> None:
         """Take a claim out of those that are answered. No table keeps a tenant without claims."""
