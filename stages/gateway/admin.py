@@ -4,7 +4,7 @@ They come over the control socket, or over HTTP with an admin's key: POST with t
 the path, but GET for `state`, which has no field there and is answered at once.
 
     {"op": "state", "timeout_s": 1.0}  answered when the server is ready, or after that time; default: at once
-    {"op": "drain", "target": "all" or a model, "timeout_s": 0.0, "keep": true}
+    {"op": "drain", "target": "all" or a model, "timeout_s": 0.0, "keep": true, "exit": false}
     {"op": "resume", "target": "all" or a model}
     {"op": "load", "target": model, "path": file, "kv_cache_mb": 512, "timeout_s": 600.0, "change": id, "wait": true}
     {"op": "reload", "target": model, "path": file, "timeout_s": 600.0, "change": id, "wait": true}
@@ -49,7 +49,7 @@ MAX_KV_CACHE_MB = 16_777_216
 MAX_NAME = 256  # characters of a request's name
 FIELDS = {
     "state": ("timeout_s",),
-    "drain": ("target", "timeout_s", "keep"),
+    "drain": ("target", "timeout_s", "keep", "exit"),
     "resume": ("target",),
     "load": ("target", "path", "kv_cache_mb", "timeout_s", "change", "wait"),
     "reload": ("target", "path", "timeout_s", "change", "wait"),
@@ -155,7 +155,8 @@ class Admin:
     def _drain(self, request: dict[str, Any]) -> None:
         target = self._target(request)
         timeout_s, is_persistent = _seconds(request, 0.0), _flag(request, "keep")
-        self._service.readiness.drains.begin(target, timeout_s, is_persistent)
+        is_exit = _flag(request, "exit", default=False)
+        self._service.readiness.drains.begin(target, timeout_s, is_persistent, is_exit=is_exit)
         self._changed()
         log.info("drained by an operator", extra={"target": target, "timeout_s": timeout_s})
 
@@ -209,8 +210,8 @@ def _seconds(request: dict[str, Any], default: float) -> float:
     return float(value)
 
 
-def _flag(request: dict[str, Any], name: str) -> bool:
-    value = request.get(name, True)
+def _flag(request: dict[str, Any], name: str, *, default: bool = True) -> bool:
+    value = request.get(name, default)
     if not isinstance(value, bool):
         raise InvalidRequest(f"{name} is {value!r}; it must be true or false", name)
     return value

@@ -330,7 +330,7 @@ class Service:
         self.sessions.tick()
         for drain in self.readiness.drains.due():
             model = "" if drain.target == ALL else drain.target
-            drain.ended += self.lifecycle.end_all(drain_timeout(drain), model=model)
+            drain.ended += self.lifecycle.end_all(drain_timeout(drain), model=model, is_exit=drain.is_exit)
         if not self.readiness.is_stopping:
             self.recovery.tick(self.loaded.described, self.catalog)
             self.readers.tick()

@@ -117,16 +117,21 @@ def drained(
     target: str,
     timeout_s: float,
     keep: bool = True,
+    *,
+    is_exit: bool = False,
     count: Callable[[dict[str, Any], str], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[int, dict[str, Any]]:
     """Drain `target` and wait. Returns the number of requests that were ended, and the gateway's state.
 
-    With `keep` False the drain ends when the gateway restarts. `count`: the requests to wait for; by default all of
-    `target`. Raises `Conflict` if the drain was lifted meanwhile.
+    With `keep` False the drain ends when the gateway restarts. `is_exit`: it restarts then, so requests that its
+    successor continues are not ended. `count`: the requests to wait for; by default all of `target`. Raises `Conflict`
+    if the drain was lifted meanwhile.
     """
     request = {"op": "drain", "target": target, "timeout_s": timeout_s, "keep": keep}
+    if is_exit:
+        request["exit"] = True
     state = control.call(run_dir, "gateway", request)
     deadline, count = clock() + timeout_s + FINAL_ERRORS_S, count or in_flight
     while count(state, target) and clock() < deadline:

@@ -88,16 +88,22 @@ def handed_over(run_dir: Path, timeout_s: float) -> int:
     except StarlingError as error:
         if error.code != "CONFLICT":
             raise
-        return drained(run_dir, ALL, timeout_s, keep=False, count=unfinished)[0]
+        is_exit = leaves_requests(control.call(run_dir, "gateway", {"op": "state"}))
+        return drained(run_dir, ALL, timeout_s, keep=False, is_exit=is_exit, count=unfinished)[0]
     while not state["handed_over"] and time.monotonic() < deadline:
         time.sleep(POLL_S)
         state = control.call(run_dir, "gateway", {"op": "state"})
     return unfinished(state)
 
 
+def leaves_requests(state: dict[str, Any]) -> bool:
+    """Whether the gateway leaves requests to its successor. One of an earlier release refuses to be asked for that."""
+    return "unfinished" in state
+
+
 def unfinished(state: dict[str, Any], target: str = ALL) -> int:
     """Requests that a restart of the gateway would end. A gateway of an earlier release counts those with a client."""
-    return int(state.get("unfinished", state["in_flight"]))
+    return int(state["unfinished"] if leaves_requests(state) else state["in_flight"])
 
 
 def chosen(config: Config, run_dir: Path, target: str, with_gateway: bool) -> list[status.StageStatus]:

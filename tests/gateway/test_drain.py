@@ -202,6 +202,7 @@ def test_requests_past_the_deadline_end_with_an_error_that_says_so(server: Serve
         ({"op": "resume", "timeout_s": 1}, "timeout_s"),
         ({"op": "state", "timeout_s": -1}, "timeout_s"),
         ({"op": "drain", "keep": 1}, "keep"),
+        ({"op": "drain", "exit": 1}, "exit"),
     ],
 )
 def test_invalid_commands_change_nothing(server: Server, request_: dict[str, Any], param: str) -> None:

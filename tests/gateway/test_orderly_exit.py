@@ -21,6 +21,7 @@ from stages.gateway.requests.journal import Journal
 from stages.gateway.requests.readers import FanOutSink, outlives_gateway
 from stages.gateway.requests.state import Outcome, RequestState
 from stages.gateway.requests.state_writer import StateWriter
+from starling.cli.restart import handed_over
 from tests.gateway.on_demand import ANN, Gateway
 from tests.gateway.request_states import make_state
 from tests.gateway.response_bodies import assembled, parse_events, read_events, said
@@ -185,6 +186,25 @@ def test_a_handover_waits_for_what_would_be_lost(
         finally:
             hold(server, False)
             assert server.close() == 0
+
+
+def test_a_restart_with_a_socket_of_its_own_ends_only_what_has_a_client(make_server: MakeServer) -> None:
+    """No supervisor holds the listening socket, and a stream takes longer than --drain-timeout."""
+    server = make_server()
+    server.wait_ready()
+    hold(server)
+    name = server.post(PATH, said("later", background=True)).json["id"]
+    leave_keyed(server)
+    ids = server.peers.do(lambda: {frame.request for frame in server.peers.generator.submitted})
+    stream = server.stream("/v1/generate", UNSEEDED)
+    assert handed_over(server.home / "run", 0.1) == 1
+    assert stream.all()[0].data["error"]["code"] == "DRAINING"
+    stop(server)
+    server.start_successor()
+    hold(server, False)
+    assert finished(server, name)["status"] == "completed"
+    answer = server.stream("/v1/generate", UNSEEDED, KEY).all()
+    assert {event.id.partition(":")[0] for event in answer[:-1] if event.id} < ids
 
 
 # ------------------------------------------------------------------ without sockets

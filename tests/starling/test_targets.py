@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -13,14 +14,15 @@ import pytest
 
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ModelNotFound, StarlingError
+from pipeline.errors import Conflict, ModelNotFound, StarlingError
+from pipeline.ipc import control
 from pipeline.models import versions
 from pipeline.observe.status import StageStatus
 from pipeline.runtime import run_dir as rundir
 from pipeline.supervise import ancestors
 from starling.cli.down import running, supervisor_of
 from starling.cli.drain import ALL, admission, in_flight
-from starling.cli.restart import chosen, restarted, unfinished
+from starling.cli.restart import chosen, handed_over, restarted, unfinished
 
 CONFIG = Config(models=(ModelConfig(name="a/b"), ModelConfig(name="c")))
 
@@ -112,3 +114,22 @@ def test_requests_without_a_client_are_in_flight_too() -> None:
 def test_a_restart_waits_for_what_the_successor_cannot_continue() -> None:
     assert unfinished({"in_flight": 1, "models": {"c": 5}, "unfinished": 2}) == 2
     assert unfinished({"in_flight": 1, "models": {"c": 5}}) == 1  # of a gateway of 0.1.0
+
+
+@pytest.mark.parametrize("leaves_requests", [True, False])
+def test_a_gateway_of_an_earlier_release_is_drained_with_the_fields_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaves_requests: bool
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(run_dir: Path, stage: str, request: dict[str, Any]) -> dict[str, Any]:
+        asked.append(request)
+        if request["op"] == "handover":
+            raise Conflict("it has opened its own socket")
+        state = {"in_flight": 0, "models": {"c": 5}, "draining": {ALL: {"left_s": 0.0, "ended": 3}}}
+        return {**state, "unfinished": 0} if leaves_requests else state
+
+    monkeypatch.setattr(control, "call", answer)
+    assert handed_over(tmp_path, 1.0) == 3
+    drain = {"op": "drain", "target": ALL, "timeout_s": 1.0, "keep": False}
+    assert asked[-1] == ({**drain, "exit": True} if leaves_requests else drain)

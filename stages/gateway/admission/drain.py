@@ -24,6 +24,7 @@ class ActiveDrain(msgspec.Struct):
     timeout_s: float
     deadline: float  # of the injected clock: remaining requests are ended then
     is_persistent: bool  # survives a restart of the gateway
+    is_exit: bool = False  # the gateway exits after it: what its successor continues is not ended
     ended: int = 0  # requests that did not finish in time
 
 
@@ -44,11 +45,11 @@ class Drains:
         """Target and timeout (s) of the drains that survive a restart of the gateway."""
         return {drain.target: drain.timeout_s for drain in self._drains.values() if drain.is_persistent}
 
-    def begin(self, target: str, timeout_s: float, is_persistent: bool = True) -> None:
+    def begin(self, target: str, timeout_s: float, is_persistent: bool = True, *, is_exit: bool = False) -> None:
         """Start a drain; a second call resets the timeout, and a persistent drain stays persistent."""
         before = self._drains.get(target)
         is_persistent = is_persistent or (before is not None and before.is_persistent)
-        self._drains[target] = ActiveDrain(target, timeout_s, self._clock() + timeout_s, is_persistent)
+        self._drains[target] = ActiveDrain(target, timeout_s, self._clock() + timeout_s, is_persistent, is_exit)
 
     def lift(self, target: str) -> list[str]:
         """End the drain of `target`, or all drains for `ALL`; return the targets that were drained."""

@@ -94,6 +94,7 @@ _ADMIN_FIELDS: dict[str, Schema] = {
         "description": "default: of a drain 0 (requests in flight end at once), of the unload of a model 30, else 600",
     },
     "keep": {"type": "boolean", "description": "survives a restart of the gateway (default true)"},
+    "exit": {"type": "boolean", "description": "leaves what a restarted gateway continues (default false)"},
     "path": {"type": "string", "maxLength": 4096, "description": "a GGUF file, or another source of a model"},
     "kv_cache_mb": {"type": "integer", "minimum": 0, "maximum": admin.MAX_KV_CACHE_MB},
     "change": {"type": "string", "maxLength": 64, "description": "an id; repeating it starts nothing"},
