@@ -153,6 +153,7 @@ class Service:
         self.recovery = Recovery(self.relay, self.readers, writer, clock, steady, timeout_s, keys, self.timelines)
         self.responses.waiting = self.recovery.waiting
         self.recovery.store_end = self.responses.ended
+        self.relay.send_end = self.recovery.send_end
         self.resumer = Resumer(self.recovery, self.readers, self.relay.vocabularies)
         self.changes = changes = ChangeSignal()
         self.page_namer = PageNamer(paths.arena_dir(config), self.catalog)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stages.gateway.requests.journal import FILE, parse
+from stages.gateway.requests.journal import FILE, RequestEnd, parse
 from stages.gateway.requests.spec import RequestSpec
 from tests.gateway.server import Server
 
@@ -11,6 +11,12 @@ def journaled(server: Server) -> list[RequestSpec]:
     """The requests in the journal of a server."""
     (path,) = server.home.rglob(FILE)
     return [value for _, value, _ in parse(path.read_bytes()) if isinstance(value, RequestSpec)]
+
+
+def ended(server: Server) -> set[str]:
+    """The requests of which the journal of a server has the end."""
+    (path,) = server.home.rglob(FILE)
+    return {value.id for _, value, _ in parse(path.read_bytes()) if isinstance(value, RequestEnd)}
 
 
 def prompt(spec: RequestSpec) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,52 @@ async def test_an_answer_that_fails_to_be_generated_again_is_not_kept_for_longer
     assert world.recovery.spec_of("req-1", "mine") is None
     world.restart()
     assert world.recovery.spec_of("req-1", "mine") is None
+
+
+class Ends:
+    """A reader that counts the ends that it is sent."""
+
+    def __init__(self) -> None:
+        self.ends = 0
+
+    def finished(self) -> None:
+        self.ends += 1
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_the_end_of_an_answer_with_a_key_is_sent_once_the_journal_has_it(world: World, has_left: bool) -> None:
+    may_write = threading.Event()
+    request = world.open(key="k")
+    world.writer._put(may_write.wait)
+    world.relay.send_end = world.recovery.send_end
+    first, second, late = Ends(), Ends(), Ends()
+    sinks: list[Any] = [first, second, late]
+    for reader in sinks[:2]:
+        world.readers.join(request, reader)
+    world.relay.complete(request)
+    world.readers.join(request, sinks[2])  # it is sent the whole answer when it joins
+    if has_left:
+        world.readers.leave(request, sinks[1])
+    await asyncio.sleep(0)
+    assert (first.ends, second.ends) == (0, 0)
+    may_write.set()
+    while not first.ends:
+        await asyncio.sleep(0)
+    assert (first.ends, second.ends, late.ends) == (1, not has_left, 0)
+    (entry,) = Journal(world.directory, 1 << 20, lambda: 1e9).take_entries()
+    assert entry.end is not None and not entry.end.code
+
+
+async def test_the_end_of_an_answer_without_a_key_is_sent_at_once(world: World) -> None:
+    request = world.open()
+    world.relay.send_end = world.recovery.send_end
+    sink: Any = Ends()
+    world.readers.join(request, sink)
+    world.relay.complete(request)
+    assert sink.ends == 1
 
 
 async def test_a_gateway_that_dies_while_an_answer_is_generated_again_keeps_its_key(world: World) -> None:

@@ -14,6 +14,7 @@ from pipeline.protocol import messages as m
 from tests.gateway.http_client import Answer
 from tests.gateway.peers import MODEL
 from tests.gateway.server import MakeServer, Server
+from tests.gateway.server_journal import ended
 from tests.gateway.stream_content import joined
 
 GENERATE: dict[str, Any] = {"prompt": "again", "max_tokens": 60, "seed": 7, "n": 2, "logprobs": 2, "ignore_eos": True}
@@ -154,6 +155,8 @@ def test_reads_that_are_refused_after_a_restart_compute_nothing(make_server: Mak
     answer = server.post("/v1/generate", UNSEEDED, key("k"))
     name = answer.headers["X-Starling-Request"]
     said_first = server.post("/v1/responses", {"model": MODEL, "input": "please say one", "seed": 1}).json
+    while said_first["id"].replace("resp_", "req-") not in ended(server):
+        pass
     restart(server)
     server.wait_ready()
     two_places = {"Last-Event-ID": f"{name}:1.1"}

@@ -17,6 +17,7 @@ from tests import live_faults
 from tests.e2e.core_waits import run_queue_delay_s
 from tests.gateway.http_client import Stream
 from tests.gateway.server import MakeServer, Server
+from tests.gateway.server_journal import ended
 
 DELAY_S = 2.5  # of each access
 GAP_S = 2.0  # less than one access: between two events of a stream in flight
@@ -113,6 +114,25 @@ def test_a_slow_rewrite_delays_no_stream_in_flight(make_server: MakeServer) -> N
         assert time.monotonic() - begin >= DELAY_S
     assert file.stat().st_ino != inode
     assert follower.end() < GAP_S
+
+
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_the_journal_has_the_end_of_an_answer_with_a_key_before_its_clients(
+    make_server: MakeServer, is_repeated: bool
+) -> None:
+    """A gateway that is killed after that leaves the answer to its successor, which has no request in flight."""
+    server = make_server()
+    server.wait_ready()
+    key = {"Idempotency-Key": "k"}
+    with server.peers.held():
+        streams = [server.stream("/v1/generate", BODY, key) for _ in range(1 + is_repeated)]
+        live_faults.begin(server.home, f"disk:slow@journal={DELAY_S * 1000:.0f}", wait)
+    for stream in streams:
+        assert stream.all()[-1].data == "[DONE]"
+        assert ended(server) == {stream.response.headers["X-Starling-Request"]}
+    server.kill_and_restart()
+    server.wait_ready()
+    assert not [line for line in server.lines if "recovering requests" in line]
 
 
 def test_a_client_that_leaves_while_the_disk_is_slow_leaves_nothing(make_server: MakeServer) -> None:

@@ -63,10 +63,17 @@ class FanOutSink:
             sink.flush()
 
 
+def readers_of(request: RequestState) -> list[Sink]:
+    """The sinks of the clients that read a request, or wait for its answer."""
+    sink = request.sink
+    if isinstance(sink, FanOutSink):
+        return list(sink.sinks)
+    return [sink] if sink is not None else []
+
+
 def has_reader(request: RequestState) -> bool:
     """Whether a client reads an open request, or waits for its answer."""
-    sink = request.sink
-    return bool(sink.sinks) if isinstance(sink, FanOutSink) else sink is not None
+    return bool(readers_of(request))
 
 
 def outlives_gateway(request: RequestState) -> bool:

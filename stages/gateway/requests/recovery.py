@@ -22,11 +22,11 @@ from pipeline.protocol.messages import Described
 from shm.pages import NUMERICS
 from stages.gateway.requests.idempotency import IdempotencyKeys
 from stages.gateway.requests.journal import KEEP_S, JournalEntry, RequestEnd
-from stages.gateway.requests.readers import FanOutSink, Readers
+from stages.gateway.requests.readers import FanOutSink, Readers, readers_of
 from stages.gateway.requests.relay import Relay
 from stages.gateway.requests.replay_buffer import ReplayBuffer
 from stages.gateway.requests.spec import RequestSpec
-from stages.gateway.requests.state import Outcome, RequestState, SequencePhase
+from stages.gateway.requests.state import Outcome, RequestState, SequencePhase, Sink, finish
 from stages.gateway.requests.state_writer import StateWriter
 from stages.gateway.tracing.recorder import Recorder
 from stages.gateway.versions.catalog import VersionCatalog
@@ -118,6 +118,23 @@ class Recovery:
         code, message = (error.code, error.message) if error is not None else (code, "")
         end = RequestEnd(request.id, self._wall(), code, message)
         self.store_end(request, lambda: self.journal.end(end, is_kept, is_pinned))
+
+    def send_end(self, request: RequestState, sink: Sink) -> None:
+        """Send the end of an answer to its readers: if it is kept for an idempotency key, once the journal has that.
+
+        A client that has a whole answer gets no other one under its key, though the gateway is killed.
+        """
+        if not self.keys.keeps(request.spec):
+            finish(sink)
+            return
+        readers = readers_of(request)  # those that join from now on are sent the whole answer at once
+
+        def send() -> None:
+            for reader in readers:
+                if reader in readers_of(request):  # it has not left
+                    finish(reader)
+
+        self.journal.when_written(send)
 
     def _put_back(self, entry: JournalEntry) -> None:
         """The answer is dormant again, with its key, for what is left of its time."""

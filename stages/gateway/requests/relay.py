@@ -35,6 +35,8 @@ from stages.gateway.requests.state import (
     RequestState,
     SequencePhase,
     SequenceState,
+    Sink,
+    finish,
     submission,
 )
 from stages.gateway.requests.text_decoder import decoder_of
@@ -79,6 +81,7 @@ class Relay:
         self.sequences: dict[str, SequenceState] = {}
         self.vocabularies: dict[str, TokenBytes] = {}  # by `RequestSpec.vocabulary`, least recently used first
         self.count_gaps: GapCounter | None = None
+        self.send_end: Callable[[RequestState, Sink], None] = lambda request, sink: finish(sink)  # of a whole answer
         self._send_scheduler = send_scheduler
         self._clock = clock
         self._on_end = on_end
@@ -132,11 +135,9 @@ class Relay:
         self._register(request)
         for sequence, output in zip(request.sequences, outputs, strict=True):
             self.sequences[sequence.id] = sequence
-            n_prompt = sequence.n_prompt  # nothing of the prompt is computed
-            restore_output(
-                sequence,
-                msgspec.structs.replace(output, n_prompt=n_prompt, cached_tokens=n_prompt, first_token_at=now),
-            )
+            n = sequence.n_prompt  # nothing of the prompt is computed
+            cached = msgspec.structs.replace(output, n_prompt=n, cached_tokens=n, first_token_at=now)
+            restore_output(sequence, cached)
         sink = request.sink
         for sequence in request.sequences:
             if sink is not None:
@@ -158,8 +159,7 @@ class Relay:
         sink = request.sink
         self._end(request, Outcome.FINISHED)
         if sink is not None:
-            sink.finished()
-            sink.flush()
+            self.send_end(request, sink)
 
     def fail(self, request: RequestState, error: StarlingError) -> None:
         """End the request with an error. Does nothing if the request has ended."""

@@ -77,6 +77,12 @@ class Sink(Protocol):
         """Send what the calls before produced."""
 
 
+def finish(sink: Sink) -> None:
+    """Send the terminal event of a whole answer."""
+    sink.finished()
+    sink.flush()
+
+
 class Filter(Protocol):
     """The way of a sequence's text through plugins (`plugins/text_filter.py`)."""
 

@@ -1,13 +1,14 @@
 """The thread that writes the gateway's state files, so that a slow disk delays no stream.
 
     journal   `open` calls back when the record is written; only then is the request submitted
+              `when_written` calls back when an end is written: only then is the end of some answers sent
     quotas    `put` stores a level; of several levels of a bucket only the last one is written
 
 The records are written in the order of the calls, so the charges of a request are written before its journal record.
 A second thread synchronizes the files, at most once at a time, when `sync` is called.
 
 Everything is called by the event loop.  Only the jobs run on the thread, which alone uses the journal and the quota
-file for more than look-ups.  A request in flight has at most three jobs here, so the queue is bounded by them.
+file for more than look-ups.  A request in flight has at most four jobs here, so the queue is bounded by them.
 """
 
 from __future__ import annotations
@@ -105,6 +106,19 @@ class StateWriter:
         if self._journal is not None:
             journal = self._journal
             self._put(lambda: journal.forget(request_id), is_write=False)
+
+    def when_written(self, then: Callable[[], object]) -> None:
+        """Call `then` on the event loop when what was given to the journal before is written, or left out."""
+        if self._journal is None:
+            then()
+            return
+        loop = asyncio.get_running_loop()
+
+        def call() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(then)
+
+        self._put(call, is_write=False)
 
     async def drop(self, request_id: str) -> None:
         """Drop a request that has ended from the journal, also for a successor: that is written on return."""
