@@ -42,6 +42,36 @@ def test_what_the_masks_before_have_used_up_fails_no_sequence() -> None:
 
 
 @pytest.mark.usefixtures("few_states")
+def test_a_turn_whose_constraint_is_compiled_meanwhile_for_one_sequence_alone_writes_its_mask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The compilation of a sequence that has reached a limit becomes that of all when its mask is written."""
+    used, begun = 0, list[tuple[Future[Any], Callable[[], Any]]]()
+
+    def later(sequence: str, function: Callable[[], Any]) -> Future[Any]:
+        begun.append((Future(), function))
+        return begun[-1][0]
+
+    masks = Masks(HOSTILE, HOSTILE, max_bytes=1000, used_bytes=lambda: used)
+    assert masks.at(0, 0) is not None
+    monkeypatch.setattr(masks.writer, "_compile_later", later)
+    for length in range(0, len(TEXT), 3):
+        masks.writer.handle(f.Mask("1", 1, 0, length, 1, ()))
+        if begun:
+            break
+    used = 5000
+    masks.writer.limit_memory()  # drops what the other one has
+    masks.writer.handle(f.Mask("0", 0, 0, 1, 1, ()))
+    while begun:
+        future, function = begun.pop()
+        future.set_result(function())
+        masks.writer.compiled()
+    assert not masks.writer.answers
+    for row, wanted in ((0, 1), (1, length)):
+        assert masks.steps.mask_ready[row, wanted % sh.MASK_SLOTS] == sh.mask_tag(1, wanted)
+
+
+@pytest.mark.usefixtures("few_states")
 def test_draft_tokens_use_up_no_limit() -> None:
     masks = Masks(HOSTILE)
     for length in range(0, len(TEXT) - 16, 5):

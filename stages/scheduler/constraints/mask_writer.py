@@ -281,7 +281,10 @@ class MaskWriter:
                 return
             sequence = self._sequences[name]
             version = self._versions[sequence.key[0]]
-            if version.steps is None or self._grammar_of(sequence) is not None:
+            if version.steps is None:
+                continue
+            if self._grammar_of(sequence) is not None:  # another sequence's own one has become that of all
+                self._advance(name, sequence)
                 continue
             known, vocabulary = self._grammars[sequence.key], version.vocabulary
             compiled = self._compile_later(
