@@ -13,6 +13,7 @@ class LoadTerms(NamedTuple):
 
     is_wanted: Callable[[], bool] = lambda: True  # false if it is not to be loaded any more
     takes_standby: bool = True  # whether standby engines are ended if it does not fit otherwise
+    standby_ended: Callable[[], object] = lambda: None  # called when some were
 
     def check(self, name: str) -> None:
         """Raise `ModelUnavailable` if a model or an adapter is not wanted any more."""

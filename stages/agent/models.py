@@ -433,6 +433,7 @@ class Models:
             pause_s = self._config.fleet.agent.start_timeout_s  # until its engine has the memory
             if not terms.takes_standby or not await self.standby.give_up(f"{name} needs the memory", pause_s):
                 raise
+            terms.standby_ended()
             check()
 
     # ------------------------------------------------------------------ engines

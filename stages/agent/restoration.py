@@ -18,6 +18,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 from pipeline.api.adapter_names import base_of
 from pipeline.blobs.retry import Sleep, delay_s
@@ -57,6 +58,7 @@ class Restoration:
         self._jitter = jitter
         self._clock = clock
         self._short: dict[str, str] = {}  # names that lacked memory or disk, and the message
+        self._took_standby: set[str] = set()  # names for which standby engines were ended: they are not again
         self._room_until = 0.0  # s of the clock; set by `run`
 
     @property
@@ -120,7 +122,7 @@ class Restoration:
             return name in self._names
 
         if is_wanted():
-            terms = LoadTerms(is_wanted, takes_standby=name not in self._short)
+            terms = LoadTerms(is_wanted, name not in self._took_standby, partial(self._took_standby.add, name))
             if ":" in name:
                 return await self._load_adapter(name, terms)
             await self._place(name, terms)

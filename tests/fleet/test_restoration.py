@@ -79,18 +79,34 @@ async def test_standby_engines_are_ended_for_a_model_of_the_last_run_once(
 ) -> None:
     host = Host(tmp_path, monkeypatch, ("m",))
     host.catalog.errors["m"] = AWAY
+    host.has_standby, host.free = True, -host.kv
     restoring = asyncio.create_task(host.models.restore())
     await host.attempts(1)
     del host.catalog.errors["m"]  # the first refusal was not for want of memory
     host.catalog.may_ask_again.set()
     await host.attempts(5)
-    assert host.given_up == ["m needs the memory"]
+    assert host.given_up == ["m needs the memory"] and not host.has_standby
     host.has_standby = True  # they are started again, and stay
     await host.attempts(8)
     assert host.given_up == ["m needs the memory"] and host.models.placed == []
     host.free = host.kv
     await until(restoring.done)
     assert [one.model_id for one in host.models.placed] == ["m"] and host.has_standby
+    await host.stop(restoring)
+
+
+async def test_standby_engines_that_start_while_a_model_waits_for_memory_are_ended_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when processes of the last run still held the memory at the first attempt, before there were any."""
+    host = Host(tmp_path, monkeypatch, ("m",))
+    host.catalog.may_ask_again.set()
+    restoring = asyncio.create_task(host.models.restore())
+    await host.attempts(3)
+    assert host.models.placed == []
+    host.has_standby = True  # the others' memory is free, and has gone to them
+    await until(restoring.done)
+    assert [one.model_id for one in host.models.placed] == ["m"] and not host.has_standby
     await host.stop(restoring)
 
 
@@ -190,6 +206,7 @@ async def test_an_adapter_of_the_last_run_ends_standby_engines_once_unless_a_req
 ) -> None:
     host = Host(tmp_path, monkeypatch, ("m:a",))
     serve_adapter(host, monkeypatch)
+    host.has_standby, host.free = True, -host.kv
     host.catalog.may_ask_again.set()
     restoring = asyncio.create_task(host.models.restore())
     await host.attempts(4)
