@@ -309,11 +309,18 @@ def traced_bytes() -> int:
     return sum(statistic.size for statistic in own.statistics("filename"))
 
 
+def requests_and_readers() -> list[object]:
+    """All objects of these kinds in this process."""
+    kinds = RequestState | SequenceState | EventStream
+    return [thing for thing in gc.get_objects() if isinstance(thing, kinds)]
+
+
 async def test_thousands_of_requests_leave_no_objects(tmp_path: Path) -> None:
     """Not even cycles for the garbage collector, which rarely runs in a process with many long-lived objects."""
     life = Life(tmp_path)
     gc.collect()
     gc.disable()
+    others = requests_and_readers()  # that tests before this one have left
     tracemalloc.start()
     try:
         traced = []
@@ -321,9 +328,8 @@ async def test_thousands_of_requests_leave_no_objects(tmp_path: Path) -> None:
             life.live(ENDS[number % len(ENDS)])
             if number in (599, 1599):
                 traced.append(traced_bytes())
-        kinds = RequestState | SequenceState | EventStream
-        left = [type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds)]
-        assert left == []
+        known = {id(thing) for thing in others}
+        assert [thing for thing in requests_and_readers() if id(thing) not in known] == []
         assert len(life.recovery.replay_buffer) == MAX_ENDED
         assert traced[1] - traced[0] < 50_000, "bytes, after 1,000 requests more"
     finally:
