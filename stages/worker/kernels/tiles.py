@@ -23,12 +23,13 @@ from stages.worker.kernels.dots import (
     emit_scaled,
     end_pairs,
 )
-from stages.worker.kernels.simd import VNNI, Builder, Tile, f32x16, i32x16
+from stages.worker.kernels.simd import AVX_VNNI, Builder, Tile, f32x16, i32x16
 from stages.worker.kernels.simd.arithmetic import math
 from stages.worker.kernels.simd.register_tiles import strided, tile_operation
 from stages.worker.kernels.simd.vectors import ADDRESS, FLOAT, I32, I64, load, splat
 
-SPLIT = 8 if VNNI else 0  # vectors of a tile up to which sums go in two chains
+# Vectors of a tile up to which sums go in two chains. With AVX-VNNI the registers hold no second sums beside the first.
+SPLIT = 0 if AVX_VNNI else 8
 
 
 def spread(builder: Builder, addr: Any, lane: ir.Type) -> Any:
