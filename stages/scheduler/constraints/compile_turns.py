@@ -1,4 +1,8 @@
-"""Whose constraint the mask process compiles next: tenants take turns, and the sequences of each wait in order."""
+"""Whose constraint the mask process compiles next: tenants take turns, and the sequences of each wait in order.
+
+Not the turns of pipeline/tenant_turns.py: a compilation takes seconds, so a tenant that comes while one runs goes
+before what else waits of the tenant for which it runs, and a sequence that closes leaves at once.
+"""
 
 from __future__ import annotations
 
