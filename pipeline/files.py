@@ -103,6 +103,12 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.new")
 
 
+def drop_cached(path: Path) -> None:
+    """Make the next read of a file one of the disk, but for pages that a process has mapped. Raises `OSError`."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def write_all(fd: int, data: bytes | memoryview, at: int) -> None:
     """Write all of `data` at offset `at`; the kernel may accept less at a time. Raises `OSError`."""
     rest = memoryview(data)

@@ -36,6 +36,7 @@ import msgspec
 import numpy as np
 import xxhash
 
+from shm import huge_pages
 from shm.decoding import DECODE_ERRORS
 from shm.hyper import Hyper as Hyper
 from shm.index_head import HEAD_BYTES, tables_begin
@@ -441,7 +442,7 @@ def sync_directory(directory: Path) -> None:
 
 def map_file(fd: int, index: Index) -> np.ndarray:
     """The opened `.bin` as a map of the file, which all processes share; read-only uint8."""
-    return np.frombuffer(mmap.mmap(fd, index.bin_bytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED), np.uint8)
+    return np.frombuffer(huge_pages.map_to_read(fd, index.bin_bytes), np.uint8)
 
 
 class Checkpoint:

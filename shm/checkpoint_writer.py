@@ -5,6 +5,7 @@ Owns the temporary files. Knows nothing of where the tensors come from.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from shm.checkpoint import (
     sync_directory,
     write_temporary_index,
 )
+from shm.chunked_file import ChunkedFile
 from shm.tensor_checksum import TensorChecksum
 
 
@@ -46,7 +48,8 @@ class CheckpointWriter:
     """Writes the pair: `add` tensors in the order of use, then `finish`. A context manager.
 
     Leaving the block without `finish` removes the partial file.  With `partial` (shm/partial_checkpoint.py) only an
-    error does so: after an interruption the next writer goes on behind the tensors that are complete.
+    error does so: after an interruption the next writer goes on behind the tensors that are complete.  A writer
+    that is killed loses the tensors of which some bytes were in its last chunk (shm/chunked_file.py).
     """
 
     def __init__(self, index_path: Path, partial: Partial | None = None) -> None:
@@ -55,6 +58,8 @@ class CheckpointWriter:
         if partial is not None:
             self._temporary = partial.bin_path
         self._file: IO[bytes] | None = None
+        self._chunks: ChunkedFile | None = None  # appends to the file
+        self._unlisted: list[Tensor] = []  # `partial` does not list these: some of their bytes are not written yet
         self._pieces: list[int] = []  # checksums of the complete pieces
         self._piece = xxhash.xxh3_64()  # of the bytes after them
         self.tensors: list[Tensor] = []
@@ -62,28 +67,35 @@ class CheckpointWriter:
     def __enter__(self) -> Self:
         if self._partial is not None:
             self.tensors = self._partial.open()
-        self._file = open(self._temporary, "r+b" if self.tensors else "wb")
+        self._file = open(self._temporary, "r+b" if self.tensors else "wb", buffering=0)
+        at = 0
         while chunk := self._file.read(PIECE_BYTES) if self.tensors else b"":
-            self._sum_pieces(memoryview(chunk), self._file.tell() - len(chunk))
+            self._sum_pieces(memoryview(chunk), at)
+            at += len(chunk)
+        self._chunks = ChunkedFile(self._file, at)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exception: Any) -> None:
+        is_kept = self._partial is not None and kind is not None and not issubclass(kind, Exception)
         if self._file is not None:
+            if is_kept:
+                with contextlib.suppress(OSError):  # what is not listed is converted again
+                    self._flush()
             self._file.close()
             self._file = None
             if self._partial is None:
                 self._temporary.unlink(missing_ok=True)
         if self._partial is not None:
-            if kind is None or issubclass(kind, Exception):
-                self._partial.remove()
-            else:
+            if is_kept:
                 self._partial.close()
+            else:
+                self._partial.remove()
 
     def add(self, name: str, shape: tuple[int, int], fmt: str, layout: str, pieces: Iterable[np.ndarray]) -> Tensor:
         """Append a tensor whose bytes come in pieces, so that a large one is never in memory as a whole."""
-        assert self._file is not None
-        offset = align(self._file.tell(), ALIGNMENT)
-        self._write(memoryview(bytes(offset - self._file.tell())))
+        assert self._chunks is not None
+        offset = align(self._chunks.end, ALIGNMENT)
+        self._write(memoryview(bytes(offset - self._chunks.end)))
         digest, nbytes = TensorChecksum(), 0
         for piece in pieces:
             raw = np.ascontiguousarray(piece).data.cast("B")
@@ -92,16 +104,27 @@ class CheckpointWriter:
             nbytes += raw.nbytes
         tensor = Tensor(name, *shape, fmt, layout, offset, nbytes, digest.text)
         self.tensors.append(tensor)
-        if self._partial is not None:
-            self._file.flush()
-            self._partial.add(tensor)
+        self._unlisted.append(tensor)
+        self._list_written()
         return tensor
 
     def _write(self, raw: memoryview) -> None:
-        assert self._file is not None
-        at = self._file.tell()
-        self._file.write(raw)
+        assert self._chunks is not None
+        at = self._chunks.end
+        self._chunks.append(raw)
         self._sum_pieces(raw, at)
+
+    def _flush(self) -> None:
+        assert self._chunks is not None
+        self._chunks.flush()
+        self._list_written()
+
+    def _list_written(self) -> None:
+        assert self._chunks is not None
+        while self._unlisted and self._unlisted[0].offset + self._unlisted[0].nbytes <= self._chunks.written:
+            tensor = self._unlisted.pop(0)
+            if self._partial is not None:
+                self._partial.add(tensor)
 
     def _sum_pieces(self, raw: memoryview, at: int) -> None:
         room = PIECE_BYTES - at % PIECE_BYTES
@@ -127,12 +150,12 @@ class CheckpointWriter:
         tables: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> Index:
         """Write the index and place both files, `.bin` first. `tables`: the compiled vocabulary."""
-        assert self._file is not None
+        assert self._file is not None and self._chunks is not None
         # Kernels read whole vectors and prefetch ahead: padding keeps these reads inside the file.
-        self._write(memoryview(bytes(align(self._file.tell() + ALIGNMENT, 4096) - self._file.tell())))
-        self._file.flush()
+        bin_bytes = align(self._chunks.end + ALIGNMENT, 4096)
+        self._write(memoryview(bytes(bin_bytes - self._chunks.end)))
+        self._flush()
         os.fsync(self._file.fileno())
-        bin_bytes = self._file.tell()
         self._file.close()
         self._file = None
         index = Index(

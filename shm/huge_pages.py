@@ -1,9 +1,10 @@
-"""Files on tmpfs in pages of 2 MiB, which the processor finds with fewer reads of its page tables than 512 of 4 KB.
+"""Files in pages of 2 MiB, which the processor finds with fewer reads of its page tables than 512 of 4 KB.
 
-Linux 6.1 and later put a range of such a file into a huge page when a process asks for it (`MADV_COLLAPSE`), whatever
-/sys/kernel/mm/transparent_hugepage/enabled says; `deny` in shmem_enabled forbids it.  A process that maps the file
-then has one entry for the 2 MiB, if it had none for a part of them and if its map is aligned (`map_file`).  What the
-kernel refuses stays in ordinary pages, and no byte differs.
+On tmpfs, Linux 6.1 and later put a range of a file into a huge page when a process asks for it (`MADV_COLLAPSE`),
+whatever /sys/kernel/mm/transparent_hugepage/enabled says; `deny` in shmem_enabled forbids it.  On disks, a file system
+with large folios reads into huge pages for a map that asks for them (`map_to_read`), and writes into them
+(shm/chunked_file.py).  A process that maps the file then has one entry for the 2 MiB, if it had none for a part of them
+and if its map is aligned (`map_file`).  What the kernel refuses stays in ordinary pages, and no byte differs.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 HUGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25  # asm-generic/mman-common.h
+MADV_COLLAPSE, _MADV_HUGEPAGE, _MADV_POPULATE_READ = 25, 14, 22  # asm-generic/mman-common.h
 _PROT_NONE, _MAP_FIXED, _MAP_FAILED = 0, 0x10, ctypes.c_void_p(-1).value
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -32,8 +33,8 @@ def round_up(n: int) -> int:
     return -(-n // HUGE_BYTES) * HUGE_BYTES
 
 
-def map_file(fd: int, nbytes: int) -> memoryview:
-    """Map the first `nbytes` of a file, shared and writeable, at an address that is a multiple of HUGE_BYTES.
+def map_file(fd: int, nbytes: int, protection: int = mmap.PROT_READ | mmap.PROT_WRITE) -> memoryview:
+    """Map the first `nbytes` of a file, shared and by default writeable, at a multiple of HUGE_BYTES.
 
     The map goes with the last view of it.  Raises `OSError`.
     """
@@ -42,7 +43,7 @@ def map_file(fd: int, nbytes: int) -> memoryview:
     begin = _map(None, room, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
     at = round_up(begin)
     try:
-        _map(at, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _map(at, size, protection, mmap.MAP_SHARED | _MAP_FIXED, fd)
     except OSError:
         _libc.munmap(begin, room)
         raise
@@ -51,7 +52,18 @@ def map_file(fd: int, nbytes: int) -> memoryview:
     _libc.munmap(at + size, begin + room - at - size)
     array = (ctypes.c_ubyte * nbytes).from_address(at)
     weakref.finalize(array, _libc.munmap, at, size).atexit = False  # threads may use it until the process has ended
-    return memoryview(array).cast("B")
+    view = memoryview(array).cast("B")
+    return view if protection & mmap.PROT_WRITE else view.toreadonly()
+
+
+def map_to_read(fd: int, nbytes: int) -> memoryview:
+    """Map the first `nbytes` of a file on a disk to be read, with huge pages for what is not in memory yet.
+
+    As `map_file`, read-only.  Raises `OSError`.
+    """
+    view = map_file(fd, nbytes, mmap.PROT_READ)
+    _libc.madvise(np.frombuffer(view, np.uint8).ctypes.data, nbytes, _MADV_HUGEPAGE)
+    return view
 
 
 def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int) -> int:
@@ -88,3 +100,31 @@ def is_granted(directory: Path) -> bool:
             return collapse(file.fileno(), data.ctypes.data, 0, HUGE_BYTES)
     except OSError:
         return False
+
+
+def is_mapped_from(directory: Path) -> bool:
+    """Whether a file on the disk of `directory` is mapped in huge pages. Tries it with one that is removed."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(HUGE_BYTES))
+            data = np.frombuffer(map_to_read(file.fileno(), HUGE_BYTES), np.uint8)
+            _libc.madvise(data.ctypes.data, HUGE_BYTES, _MADV_POPULATE_READ)
+            return mapped_in_huge_pages(data) == HUGE_BYTES
+    except OSError:
+        return False
+
+
+def mapped_in_huge_pages(data: np.ndarray) -> int:
+    """The bytes of a map of a file that this process has mapped in huge pages, of which `data` is the beginning."""
+    begin, is_there = f"{data.ctypes.data:x}-", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.startswith(begin):
+            is_there = True
+        elif is_there and line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
+            if nbytes := 1024 * int(line.split()[1]):
+                return nbytes
+        elif line.startswith("VmFlags:"):
+            is_there = False
+    return 0

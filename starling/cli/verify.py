@@ -14,6 +14,7 @@ from pipeline.config import paths
 from pipeline.config.load import load
 from pipeline.config.schema import ModelConfig
 from pipeline.errors import StarlingError
+from pipeline.files import drop_cached
 from pipeline.models import digests, store
 from pipeline.runtime.process import EXIT_CONFIG
 from shm.checkpoint import VERSION, Checkpoint, CheckpointError
@@ -39,9 +40,9 @@ from starling.cli.terminal import print_wrapped
 def verify(name: str | None, as_json: bool) -> int:
     """Verify the files of models, GGUF and prepared.
 
-    Reads every byte, whatever was verified before; a server may run meanwhile. NAME is a configured or pulled
-    model; the default is all configured and pulled ones. A damaged checkpoint is refused at the next start of its
-    workers.
+    Reads every byte from the disk, whatever was verified before, except what a running server has in memory.
+    NAME is a configured or pulled model; the default is all configured and pulled ones. A damaged checkpoint is
+    refused at the next start of its workers.
     """
     config = load()
     chosen = chosen_models(config, name) if name else model_list.known(config)
@@ -82,6 +83,7 @@ def _verify(model: ModelConfig, is_quiet: bool) -> list[dict[str, Any]]:
 def _verify_source(model: ModelConfig, located: store.LocalModel, progress: store.Progress) -> dict[str, Any]:
     begun, problem = time.monotonic(), ""
     try:
+        drop_cached(located.path)
         found = digests.compute(located.path, progress).sha256
         if found != located.digest:
             problem = (
@@ -104,6 +106,7 @@ def _verify_checkpoint(model: ModelConfig, index_path: Path, progress: store.Pro
         checkpoint = Checkpoint(index_path)
         nbytes = checkpoint.index.bin_bytes
         if checkpoint.index.version == VERSION:
+            drop_cached(path)
             checks.verify(checkpoint, progress)
         else:
             problem = f"{index_path} is of an older version; run `starling prepare {model.name}`"

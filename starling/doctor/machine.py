@@ -14,7 +14,7 @@ from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import capacity, control_cores, worker_groups
 from shm import memory_nodes
-from shm.huge_pages import is_granted
+from shm.huge_pages import is_granted, is_mapped_from
 from starling.doctor.finding import Finding, disk_bytes, megabytes, ok, problem, warning
 
 FILES_BESIDE_REQUESTS = 400  # of the gateway: probes, spare connections, its own files
@@ -36,7 +36,11 @@ def check_machine(config: Config, machine: Machine) -> Iterator[Finding]:
     yield cores(config, limits, sorted(os.sched_getaffinity(0)))
     yield memory(config, limits, machine)
     yield arenas(config)
-    yield huge_pages(config, machine, is_granted(_existing(paths.arena_dir(config))))
+    for_arenas, for_weights = (
+        is_granted(_existing(paths.arena_dir(config))),
+        is_mapped_from(_existing(paths.models_dir())),
+    )
+    yield huge_pages(config, machine, for_arenas, for_weights)
     yield from nodes(config, machine, sorted(os.sched_getaffinity(0)))
     yield file_limit(config, *resource.getrlimit(resource.RLIMIT_NOFILE))
     yield clock(machine, time.time(), newest_file(config))
@@ -168,8 +172,11 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def huge_pages(config: Config, machine: Machine, for_arenas: bool) -> Finding:
-    """Huge pages matter for weights that are read into memory, and for the KV cache (`for_arenas`: it gets them)."""
+def huge_pages(config: Config, machine: Machine, for_arenas: bool, for_weights: bool) -> Finding:
+    """Huge pages matter for weights and for the KV cache.
+
+    for_arenas: the cache gets them. for_weights: weights that are mapped from their file do.
+    """
     folder = machine.sys / "kernel" / "mm"
     transparent = _chosen(folder / "transparent_hugepage" / "enabled")
     try:
@@ -177,6 +184,7 @@ def huge_pages(config: Config, machine: Machine, for_arenas: bool) -> Finding:
     except (OSError, ValueError):
         reserved = 0
     found = f"transparent: {transparent}; reserved: {reserved} of 2 MB; KV cache: {'yes' if for_arenas else 'no'}"
+    found += f"; mapped weights: {'yes' if for_weights else 'no'}"
     if not for_arenas and _chosen(folder / "transparent_hugepage" / "shmem_enabled") == "deny":
         remedy = "echo never > /sys/kernel/mm/transparent_hugepage/shmem_enabled, which lets the KV cache ask for them"
         return warning("huge pages", found, remedy)

@@ -26,6 +26,7 @@ from shm.checkpoint import (
     Checkpoint,
     CheckpointError,
     Index,
+    Tensor,
     bin_path,
     load_index,
     load_tables,
@@ -33,6 +34,8 @@ from shm.checkpoint import (
     write_index,
 )
 from shm.checkpoint_writer import CheckpointWriter
+from shm.chunked_file import CHUNK_BYTES
+from shm.partial_checkpoint import PartialCheckpoint
 from shm.populate import read_mapped
 from shm.tensor_checksum import TensorChecksum, has_checksum
 from tests.shm.checkpoints import HYPER, TOKENIZER, finish
@@ -73,6 +76,35 @@ def test_an_interrupted_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "m.idx") as writer:
         writer.add("first", (1, 1), "F32", "rows", interrupted())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unfinished_write_lists_only_tensors_that_are_in_the_file(tmp_path: Path) -> None:
+    """A killed process leaves what the kernel has; one that is interrupted writes the rest before it ends."""
+    partial = PartialCheckpoint(tmp_path / "part", "what")
+    listed: list[int] = []
+
+    def interrupted() -> None:
+        with CheckpointWriter(tmp_path / "m.idx", partial) as writer:
+            for i in range(9):
+                values = np.full(CHUNK_BYTES // 4 // 4, i, np.float32)  # a quarter of a chunk
+                writer.add(str(i), (1, values.size), "F32", "rows", [values])
+                lines = (partial.directory / "tensors").read_bytes().splitlines()[1:]
+                found = [msgspec.json.decode(line, type=Tensor) for line in lines]
+                assert all(one.offset + one.nbytes <= partial.bin_path.stat().st_size for one in found)
+                listed.append(len(found))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert listed == [0, 0, 0, 4, 4, 4, 4, 8, 8]
+    again = PartialCheckpoint(tmp_path / "part", "what")
+    with CheckpointWriter(tmp_path / "m.idx", again) as writer:
+        assert [tensor.name for tensor in writer.tensors] == [str(i) for i in range(9)]
+        writer.add("last", (1, 1), "F32", "rows", [np.ones(1, np.float32)])
+        index = finish(writer)
+    data = Checkpoint(tmp_path / "m.idx")
+    assert [data.view(str(i))[0, 0] for i in range(9)] == list(range(9)) and data.view("last")[0, 0] == 1
+    assert [piece_checksum(data.piece(i).data) for i in range(len(index.pieces))] == index.pieces
 
 
 def test_damage_is_named(tmp_path: Path) -> None:

@@ -123,3 +123,36 @@ def test_a_reservation_that_fails_leaves_nothing(tmpfs: Path, monkeypatch: pytes
         arena.reserve(NBYTES, huge=True)
     assert (arena.reserved, blocks(tmpfs / "a")) == (4096, before)
     arena.close()
+
+
+def test_a_file_that_left_the_memory_is_read_into_huge_pages(tmp_path: Path) -> None:
+    """Its pages in memory were small before: many short calls wrote it."""
+    if not huge_pages.is_mapped_from(tmp_path):
+        pytest.skip("this file system has no huge pages")
+    content = np.random.default_rng(2).integers(0, 256, 2 * HUGE_BYTES + 100, np.uint8).tobytes()
+    path = tmp_path / "file"
+    with path.open("wb", buffering=0) as file:
+        for at in range(0, len(content), 10_000):
+            file.write(content[at : at + 10_000])
+        os.fsync(file.fileno())
+    with path.open("rb") as file:
+        data = np.frombuffer(huge_pages.map_to_read(file.fileno(), len(content)), np.uint8)
+        assert int(data[::4096].sum()) and huge_pages.mapped_in_huge_pages(data) == 0
+        del data
+        gc.collect()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        data = np.frombuffer(huge_pages.map_to_read(file.fileno(), len(content)), np.uint8)
+    assert data.tobytes() == content
+    assert huge_pages.mapped_in_huge_pages(data) == 2 * HUGE_BYTES
+    assert int(area_of(data.ctypes.data)["FilePmdMapped"].split()[0]) == 2 * HUGE_BYTES >> 10
+
+
+def test_a_map_to_read_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    with path.open("rb") as file:
+        data = np.frombuffer(huge_pages.map_to_read(file.fileno(), 3), np.uint8)
+    with pytest.raises(ValueError, match="read-only"):
+        data[0] = 1
+    assert {"rd", "wr"} & set(area_of(data.ctypes.data)["VmFlags"].split()) == {"rd"}
+    assert data.ctypes.data % HUGE_BYTES == 0 and data.tobytes() == b"abc"

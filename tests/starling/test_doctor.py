@@ -160,8 +160,9 @@ def test_huge_pages(tmp_path: Path, enabled: str, shmem: str, use_mmap: bool, fo
     folder = "sys/kernel/mm/transparent_hugepage"
     write(tmp_path, {f"{folder}/enabled": enabled, f"{folder}/shmem_enabled": shmem})
     config = Config(models=CONFIG.models, performance=PerformanceConfig(use_mmap=use_mmap))
-    found = machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys"), for_arenas)
+    found = machine.huge_pages(config, machine.Machine(tmp_path / "proc", tmp_path / "sys"), for_arenas, True)
     assert found.state == state
+    assert found.found.endswith("mapped weights: yes")
     assert f"KV cache: {'yes' if for_arenas else 'no'}" in found.found
 
 

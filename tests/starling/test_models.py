@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import pty
 import select
@@ -12,7 +13,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner, Result
@@ -21,7 +24,10 @@ from pipeline.config.schema import ModelConfig
 from pipeline.models import collect, digests, pull, registry
 from pipeline.models.locks import lock
 from pipeline.models.sources import FileSource
+from shm.checkpoint import Checkpoint
+from stages.worker.checkpoint import verify
 from stages.worker.checkpoint.prepare import prepare_checkpoint
+from stages.worker.mapped_weights import are_in_memory
 from starling.cli import cli
 from starling.model_facts import read_facts
 from tools.tiny_gguf import SHAPES, write_model
@@ -201,6 +207,45 @@ def test_a_file_that_was_changed_in_place_is_named_with_both_digests(folder: Pat
     blob.write_bytes(data)  # another time, the same bytes
     row, *_ = json.loads(starling("verify", "one", "--json").output)
     assert (row["problem"], row["bytes"]) == ("", len(data))
+
+
+def test_verification_reads_the_disk_and_not_the_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that has lost bytes is not found by reading what the kernel still has of them."""
+    prepare_checkpoint(ModelConfig(name="one"), folder)
+    (digest,) = {record.digest for record in registry.read_all(folder) if record.name == "one"}
+    paths = [registry.blob_path(folder, digest), folder / f"{digest}.bin"]
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+        if is_cached(path):
+            pytest.skip("this file system keeps the pages in memory")
+        path.read_bytes()
+    found: list[tuple[str, bool]] = []
+    compute, check = digests.compute, verify.verify
+
+    def watched_compute(path: Path, *rest: Any) -> digests.Stamp:
+        found.append((path.name, is_cached(path)))
+        return compute(path, *rest)
+
+    def watched_check(checkpoint: Checkpoint, *rest: Any) -> None:
+        found.append((checkpoint.path.name, is_cached(checkpoint.path)))
+        check(checkpoint, *rest)
+
+    monkeypatch.setattr(digests, "compute", watched_compute)
+    monkeypatch.setattr(verify, "verify", watched_check)
+    assert all(is_cached(path) for path in paths)
+    assert "intact" in starling("verify", "one").output
+    assert found == [(path.name, False) for path in paths]
+
+
+def is_cached(path: Path) -> bool:
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        pages = np.frombuffer(mapped, np.uint8)
+        answer = are_in_memory(pages)
+        del pages  # which would keep the map open
+        return answer
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -25,7 +25,10 @@ from tools.tiny_hf import write_directory
 HALF = """
 import sys
 from pathlib import Path
+from shm import chunked_file
 from stages.worker.checkpoint.prepare_source import prepare_source
+
+chunked_file.CHUNK_BYTES = 4096  # the model is smaller than a chunk
 
 def progress(phase, done, total):
     if phase == "ingest" and 2 * done > total:

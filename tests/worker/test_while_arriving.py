@@ -20,6 +20,7 @@ from pipeline.models import download as downloads
 from pipeline.models import pull as pulls
 from pipeline.models import registry, sources
 from pipeline.models.arriving import Abandoned, ArrivingFile
+from shm import chunked_file
 from stages.worker.checkpoint import while_arriving
 from stages.worker.checkpoint.ingest import ingest
 from stages.worker.checkpoint.prepare import prepare_checkpoint
@@ -35,6 +36,7 @@ WAIT_S = 60.0
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(downloads, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(downloads, "BACKOFF_S", 0.0)
+    monkeypatch.setattr(chunked_file, "CHUNK_BYTES", 4096)
 
 
 @pytest.fixture(scope="module")

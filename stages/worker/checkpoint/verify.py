@@ -45,7 +45,6 @@ _REPORT_S = 0.05  # between two calls of a progress function
 _NAMED = 3  # damaged tensors that a message names
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_MADV_WILLNEED = 3
 _MADV_POPULATE_READ = 22  # linux/mman.h, since 5.14
 
 
@@ -151,7 +150,7 @@ def _for_each(count: int, work: Callable[[int], int], total: int, progress: Prog
 
 
 def read_in(checkpoint: Checkpoint, piece: int, data: np.ndarray) -> None:
-    """Map the piece's pages at once, and start to read the pieces that these threads take next.
+    """Map the piece's pages at once. The kernel reads ahead meanwhile, in huge pages where it can (shm/huge_pages.py).
 
     An unreadable disk is an error here, where the access to a mapped page would be a SIGBUS.
     """
@@ -165,11 +164,6 @@ def read_in(checkpoint: Checkpoint, piece: int, data: np.ndarray) -> None:
                 f"{checkpoint.path}: piece {piece} (bytes {piece * PIECE_BYTES}..{piece * PIECE_BYTES + data.nbytes}, "
                 f"of {names}) cannot be read: {reason}; check the disk, then {_remedy(checkpoint)}"
             )
-    ahead = (piece + len(os.sched_getaffinity(0))) * PIECE_BYTES
-    length = min(PIECE_BYTES, checkpoint.data.nbytes - ahead)
-    if length > 0:
-        address = checkpoint.data.ctypes.data + ahead
-        _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _MADV_WILLNEED)
 
 
 def _message(checkpoint: Checkpoint, damaged: dict[int, int]) -> str:
