@@ -161,6 +161,7 @@ def _build(source: ModelSource, index: Index, tables: Tables) -> TokenizerModel:
         kv_shape=(index.hyper.n_layers, index.hyper.n_kv_heads, index.hyper.head_dim, index.hyper.kv_window),
         kv_windowed=index.hyper.n_windowed,
         revision=index.revision,
+        kv_revision=index.hyper.kv_revision,
     )
     return TokenizerModel(vocabulary, template, described)
 

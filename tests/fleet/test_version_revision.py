@@ -96,7 +96,9 @@ async def test_only_models_that_answer_differently_have_another_version(
     index = write(folder, name=name, hyper=HyperReader(file).hyper(), tokenizer_raw=raw)
     assert index.revision == end
     (path,) = folder.glob("*.idx")
-    assert build_model(ModelSource(path)).described.revision == end  # which the engine compares
+    described = build_model(ModelSource(path)).described
+    assert described.revision == end  # which the engine compares
+    assert bool(described.kv_revision) == ("-kv" in end)  # which the journal compares: it has prompts as token ids
     promises = await promised(folder)
     assert promises.can_continue and promises.numerics == NUMERICS
     now = version_of(engine(digest=index.digest, kv_type=promises.kv_type, numerics=promises.numerics))

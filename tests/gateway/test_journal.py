@@ -325,6 +325,15 @@ def test_a_journal_of_v0_1_0_is_read_and_what_is_written_can_be_read_by_it(tmp_p
         assert as_v0_1_0(record) == msgspec.msgpack.decode(old[name][RECORD_HEAD_BYTES:])
 
 
+def test_the_kv_revision_is_recorded_and_a_record_without_it_is_of_revision_0() -> None:
+    """Requests of models whose computation has not changed go on across an upgrade."""
+    spec = msgspec.structs.replace(make_spec("req-0"), kv_revision=1)
+    raw = journal.encode(1, spec)
+    assert [value for _, value, _ in parse(MAGIC + raw)] == [spec]
+    fields = msgspec.msgpack.decode(raw[RECORD_HEAD_BYTES:])[: RequestSpec.__struct_fields__.index("kv_revision")]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=RequestSpec) == make_spec("req-0")
+
+
 def test_answers_with_a_key_stay_until_they_are_forgotten(tmp_path: Path) -> None:
     target = open_journal(tmp_path)
     keyed = msgspec.structs.replace(make_spec("req-keyed"), idempotency_key="k", body_digest=b"d" * 32)

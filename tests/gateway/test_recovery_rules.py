@@ -35,6 +35,11 @@ _CONFIG = resolve({"models": [{"name": MODEL, "path": "model.gguf"}]}, {})
 INSTANCES = VersionCatalog(_CONFIG, initial(_CONFIG), lambda version_table: None)
 
 
+def revised(revision: int) -> dict[str, m.Described]:
+    """The described versions: one of the same file, by a release that computes that K and V."""
+    return {MODEL: m.Described("", MODEL, DIGEST, 258, 4096, (256,), True, kv_revision=revision)}
+
+
 class World:
     """A gateway without sockets; `restart` replaces it by a successor with the same directory."""
 
@@ -64,7 +69,7 @@ class World:
         self.sent.append(frame)
         return True
 
-    def open(self, name: str = "req-1", model: str = MODEL, key: str = "") -> RequestState:
+    def open(self, name: str = "req-1", model: str = MODEL, key: str = "", kv_revision: int = 0) -> RequestState:
         ask = generate.read({"prompt": [1, 2], "n": 2, "stream": True})
         request = make_state(
             name,
@@ -77,6 +82,7 @@ class World:
             deadline=1e9 + self.now + 300,
             idempotency_key=key,
             body_digest=BODY,
+            kv_revision=kv_revision,
         )
         request.sink = FanOutSink()
         self.recovery.record_start(request.spec)
@@ -145,6 +151,42 @@ async def test_a_request_whose_answer_would_differ_fails(world: World) -> None:
     error = world.find().error
     assert error is not None
     assert error.code == "CONFLICT"
+
+
+@pytest.mark.parametrize(("before", "now"), [(0, 1), (1, 2), (1, 0)])
+async def test_a_request_of_another_revision_fails(world: World, before: int, now: int) -> None:
+    """A release that computes another K and V continues no stream of one before it: its tokens would be mixed."""
+    world.open(kv_revision=before, key="k")
+    world.restart()
+    waiter = CatchUpWaiter(world.find(), None)
+    world.readers.join(world.find(), waiter)
+    await world.tick(described=revised(now))
+    error = world.find().error
+    assert (error and error.code, waiter.over.done(), world.sent) == ("CONFLICT", True, [])
+    assert not world.recovery.keys.holds("mine", "k")  # so that its client can send it again
+    world.restart()
+    error = world.find().error
+    assert error and error.code == "CONFLICT"
+
+
+async def test_an_answered_request_of_another_revision_is_not_generated_again(world: World) -> None:
+    world.relay.complete(world.open(key="k", kv_revision=1))
+    world.restart()
+    assert world.find().outcome is Outcome.OPEN
+    await world.tick(described=revised(2))
+    error = world.find().error
+    assert (error and error.code, world.sent) == ("CONFLICT", [])
+    assert not world.recovery.keys.holds("mine", "k")
+
+
+@pytest.mark.parametrize("revision", [0, 1])
+async def test_a_request_of_the_same_revision_is_submitted_again(world: World, revision: int) -> None:
+    """0: as in a record of a release before the field, of a model whose computation has not changed."""
+    world.open(kv_revision=revision)
+    n_sent = len(world.sent)
+    world.restart()
+    await world.tick(described=revised(revision))
+    assert (len(world.sent), world.find().error) == (n_sent, None)
 
 
 async def test_a_request_past_its_deadline_is_not_submitted(world: World) -> None:

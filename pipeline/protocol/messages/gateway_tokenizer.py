@@ -108,6 +108,7 @@ class Described(Frame, tag="M"):
     kv_shape: tuple[int, int, int, int] = (0, 0, 0, 0)  # layers, KV heads, head dim, window (0: all positions)
     kv_windowed: int = 0  # layers with that window where others have none; 0: all layers have it, or none
     revision: str = ""  # `Index.revision`
+    kv_revision: int = 0  # `Hyper.kv_revision`: the part of it that changes the tokens after the same prompt ids
 
 
 class TokenizerFailed(Frame, tag="X"):

@@ -440,6 +440,7 @@ class Admission:
             api_key_id=call.caller.key_id,
             trace=call.context,
             prediction=prediction,
+            kv_revision=described.kv_revision,
         )
         return RequestState(spec, deadline, call.started_at)
 

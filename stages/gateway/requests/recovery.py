@@ -1,7 +1,8 @@
 """Requests that outlive the gateway: what a successor does with the journal, and the answers of ended requests.
 
     in flight     in the relay
-    waiting       read from the journal; opened as soon as a version of the same file is described
+    waiting       read from the journal; opened as soon as a version is described that gives the same answer: of the
+                  same file and `Hyper.kv_revision`
     replayable    ended a short time ago in this process: the replay buffer has the answer
     dormant       ended a short time ago, according to the journal: generated again if a client asks. If that does not
                   come to its end, as when the client leaves, the request is dormant again
@@ -271,7 +272,7 @@ class Recovery:
     def _try_open(self, request: RequestState, described: Mapping[str, Described], catalog: VersionCatalog) -> None:
         """Open a waiting request on a version that gives the same answer, or fail it if there will be none."""
         spec = request.spec
-        home = catalog.equivalent(spec.model, spec.version, spec.digest, described)
+        home = catalog.equivalent(spec.model, spec.version, spec.digest, spec.kv_revision, described)
         is_undecided = catalog.has_undescribed(spec.model, described)
         is_loaded = bool(catalog.versions(spec.model))
         if not is_loaded and catalog.may_load(spec.model):

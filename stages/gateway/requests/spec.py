@@ -58,6 +58,7 @@ class RequestSpec(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     trace: TraceContext | None = None  # with `tracing.otlp`
     prediction: bytes = b""  # what the answers may be: token ids, i32 little-endian
     plugins: tuple[str, ...] = ()  # identities of the plugins that the answer's text goes through
+    kv_revision: int = 0  # `Hyper.kv_revision` of the version: with another one the same file gives other tokens
 
     @property
     def shown_model(self) -> str:

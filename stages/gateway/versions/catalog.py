@@ -146,16 +146,19 @@ class VersionCatalog:
         return settings
 
     def equivalent(
-        self, name: str, version_id: str, digest: str, described: Mapping[str, Described]
+        self, name: str, version_id: str, digest: str, kv_revision: int, described: Mapping[str, Described]
     ) -> ModelVersion | None:
         """Return a version that generates the same output as `version_id`: itself, or another of the same file.
 
+        digest, kv_revision: of the version when it admitted the request. A newer release may compute other tokens from
+        the same file, then with another revision, also in a version of that id.
         None: there is no such version, or it is not described yet.
         """
         own = [version for version in self.versions(name) if version.id == version_id]
         for version in own + self.versions(name):
             known = described.get(version.id)
-            if version.takes_requests and known is not None and known.digest == digest:
+            is_same = known is not None and (known.digest, known.kv_revision) == (digest, kv_revision)
+            if version.takes_requests and is_same:
                 return version
         return None
 
