@@ -22,7 +22,7 @@ log = logging.getLogger("starling.tokenizer")
 
 
 class ModelSource(NamedTuple):
-    """What a tokenizer is built from: an index file, which is immutable, and settings of the model."""
+    """What a tokenizer is built from: an index file, which is replaced only as a whole, and settings of the model."""
 
     index_path: Path
     pretokenizer: str = ""  # instead of the file's
@@ -40,6 +40,11 @@ class ModelSource(NamedTuple):
         is_path = self.chat_template and "{" not in self.chat_template
         return Path(self.chat_template.removeprefix("file://")).expanduser() if is_path else None
 
+    def index_identity(self) -> tuple[int, ...]:
+        """Differs for an index that was made again. Raises `OSError`."""
+        info = self.index_path.stat()
+        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
     def written_ns(self) -> tuple[int, ...]:
         """When the files were written, ns since 1970. Raises `OSError` if there is no index."""
         path = self.template_path
@@ -50,7 +55,7 @@ MAX_TEMPLATES = 4  # that are kept compiled, of 256 Ki characters each at most
 
 _templates: dict[tuple[object, ...], ChatTemplate] = {}  # the one that was used last comes last
 _templates_lock = threading.Lock()
-_opened: dict[ModelSource, TokenizerModel] = {}
+_opened: dict[ModelSource, tuple[tuple[int, ...], TokenizerModel]] = {}  # and the identity of the index
 _unusable: dict[ModelSource, tuple[tuple[int, ...], str]] = {}  # when the files were written, and what is wrong
 
 
@@ -61,17 +66,19 @@ class UnusableModel(ModelUnavailable):
 def open_model(source: ModelSource) -> TokenizerModel:
     """Build vocabulary and template. Raises `ModelUnavailable`, `UnusableModel`.
 
-    The result is cached: versions of a model with the same source share it, and so do `preload` and the stage.  Files
-    that cannot be used are read again when they have changed.
+    The result is cached: versions of a model with the same source share it, and so do `preload` and the stage.  An
+    index that was made again is read again: what it describes may differ.  So are files that cannot be used, when they
+    have changed.
     """
-    if source in _opened:
-        return _opened[source]
+    if (opened := _find(source)) is not None:
+        return opened
     try:
-        written_ns = source.written_ns()
+        identity, written_ns = source.index_identity(), source.written_ns()
         known_ns, reason = _unusable.get(source, ((), ""))
         if known_ns == written_ns:
             raise UnusableModel(reason, param="model")
-        model = _opened[source] = build_model(source)
+        model = build_model(source)
+        _opened[source] = identity, model
     except OSError as error:
         raise ModelUnavailable(str(error), param="model") from None
     except UnusableModel as error:
@@ -221,7 +228,19 @@ def _template_text(source: ModelSource, index: Index, t: TokenizerData | Tokeniz
 
 def is_open(source: ModelSource) -> bool:
     """Whether `open_model` would return at once."""
-    return source in _opened
+    return _find(source) is not None
+
+
+def _find(source: ModelSource) -> TokenizerModel | None:
+    """The cached model, unless its index has been replaced. One whose index is gone, as during that, stays."""
+    found = _opened.get(source)  # once: another thread may remove it
+    if found is None:
+        return None
+    identity, model = found
+    try:
+        return model if source.index_identity() == identity else None
+    except OSError:
+        return model
 
 
 def close_except(digests: set[str]) -> None:

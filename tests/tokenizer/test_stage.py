@@ -14,6 +14,7 @@ from pipeline.config import paths
 from pipeline.models import store, versions
 from pipeline.models.versions import ModelVersion
 from pipeline.protocol import messages as m
+from shm.checkpoint import load_index, write_index
 from stages.tokenizer import opened_models
 from stages.tokenizer.opened_models import ModelSource
 from stages.tokenizer.stage import TokenizerStage
@@ -73,6 +74,30 @@ def test_a_vocabulary_that_is_built_at_once_is_described(
     stage._on_done()
     assert all(isinstance(frame, m.Described) for frame in sent)
     assert sorted(frame.id for frame in sent if isinstance(frame, m.Described)) == ["first", "second"]
+
+
+def test_a_version_of_an_index_that_was_made_again_has_its_description(
+    stage: TokenizerStage, sent: list[m.Frame], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The version that is loaded already keeps its own."""
+    monkeypatch.setattr(threading, "Thread", ThreadThatEndsInStart)
+    (path,) = (tmp_path / "models").glob("*.idx")
+    stage._on_frame(b"gateway", m.Describe("before", MODEL))
+    index = load_index(path)
+    write_index(path, msgspec.structs.replace(index, hyper=msgspec.structs.replace(index.hyper, kv_revision=1)))
+    stage._on_frame(b"gateway", m.Describe("old", MODEL))
+    describe(stage, "new")
+    stage._on_done()
+    found = {frame.id: (frame.model, frame.kv_revision) for frame in sent if isinstance(frame, m.Described)}
+    assert found == {"before": (MODEL, 0), "old": (MODEL, 0), "new": (NEW, 1)}
+
+
+def test_an_index_that_is_gone_takes_no_vocabulary_with_it(tmp_path: Path, stage: TokenizerStage) -> None:
+    (path,) = (tmp_path / "models").glob("*.idx")
+    source = ModelSource(path)
+    opened = opened_models.open_model(source)
+    path.unlink()
+    assert opened_models.is_open(source) and opened_models.open_model(source) is opened
 
 
 def test_a_vocabulary_that_a_thread_adds_meanwhile_ends_no_unload(monkeypatch: pytest.MonkeyPatch) -> None:
