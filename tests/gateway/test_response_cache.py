@@ -181,6 +181,7 @@ CHANGED: dict[str, Callable[[], ResponseKey]] = {
     "model": lambda: key_of(spec(fields={"digest": "cd" * 32}), "f16"),
     "numerics": lambda: key_of(spec(fields={"numerics": NUMERICS + 1}), "f16"),
     "kv_type": lambda: key_of(spec(), "int8"),
+    "kv_revision": lambda: key_of(spec(fields={"kv_revision": 1}), "f16"),
     "prompt": lambda: key_of(spec(sequence={"prompt": b"\1\0\0\0\3\0\0\0"}), "f16"),
     "max_tokens": lambda: key_of(spec(sequence={"max_tokens": 11}), "f16"),
     "stop_ids": lambda: key_of(spec(sequence={"stop_ids": ()}), "f16"),

@@ -68,6 +68,7 @@ def key_of(spec: RequestSpec, kv_type: str) -> ResponseKey:
         *(("reasoning", generation.reasoning) if generation.reasoning else ()),
         # Its first call ends an answer that may have one.
         *(("one call", tools.names, tools.format) if tools and tools.is_single else ()),
+        *(("KV revision", spec.kv_revision) if spec.kv_revision else ()),
         *(("after", generation.constraint.after) if generation.constraint and generation.constraint.after else ()),
     )
     return ResponseKey(hashlib.sha256(msgspec.msgpack.encode(parts)).digest())
