@@ -210,10 +210,14 @@ def _have_barriers(control: np.ndarray, ranks: int) -> bool:
 def check_arenas(hyper: Hyper, arenas: Arenas) -> None:
     """Raises `ValueError` when the arenas' geometries do not fit the model or each other."""
     kv, s, g = arenas.kv_geometry, arenas.steps_geometry, arenas.geometry
+    if kv.revision != hyper.kv_revision:
+        raise ValueError(
+            f"KV revision is {kv.revision}, expected {hyper.kv_revision}: the index was made again, with another K and "
+            "V, while the model was loaded; reload the model"
+        )
     for name, value, expected in (
         ("KV layers", kv.n_layers, hyper.n_layers),
         ("KV layers with a window", kv.n_windowed, hyper.n_windowed),
-        ("KV revision", kv.revision, hyper.kv_revision),
         ("KV heads", kv.n_kv_heads, hyper.n_kv_heads),
         ("KV head_dim", kv.head_dim, hyper.head_dim),
         ("max_entries", g.max_entries, s.max_entries),

@@ -30,6 +30,7 @@ from stages.agent.downloads.bandwidth import Bandwidth
 from stages.agent.downloads.model import Arrival, Context, download_model
 from stages.agent.downloads.queue import DownloadQueue
 from stages.agent.downloads.transfer import Limits
+from starling import loaded_revisions
 from starling.cli.progress import shown
 
 AT_ONCE = 2  # downloads
@@ -79,7 +80,15 @@ async def pull_all(
             entry = await _find(stores, name)
             arrival = await queue.wait_for(
                 f"{entry.digest}/{name}",
-                lambda: download_model(context, entry, stores, progress_of(name), pinned=lambda: pinned, verify=verify),
+                lambda: download_model(
+                    context,
+                    entry,
+                    stores,
+                    progress_of(name),
+                    pinned=lambda: pinned,
+                    verify=verify,
+                    loaded=lambda: loaded_revisions.read(config),
+                ),
             )
             return entry, arrival
 

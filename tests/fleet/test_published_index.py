@@ -18,8 +18,14 @@ from pipeline.blobs.folder import FolderStore
 from pipeline.catalog import pulled
 from pipeline.catalog.entry import Entry
 from pipeline.catalog.publish import publish
+from pipeline.config import paths
 from pipeline.config.load import load
+from pipeline.errors import ConfigError
+from pipeline.files import make_directory
+from pipeline.observe.status import StatusFile
+from pipeline.protocol.messages import Heartbeat
 from shm.checkpoint import STRIPPING_REVISION, TokenizerData, load_index, write_index
+from shm.pages import KvGeometry, create_kv
 from starling.cli import cli
 from starling.cli.pull_published import pull_configured
 from tests.fleet.checkpoints import TOKENIZER, write_checkpoint
@@ -185,3 +191,46 @@ def test_the_commands_bring_the_new_index(fleet: Fleet, home: Path, monkeypatch:
     config = load()
     pull_configured(config, config.models, lambda name: nullcontext(lambda phase, done, total: None))
     assert fleet.is_published
+
+
+@pytest.mark.parametrize("has_other_weights", [False, True])
+def test_an_index_of_another_k_and_v_replaces_none_that_a_server_has_loaded(
+    fleet: Fleet, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_other_weights: bool
+) -> None:
+    """Its workers read the index when they start again, and their K and V must fit into the arena that is there.
+
+    An attention factor changes the RoPE tables, which are among the weights.
+    """
+    monkeypatch.setenv("STARLING_FLEET__BLOBS", fleet.site.server.url)
+    monkeypatch.setenv("STARLING_FLEET__FREE_MB", "0")
+    monkeypatch.setenv("STARLING_SERVER__ARENA_DIR", str(home / "shm"))
+    fleet.here = home / "models" / fleet.here.name
+    config = load()
+    arenas, status = paths.arena_dir(config), StatusFile(paths.run_dir(config), "kv")
+
+    def pull() -> BaseException | None:
+        options = () if has_other_weights else ("--verify",)
+        return CliRunner().invoke(cli, ["pull", "tiny", *options], standalone_mode=False).exception
+
+    asyncio.run(fleet.publish(NEW))
+    assert pull() is None
+    before = fleet.here.read_bytes()
+    for folder in (arenas, status.path.parent):
+        make_directory(folder)
+    status.write(Heartbeat("kv", 0, 0, False, True))
+    geometry = KvGeometry.of(fleet.index.hyper, 32, "f16")
+    arena, views = create_kv(arenas / "tiny.kv", geometry, 2, bytes.fromhex(fleet.index.digest), 1)
+    hyper = msgspec.structs.replace(fleet.index.hyper, kv_revision=1)
+    fleet.index = msgspec.structs.replace(fleet.index, hyper=hyper)
+    if has_other_weights:
+        path, other = write_checkpoint(tmp_path / "other", NBYTES, seed=2)
+        path.with_suffix(".bin").replace(fleet.prepared.with_suffix(".bin"))
+        fleet.index = msgspec.structs.replace(fleet.index, tensors=other.tensors, pieces=other.pieces)
+    asyncio.run(fleet.publish(NEW))
+    error = pull()
+    assert isinstance(error, ConfigError) and "`starling unload`" in error.message
+    assert fleet.here.read_bytes() == before
+    status.remove()  # the server has ended
+    assert pull() is None and fleet.is_published
+    del views
+    arena.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from stages.worker.checkpoint.one_pass import revision_of
 from stages.worker.checkpoint.prepare import prepare_checkpoint
 from stages.worker.checkpoint.prepare_source import prepare_source
 from stages.worker.kernels import parameter_block as pb
-from stages.worker.model import Model
+from stages.worker.model import Arenas, Model, check_arenas
 from stages.worker.rope import rope_tables
 from tests.worker.conftest import Ingested, TinyGguf
 from tests.worker.huggingface_files import change, folder_of
@@ -149,6 +150,14 @@ def test_an_arena_keeps_the_revision(short: Path, ingested: Ingested, tmp_path: 
         del views, others
         for one in (arena, attached):
             one.close()
+
+
+def test_an_arena_of_another_revision_is_refused_with_the_remedy(short: Path, ingested: Ingested) -> None:
+    """The index of a loaded model was made again, and its workers have started again."""
+    index, other = load_index(ingested(short)), cast("Any", None)
+    arenas = Arenas(other, other, other, KvGeometry.of(older(index).hyper, 32, "f16"), other, other)
+    with pytest.raises(ValueError, match="KV revision is 0, expected 1: .* reload the model"):
+        check_arenas(index.hyper, arenas)
 
 
 def test_kernels_have_another_name_with_the_revision(

@@ -40,6 +40,7 @@ PHASE = "download"
 LOCK_POLL_S = 0.1
 
 Progress = Callable[[str, int, int], None]  # phase, done, total (bytes)
+Loaded = Callable[[], Collection[tuple[str, int]]]  # returns digest and `Hyper.kv_revision` of each loaded version
 
 
 class Arrival(NamedTuple):
@@ -81,11 +82,14 @@ async def download_model(
     pinned: Callable[[], Collection[str]] = tuple,
     verify: bool = False,
     showcase: Showcase | None = None,
+    loaded: Loaded = tuple,
 ) -> Arrival:
     """Bring a model here unless it is; `verify` reads it then, and repairs it.
 
     stores: where it may be fetched from.  pinned: digests that are not evicted for it, when there must be room.
     showcase: shows the file to an engine while it is downloaded.
+    loaded: models that a server has loaded: its workers read the index when they start again, so none with another
+        revision is placed.
     Raises `NotFound`, `ConfigError`, `ResourceError`, `StorageUnavailable`, of which `DiskFailed`; what has arrived is
     kept.
     """
@@ -98,8 +102,9 @@ async def download_model(
             return Arrival(index_path, None, [])
         raw, index = await _fetch_index(entry, stores, context)
         if here is not None and (not verify or await _is_right(index_path.with_suffix(".bin"), index, progress)):
-            is_replaced = await uninterrupted(_renew, index_path, here, index, raw, entry)
+            is_replaced = await uninterrupted(_renew, index_path, here, index, raw, entry, loaded)
             return Arrival(index_path, None, [], is_replaced)
+        await uninterrupted(_check_loaded, entry, index, loaded)
         kept = {*pinned(), entry.digest}
         try:
             evicted = await asyncio.to_thread(context.cache.make_room, entry.digest, entry.nbytes, kept)
@@ -183,6 +188,18 @@ class _Reports:
         self.advance()
 
 
+def _check_loaded(entry: Entry, published: Index, loaded: Loaded) -> None:
+    """Raise `ConfigError` if a server has the model loaded with another K and V than the published index has."""
+    others = {revision for digest, revision in loaded() if digest == entry.digest} - {published.hyper.kv_revision}
+    if others:
+        raise ConfigError(
+            f"{entry.name!r} is loaded with KV revision {min(others)}, and the published index has revision "
+            f"{published.hyper.kv_revision}: with that the server's workers could not start again; `starling unload` "
+            "it first, or stop the server, and load it when the index is here",
+            "name",
+        )
+
+
 async def _is_right(path: Path, index: Index, progress: Progress) -> bool:
     """Whether every piece of a `.bin` has its checksum. Reads it up to the first one that has not."""
     file = FileSource(path)
@@ -210,7 +227,7 @@ def _place(part: PartFile, index_path: Path, raw: bytes, entry: Entry, is_new: b
         raise disk_error(error, index_path, len(raw)) from None
 
 
-def _renew(index_path: Path, here: Index, published: Index, raw: bytes, entry: Entry) -> bool:
+def _renew(index_path: Path, here: Index, published: Index, raw: bytes, entry: Entry, loaded: Loaded) -> bool:
     """Record the name, and give right weights the published index; whether that replaced another one.
 
     One that this release can use stays if the published one is older, or if it was prepared here.  Processes that map
@@ -221,6 +238,7 @@ def _renew(index_path: Path, here: Index, published: Index, raw: bytes, entry: E
     try:
         if after < before or (before[0] and not is_owned) or index_path.read_bytes() == raw:
             return False
+        _check_loaded(entry, published, loaded)
         replace_file(index_path, raw, durable=True, mode=0o444)
     except OSError as error:
         raise disk_error(error, index_path, len(raw)) from None
