@@ -44,6 +44,8 @@ class Hyper(msgspec.Struct, array_like=True, frozen=True):
     is_causal: bool = True  # a position attends to none behind it; else a model has embeddings alone
     scores_pairs: bool = False  # pooled, it gives the score of a query and a document in place of a hidden state
     kv_revision: int = 0  # of K and V; other than 0 where older releases computed others from the same file
+    # Whether the attention factor of RoPE was read with every type of scaling; older releases did not.
+    is_factor_read: bool = False
 
     @property
     def kv_window(self) -> int:

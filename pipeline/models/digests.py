@@ -29,6 +29,7 @@ class Stamp(msgspec.Struct, frozen=True):
     mtime_ns: int
     inode: int
     sha256: str
+    is_factor_compared: bool = False  # the checkpoint of an older release has the file's attention factor
 
 
 def identity(info: os.stat_result) -> tuple[int, int, int]:

@@ -22,7 +22,7 @@ from pipeline.files import replace_file
 from pipeline.models import store
 from pipeline.runtime import process
 from shm.checkpoint import load_index
-from starling import model_list
+from starling import loaded_revisions, model_list
 from starling.cli import completion, terminal
 from starling.cli.options import exit_codes
 from starling.cli.progress import shown
@@ -81,6 +81,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
     """Fetch, ingest and compile every model, or the one called `name`."""
     from stages.tokenizer.kernels.compiled import compiling
     from stages.worker.checkpoint import prepare as worker
+    from stages.worker.checkpoint.attention_factor import apply_factor
     from starling.directory_conversion import conversion_of
 
     terminal.show_warnings()
@@ -91,6 +92,7 @@ def prepare_all(config: Config, name: str | None = None) -> None:
             with shown(model.name) as progress:
                 conversion = conversion_of(folder, model.pretokenizer, terminal.note)
                 index_path = worker.prepare(model, folder, progress, "", allowed, conversion, probe=True)
+                apply_factor(model, index_path, lambda: loaded_revisions.read(config), progress)
                 worker.prepare_adapters(model, load_index(index_path), folder)
     check_drafts(config)
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pipeline.config import paths
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.errors import ResourceError, StarlingError
-from pipeline.models import store
+from pipeline.models import attention_factor, store
+from shm.checkpoint import CheckpointError
 from starling.cli.forked_program import ForkedProgram, can_fork
 from starling.cli.run_command import run_program
 
@@ -42,9 +43,12 @@ def prepare_apart(config: Config, prepare: Callable[[Config], None]) -> None:
 
 
 def _is_new(model: ModelConfig) -> bool:
+    """Also one that an older release has prepared: its GGUF file is read, and it may be prepared again."""
+    folder = paths.models_dir()
     try:
-        return store.find_index(model, paths.models_dir()) is None
-    except (StarlingError, OSError):  # `prepare` reports it
+        index_path = store.find_index(model, folder)
+        return index_path is None or attention_factor.may_be_missing(model, index_path)
+    except (StarlingError, OSError, CheckpointError):  # `prepare` reports it
         return True
 
 

@@ -24,6 +24,7 @@ from pipeline.config.load import load
 from pipeline.config.rules import check_name
 from pipeline.config.schema import Config, ModelConfig
 from pipeline.models import store
+from starling import loaded_revisions
 from starling.cli import completion, terminal
 from starling.cli.options import exit_codes, json_option
 from starling.cli.progress import shown
@@ -81,12 +82,15 @@ def publish_configured(config: Config, model: ModelConfig) -> None:
 
 
 def _prepare(config: Config, model: ModelConfig, progress: store.Progress) -> Path:
+    from stages.worker.checkpoint.attention_factor import apply_factor
     from stages.worker.checkpoint.prepare import prepare_checkpoint
     from starling.directory_conversion import conversion_of
 
     folder = paths.models_dir()
     conversion = conversion_of(folder, model.pretokenizer, terminal.note)
-    return prepare_checkpoint(model, folder, progress, allowed=config.registry.sources, conversion=conversion)
+    index_path = prepare_checkpoint(model, folder, progress, allowed=config.registry.sources, conversion=conversion)
+    apply_factor(model, index_path, lambda: loaded_revisions.read(config), progress)
+    return index_path
 
 
 async def _publish(

@@ -203,6 +203,7 @@ class HyperReader:
             is_causal=self._is_causal(any(windows)),
             scores_pairs=bool(self.score_shape()),
             kv_revision=self.kv_revision(),
+            is_factor_read=True,
         )
 
     def _is_causal(self, has_windows: bool) -> bool:

@@ -1,0 +1,133 @@
+"""Models whose attention factor an older release ignored are prepared again, others are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import nullcontext
+from pathlib import Path
+
+import gguf
+import msgspec
+import pytest
+
+from pipeline.config.load import resolve
+from pipeline.config.schema import ModelConfig
+from pipeline.errors import ConfigError
+from pipeline.models import store
+from shm.checkpoint import Index, load_index, load_tables, write_index
+from stages.worker.checkpoint.attention_factor import apply_factor
+from stages.worker.checkpoint.hyperparameters import HyperReader
+from stages.worker.checkpoint.prepare import open_verified, prepare_checkpoint
+from starling.cli import prepare_apart, publish
+from starling.cli.prepare import prepare_all
+from tools.tiny_gguf import SHAPES, add_byte_level_vocabulary, write_model
+
+
+class Prepared:
+    """A GGUF file, and the checkpoint that an older release made of it."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+        def add_keys(writer: gguf.GGUFWriter) -> None:
+            add_byte_level_vocabulary(writer, 300, 0)
+            writer.add_float32("llama.rope.scaling.attn_factor", factor)
+
+        self.gguf = write_model(tmp_path / "m.gguf", SHAPES["small"], "Q4_0", add_vocabulary=add_keys)
+        self.model = ModelConfig(name="m", path=str(self.gguf))
+        self.loaded: Collection[tuple[str, int]] = ()
+        (tmp_path / "models").mkdir()
+        with monkeypatch.context() as patch:
+            patch.setattr(HyperReader, "_magnitude", lambda reader: 1.0)
+            self.path = prepare_checkpoint(self.model, tmp_path / "models")
+        index = self.index
+        hyper = msgspec.structs.replace(index.hyper, is_factor_read=False)
+        write_index(self.path, msgspec.structs.replace(index, hyper=hyper), load_tables(self.path))
+
+    @property
+    def index(self) -> Index:
+        return load_index(self.path)
+
+    @property
+    def magnitude(self) -> float:
+        """The factor in the RoPE tables, of a verified checkpoint."""
+        return float(open_verified(self.path).view("rope.cos_hi")[0, 0])
+
+    def apply(self) -> bool:
+        return apply_factor(self.model, self.path, lambda: self.loaded)
+
+
+def test_a_factor_that_was_ignored_is_applied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    assert (old.magnitude, old.index.hyper.kv_revision) == (1.0, 0)
+    with caplog.at_level(logging.WARNING):
+        assert old.apply()
+    assert "an older release ignored the attention factor of a model, ingesting it again" in caplog.text
+    assert (old.magnitude, old.index.hyper.kv_revision) == (1.5, 1)
+    inode = old.path.stat().st_ino
+    assert not old.apply()
+    assert old.path.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+def test_the_commands_apply_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, publishes: bool) -> None:
+    """`prepare`, `up`, which does that in a child, and `publish`."""
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    monkeypatch.setattr("stages.tokenizer.kernels.compiled.compiling", nullcontext)
+
+    def prepare_without_kernels(model: ModelConfig, folder: Path, *others: object, **more: object) -> Path:
+        return prepare_checkpoint(model, folder)
+
+    monkeypatch.setattr("stages.worker.checkpoint.prepare.prepare", prepare_without_kernels)
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    config = resolve({"models": [{"name": "m", "path": str(old.gguf)}]}, {})
+    assert prepare_apart._is_new(old.model)
+    if publishes:
+        assert publish._prepare(config, old.model, store.no_progress) == old.path
+    else:
+        prepare_all(config)
+    assert (old.magnitude, old.index.hyper.kv_revision) == (1.5, 1)
+    assert not prepare_apart._is_new(old.model)
+
+
+def test_a_model_without_a_factor_keeps_its_checkpoint_and_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STARLING_HOME", str(tmp_path))
+    old = Prepared(tmp_path, monkeypatch, 1.0)
+    before = old.path.read_bytes()
+    assert prepare_apart._is_new(old.model)
+    assert not old.apply()
+    assert old.path.read_bytes() == before  # a published index is known by its bytes
+    assert not prepare_apart._is_new(old.model)
+    monkeypatch.delattr(HyperReader, "kv_revision")
+    assert not old.apply()
+
+
+def test_the_index_of_a_loaded_model_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    before, old.loaded = old.path.read_bytes(), [(old.path.stem, 0)]
+    with pytest.raises(ConfigError, match="`starling unload m` first"):
+        old.apply()
+    assert old.path.read_bytes() == before
+    old.loaded = [(old.path.stem, 1), ("cd" * 32, 0)]  # it has started with the new one, another model has not
+    assert old.apply()
+
+
+def test_a_checkpoint_without_its_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Prepared(tmp_path, monkeypatch, 1.5)
+    old.model = ModelConfig(name="m", path=str(old.path))
+    before = old.path.read_bytes()
+    assert not old.apply()
+    assert old.path.read_bytes() == before
+
+
+def test_a_file_that_this_release_refuses_leaves_the_checkpoint_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Prepared(tmp_path, monkeypatch, 0.0)
+    before = old.path.read_bytes()
+    assert not old.apply()
+    assert "keeping the checkpoint as it is" in caplog.text
+    assert old.path.read_bytes() == before
