@@ -205,6 +205,21 @@ def test_a_scraper_gets_the_token_that_reads_metrics_alone() -> None:
     assert not of_kind(rendered(BUCKET), "PodMonitor")
 
 
+def test_a_scraper_is_admitted_beside_clients() -> None:
+    """The pods of each PodMonitor admit `networkPolicy.monitoring`; without `clients` orchestrators admit all."""
+    clients, monitoring = ([{"namespaceSelector": {"matchLabels": {name: "true"}}}] for name in ("web", "prometheus"))
+    for given in ([], clients):
+        policy = {"clients": given, "monitoring": monitoring}
+        objects = rendered({**BUCKET, "monitoring": {"podMonitor": True}, "networkPolicy": policy})
+        policies = of_kind(objects, "NetworkPolicy")
+        rules_of = {str(one["spec"]["podSelector"]): one["spec"]["ingress"] for one in policies}
+        admitted = [rules_of[str(one["spec"]["selector"])] for one in of_kind(objects, "PodMonitor")]
+        assert len(admitted) == 2
+        assert all(any("from" not in rule or monitoring[0] in rule["from"] for rule in rules) for rules in admitted)
+    [orchestrator] = [one for one in policies if "-orchestrator" in one["metadata"]["name"]]
+    assert orchestrator["spec"]["ingress"][0]["from"] == clients + monitoring
+
+
 def test_only_agents_that_store_models_have_room_for_them() -> None:
     """NVMe and /dev/shm: of each agent, for a StatefulSet by claims, for a DaemonSet of the node."""
     for values, kind in ((BUCKET, "StatefulSet"), (MOST, "DaemonSet")):
