@@ -50,6 +50,12 @@ class KubernetesLauncher:
                 )
             files += ["--values", str(path)]
             own = _values_of(path)
+            if agents is not None and _is_daemon_set(own):
+                raise ConfigError(
+                    f"--agents {agents}: agent.kind in {path} is DaemonSet, which has an agent on each node that "
+                    "agent.nodeSelector chooses; leave --agents out and label nodes, or set agent.kind to StatefulSet",
+                    "fleet.kubernetes.values",
+                )
         self._helm(
             *("upgrade", "--install", "--create-namespace", name, str(CHART), *files),
             *(() if agents is None else ("--set", f"agent.replicas={agents}")),
@@ -146,6 +152,11 @@ def _values_of(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _is_daemon_set(own: Mapping[str, Any]) -> bool:
+    agent = own.get("agent")
+    return isinstance(agent, dict) and agent.get("kind") == "DaemonSet"
 
 
 def _agent(pod: Mapping[str, Any]) -> LaunchedAgent:

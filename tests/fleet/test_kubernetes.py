@@ -289,6 +289,19 @@ def test_the_launcher_installs_scales_lists_and_removes_a_fleet(cluster: Cluster
     assert cluster.api.invalid == []
 
 
+@pytest.mark.parametrize("agent", [{"kind": "DaemonSet"}, {"kind": "DaemonSet", "replicas": 2}])
+def test_the_agents_of_a_daemon_set_cannot_be_counted(agent: dict[str, Any], tmp_path: Path) -> None:
+    """Refused before helm is called, as nothing of the number would reach the cluster."""
+    file = tmp_path / "values.yaml"
+    file.write_text(yaml.safe_dump({"agent": agent}))
+    fleet = FleetConfig(blobs="s3://models/starling", kubernetes=KubernetesConfig(values=str(file)))
+    launcher = KubernetesLauncher(fleet, {"PATH": str(tmp_path)})
+    with pytest.raises(ConfigError, match="--agents 3.*DaemonSet.*nodeSelector"):
+        launcher.start(3)
+    with pytest.raises(ConfigError, match="needs helm"):
+        launcher.start(None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
 def test_the_documented_commands_run(number: int, cluster: Cluster, tmp_path: Path) -> None:
