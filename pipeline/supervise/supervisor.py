@@ -298,10 +298,11 @@ class Supervisor(SupervisorBase):
             facts["wait_s"] = round(wait_s, 3)
             log.warning("a stage has ended, restarting it", extra=facts)
             until = self._clock() + wait_s
-            while (left := until - self._clock()) > 0:
+            while not self.restart_requested and (left := until - self._clock()) > 0:
                 self.wait(left)
                 if self._must_stop():
                     return process.EXIT_OK
+            self.restart_requested = False  # the stage that starts now is the one that was requested
 
     def _must_stop(self) -> bool:
         return self.stop_requests > 0

@@ -338,3 +338,42 @@ def test_a_stage_that_cannot_be_forked_is_started_later() -> None:
     command = [sys.executable, "-c", FAILED_FORKS]
     result = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
     assert result.stdout.split() == [str(EXIT_FATAL), "5", "1"]
+
+
+REQUEST_DURING_BACKOFF = """
+import signal
+from pipeline.supervise import base
+from pipeline.supervise.restart_policy import RestartPolicy
+from pipeline.supervise.supervisor import Supervisor
+
+ROUNDS = 2  # in which the second stage would receive SIGTERM
+starts = rounds = 0
+
+class Policy(RestartPolicy):
+    def after_death(self, ran_s, was_ready=False):
+        signal.raise_signal(signal.SIGHUP)
+        return 3600.0
+
+def start(keepalive_fd, restarts):
+    global starts
+    starts += 1
+    return base.fork((lambda: 1) if starts == 1 else signal.pause)
+
+def on_wake():
+    global rounds
+    rounds += starts > 1
+    if rounds >= ROUNDS:
+        supervisor.on_signal(signal.SIGTERM, None)
+
+supervisor = Supervisor("kv", start, Policy(lambda: 0.0), [], 1.0)
+supervisor.on_wake = on_wake
+supervisor.run()
+print(starts)
+"""
+
+
+def test_a_request_during_the_backoff_starts_the_stage_once_and_at_once() -> None:
+    """The stage that starts is the one that was requested: it receives no SIGTERM for it."""
+    command = [sys.executable, "-c", REQUEST_DURING_BACKOFF]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert result.stdout.split() == ["2"]
