@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pipeline.config import paths
 from pipeline.config.load import load as load_config
 from pipeline.config.load import resolve
 from pipeline.config.schema import Config, ModelConfig
-from pipeline.errors import ConfigError, ModelNotFound
+from pipeline.errors import ConfigError, ModelNotFound, ResourceError
 from pipeline.models.arena_sizes import max_positions
 from shm.arena import Arena
 from shm.pages import KvGeometry
@@ -118,11 +119,7 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
     act.check_size(geometry, hyper, config.performance.memory_pool_size_mb, model.name)
     with ExitStack() as stack:
         # Everything is mapped once and the files are removed at once: a killed process leaves nothing behind.
-        directory = Path(
-            stack.enter_context(
-                tempfile.TemporaryDirectory(prefix="starling-", dir=config.server.arena_dir or "/dev/shm")
-            )
-        )
+        directory = Path(stack.enter_context(_arena_directory(paths.arena_parent(config))))
         keep = ExitStack()
         stack.push(keep.__exit__)
         steps_arena, steps = create_steps(directory / "steps", steps_geometry, digest)
@@ -150,3 +147,15 @@ def assemble(config: Config, model: ModelConfig, weights: Model) -> Parts:
         positions = max_positions(config, model, shape, context)
         bounds = Bounds(context, scheduling.max_prompt_tokens, scheduling.max_output_tokens, positions)
         return Parts(keep.pop_all(), scheduler, ring, kv, group, bounds)
+
+
+def _arena_directory(parent: Path) -> tempfile.TemporaryDirectory[str]:
+    """A directory for the files of arenas in `parent`, which is created. Raises `ResourceError`."""
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix="starling-", dir=parent)
+    except OSError as error:
+        raise ResourceError(
+            f"server.arena_dir: {parent}: {error.strerror}; name a directory that this user can write",
+            "server.arena_dir",
+        ) from None

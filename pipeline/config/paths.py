@@ -98,7 +98,12 @@ def arena_dir(config: Config, env: Env = os.environ, shm: Path = Path("/dev/shm"
     """One directory per run directory, with the same name at every start."""
     run = os.path.realpath(run_dir(config, env))
     name = f"starling-{os.getuid()}-{hashlib.sha256(os.fsencode(run)).hexdigest()[:12]}"
-    return (_configured(config.server.arena_dir) or shm) / (_recorded_arena_name(Path(run)) or name)
+    return arena_parent(config, shm) / (_recorded_arena_name(Path(run)) or name)
+
+
+def arena_parent(config: Config, shm: Path = Path("/dev/shm")) -> Path:
+    """The directory in which each server has its own for arenas."""
+    return _configured(config.server.arena_dir) or shm
 
 
 def _recorded_arena_name(run: Path) -> str:

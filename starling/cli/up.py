@@ -163,7 +163,7 @@ def choose_arena_dir(config: Config, shm: Path = Path("/dev/shm")) -> dict[str, 
     Raises `ResourceError` with the sizes if they do not fit there either.
     """
     need = sum(capacity.need(config, model) for model in config.preloaded)
-    home = Path(config.server.arena_dir or shm)
+    home = paths.arena_parent(config, shm)
     there = paths.arena_dir(config)
     # Arenas of a killed server count as free space: they are adopted or replaced.
     free = _free(home) + disk_bytes(there)

@@ -372,6 +372,26 @@ def arenas() -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "not/there/yet"])
+def test_the_directory_of_arenas_may_be_below_the_home_and_is_created(
+    model_path: Path, arenas: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HOME", str(arenas))
+    config = resolve({"server": {"arena_dir": f"~/{name}"}}, {})
+    with Embedded.load(model_path, config=config, kv_cache_mb=4, ranks=1):
+        assert maps(arenas / name)
+
+
+@pytest.mark.slow
+def test_a_directory_of_arenas_that_cannot_be_made_is_a_resource_error(model_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = resolve({"server": {"arena_dir": str(tmp_path / "file" / "arenas")}}, {})
+    with pytest.raises(ResourceError, match=r"server\.arena_dir.*/file/arenas: Not a directory") as caught:
+        Embedded.load(model_path, config=config, kv_cache_mb=4, ranks=1)
+    assert caught.value.param == "server.arena_dir"
+
+
+@pytest.mark.slow
 def test_closing_leaves_nothing_behind(model_path: Path, arenas: Path) -> None:
     config, threads = resolve({"server": {"arena_dir": str(arenas)}}, {}), set(threading.enumerate())
     engine = Embedded.load(model_path, config=config, kv_cache_mb=4, ranks=3)

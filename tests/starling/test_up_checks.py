@@ -71,6 +71,17 @@ def test_a_file_that_goes_while_arenas_are_measured_is_no_error(
     assert up_module.choose_arena_dir(config) == {}
 
 
+@pytest.mark.parametrize("configured", ["~/arenas", "~/not/there/yet"])
+def test_the_disk_of_a_home_is_measured_where_arenas_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configured: str
+) -> None:
+    """`~` is the user's home, not a name in the working directory, which may be on another disk."""
+    monkeypatch.setenv("HOME", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
+    room(monkeypatch, shm=600, disk=0)
+    assert up_module.choose_arena_dir(resolve({"server": {"arena_dir": configured}}, {})) == {}
+
+
 @pytest.mark.parametrize("configured", ["", "/dev/shm"])
 def test_arenas_that_fit_nowhere_are_refused_with_numbers(
     home: Path, monkeypatch: pytest.MonkeyPatch, configured: str
