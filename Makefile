@@ -166,7 +166,7 @@ peers-native: $(VENV)/.locked-dev $(BIN)/llama-server ## llama.cpp compiled for 
 peers-more: $(VENV)/.locked-dev ## ik_llama.cpp and OpenVINO GenAI for `make bench`, apart from the others; 400 MB
 	@tools/setup_venv.sh $(VENV).peers locks/requirements-peers-more.lock alone
 
-real-models: peers ## real models of the package index against llama.cpp on the same files; 800 MB, minutes
+real-models: peers ## real models of the package index against llama.cpp on the same files; 840 MB, minutes
 	@$(BIN)/python -m tools.real_models $(ARGS)
 
 fleet-peers: $(VENV)/.locked-dev ## servers and clients for the tests of the fleet: S3, Azurite, etcd, Redis, helm

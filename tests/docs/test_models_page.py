@@ -8,7 +8,8 @@ from pathlib import Path
 from stages.worker.checkpoint.architectures import ARCHITECTURES
 from stages.worker.huggingface.families import FAMILIES
 
-_TEXT = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+_ROOT = Path(__file__).parents[2]
+_TEXT = (_ROOT / "docs" / "models.md").read_text()
 
 
 def _first_cells(heading: str) -> list[str]:
@@ -38,3 +39,13 @@ def test_the_architectures_that_take_a_window_are_named() -> None:
     found = re.search(r"other architectures than (.*?) are refused if they have a\s+sliding window", _TEXT, re.S)
     assert found is not None
     assert _names([found[1]]) == {name for name, row in ARCHITECTURES.items() if row.window_period is not None}
+
+
+def test_the_size_of_the_real_models_is_that_of_the_table() -> None:
+    head = _TEXT[_TEXT.index("\n| model | file, MB |") + 1 :].split("\n\n", 1)[0].splitlines()
+    total = sum(int(row.split("|")[2]) for row in head[2:])
+    (target,) = [line for line in (_ROOT / "Makefile").read_text().splitlines() if line.startswith("real-models:")]
+    for text in (target, _TEXT[_TEXT.index("`make real-models` fetches") :].partition("\n")[0]):
+        found = re.search(r"(\d+) MB", text)
+        assert found is not None
+        assert int(found[1]) == round(total, -1)
