@@ -231,10 +231,23 @@ def get_json(address: ServerAddress, path: str, key: str = "", timeout_s: float 
             data = response.read()
             if response.status != 200:
                 raise read_failure(response.status, data)
-            return json.loads(data)
-        except (OSError, http.client.HTTPException, ValueError) as error:
+            return _decoded(address, path, data)
+        except UnicodeError as error:  # of a host name
+            raise ModelUnavailable(f"no server answers at {address}: {error}") from None
+        except (OSError, http.client.HTTPException) as error:
             if connection.sock is None or time.monotonic() > deadline:
                 raise ModelUnavailable(f"no server answers at {address}: {error or type(error).__name__}") from None
         finally:
             connection.close()
         time.sleep(RETRY_S)
+
+
+def _decoded(address: ServerAddress, path: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        shown = data[:200].decode("utf-8", "replace").strip()
+        raise ModelUnavailable(
+            f"{address} answered {path} with HTTP status 200 and a body that is no JSON: {shown or 'empty'}; "
+            f"is it a Starling server?"
+        ) from None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import io
+import threading
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from pipeline.errors import ConfigError, InvalidRequest, ModelNotFound, Resource
 from starling.cli.generation_options import choose_key
 from starling.cli.terminal import visible
 from starling.client.address import key_of_config, parse
-from starling.client.answer import failure, read_failure
+from starling.client.answer import failure, get_json, read_failure
 from starling.client.events import read_events
 
 
@@ -99,3 +101,34 @@ def test_an_error_of_the_server_is_of_the_class_of_its_exit_code(code: str, kind
     assert type(found) is kind
     assert found.code == code
     assert found.message.startswith("why")
+
+
+class _Web(http.server.BaseHTTPRequestHandler):
+    """Answers each request with a page; counts the requests."""
+
+    n_requests = 0
+
+    def do_GET(self) -> None:
+        type(self).n_requests += 1
+        self.send_response(200)
+        self.send_header("Content-Length", "6")
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+def test_a_body_that_is_no_json_is_reported_at_once() -> None:
+    """It was retried for a minute, as a lost connection."""
+    _Web.n_requests = 0
+    with http.server.HTTPServer(("127.0.0.1", 0), _Web) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            with pytest.raises(StarlingError, match="/v1/models with HTTP status 200.*no JSON.*<html>"):
+                get_json(parse(f"http://127.0.0.1:{server.server_port}"), "/v1/models")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert _Web.n_requests == 1
