@@ -122,7 +122,7 @@ class Manager(manager.Manager):
         port = str(settings.get("PORT") or environment.get("PORT") or FIRST_PORT)
         if not port.isdecimal():
             raise ConfigError(f"PORT is {port!r}: expected a number; correct it in .env or the environment")
-        own = cls(Printer(sys.stdout, colour=True, prefix=True))
+        own = cls(Printer(sys.stdout, colour=not environment.get("NO_COLOR"), prefix=True))
         for process in environ.expand_processes(processes, env=settings, port=int(port)):
             env = {**environment, **process.env}
             own.add_process(process.name, process.cmd, quiet=process.quiet, env=env)

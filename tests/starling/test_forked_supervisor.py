@@ -336,3 +336,21 @@ def test_processes_get_the_settings_that_honcho_gives_them(tmp_path: Path) -> No
     done = start("start", "-f", "Procfile")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "PORT is 'http': expected a number" in done.stderr
+
+
+@pytest.mark.parametrize(("value", "has_colour"), [("", True), ("1", False)])
+def test_no_color_reaches_the_lines_of_the_stages(tmp_path: Path, value: str, has_colour: bool) -> None:
+    (tmp_path / "Procfile").write_text("one: echo hello\n")
+    command = [sys.executable, "-m", "starling.cli.honcho_patch", "start", "-f", "Procfile"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": value}
+    own, terminal = os.openpty()
+    with subprocess.Popen(command, cwd=tmp_path, env=env, stdin=subprocess.DEVNULL, stdout=terminal) as process:
+        os.close(terminal)
+        shown = b""
+        with contextlib.suppress(OSError):  # EIO: the process has ended
+            while data := os.read(own, 4096):
+                shown += data
+        assert process.wait() == 0
+    os.close(own)
+    assert b"hello" in shown
+    assert (b"\x1b[" in shown) == has_colour
