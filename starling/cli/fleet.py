@@ -59,7 +59,10 @@ for command in (up, down, launched, logs, certificate):
     fleet.add_command(command)
 
 
-@fleet.command("metrics-token", epilog=CODES)
+@fleet.command(
+    "metrics-token",
+    epilog=exit_codes({0: "success", 78: "the fleet's token cannot be read, or the configuration is wrong"}),
+)
 def metrics_token() -> None:
     """Print the token that opens only the metrics of a fleet.
 

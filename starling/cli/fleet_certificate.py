@@ -65,7 +65,9 @@ orchestrator = _issuing("orchestrator", "an orchestrator", "NAME")
 monitor = _issuing("monitor", "a reader of metrics", "NAME")
 
 
-@certificate.command(epilog=CODES)
+@certificate.command(
+    epilog=exit_codes({0: "success", 2: "wrong usage", 78: "FILE cannot be used, or a package is missing"})
+)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @json_option()
 def show(file: Path, as_json: bool) -> None:

@@ -43,8 +43,8 @@ def clear(model: str, tenant: str, timeout: float, as_json: bool) -> int:
     Pages that running sequences hold stay, and no answer changes: what is dropped is computed again when it is needed.
     Spilled pages and those saved in the state directory are dropped as well; conversations of sessions stay.
 
-    With --tenant, pages are dropped that are certainly not of other tenants. Prefixes that the tenant shares with
-    others (share_cache, or no API keys) have no tenant: they stay.
+    With --tenant, everything is dropped that is not certainly another tenant's: also prefixes whose tenant is not known
+    any more. Prefixes that tenants share (share_cache, or no API keys) have no tenant, and stay.
     """
     config = load()
     run_dir = paths.run_dir(config)

@@ -24,7 +24,10 @@ from starling.cli.status import duration, size
 from starling.cli.terminal import complain, print_wrapped
 
 CODES = exit_codes({0: "success", 78: "the configuration is wrong"})
-NAMED = exit_codes({0: "success", 2: "no such model", 78: "the model is in use, or the configuration is wrong"})
+SHOWN = exit_codes({0: "success", 2: "no such model", 78: "the configuration is wrong"})
+REMOVED = exit_codes(
+    {0: "success", 2: "no such model", 78: "the model is loaded or was not pulled, or the configuration is wrong"}
+)
 PLAN_INDENT = 15  # of what continues a line of a plan
 TITLES = ("NAME", "ARCH", "SIZE", "QUANT", "CTX", "DIGEST", "STATE", "USED")
 LEAVE = ("DIGEST", "ARCH", "CTX")  # a narrow terminal, in this order
@@ -129,7 +132,7 @@ def _thousands(count: int) -> str:
     return "-" if not count else f"{count // 1024}K" if count % 1024 == 0 else str(count)
 
 
-@click.command(epilog=NAMED)
+@click.command(epilog=SHOWN)
 @click.argument("name", shell_complete=completion.model_names)
 @json_option()
 def show(name: str, as_json: bool) -> None:
@@ -158,7 +161,7 @@ def _find(name: str) -> model_list.Row:
     return row
 
 
-@click.command(epilog=NAMED)
+@click.command(epilog=REMOVED)
 @click.argument("name", shell_complete=completion.model_names)
 def rm(name: str) -> None:
     """Remove the pulled model NAME.

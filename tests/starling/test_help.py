@@ -81,3 +81,22 @@ def test_every_argument_is_explained(words: tuple[str, ...]) -> None:
 def test_no_summary_is_cut_in_the_list_of_commands(words: tuple[str, ...]) -> None:
     listing = help_page(words).split("Commands:\n")[1].split("\n\n")[0]
     assert "..." not in listing
+
+
+@pytest.mark.parametrize(
+    ("words", "codes", "absent"),
+    [
+        (("show",), "0 2 78 130", "in use"),
+        (("fleet", "metrics-token"), "0 78 130", "orchestrator answers"),
+        (("fleet", "certificate", "show"), "0 2 78 130", "exists already"),
+    ],
+)
+def test_a_command_has_no_exit_code_of_another(words: tuple[str, ...], codes: str, absent: str) -> None:
+    lines = help_page(words).split("  Exit codes:\n")[1].splitlines()
+    assert " ".join(line.split()[0] for line in lines if line[4] != " ") == codes
+    assert absent not in " ".join(lines)
+
+
+def test_clearing_for_a_tenant_is_described_as_it_is() -> None:
+    page = " ".join(help_page(("kv", "clear")).split())
+    assert "everything is dropped that is not certainly another tenant's" in page
