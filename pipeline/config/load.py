@@ -38,10 +38,18 @@ def find_file(path: str | Path | None = None, env: Env = os.environ, cwd: Path |
     asked = path or env.get("STARLING_CONFIG")
     if asked:
         return Path(os.path.expanduser(asked))
-    here = cwd or Path.cwd()
     shipped = Path(__file__).resolve().parents[2] / "configs" / "default.yaml"
-    candidates = [here / name for name in FILE_NAMES] + [shipped]
+    candidates = [*_in_working_directory(cwd), shipped]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
+
+
+def _in_working_directory(cwd: Path | None) -> list[Path]:
+    """Where files may be in the working directory; nowhere if that has been deleted."""
+    try:
+        here = cwd or Path.cwd()
+    except FileNotFoundError:
+        return []
+    return [here / name for name in FILE_NAMES]
 
 
 def load(path: str | Path | None = None, env: Env = os.environ, cwd: Path | None = None) -> Config:

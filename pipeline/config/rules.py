@@ -287,7 +287,7 @@ def _server(config: Config) -> Iterator[Rule]:
     if not _may_be_host(server.host) or not (server.host or server.unix_socket):
         reason = "expected a host name or an address to listen on; only with server.unix_socket may it be empty"
         yield Rule("server.host", repr(server.host), reason)
-    if len(os.fsencode(os.path.abspath(os.path.expanduser(server.unix_socket)))) > MAX_PATH and server.unix_socket:
+    if server.unix_socket and len(os.fsencode(os.path.abspath(os.path.expanduser(server.unix_socket)))) > MAX_PATH:
         reason = f"more than {MAX_PATH} bytes, which is what the address of a socket holds; name a shorter path"
         yield Rule("server.unix_socket", repr(server.unix_socket), reason)
     yield from _tls(config)

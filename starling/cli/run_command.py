@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -14,9 +15,10 @@ import click
 from pipeline.config import paths
 from pipeline.errors import ConfigError, InvalidRequest, NotFound, ResourceError, StarlingError
 from pipeline.runtime.process import EXIT_CONFIG, EXIT_FATAL, EXIT_USAGE
-from starling.cli import output, terminal
+from starling.cli import output, standard_streams, terminal
 
 EXIT_INTERRUPTED = 130
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # of a disk that takes nothing until it is changed
 
 
 def run_command(command: click.Command, name: str) -> None:
@@ -26,6 +28,7 @@ def run_command(command: click.Command, name: str) -> None:
 
 def run_program(program: Callable[[], object]) -> None:
     """Run what a command does, and exit with the code that it returns."""
+    standard_streams.open_missing()
     output.install()
     try:
         code = _run(program)
@@ -61,9 +64,29 @@ def _run(program: Callable[[], object]) -> int:
         remedy = "run as its owner, or set another STARLING_HOME"
         terminal.complain(f"{where}{error.strerror}; {home}: {remedy}")
         return EXIT_CONFIG
+    except OSError as error:
+        terminal.complain(_os_error(error))
+        return EXIT_CONFIG if error.errno in FULL or _is_deleted() else EXIT_FATAL
     except (click.Abort, KeyboardInterrupt):
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends the program, without a traceback
         terminal.complain("interrupted")
         return EXIT_INTERRUPTED
     return code if isinstance(code, int) else 0
+
+
+def _os_error(error: OSError) -> str:
+    """What an error of the system says, with the file, for one that no command has handled."""
+    if error.filename is None and _is_deleted():
+        return "the working directory has been deleted: change to another one, or use absolute paths"
+    where = f"{error.filename}: " if error.filename is not None else ""
+    remedy = "; free space on that disk, or set another STARLING_HOME" if error.errno in FULL else ""
+    return f"{where}{error.strerror or error or type(error).__name__}{remedy}"
+
+
+def _is_deleted() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False

@@ -1,0 +1,78 @@
+"""Commands without standard streams, a working directory, a home or a writable disk: one message, no traceback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+
+
+def command(script: str, *words: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real command, which `script` runs as "$@"."""
+    return subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-m", "starling", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_an_empty_one(home: Path, closed: str) -> None:
+    done = command(f'"$@" {closed}', "run", "absent", "hello")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    if "2>" not in closed:
+        assert "absent" in done.stderr
+
+
+def test_children_inherit_the_streams_that_were_missing(home: Path) -> None:
+    code = """if True:
+        import os, subprocess, sys
+        from starling.cli.run_command import run_program
+        def check():
+            child = "import os; [os.fstat(number) for number in range(3)]"
+            return subprocess.call([sys.executable, "-c", child], close_fds=True)
+        run_program(check)
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    script = ["bash", "-c", '"$@" <&- >&- 2>&-', "bash", sys.executable, "-c", code]
+    assert subprocess.run(script, env=env, timeout=LIMIT_S, check=False).returncode == 0
+
+
+def test_a_deleted_working_directory_has_no_configuration(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    done = command('rmdir ../gone; "$@"', "config", "--json", cwd=tmp_path / "gone")
+    assert (done.returncode, done.stderr) == (0, "")
+    (tmp_path / "gone").mkdir()
+    done = command('rmdir ../gone; "$@"', "config", cwd=tmp_path / "gone", STARLING_HOME="relative")
+    assert done.returncode == 78
+    assert done.stderr.startswith("starling: the working directory has been deleted")
+
+
+CODES = {"ENOSPC": 78, "EROFS": 78, "EIO": 1}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_an_error_of_the_file_system_is_one_message(home: Path, tmp_path: Path, name: str) -> None:
+    code = f"""if True:
+        import errno, os
+        from starling.cli.run_command import run_program
+        def fail():
+            raise OSError(errno.{name}, os.strerror(errno.{name}), "/some/file")
+        run_program(fail)
+    """
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, "-c", code]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (CODES[name], 1)
+    assert done.stderr.startswith("starling: /some/file: ")
