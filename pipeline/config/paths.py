@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pwd
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,10 +40,28 @@ ARENA_NAME_FILE = "arena-name"  # in the run directory
 def home(env: Env = os.environ) -> Path:
     """STARLING_HOME, by default ~/.starling. Raises `ConfigError`."""
     given = env.get("STARLING_HOME", "")
-    if has_unknown_user(given):
+    if has_unknown_user(given) and given != "~" and not given.startswith("~/"):
         raise ConfigError(f"STARLING_HOME = {given!r}: {REASON}", "STARLING_HOME")
-    base = Path(given) if given else Path(env.get("HOME") or os.path.expanduser("~")) / ".starling"
-    return Path(os.path.abspath(base.expanduser()))
+    if not given:
+        base = _user_home(env) / ".starling"
+    elif given == "~" or given.startswith("~/"):
+        base = _user_home(env) / given[2:]
+    else:
+        base = Path(given).expanduser()
+    return Path(os.path.abspath(base))
+
+
+def _user_home(env: Env) -> Path:
+    """HOME; if it is not set or empty, what the user database says. Raises `ConfigError`."""
+    found = env.get("HOME", "")
+    if not found:
+        with contextlib.suppress(KeyError):
+            found = pwd.getpwuid(os.getuid()).pw_dir
+    if not found:
+        raise ConfigError(
+            f"the home directory of user {os.getuid()} is not known: set HOME or STARLING_HOME", "STARLING_HOME"
+        )
+    return Path(found)
 
 
 def models_dir(env: Env = os.environ) -> Path:

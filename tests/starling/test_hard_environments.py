@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from pipeline.config import paths
+from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240
@@ -76,3 +80,22 @@ def test_an_error_of_the_file_system_is_one_message(home: Path, tmp_path: Path, 
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (CODES[name], 1)
     assert done.stderr.startswith("starling: /some/file: ")
+
+
+def test_an_empty_home_is_that_of_the_user_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "")
+    own = Path(pwd.getpwuid(os.getuid()).pw_dir)
+    assert paths.home({"HOME": ""}) == own / ".starling"
+    assert paths.home({}) == own / ".starling"
+    assert paths.home({"HOME": "", "STARLING_HOME": "~/x"}) == own / "x"
+
+
+def test_without_any_home_the_error_names_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", refuse)
+    for env in ({}, {"HOME": ""}):
+        with pytest.raises(ConfigError, match="set HOME or STARLING_HOME"):
+            paths.home(env)
+    assert paths.home({"STARLING_HOME": "/data"}) == Path("/data")
