@@ -209,9 +209,12 @@ class _Editor:
             before = self._length()
             try:
                 line = input(CONTINUED if is_continued else PROMPT)
+                line.encode("utf-8")  # in some locales bytes that are not UTF-8 come as surrogates
                 self._keep(self._length() - before)
                 self._is_ending = False
                 return line
+            except UnicodeError:
+                terminal.note("that line is not UTF-8 and was discarded; type it again")
             except EOFError:
                 click.echo()
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import pwd
 import subprocess
 import sys
@@ -99,3 +100,34 @@ def test_without_any_home_the_error_names_the_variables(monkeypatch: pytest.Monk
         with pytest.raises(ConfigError, match="set HOME or STARLING_HOME"):
             paths.home(env)
     assert paths.home({"STARLING_HOME": "/data"}) == Path("/data")
+
+
+EDITOR = """
+from starling.cli.chat import _Editor
+print(ascii(_Editor(None).line(False)))
+"""
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_that_is_not_utf8_is_asked_for_again(errors: str) -> None:
+    """`surrogateescape` is what Python has in the locales C and C.UTF-8."""
+    own, terminal = pty.openpty()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": f"utf-8:{errors}"}
+    env["TERM"] = "dumb"
+    with subprocess.Popen(
+        [sys.executable, "-c", EDITOR], env=env, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        for wanted, typed in (
+            (b">>> ", b"a\xff\xfeb\r"),
+            (b"is not UTF-8", b""),
+            (b">>> ", b"coffee\r"),
+            (b"'coffee'", b""),
+        ):
+            while wanted not in shown:
+                shown += os.read(own, 4096)  # EIO: the process has ended
+            shown = shown.partition(wanted)[2]
+            os.write(own, typed)
+        assert process.wait(LIMIT_S) == 0
+    os.close(own)
