@@ -157,7 +157,17 @@ def test_a_route_that_is_not_described_appears_with_its_docstring() -> None:
     operation = made["paths"]["/v1/new/{id}"]["post"]
     assert operation["summary"] == "POST /v1/new: something new."
     assert "requestBody" in operation
-    assert made["security"] == [{"key": []}]
+    OpenAPIV31SpecValidator(made).validate()
+
+
+@pytest.mark.parametrize("needs_key", [True, False])
+def test_an_api_key_may_be_sent_in_either_header(needs_key: bool) -> None:
+    made = make_document([("GET", "/v1/models", "Models.")], metrics_path="", needs_key=needs_key)
+    assert made["security"] == [*([] if needs_key else [{}]), {"key": []}, {"x_api_key": []}]
+    assert made["components"]["securitySchemes"] == {
+        "key": {"type": "http", "scheme": "bearer"},
+        "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    }
     OpenAPIV31SpecValidator(made).validate()
 
 

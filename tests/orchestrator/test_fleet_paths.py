@@ -152,7 +152,7 @@ def test_the_document_describes_what_is_served(fleet: Fleet) -> None:
     answer = fleet.get("/openapi.json")  # without a key
     assert answer.status == 200
     OpenAPIV31SpecValidator(answer.json).validate()
-    assert answer.json["security"] == [{"key": []}]
+    assert answer.json["security"] == [{"key": []}, {"x_api_key": []}]
     paths = answer.json["paths"]
     assert {"get", "delete"} <= set(paths["/v1/requests/{id}"]) and "/v1/fleet/why/{id}" in paths
     assert {"get", "delete"} <= set(paths["/v1/responses/{id}"]) and "/v1/responses/{id}/input_items" in paths

@@ -18,6 +18,13 @@ from stages.gateway.requests.readers import CLAIM_S
 VERSION = "1"  # of the API: the v1 in its paths
 _PARAMETER = re.compile(r"\{(\w+)[^}]*\}")
 
+# Where an API key is sent (pipeline/api/keys.py): in either header.
+SECURITY_SCHEMES: dict[str, Schema] = {
+    "key": {"type": "http", "scheme": "bearer"},
+    "x_api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+}
+KEYS: list[dict[str, list[str]]] = [{name: []} for name in SECURITY_SCHEMES]
+
 HEADERS: dict[str, Schema] = {
     "Idempotency-Key": {
         "description": "Another request with the same key and body attaches to the first one's answer.",
@@ -76,12 +83,10 @@ def make_document(routes: Iterable[tuple[str, str, str]], *, metrics_path: str, 
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
-        "security": [{"key": []}] if needs_key else [{}, {"key": []}],
+        "security": KEYS if needs_key else [{}, *KEYS],
         "components": {
             "schemas": SCHEMAS,
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer"},
-            },
+            "securitySchemes": SECURITY_SCHEMES,
         },
     }
 

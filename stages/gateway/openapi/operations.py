@@ -226,7 +226,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/detokenize"): Operation(
         "The text of token ids.", "Tokens", json_content("Text"), DETOKENIZE_BODY.schema(), _TEXT
     ),
-    ("GET", "/v1/models"): Operation("The loaded models.", "Models", json_content("Models"), None, _KEYED),
+    ("GET", "/v1/models"): Operation(
+        "The models that a request may name.", "Models", json_content("Models"), None, _KEYED
+    ),
     ("GET", "/v1/models/{id}"): Operation("One model.", "Models", json_content("Model"), None, (*_KEYED, 404)),
     ("GET", "/v1/engines"): Operation("Redirects to /v1/models.", "Models", {}, None, (*_KEYED, 308)),
     ("GET", "/v1/engines/{id}"): Operation("Redirects to /v1/models/ID.", "Models", {}, None, (*_KEYED, 308)),
