@@ -4,8 +4,8 @@ One line of JSON each way: `{"op": "drain", ...}`, answered by `{"ok": true, ...
 "message"}`.  The run directory has mode 0700, and connections of other users except root are closed (SO_PEERCRED).
 Bounds: `MAX_LINE` bytes per line, `MAX_CLIENTS` connections, `IDLE_S` without a line.
 
-`call` is the blocking client.  `control_asyncio.ControlServer` serves in an asyncio loop,
-`control_poll.PollControlServer` in a loop that polls.
+`call` is the blocking client, `control_asyncio.ask` one for event loops.  `control_asyncio.ControlServer` serves in an
+asyncio loop, `control_poll.PollControlServer` in a loop that polls.
 """
 
 from __future__ import annotations

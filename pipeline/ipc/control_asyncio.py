@@ -1,4 +1,4 @@
-"""The control socket of a stage with an asyncio loop; `control.call` is its client, which describes the protocol."""
+"""The control socket of a stage with an asyncio loop, and a client for such loops; control.py has the protocol."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ from pipeline.runtime import run_dir as rundir
 log = logging.getLogger("starling.control")
 
 Handler = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+async def ask(run_dir: Path, stage: str, request: dict[str, Any], max_bytes: int) -> bytes:
+    """Send a request; the line of the answer, of at most `max_bytes`. The caller bounds the time.
+
+    Raises `OSError` if there is no socket, and `ValueError` for a longer answer.
+    """
+    reader, writer = await asyncio.open_unix_connection(str(socket_path(run_dir, stage)), limit=max_bytes)
+    try:
+        writer.write(json.dumps(request).encode() + b"\n")
+        return await reader.readline()
+    finally:
+        writer.close()
 
 
 class ControlServer:

@@ -1,4 +1,4 @@
-"""Opens the connections of http_client.py: to that address of a host which answers first.
+"""Makes the connections of http_client.py: to that address of a host which answers first.
 
 A host may have several addresses of which not all can be reached, or not as fast.  The next one is tried when one has
 failed, and beside those that have not answered for `NEXT_S`: a slow address is not given up, as it may be the only
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import Awaitable, Callable
 
 from pipeline.addresses import resolve
 from stages.orchestrator.engine_connection import Connection
@@ -18,15 +19,19 @@ MAX_ADDRESSES = 8  # that are tried for one connection
 NEXT_S = 0.3  # for an address to answer, before the next one is tried, too
 
 
-async def connect(factory: Factory, host: str, port: int, context: ssl.SSLContext | None) -> Connection:
+# `open_one(factory, address, port, context, name)`: open a connection to one address; `name`: that its certificate has.
+OpenOne = Callable[[Factory, str, int, ssl.SSLContext | None, str | None], Awaitable[Connection]]
+
+
+async def connect(
+    open_one: OpenOne, factory: Factory, host: str, port: int, context: ssl.SSLContext | None
+) -> Connection:
     """A connection to the host, by a protocol of `factory`. Raises `OSError`, `TimeoutError`."""
     loop = asyncio.get_running_loop()
     addresses = (await resolve(host, port))[:MAX_ADDRESSES]
 
     async def attempt(address: str) -> Connection:
-        name = host if context is not None else None
-        _, connection = await loop.create_connection(factory, address, port, ssl=context, server_hostname=name)
-        return connection
+        return await open_one(factory, address, port, context, host if context is not None else None)
 
     if len(addresses) == 1:
         return await attempt(addresses[0])

@@ -17,6 +17,7 @@ import logging
 import secrets
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
@@ -48,16 +49,16 @@ from pipeline.runtime.huge_heap import collapse_heap
 from pipeline.runtime.service_watchdog import watched
 from pipeline.runtime.steady_clock import SteadyClock, clock_path
 from shm.decoding import DECODE_ERRORS
-from stages.orchestrator import conversation_routes, response_routes
+from stages.orchestrator import connecting, conversation_routes, response_routes
 from stages.orchestrator.catalog_reader import CatalogReader
 from stages.orchestrator.client_connections import connections_of
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.connecting import connect
+from stages.orchestrator.engine_connection import Connection
 from stages.orchestrator.fleet_api import EventLog, FleetApi
 from stages.orchestrator.forward import Bounds
 from stages.orchestrator.front import Front
 from stages.orchestrator.http_app import handle_text, make_app
-from stages.orchestrator.http_client import HttpClient
+from stages.orchestrator.http_client import Factory, HttpClient
 from stages.orchestrator.idle_models import IdleModels
 from stages.orchestrator.key_claims import KeyClaims
 from stages.orchestrator.memory_pressure import MemoryPressure
@@ -90,6 +91,17 @@ PLACE_S = 1.0  # between two looks at the placements
 IDLE_REASON = "it had no requests for fleet.orchestrator.unload_idle_ms"
 AGAIN_S = 1.0  # after an error that was not expected
 SHUTDOWN_S = 1.0  # for handlers to end after the drain
+
+
+async def _open_one(
+    factory: Factory, address: str, port: int, context: ssl.SSLContext | None, name: str | None
+) -> Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(factory, address, port, ssl=context, server_hostname=name)
+    return connection
+
+
+connect = partial(connecting.connect, _open_one)
 
 
 class OrchestratorStage:

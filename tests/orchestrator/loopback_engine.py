@@ -11,11 +11,11 @@ from typing import Any
 
 from pipeline.fleet.bodies import LoadedModel
 from stages.orchestrator.cold_loads import ColdLoads
-from stages.orchestrator.connecting import connect
 from stages.orchestrator.forward import Bounds, Forward
 from stages.orchestrator.http_client import HttpClient
 from stages.orchestrator.registry import Registry
 from stages.orchestrator.relay import Relay
+from stages.orchestrator.stage import connect
 from stages.orchestrator.upstream import Answer
 from tests.orchestrator.agents import engine, heartbeat, request, router, view
 

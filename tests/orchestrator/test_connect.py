@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 
 import pytest
@@ -51,8 +52,8 @@ class Network:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", one) for one in ADDRESSES]
 
     async def create(
-        self, factory: Factory, address: str, port: int, **options: object
-    ) -> tuple[asyncio.Transport, Connection]:
+        self, factory: Factory, address: str, port: int, context: ssl.SSLContext | None, name: str | None
+    ) -> Connection:
         async with self._changed:
             self.tried.append(address)
             self._changed.notify_all()
@@ -63,7 +64,7 @@ class Network:
             raise
         self.transports[address], self.connections[address] = Transport(), factory()
         self.connections[address].connection_made(self.transports[address])
-        return self.transports[address], self.connections[address]
+        return self.connections[address]
 
     async def has_tried(self, count: int) -> None:
         async with self._changed, asyncio.timeout(WAIT_S):
@@ -82,7 +83,6 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Network]:
             return await wait(tasks, timeout=timeout, return_when=return_when)
 
         monkeypatch.setattr(loop, "getaddrinfo", network.resolve)
-        monkeypatch.setattr(loop, "create_connection", network.create)
         monkeypatch.setattr(asyncio, "wait", waiting)
         return network
 
@@ -96,7 +96,7 @@ def _connection() -> Connection:
 async def test_an_address_that_answers_late_is_not_given_up(network: Callable[[], Network]) -> None:
     """The others never answer."""
     made = network()
-    task = asyncio.ensure_future(connect(_connection, "engine", 80, None))
+    task = asyncio.ensure_future(connect(made.create, _connection, "engine", 80, None))
     await made.has_tried(3)
     assert made.tried == NAMES and made.waits[:2] == [NEXT_S, NEXT_S]
     made.outcome(NAMES[0]).set_result(True)
@@ -111,7 +111,7 @@ async def test_the_next_address_is_tried_at_once_after_a_failure(
     monkeypatch.setattr(connecting, "NEXT_S", WAIT_S)
     monkeypatch.setattr(connecting, "CONNECT_S", 3 * WAIT_S)
     made = network()
-    task = asyncio.ensure_future(connect(_connection, "engine", 80, None))
+    task = asyncio.ensure_future(connect(made.create, _connection, "engine", 80, None))
     for number, name in enumerate(NAMES[:2], 1):
         await made.has_tried(number)
         made.outcome(name).set_exception(ConnectionRefusedError(name))
@@ -121,7 +121,7 @@ async def test_the_next_address_is_tried_at_once_after_a_failure(
 
 async def test_of_addresses_that_answer_at_once_one_is_used(network: Callable[[], Network]) -> None:
     made = network()
-    task = asyncio.ensure_future(connect(_connection, "engine", 80, None))
+    task = asyncio.ensure_future(connect(made.create, _connection, "engine", 80, None))
     await made.has_tried(3)
     for name in NAMES:
         made.outcome(name).set_result(True)
@@ -134,7 +134,7 @@ async def test_of_addresses_that_answer_at_once_one_is_used(network: Callable[[]
 
 async def test_a_host_of_which_no_address_answers_has_the_last_failure(network: Callable[[], Network]) -> None:
     made = network()
-    task = asyncio.ensure_future(connect(_connection, "engine", 80, None))
+    task = asyncio.ensure_future(connect(made.create, _connection, "engine", 80, None))
     await made.has_tried(3)
     for name in reversed(NAMES):
         made.outcome(name).set_exception(ConnectionRefusedError(name))
@@ -144,7 +144,7 @@ async def test_a_host_of_which_no_address_answers_has_the_last_failure(network: 
 
 async def test_a_caller_that_leaves_ends_all_attempts(network: Callable[[], Network]) -> None:
     made = network()
-    task = asyncio.ensure_future(connect(_connection, "engine", 80, None))
+    task = asyncio.ensure_future(connect(made.create, _connection, "engine", 80, None))
     await made.has_tried(3)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

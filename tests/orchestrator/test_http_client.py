@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stages.orchestrator import connecting, http_client
-from stages.orchestrator.connecting import connect
 from stages.orchestrator.engine_connection import MAX_EARLY_BYTES, MAX_UNREAD_BYTES, Connection
 from stages.orchestrator.http_client import Factory, HttpClient, request_head
 from stages.orchestrator.opening import Opening
+from stages.orchestrator.stage import connect
 from stages.orchestrator.upstream import Answer, Unreachable, read_whole
 
 WHOLE = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -42,6 +43,16 @@ async def call(run_dir: Path, **request: Any) -> dict[str, Any]:
 
 async def test_an_answer(run_dir: Path) -> None:
     assert await call(run_dir, op="echo", value="ä\n") == {"value": "ä\n"}
+
+
+async def test_a_client_in_an_event_loop(run_dir: Path) -> None:
+    question = {"op": "echo", "value": "ä\n"}
+    line = await control_asyncio.ask(run_dir, "kv", question, 100)
+    assert json.loads(line) == {"ok": True, "value": "ä\n"}
+    with pytest.raises(ValueError, match="limit"):
+        await control_asyncio.ask(run_dir, "kv", question, 10)
+    with pytest.raises(FileNotFoundError):
+        await control_asyncio.ask(run_dir, "gateway", question, 100)
 
 
 async def test_an_error_keeps_its_code(run_dir: Path) -> None:

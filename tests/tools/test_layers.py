@@ -35,6 +35,18 @@ def test_this_repository_passes() -> None:
         ("stages/kv/a.py", "from pipeline.ipc import poll_loop", "only stage.py touches sockets"),
         ("stages/kv/a.py", "from aiohttp import web\nx = web.TCPSite", "only stage.py touches sockets"),
         ("stages/kv/a.py", "from aiohttp import web\nx = web.Response()", ""),
+        (
+            "stages/kv/a.py",
+            "async def f(loop):\n    await loop.create_connection(g, 'h', 1)",
+            "only stage.py touches sockets",
+        ),
+        (
+            "stages/kv/a.py",
+            "import asyncio\nasync def f():\n    await asyncio.start_server(g)",
+            "only stage.py touches sockets",
+        ),
+        ("stages/kv/a.py", "from asyncio import open_unix_connection as f", "only stage.py touches sockets"),
+        ("stages/kv/stage.py", "async def f(loop):\n    await loop.create_server(g)", ""),
         ("shm/a.py", "import numpy, shm.arena", ""),
         ("pipeline/a.py", "from shm.arena import Arena\nimport zmq", ""),
         ("stages/kv/a.py", "from stages.kv.b import c\nfrom . import b\nfrom pipeline.errors import X", ""),

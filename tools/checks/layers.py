@@ -1,8 +1,8 @@
 """Import rules between layers, between stages, and around sockets.
 
 - Layers: starling -> stages -> pipeline -> shm. A stage imports no other stage.
-- Within a stage only stage.py uses sockets. aiohttp may be imported for its requests and responses; its listeners and
-  clients may not be named.
+- Within a stage only stage.py uses sockets. aiohttp may be imported for its requests and responses, and asyncio for its
+  tasks; their listeners and clients may not be named.
 - No `importlib.import_module` and no `__import__`: they would hide an import from the first rule. A lazy import is an
   import statement inside a function.
 
@@ -23,7 +23,12 @@ MAY_IMPORT = {
     "starling": {"starling", "stages", "pipeline", "shm"},
 }
 SOCKET_MODULES = {"zmq", "socket", "socketserver", "http", "urllib"}
-SOCKET_NAMES = {"AppRunner", "TCPSite", "UnixSite", "SockSite", "run_app", "ClientSession"}  # of aiohttp
+AIOHTTP_NAMES = {"AppRunner", "TCPSite", "UnixSite", "SockSite", "run_app", "ClientSession"}
+ASYNCIO_NAMES = {  # methods of an event loop, and what opens streams
+    *("create_connection", "create_server", "create_unix_connection", "create_unix_server", "create_datagram_endpoint"),
+    *("open_connection", "open_unix_connection", "start_server", "start_unix_server"),
+}
+SOCKET_NAMES = AIOHTTP_NAMES | ASYNCIO_NAMES
 # Project modules that hold sockets: what uses them does a stage's input and output.
 SOCKET_HOLDERS = {"pipeline.ipc.endpoint", "pipeline.ipc.poll_loop", "pipeline.ipc.asyncio_loop"}
 # Calls that import a module by a computed name, which this check cannot see.
@@ -62,8 +67,8 @@ def violations(path: Path, root: Path) -> Iterator[str]:
     seen: set[tuple[int, str]] = set()
     tree = ast.parse(path.read_text(), str(path))
     if not is_input_output:
-        for line, name in names_used(tree):
-            if name in SOCKET_NAMES:
+        for line, name in (*names_used(tree), *imports(tree, ())):
+            if name.rpartition(".")[2] in SOCKET_NAMES:
                 yield f"{where}:{line}: only stage.py touches sockets, and this is {name}"
     for line, name in (*names_used(tree), *imports(tree, ())):
         function = name.rpartition(".")[2]

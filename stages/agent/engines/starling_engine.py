@@ -29,7 +29,7 @@ from pipeline.errors import Conflict, ModelNotFound, ModelUnavailable, ResourceE
 from pipeline.files import make_directory, replace_file
 from pipeline.fleet.records import advertised_host
 from pipeline.fleet.standby import MARK_VARIABLE, Home
-from pipeline.ipc.control import socket_path
+from pipeline.ipc.control_asyncio import ask
 from pipeline.runtime.process import EXIT_CONFIG
 from pipeline.threads import uninterrupted
 from shm.checkpoint import CheckpointError, load_index
@@ -277,17 +277,11 @@ class StarlingEngine(Engine):
 
     async def _becomes_ready(self) -> bool:
         """Ask over its control socket, which it opens when it accepts connections; it answers once it is ready."""
-        question = msgspec.json.encode({"op": "state", "timeout_s": READY_WAIT_S}) + b"\n"
+        question = {"op": "state", "timeout_s": READY_WAIT_S}
         try:
             async with asyncio.timeout(READY_WAIT_S + ANSWER_S):
-                reader, writer = await asyncio.open_unix_connection(
-                    socket_path(self._run_dir, "gateway"), limit=MAX_STATE
-                )
-                try:
-                    writer.write(question)
-                    return bool(msgspec.json.decode(await reader.readline())["readiness"]["ready"])
-                finally:
-                    writer.close()
+                answer = await ask(self._run_dir, "gateway", question, MAX_STATE)
+                return bool(msgspec.json.decode(answer)["readiness"]["ready"])
         except (OSError, TimeoutError, ValueError, *DECODE_ERRORS, KeyError, TypeError):
             return False  # it has no socket yet, or its gateway has ended
 
