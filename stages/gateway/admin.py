@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,13 @@ FIELDS = {
 class Admin:
     """One per gateway. `drains_file`: where drains are stored over a restart."""
 
-    def __init__(self, service: Service, drains_file: Path) -> None:
+    def __init__(self, service: Service, drains_file: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._n_waiting = 0  # operations that wait for the end of a change
         self._loader = service.loader
         self._loader.on_unloaded = self._forget
         self._drains_file = drains_file
+        self._clock = clock
         for target, timeout_s in self._read_drains().items():
             service.readiness.drains.begin(target, timeout_s)
 
@@ -131,23 +133,23 @@ class Admin:
                 )
             self._loader.load(target, path, change, timeout_s, megabytes)
         may_wait = is_repeated and self._n_waiting < MAX_WAITING
-        deadline = time.monotonic() + (math.inf if waits else PROGRESS_S if may_wait else 0.0)
+        deadline = self._clock() + (math.inf if waits else PROGRESS_S if may_wait else 0.0)
         self._n_waiting += 1
         try:
-            while not (report := self._loader.report(change))["done"] and time.monotonic() < deadline:
+            while not (report := self._loader.report(change))["done"] and self._clock() < deadline:
                 await self._service.readiness.wait_for_change(POLL_S)
         finally:
             self._n_waiting -= 1
         return {"id": change, **report}
 
     async def _wait_until_ready(self, request: dict[str, Any]) -> None:
-        deadline = time.monotonic() + _seconds(request, 0.0)
+        deadline = self._clock() + _seconds(request, 0.0)
         if self._n_waiting >= MAX_WAITING:
             return
         service = self._service
         self._n_waiting += 1
         try:
-            while not service.readiness.report(service.in_flight.count)["ready"] and time.monotonic() < deadline:
+            while not service.readiness.report(service.in_flight.count)["ready"] and self._clock() < deadline:
                 await service.readiness.wait_for_change(POLL_S)
         finally:
             self._n_waiting -= 1

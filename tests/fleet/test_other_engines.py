@@ -330,7 +330,7 @@ async def test_an_engine_is_not_silent_because_its_agent_was_stopped(
     monkeypatch.setattr(engine, "_is_healthy", is_healthy)
     monkeypatch.setattr(engine, "_measure", measure)
     monkeypatch.setattr(external_engine, "HEALTH_S", 0.01)
-    monkeypatch.setattr(external_engine, "time", SimpleNamespace(monotonic=lambda: now))
+    engine._clock = lambda: now
     assert "killed by signal 9" in (await engine.ended()).message
     assert len(asked) == 4
 

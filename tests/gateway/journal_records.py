@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,9 +52,10 @@ def open_journal(
     max_bytes: int = 1 << 20,
     wall: Callable[[], float] = lambda: NOW,
     part_of: Callable[[str, int], int] = lambda tenant, total: total,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Journal:
     """The journal of a gateway that starts."""
-    return Journal(directory, max_bytes, wall, part_of)
+    return Journal(directory, max_bytes, wall, part_of, clock)
 
 
 def recovered(directory: Path, wall: Callable[[], float] = lambda: NOW) -> dict[str, RequestEnd | None]:

@@ -136,10 +136,10 @@ def test_requests_that_do_not_fit_are_counted_and_continue(tmp_path: Path) -> No
 
 
 def test_requests_in_flight_of_one_tenant_leave_room_for_those_of_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(journal, "PART_LOG_S", 1e9)
-    target = open_journal(tmp_path, 1 << 16, part_of=part_of)
+    now = 1.0
+    target = open_journal(tmp_path, 1 << 16, part_of=part_of, clock=lambda: now)
     taken = [name for number in range(80) if target.open(spec_of("busy", name := f"req-busy-{number}"))]
     assert 0 < len(taken) < 80
     for number in range(80):  # the file is rewritten meanwhile
@@ -148,6 +148,9 @@ def test_requests_in_flight_of_one_tenant_leave_room_for_those_of_others(
         assert not target.open(spec_of("busy", "req-busy"))
     assert target.left_out == 160 - len(taken)
     assert [vars(record)["tenant"] for record in caplog.records] == ["busy"]
+    now += journal.PART_LOG_S
+    assert not target.open(spec_of("busy", "req-busy"))
+    assert [vars(record)["tenant"] for record in caplog.records] == ["busy", "busy"]
     assert target.open(spec_of("quiet", "req-quiet"))
     target.close()
     assert recovered_ids(tmp_path) == [*taken, "req-quiet"]
@@ -409,9 +412,9 @@ def test_an_unreadable_journal_is_renamed_as_soon_as_the_disk_permits(
     assert before.open(make_spec("req-old"))
     before.close()
     old = before.path.read_bytes()
-    monkeypatch.setattr(journal, "REOPEN_S", 0.0)
+    now = 1.0
     monkeypatch.setenv("STARLING_FAULTS", "disk:eio@journal_read, disk:erofs@journal_rename")
-    target = open_journal(tmp_path)
+    target = open_journal(tmp_path, clock=lambda: now)
     assert target.take_entries() == []
     assert "the journal cannot be read" in caplog.text
     assert not target.open(make_spec("req-a"))
@@ -419,6 +422,7 @@ def test_an_unreadable_journal_is_renamed_as_soon_as_the_disk_permits(
     monkeypatch.undo()
     for point in ("journal_read", "journal_rename"):
         points.fault_point("disk", point)  # without a plan
+    now += journal.REOPEN_S
     assert target.open(make_spec("req-b"))
     assert target.unreadable == 1
     target.close()
@@ -426,14 +430,16 @@ def test_an_unreadable_journal_is_renamed_as_soon_as_the_disk_permits(
     assert set(recovered(tmp_path)) == {"req-b"}
 
 
-def test_a_journal_without_a_directory_works_when_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "REOPEN_S", 0.0)
+def test_a_journal_without_a_directory_works_when_there_is_one(tmp_path: Path) -> None:
+    now = 1.0
     (tmp_path / "d").write_bytes(b"a file where the directory should be")
-    target = open_journal(tmp_path / "d")
+    target = open_journal(tmp_path / "d", clock=lambda: now)
     assert not target.open(make_spec("req-a"))
     assert not target.open(make_spec("req-b"))
-    assert target.left_out == 2
     (tmp_path / "d").unlink()
+    assert not target.open(make_spec("req-c"))  # it is not tried so soon
+    assert target.left_out == 3
+    now += journal.REOPEN_S
     assert target.open(make_spec("req-c"))
     target.close()
     assert set(recovered(tmp_path / "d")) == {"req-c"}

@@ -73,8 +73,9 @@ class ExternalEngine(Engine):
         free_port: Callable[[], int],
         listen: Listen,
         env: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`home`: of this model's engines. `free_port`: of loopback. `listen`: opens the door."""
+        """`home`: of this model's engines. `free_port`: of loopback. `listen`: opens the door. `clock`: s."""
         self._dialect = DIALECTS[model.engine.engine]
         self.adapter = self._dialect.name
         self.capabilities = Capabilities(continues_text=True)
@@ -85,6 +86,7 @@ class ExternalEngine(Engine):
         self._free_port = free_port
         self._listen = listen
         self._env = env
+        self._clock = clock
         self._engine_url = self._engine_key = ""
         self._child: Child | None = None
         self._door: Door | None = None
@@ -146,13 +148,13 @@ class ExternalEngine(Engine):
         assert self._child is not None
         ended = asyncio.ensure_future(self._child.wait())
         silent_s = self._engine.silent_ms / 1000
-        answered = time.monotonic()
+        answered = self._clock()
         try:
             while not ended.done():
                 if await self._is_healthy(min(ANSWER_S, silent_s)):
-                    answered = time.monotonic()
+                    answered = self._clock()
                     await self._measure(min(ANSWER_S, silent_s))
-                elif time.monotonic() - answered >= silent_s and not ended.done():
+                elif self._clock() - answered >= silent_s and not ended.done():
                     # This process may have been stopped while it asked: then the answer has come in time.
                     if await self._is_healthy(min(HEALTH_S, silent_s)):
                         continue

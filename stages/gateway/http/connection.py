@@ -42,11 +42,18 @@ _LARGE_HEAD = (
 class Connection(HttpConnection):
     """One per connection; `connection_gate.py` constructs it."""
 
-    def __init__(self, server: web.Server, on_lost: Callable[[Connection], None], peer: str) -> None:
+    def __init__(
+        self,
+        server: web.Server,
+        on_lost: Callable[[Connection], None],
+        peer: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`peer`: the client's address, or uid:N on the Unix socket."""
         super().__init__(server, peer, log)
         self._on_lost = on_lost
-        self._opened_at = time.monotonic()
+        self._clock = clock
+        self._opened_at = self._clock()
         self.head_since = math.inf  # s, monotonic: when the first bytes of an incomplete head arrived
         self.is_half_closed = False
         self._is_started = False
@@ -63,7 +70,7 @@ class Connection(HttpConnection):
     @property
     def awaits_first_request(self) -> bool:
         """Whether its client has just connected, and its request is probably on its way."""
-        return not self._request_count and time.monotonic() - self._opened_at < FIRST_REQUEST_S
+        return not self._request_count and self._clock() - self._opened_at < FIRST_REQUEST_S
 
     @property
     def has_next(self) -> bool:
@@ -86,7 +93,7 @@ class Connection(HttpConnection):
         elif data and not (was_in_body or self._upgraded or self._buffer_paused or self._close or self._force_close):
             self._head_bytes += len(data)
             if self.head_since == math.inf:
-                self.head_since = time.monotonic()
+                self.head_since = self._clock()
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
 

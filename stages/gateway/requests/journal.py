@@ -81,7 +81,7 @@ class _Location(msgspec.Struct, gc=False):
 
 
 class Journal(DurableFile):
-    """One directory with one writer, the gateway. `wall()` returns seconds since 1970."""
+    """One directory with one writer, the gateway. `wall()` returns seconds since 1970, `clock()` any that only grow."""
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class Journal(DurableFile):
         max_bytes: int,
         wall: Callable[[], float],
         part_of: Callable[[str, int], int] = lambda tenant, total: total,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Read the journal and rewrite it. Never raises `OSError`.
 
@@ -105,6 +106,7 @@ class Journal(DurableFile):
         self._entries: list[JournalEntry] = []  # found at the start, in order
         self._wall = wall
         self._part_of = part_of
+        self._clock = clock
         self._points = points.DiskPoints("journal")
         self._locations: dict[str, _Location] = {}
         self._ended: dict[str, None] = {}  # ids of ended requests, in order of their end
@@ -223,10 +225,10 @@ class Journal(DurableFile):
             if self._is_closed:
                 return self._leave_out("it is closed")
             if self._fd < 0:
-                if time.monotonic() < self._next_reopen:
+                if self._clock() < self._next_reopen:
                     self.left_out += 1
                     return False
-                self._next_reopen = time.monotonic() + REOPEN_S
+                self._next_reopen = self._clock() + REOPEN_S
                 self._rewrite()
             self._points.write.hit()
             append_all(self._fd, record, self._size)
@@ -268,8 +270,8 @@ class Journal(DurableFile):
 
     def _leave_out_of_part(self, tenant: str, held: int, part: int) -> bool:
         self.left_out += 1
-        if time.monotonic() >= self._next_part_log:
-            self._next_part_log = time.monotonic() + PART_LOG_S
+        if self._clock() >= self._next_part_log:
+            self._next_part_log = self._clock() + PART_LOG_S
             reason = f"{held} bytes of it are in use by the tenant's requests in flight, a tenant's part is {part}"
             extra = {"path": str(self.path), "tenant": tenant, "reason": reason}
             log.error("requests of a tenant continue without the journal", extra=extra)

@@ -53,9 +53,15 @@ def read_finished(body: bytes) -> Finished:
 class ResponseKeeper:
     """One per orchestrator."""
 
-    def __init__(self, responses: ResponseStore, conversations: ConversationStore) -> None:
+    def __init__(
+        self,
+        responses: ResponseStore,
+        conversations: ConversationStore,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._responses = responses
         self._conversations = conversations
+        self._clock = clock
 
     async def put(self, tenant: str, body: bytes, kept: KeptResponse, digest: bytes = b"") -> Finished:
         """Store a complete response, as far as it is to be stored; what is used of it. Raises `StarlingError`."""
@@ -90,13 +96,13 @@ class ResponseKeeper:
 
         `add`: adds them; None: they were there before.
         """
-        is_sure, end = True, time.monotonic() + PUT_AGAIN_S
+        is_sure, end = True, self._clock() + PUT_AGAIN_S
         for pause_s in (*PUT_PAUSES_S, None):
             try:
                 return await put()
             except StarlingError as error:
                 is_sure = is_sure and not isinstance(error, MaybeStored)
-                if isinstance(error, StorageUnavailable) and pause_s is not None and time.monotonic() < end:
+                if isinstance(error, StorageUnavailable) and pause_s is not None and self._clock() < end:
                     await asyncio.sleep(pause_s)
                     continue
                 if is_sure and add is not None:
